@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
-from bucketline.errors import TrainError
+from bucketline.errors import TrainError, UsageError
 from bucketline.loader.batch import as_fields
 from bucketline.store.format.columns import LATENT, LatentKind
+from bucketline.train.config import Compile
 from bucketline.train.optimizers.stepping import takes_found_inf
 from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
 from bucketline.train.step import loss_of
@@ -32,17 +34,41 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Batch, Loader
     from bucketline.store.read.store import OpenShards
+    from bucketline.train.config import TrainConfig
     from bucketline.train.models import ModelFamily
     from bucketline.train.step import Training
 
 COUNTED_SIZES = 3
+CAPTURED_AFTER = 3  # passes: inductor runs the first one as it is, and captures the second
 MOST_GRAPHS = 4096  # of one function: the noising has one for each bucket, a UNet's blocks of one class and shape about 20
 
 
-def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+def expect_graphs(config: TrainConfig, device: torch.device, *, shards: bool) -> None:
+    """Check that a run's forward and backward passes can be captured as CUDA graphs.
+
+    Raises:
+        UsageError: if the device or an option does not suit; the message names it.
+    """
+    for is_refused, message in (
+        (device.type != "cuda", "the device is the CPU, expected a GPU, which replays them"),
+        (shards, f"--sharding is {config.sharding}: its hooks gather weights between blocks, which is not captured"),
+        (config.offload_blocks, "--offload-blocks copies weights to other addresses each time, and a graph reads fixed ones"),
+        (
+            config.optimizer_in_backward,
+            "--optimizer-in-backward saves nothing: a captured pass hands over all gradients at once",
+        ),
+    ):
+        if is_refused:
+            raise UsageError(f"--compile is graphs, and {message}; use --compile on")
+
+
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor", *, graphs: bool = False) -> None:
     """Compile a model's blocks in place (the full model if it has none), one graph per shape.
 
     More graphs than dynamo's recompile limit are then an error; by default, dynamo silently falls back to eager mode.
+
+    `graphs`: compile the full model, and have inductor capture its passes as CUDA graphs, which share a pool of memory. They
+    write gradients there too, so `.grad` must have memory of its own before the second pass.
     """
     import torch._dynamo.config as dynamo
 
@@ -57,13 +83,18 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     def compiled(plain: Any, _shapes: tuple[torch.Size, ...]) -> Callable[..., Any]:  # noqa: ANN401 - any block's `forward`
         own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
         own.__kwdefaults__ = plain.__kwdefaults__
-        return torch.compile(own, dynamic=False, backend=backend)
+        options: dict[str, Any] = {"options": {"triton.cudagraphs": True}} if graphs and backend == "inductor" else {}
+        return torch.compile(own, dynamic=False, backend=backend, **options)
 
     def forward(plain: Any, block: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - likewise
         shapes = tuple(value.shape for value in (*args, *named.values()) if isinstance(value, torch.Tensor))
-        return compiled(plain, shapes)(block, *args, **named)
+        run = compiled(plain, shapes)
+        if not graphs:
+            return run(block, *args, **named)
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return tuple(result.clone() for result in run(block, *args, **named))  # the next pass overwrites them
 
-    for part in repeated_blocks(model) or [model]:
+    for part in (not graphs and repeated_blocks(model)) or [model]:
         part.forward = functools.partial(forward, type(part).forward, part)
 
 
@@ -98,28 +129,33 @@ def warm_up(
     """Run forward and backward on each batch and drop the gradients; weights, optimizer and averages stay unchanged.
 
     With DDP, ranks exchange nothing, so that they may take turns. `say` is told which bucket is next. `evaluates`: also run the
-    forward pass of a validation.
+    forward pass of a validation. With `--compile graphs`, gradients get memory of their own, and stay there.
 
     Raises:
         TrainError: if a bucket cannot be compiled.
     """
     make_moments(training.optimizer)
+    captures = training.config.compile is Compile.GRAPHS
     for number, batch in enumerate(batches, 1):
         if say is not None:
             say(f"compiling for bucket {number} of {len(batches)}, {batch.bucket}")
-        try:
-            # FSDP would keep whole gradients if it did not reduce them.
-            with without_sync(training.model, is_last=isinstance(training.model, FSDPModule)):
-                loss_of(training, batch).backward()  # type: ignore[no-untyped-call]
-            if evaluates:
-                with torch.no_grad(), training.averaged():
-                    loss_of(training, batch)
-        except BackendCompilerFailed as error:
-            raise TrainError(
-                f"the model's blocks cannot be compiled for {batch.bucket}: {error.inner_exception!s:.300}; install "
-                "a C++ compiler and Python's headers (python3-dev), or use --compile off"
-            ) from error
-        training.optimizer.zero_grad(set_to_none=True)
+        for _ in range(CAPTURED_AFTER if captures else 1):
+            try:
+                # FSDP would keep whole gradients if it did not reduce them.
+                with without_sync(training.model, is_last=isinstance(training.model, FSDPModule)):
+                    loss_of(training, batch).backward()  # type: ignore[no-untyped-call]
+                if evaluates:
+                    with torch.no_grad(), training.averaged():
+                        loss_of(training, batch)
+            except BackendCompilerFailed as error:
+                raise TrainError(
+                    f"the model's blocks cannot be compiled for {batch.bucket}: {error.inner_exception!s:.300}; install "
+                    "a C++ compiler and Python's headers (python3-dev), or use --compile off"
+                ) from error
+            for parameter in training.model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if captures and parameter.grad is not None else None
+    if captures and (skipped := counters["inductor"]["cudagraph_skips"]) and say is not None:
+        say(f"{skipped} compiled graphs cannot be captured as CUDA graphs, and run as with --compile on")
 
 
 def make_moments(optimizer: Optimizer) -> None:
@@ -186,7 +222,7 @@ PEAKS = (
     | {"RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71, "RTX 3090 Ti": 80}
     | {"RTX PRO 6000 Blackwell Workstation": 504}
 )
-OTHER_BOARD = re.compile(r" (Laptop|Ti|D|SUPER|Max-Q)\b")  # as slow as no data sheet of the name before it says
+OTHER_BOARD = re.compile(r" (Laptop|Ti|D|SUPER|Max-Q|MIG)\b")  # as slow as no data sheet of the name before it says
 
 Mark = float | torch.cuda.Event
 """A point in time: the host's clock, or a CUDA event, recorded without a sync."""
@@ -219,7 +255,7 @@ def peak_flops(device_name: str) -> float | None:
     """
     named = [name for name in PEAKS if re.search(rf"\b{name}\b", device_name)]
     name = max(named, key=len, default=None)
-    if name is None or OTHER_BOARD.match(device_name.partition(name)[2]) or " MIG " in device_name:
+    if name is None or OTHER_BOARD.search(device_name.partition(name)[2]):
         return None
     return PEAKS[name] * 1e12
 
@@ -233,6 +269,4 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def graphs_compiled() -> int:
     """Return the number of graphs that dynamo has compiled in this process."""
-    from torch._dynamo.utils import counters
-
     return int(counters["stats"]["unique_graphs"])

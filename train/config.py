@@ -26,7 +26,7 @@ REPOSITORY = re.compile(r"([\w.-]+/)?[\w.-]+")
 
 Precision = StrEnum("Precision", ["AUTO", "FP32", "BF16", "FP8"])
 """The precision that the model computes in."""
-Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
+Compile = StrEnum("Compile", ["AUTO", "ON", "GRAPHS", "OFF"])
 """The use of torch.compile."""
 OptimizerName = StrEnum(
     "OptimizerName",
@@ -150,7 +150,8 @@ class TrainConfig(ReadOptions):
     later, compiled, with the extra `quantised`. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32
     elsewhere."""
     compile: Compile = Compile.AUTO
-    """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""
+    """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only.
+    graphs: on the full model, captured as CUDA graphs, for models so small that the host cannot launch kernels fast enough."""
     validate_every: int | None = None
     """Optimizer steps between validations on the held-out samples; None: before the first step and after the last."""
     val_timesteps: int = 8

@@ -19,6 +19,7 @@ from bucketline.errors import UsageError
 from bucketline.train.compile import (
     compile_blocks,
     example_batches,
+    expect_graphs,
     flops_of_buckets,
     peak_flops,
     share_cores_of_compiler,
@@ -152,10 +153,10 @@ def build(
     device, store = accelerator.device, stores[0].store  # all stores have the encoders of the first
     family, model, schedule = _load_model(config, ranks, store, rows, device, resumes=start.checkpoint is not None)
     weights = weights_of(family, adapters=config.lora_rank is not None)
-    compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
+    compiled = config.compile in (Compile.ON, Compile.GRAPHS) or (config.compile is Compile.AUTO and device.type == "cuda")
     recompute(model, config, is_compiled=compiled)
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model, graphs=config.compile is Compile.GRAPHS)
     if config.offload_blocks:
         offload_blocks(model, config.offload_blocks, device, layout_on(device))
     kept = Ema.OFF if KINDS[config.optimizer].averages else config.ema
@@ -190,6 +191,8 @@ def _load_model(
     """Load the model and its noise schedule, and add adapters; `resumes`: a checkpoint fills these, not a file."""
     shard_ranks_of(config, ranks)  # refused before weights are read
     expect_possible(config, ranks.world_size)
+    if config.compile is Compile.GRAPHS:
+        expect_graphs(config, device, shards=is_sharded(config, ranks))
     folder, file = locate(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)
@@ -249,10 +252,9 @@ def count_work(training: Training, ranks: TrainRanks, loader: Loader, rows: Open
         counted = flops_of_buckets(training.bare_model, training.family, examples)
         flops = {name: per_step * each for name, each in counted.items()}
         name = torch.cuda.get_device_name(loader.device)
-        peak = peak_flops(name) if config.precision is Precision.BF16 else None
-        if ranks.is_main and config.precision is not Precision.BF16:
+        if config.precision is not Precision.BF16:
             log.warning("no MFU: it is relative to the bf16 peak, and --precision is %s", config.precision)
-        elif ranks.is_main and peak is None:
+        elif (peak := peak_flops(name)) is None:
             log.warning("no MFU: the bf16 peak of %s is unknown", name)
     samples = {bucket.name: bucket.global_batch for bucket in loader.plan.buckets}
     return Scale(num_devices=ranks.world_size, samples=samples, flops=flops, peak_flops=peak)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from bucketline.train.config import Compile
 from bucketline.train.learning_rate import learning_rate_at
 from bucketline.train.noise_schedule import squared_error, weighted
-from bucketline.train.optimizers.stepping import begin_step, update_weights
+from bucketline.train.optimizers.stepping import begin_step, clips_in_step, update_weights
 from bucketline.train.parallel import free_gathered, whole, without_sync
 
 if TYPE_CHECKING:
@@ -101,12 +102,11 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
         grad_norm = training.in_backward.finish()
     else:
         parameters = list(model.parameters())
-        if config.clip_norm is None:
-            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        else:
-            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm)
+        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if config.clip_norm is not None and not clips_in_step(training.optimizer, grad_norm, config.clip_norm):
+            torch.nn.utils.clip_grads_with_norm_(parameters, config.clip_norm, grad_norm)
         update_weights(training.optimizer, whole(grad_norm))
-        training.optimizer.zero_grad(set_to_none=True)
+        training.optimizer.zero_grad(set_to_none=config.compile is not Compile.GRAPHS)  # see `compile_blocks`
     training.average.update(step)
     learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found
     return StepOutcome(bucket=bucket, learning_rate=learning_rate, loss=torch.stack(losses).sum(), grad_norm=grad_norm)

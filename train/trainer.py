@@ -13,11 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
 from bucketline.files.atomic_write import write_durably
+from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER
 from bucketline.loader.mixture import join
 from bucketline.train import data
 from bucketline.train.compile import mark
 from bucketline.train.evaluation.drawing import draw_images
-from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE
+from bucketline.train.evaluation.image_grid import LOSS_CURVE
 from bucketline.train.evaluation.prompts import load_prompts
 from bucketline.train.evaluation.validation import validate
 from bucketline.train.outputs import checkpoint, run_dir
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 COLLECT_EVERY_STEPS = 5000
-IMAGES_FOLDER = "images"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +254,7 @@ class Trainer:
             config=run_dir.config_as_json(self.config),
         )
         cards = {output: self._card(of_export=output is Output.EXPORT) for output in self._to_save}
-        self.saver.save(cards, state, self._log.sync if self._log is not None else lambda: None)
+        self.saver.save(cards, state)
         self._to_save.clear()
 
     def _card(self, *, of_export: bool = False) -> str:

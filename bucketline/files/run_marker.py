@@ -1,4 +1,4 @@
-"""How ingest and trainer recognise a training run's folder: its images must never become samples."""
+"""The files of a training run's folder, and how ingest and trainer recognise it: its images must never become samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STATUS = "status.json"  # written first in a run's folder and never removed
-FIELDS = frozenset(("state", "step", "reason"))
+CONFIG, METRICS = "config.json", "metrics.jsonl"
+IMAGES, IMAGES_FOLDER = "images.png", "images"  # the last grid, and those along the run
+FIELDS = frozenset(("state", "step", "reason"))  # of the status
 MAX_BYTES = 1 << 16  # the reason is an error message
 
 

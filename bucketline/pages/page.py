@@ -127,6 +127,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, texts: int =
     return f'<div class="scroll"><table><thead>{row(head, "th")}</thead><tbody>{body}</tbody></table></div>'
 
 
+def columns(parts: Iterable[str]) -> str:
+    """Return parts of a section next to each other, where there is room; empty ones are left out."""
+    return f'<div class="columns">{"".join(f"<div>{part}</div>" for part in parts if part)}</div>'
+
+
 def card(one: Card) -> str:
     """Return a figure."""
     if one.images:

@@ -7,6 +7,8 @@ is copied.
 
 from __future__ import annotations
 
+import random
+import time
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 MAX_PENDING = 512  # micro-batches whose lines are held at most
 PENDING_BYTES = 1 << 30  # of these micro-batches
+PATIENCE_S = (0.1, 0.6)  # before the first micro-batch's own lines are released too; drawn between these
+PAUSE_S = (0.02, 0.3)  # until they are requested again
+OTHERS_S = 600.0  # that other processes may leave no room; without them, the deadline counts
 
 
 class LinesAhead:
@@ -35,6 +40,7 @@ class LinesAhead:
         self._most = min(MAX_PENDING, max(2, PENDING_BYTES // builder.buffer_bytes))
         self._with_rows = self._with_captions = self.num_ready = 0
         self._popped = 0
+        self._gave_way_at = 0.0  # to another process, the last time
         self._is_over = False
 
     def stop(self) -> None:
@@ -73,24 +79,44 @@ class LinesAhead:
     def wait(self, pending: deque[PendingBatch | StoreError], begun: float) -> bool:
         """Wait for the lines of the first micro-batch that are requested; return False if the iteration is over.
 
-        `begun`: since when the micro-batch is waited for, whose deadline is one for all that it needs.
+        `begun`: since when the micro-batch is waited for, whose deadline is one for all that it needs. If several processes
+        fill one cache, each may hold a part of what its first micro-batch needs, and wait for the others' parts for ever. One
+        that gets no room therefore releases all, first the lines of later micro-batches and after a while also those of the
+        first, and requests them again after a pause. These times are random, so that not all processes do so at once, and
+        do not count for the deadline: another process may keep what it holds while its training pauses.
 
         Raises:
             StoreError: if they do not arrive in time.
         """
         first = pending[0]
         assert not isinstance(first, StoreError)
+        first_begun, begun = begun, max(begun, self._gave_way_at)
+        gives_way_at = time.monotonic() + random.uniform(*PATIENCE_S)  # noqa: S311 - nothing secret
+        gives_way = False
+
+        def on_no_room() -> bool:
+            nonlocal gives_way
+            released = self._release_after(pending, max(1, self._with_rows // 2))
+            gives_way = not released and time.monotonic() > gives_way_at
+            return released
+
+        def is_over() -> bool:
+            return self._is_over or gives_way
+
         try:
-            return all(
-                held.wait(is_over=lambda: self._is_over, on_no_room=lambda: self._shrink(pending), begun=begun)
-                for held in first.lines
-            )
+            if all(held.wait(is_over=is_over, on_no_room=on_no_room, begun=begun) for held in first.lines):
+                return True
         except StoreError as error:
             raise type(error)(f"step {first.step}, bucket {first.bucket.name}: {error}") from error
+        if gives_way and not self._is_over:
+            self._release_after(pending, 0)
+            if time.monotonic() - first_begun < OTHERS_S and self._lines.is_cache_shared:
+                self._gave_way_at = time.monotonic()
+            time.sleep(random.uniform(*PAUSE_S))  # noqa: S311
+        return not self._is_over
 
-    def _shrink(self, pending: deque[PendingBatch | StoreError]) -> bool:
-        """Release the lines of the second half of the micro-batches; return whether there were any."""
-        keep = max(1, self._with_rows // 2)
+    def _release_after(self, pending: deque[PendingBatch | StoreError], keep: int) -> bool:
+        """Release the lines of all micro-batches but the first `keep`; return whether there were any."""
         released = False
         for batch in islice(pending, keep, self._with_rows):
             if not isinstance(batch, StoreError):

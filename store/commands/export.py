@@ -42,6 +42,9 @@ class Export(ReadingArguments):
     """Export only this bucket, such as train/256x192. Default: all."""
     shard_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
     """Maximum size of a tar, such as 512MiB, or of a shard of MDS. Default: 1GiB, of MDS 64MiB."""
+    columns: Annotated[str | None, tyro.conf.arg(metavar="ROLES")] = None
+    """Of kohya and mds: columns to write next to the latents, such as mask,control/depth, or none. Default: all; one that the
+    format cannot hold is refused by name."""
     dry_run: bool = False
     """Print the number of samples, files and bytes without writing them."""
     json: bool = False
@@ -66,17 +69,24 @@ class Export(ReadingArguments):
 
     def _request(self) -> ExportRequest:
         from bucketline.store.export.export import ExportFormat, ExportRequest
+        from bucketline.store.export.sample_arrays import NO_COLUMNS
         from bucketline.store.read.iter_samples import Selection
 
         wanted = ExportFormat(self.format)
         if self.shard_size is not None and wanted not in (ExportFormat.WEBDATASET, ExportFormat.MDS):
             raise UsageError(f"--shard-size only applies to tars; leave it out, or use --format {ExportFormat.WEBDATASET}")
+        columns: tuple[str, ...] | None = None
+        if self.columns is not None:
+            if wanted not in (ExportFormat.KOHYA, ExportFormat.MDS):
+                raise UsageError(f"--columns {self.columns!r:.80}: --format {wanted} writes all columns; leave it out")
+            columns = () if self.columns.strip() == NO_COLUMNS else tuple(role.strip() for role in self.columns.split(","))
         default = MDS_SHARD_SIZE if wanted is ExportFormat.MDS else SHARD_SIZE
         return ExportRequest(
             output=self.output,
             format=wanted,
             selection=Selection(split=self.split, bucket=self.bucket),
             shard_bytes=parse_bytes(self.shard_size or default, "--shard-size"),
+            columns=columns,
         )
 
     def _print(self, plan: ExportPlan) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
 from bucketline.command_line import counted, human_bytes
@@ -51,6 +50,7 @@ class ExportRequest:
     format: ExportFormat
     selection: Selection
     shard_bytes: int  # maximum size of a tar or a shard of MDS
+    columns: tuple[str, ...] | None = None  # of a trainer's cache: roles to write next to the latents; None: all
 
 
 class ExportPlan(Protocol):
@@ -111,7 +111,7 @@ def plan_export(store: Store, request: ExportRequest, on_sample: Callable[[], No
     plan, num_bytes_of = _plan(store, request)
     for listed in live_samples(store, request.selection):
         tokens = entry_tokens(store, store.text, listed.shard, caption_rows(listed.record))
-        plan.add(listed.record, num_bytes_of(listed.record, tokens, _ragged_tokens(store, listed)))
+        plan.add(listed.record, num_bytes_of(listed, tokens))
         on_sample()
     if plan.num_samples == 0:
         raise StoreError(f"{store.path} has no sample in that split and bucket; `store info` lists its buckets")
@@ -144,18 +144,16 @@ def export(store: Store, request: ExportRequest, plan: ExportPlan, on_bytes: Cal
     return writer.plan
 
 
-def _plan(
-    store: Store, request: ExportRequest
-) -> tuple[ExportPlan, Callable[[SampleRecord, Sequence[int], RaggedTokens], int]]:
-    """Return an empty plan, and the function that tells what it counts: bytes by a sample's record and token counts."""
+def _plan(store: Store, request: ExportRequest) -> tuple[ExportPlan, Callable[[Listed, Sequence[int]], int]]:
+    """Return an empty plan, and the function that tells what it counts: bytes by a sample and its captions' token counts."""
     if request.format is ExportFormat.KOHYA:
-        kohya = KohyaForm(store)
-        return KohyaPlan(kohya), lambda record, tokens, _: kohya.num_bytes(record, tokens)
+        kohya = KohyaForm(store, request.columns)
+        return KohyaPlan(kohya), kohya.num_bytes
     if request.format is ExportFormat.MDS:
-        mds = MdsForm(store, request.shard_bytes)
-        return MdsPlan(mds), lambda record, tokens, _: mds.num_bytes(record, tokens)
+        mds = MdsForm(store, request.shard_bytes, request.columns)
+        return MdsPlan(mds), mds.num_bytes
     plan: ExportPlan = FolderPlan() if request.format is ExportFormat.SAFETENSORS else TarPlan(request.shard_bytes)
-    return plan, partial(sample_file_bytes, store)
+    return plan, lambda listed, tokens: sample_file_bytes(store, listed.record, tokens, _ragged_tokens(store, listed))
 
 
 def _ragged_tokens(store: Store, listed: Listed) -> RaggedTokens:
@@ -180,9 +178,9 @@ def _ragged_tokens(store: Store, listed: Listed) -> RaggedTokens:
 
 def _writer(folder: Path, store: Store, request: ExportRequest) -> ExportWriter:
     if request.format is ExportFormat.KOHYA:
-        return KohyaWriter(folder, store)
+        return KohyaWriter(folder, store, request.columns)
     if request.format is ExportFormat.MDS:
-        return MdsWriter(folder, store, request.shard_bytes)
+        return MdsWriter(folder, store, request.shard_bytes, request.columns)
     if request.format is ExportFormat.SAFETENSORS:
         return FolderWriter(folder)
     return TarsWriter(folder, request.shard_bytes)

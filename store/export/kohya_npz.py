@@ -1,8 +1,8 @@
 """Export as the cache of kohya's scripts: npz files named after the images, to be copied next to them.
 
-Of each sample `NAME_WWWWxHHHH_MODEL.npz` with its latent, `NAME.txt` with its captions, and if the model has a text cache, the
-embedding of its first caption. Source: `strategy_base.py`, `strategy_sd.py`, `strategy_sdxl.py`, `strategy_sd3.py`,
-`strategy_flux.py` of sd-scripts 0.10.1.
+Of each sample `NAME_WWWWxHHHH_MODEL.npz` with its latent, and its mask if it has one; `NAME.txt` with its captions; and if the
+model has a text cache, the embedding of its first caption. Source: `strategy_base.py`, `strategy_sd.py`, `strategy_sdxl.py`,
+`strategy_sd3.py`, `strategy_flux.py` of sd-scripts 0.10.1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import StoreError
-from bucketline.store.export.sample_arrays import form_of, num_values
+from bucketline.store.export.sample_arrays import MASK, form_of, mask_shape, num_values, size_of
 from bucketline.store.format.hashing import text_bytes
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.export.sample_arrays import SampleArrays
     from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.read.iter_samples import Listed
     from bucketline.store.read.store import Store
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]  # numpy dtype and shape by key
@@ -41,13 +42,23 @@ _MEMBER_BYTES, _END_BYTES = 30 + 46, 22  # of a zip archive: the two headers of 
 class KohyaForm:
     """A store's samples in the form of these files."""
 
-    def __init__(self, store: Store) -> None:
-        """Read what the samples have in common.
+    def __init__(self, store: Store, columns: Sequence[str] | None = None) -> None:
+        """Read what the samples have in common; `columns` are roles to write next to the latents, None for all.
 
         Raises:
-            StoreError: if the store is not of one of the models.
+            StoreError: if the store is not of one of the models, or one of its columns has no place in these files.
         """
-        self.form, self._store = form_of(store), store
+
+        def why_not(bucket: str, role: str) -> str | None:
+            if role != MASK:
+                return "kohya's caches have no place for it, only for a mask"
+            column = store.manifest.specs[bucket].column(MASK)
+            if (column.dtype, column.shape) == ("U8", size_of(bucket)):
+                return None
+            shape = "x".join(map(str, column.shape))
+            return f"in {bucket} it is {column.dtype} of {shape}, and kohya's are U8 of the image's size"
+
+        self.form, self._store = form_of(store, "kohya's caches", columns, holds=why_not), store
         if self.form.family not in MODELS:
             raise StoreError(
                 f"{store.path} has the text family {self.form.family or 'none'!r}; kohya's caches are written for "
@@ -55,9 +66,10 @@ class KohyaForm:
             )
         self._taken: dict[str, str] = {}
 
-    def num_bytes(self, record: SampleRecord, num_tokens: Sequence[int]) -> int:
+    def num_bytes(self, listed: Listed, num_tokens: Sequence[int]) -> int:
         """Return the length of a sample's files from its first caption's token count, without reading values."""
-        total = _npz_bytes(self._latent_shapes(record)) + len(_caption_lines(record))
+        record, has_mask = listed.record, MASK in self.form.side_of(self._store, listed)
+        total = _npz_bytes(self._latent_shapes(record, has_mask=has_mask)) + len(_caption_lines(record))
         return total + (_npz_bytes(self._text_shapes(num_tokens[0])) if self._has_text(record) else 0)
 
     def num_files(self, record: SampleRecord) -> int:
@@ -70,7 +82,7 @@ class KohyaForm:
         Raises:
             StoreError: if its id is not the path of a file in the folder, or another sample has the same path.
         """
-        stem, arrays = self._stem(record), self.form.arrays(data)
+        stem, arrays = self._stem(record), self.form.arrays(record, data)
         width, height = _original(record)
         found = {f"{stem}_{width:04d}x{height:04d}_{self.form.family}.npz": _npz(self._latents(record, arrays))}
         if record.captions:
@@ -108,6 +120,8 @@ class KohyaForm:
         }
         if arrays.flipped is not None:
             values["latents_flipped"] = own(arrays.flipped)
+        if arrays.mask is not None:
+            values["alpha_mask"] = arrays.mask.astype("<f4") / np.float32(255.0)
         end = self._key_end(record)
         return {key + end: value for key, value in values.items()}
 
@@ -115,11 +129,12 @@ class KohyaForm:
         _, height, width = self.form.latent_shape(self._store, record)
         return f"_{height}x{width}" if self.form.family in _SIZED else ""
 
-    def _latent_shapes(self, record: SampleRecord) -> Shapes:
+    def _latent_shapes(self, record: SampleRecord, *, has_mask: bool) -> Shapes:
         shape, end = self.form.latent_shape(self._store, record), self._key_end(record)
         flipped: Shapes = {f"latents_flipped{end}": ("<f4", shape)} if self.form.flip else {}
         size: Shapes = {f"original_size{end}": ("<i8", (2,)), f"crop_ltrb{end}": ("<i8", (4,))}
-        return {f"latents{end}": ("<f4", shape), **size, **flipped}
+        mask: Shapes = {f"alpha_mask{end}": ("<f4", mask_shape(self._store, record.bucket))} if has_mask else {}
+        return {f"latents{end}": ("<f4", shape), **size, **flipped, **mask}
 
     def _texts(self, arrays: SampleArrays) -> dict[str, NDArray[Any]]:
         tokens, pooled = arrays.tokens, arrays.pooled
@@ -178,8 +193,8 @@ class KohyaPlan:
 class KohyaWriter:
     """Writes the folder."""
 
-    def __init__(self, folder: Path, store: Store) -> None:
-        self._folder, self._form = folder, KohyaForm(store)
+    def __init__(self, folder: Path, store: Store, columns: Sequence[str] | None) -> None:
+        self._folder, self._form = folder, KohyaForm(store, columns)
         self.plan = KohyaPlan(self._form)
 
     def add(self, record: SampleRecord, data: bytes) -> None:

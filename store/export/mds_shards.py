@@ -1,7 +1,8 @@
 """Export as MDS, the format of MosaicML Streaming: a folder for each bucket, with `index.json` and shards.
 
 The columns are those of mosaicml/diffusion: `latents_512` of a square bucket, `latents_HEIGHTxWIDTH` of another, in F16 and as
-the model is fed; `caption_latents`, F16. A folder for each bucket, since a batch of a stream has one shape.
+the model is fed; `caption_latents`, F16. Of other columns there are `mask`, U8 of `mask_shape`, and `control/NAME`, as the
+latents are; both are empty for samples that lack them. A folder for each bucket, since a batch of a stream has one shape.
 Source: `streaming/base/format/mds/`, `precompute_latents.py`.
 """
 
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bucketline.errors import StoreError
-from bucketline.store.export.sample_arrays import form_of, num_values
+from bucketline.store.export.sample_arrays import CONTROL, MASK, form_of, mask_shape, num_values, size_of
+from bucketline.store.format.columns import LATENT
 from bucketline.store.format.hashing import text_bytes
 
 if TYPE_CHECKING:
@@ -23,23 +25,40 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.read.iter_samples import Listed
     from bucketline.store.read.store import Store
 
 MAX_SHARD_BYTES = (1 << 32) - 1  # offsets are U32
 _INTEGERS = ("caption_tokens", "height", "original_height", "original_width", "width")
 _TEXTS = ("caption", "key", "latents_shape")
+_MASK_SHAPE = "mask_shape"
 
 
 class MdsForm:
     """A store's samples in the form of MDS."""
 
-    def __init__(self, store: Store, shard_bytes: int) -> None:
+    def __init__(self, store: Store, shard_bytes: int, columns: Sequence[str] | None = None) -> None:
         """Read what the samples have in common; `shard_bytes` is the most that a shard has, unless one sample has more.
 
+        `columns` are roles to write next to the latents, None for all.
+
         Raises:
-            StoreError: if they are not images' latents.
+            StoreError: if they are not images' latents, or a column is neither a mask nor a control image's latent.
         """
-        self.form, self._store = form_of(store), store
+
+        def why_not(bucket: str, role: str) -> str | None:
+            spec = store.manifest.specs[bucket]
+            column, latent = spec.column(role), spec.column(LATENT)
+            if role == MASK:
+                is_own = column.dtype == "U8" and column.shape in (size_of(bucket), latent.shape[1:])
+            else:
+                is_own = role.startswith(CONTROL) and (column.dtype, column.shape) == (latent.dtype, latent.shape)
+            if is_own:
+                return None
+            found = f"in {bucket} it is {column.dtype} of {'x'.join(map(str, column.shape))}"
+            return f"{found}, and MDS takes masks, U8 of the image's or the latent's size, and control/NAME like the latents"
+
+        self.form, self._store = form_of(store, "MDS", columns, holds=why_not), store
         self.shard_bytes = min(shard_bytes, MAX_SHARD_BYTES)
 
     def columns(self, bucket: str) -> dict[str, tuple[str, int | None]]:
@@ -51,16 +70,24 @@ class MdsForm:
             found["caption_latents"] = ("bytes", None)
         if self.form.pooled_width is not None:
             found["caption_pooled"] = ("bytes", None)
+        found |= dict.fromkeys(self.form.side, ("bytes", None))
+        if MASK in self.form.side:
+            found[_MASK_SHAPE] = ("str", None)
         return dict(sorted(found.items()))
 
-    def num_bytes(self, record: SampleRecord, num_tokens: Sequence[int]) -> int:
+    def num_bytes(self, listed: Listed, num_tokens: Sequence[int]) -> int:
         """Return the length of a sample in its shard, without reading values."""
+        record, own = listed.record, self.form.side_of(self._store, listed)
         shape = self.form.latent_shape(self._store, record)
         lengths = [2 * num_values(shape), len(_shape_text(shape)), len(text_bytes(record.id)), len(_caption(record))]
         if self.form.token_width is not None:
             lengths.append(2 * num_tokens[0] * self.form.token_width)
         if self.form.pooled_width is not None:
             lengths.append(2 * self.form.pooled_width)
+        lengths += [2 * num_values(shape) if role in own else 0 for role in self.form.side if role != MASK]
+        if MASK in self.form.side:
+            mask = mask_shape(self._store, record.bucket) if MASK in own else ()
+            lengths += [num_values(mask), len(_shape_text(mask))] if mask else [0, 0]
         return sum(lengths) + 4 * len(lengths) + 8 * len(_INTEGERS)
 
     def sample(self, record: SampleRecord, data: bytes) -> bytes:
@@ -69,7 +96,7 @@ class MdsForm:
         Raises:
             StoreError: if a latent or an embedding is beyond F16, or its id is not UTF-8.
         """
-        arrays, shape = self.form.arrays(data), self.form.latent_shape(self._store, record)
+        arrays, shape = self.form.arrays(record, data), self.form.latent_shape(self._store, record)
         height, width = record.original_size
         numbers = {"original_height": height, "original_width": width, "height": record.crop[2], "width": record.crop[3]}
         numbers["caption_tokens"] = 0 if arrays.tokens is None else len(arrays.tokens)
@@ -79,6 +106,7 @@ class MdsForm:
             (latents_name(record.bucket), self.form.fed(arrays.latent)),
             ("caption_latents", arrays.tokens),
             ("caption_pooled", arrays.pooled),
+            *((role, self.form.fed(control)) for role, control in arrays.controls.items()),
         ):
             if array is None:
                 continue
@@ -86,7 +114,10 @@ class MdsForm:
             if not bool((abs(half) < float("inf")).all()):
                 raise StoreError(f"sample {record.id!r:.200}: its {name} is beyond the range of F16, which MDS caches have")
             values[name] = half.tobytes()
+        if arrays.mask is not None:
+            values |= {MASK: arrays.mask.tobytes(), _MASK_SHAPE: _shape_text(arrays.mask.shape)}
         columns = self.columns(record.bucket)
+        values = dict.fromkeys(columns, b"") | values
         lengths = b"".join(struct.pack("<I", len(values[name])) for name, (_, size) in columns.items() if size is None)
         return lengths + b"".join(values[name] for name in columns)
 
@@ -197,8 +228,8 @@ class MdsPlan:
 class MdsWriter:
     """Writes the folders. A shard's samples are written to a file of their own until their number is known."""
 
-    def __init__(self, folder: Path, store: Store, shard_bytes: int) -> None:
-        self._folder, self._form = folder, MdsForm(store, shard_bytes)
+    def __init__(self, folder: Path, store: Store, shard_bytes: int, columns: Sequence[str] | None) -> None:
+        self._folder, self._form = folder, MdsForm(store, shard_bytes, columns)
         self.plan = MdsPlan(self._form)
         self._open: dict[str, tuple[BinaryIO, list[int]]] = {}  # of each bucket's last shard: its samples, and their lengths
 

@@ -13,17 +13,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import StoreError
-from bucketline.store.format.columns import FLIPPED, LATENT, POOLED, TOKENS, LatentKind
+from bucketline.store.format.columns import (
+    FLIPPED,
+    FLIPPED_SUFFIX,
+    LATENT,
+    POOLED,
+    PRESENT_PREFIX,
+    TOKENS,
+    LatentKind,
+)
 from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, METADATA
+from bucketline.store.read.verified_sample import row_values
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.read.iter_samples import Listed
     from bucketline.store.read.store import Store
 
+MASK, CONTROL = "mask", "control/"  # the roles that trainers' caches have: a mask, and the beginning of others
+NO_COLUMNS = "none"
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
 
@@ -35,6 +47,8 @@ class SampleArrays:
     flipped: NDArray[np.float32] | None  # [C, h, w]
     tokens: NDArray[np.float32] | None  # [T, D], of the first caption
     pooled: NDArray[np.float32] | None  # [D']
+    mask: NDArray[np.uint8] | None  # [H, W]
+    controls: dict[str, NDArray[np.float32]]  # [C, h, w] by role, unscaled; without those that the sample lacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +62,7 @@ class StoreForm:
     pooled_width: int | None
     shift: NDArray[np.float64]  # [C or 1, 1, 1]
     scale: NDArray[np.float64]  # [C or 1, 1, 1]
+    side: tuple[str, ...]  # roles of the columns that are written next to the latents
 
     def latent_shape(self, store: Store, record: SampleRecord) -> tuple[int, int, int]:
         """Return [C, h, w] of a sample."""
@@ -59,9 +74,29 @@ class StoreForm:
         scaled: NDArray[np.float32] = ((latent - self.shift) * self.scale).astype(np.float32)
         return scaled
 
-    def arrays(self, data: bytes) -> SampleArrays:
-        """Return the arrays in a sample's file; of moments, the means."""
+    def side_of(self, store: Store, listed: Listed) -> tuple[str, ...]:
+        """Return those of the roles that a sample has, without reading other values."""
+        spec = store.manifest.specs[listed.record.bucket]
+        names = {column.name for column in spec.columns}
+        flags = [flag for role in self.side if (flag := PRESENT_PREFIX + role) in names]
+        values = row_values(store, listed.shard, listed.record, flags) if flags else {}
+        return tuple(role for role in self.side if any(values.get(PRESENT_PREFIX + role, b"\1")))
+
+    def arrays(self, record: SampleRecord, data: bytes) -> SampleArrays:
+        """Return the arrays in a sample's file; of moments, the means.
+
+        Raises:
+            StoreError: if it has a mask for the mirrored image that is not the mirror image of its mask.
+        """
         found = _tensors(data)
+        own = [role for role in self.side if PRESENT_PREFIX + role not in found or any(found[PRESENT_PREFIX + role][0])]
+        mask = _bytes(*found[MASK]) if MASK in own else None
+        mirrored = found.get(MASK + FLIPPED_SUFFIX)
+        if mask is not None and mirrored is not None and not np.array_equal(_bytes(*mirrored), mask[:, ::-1]):
+            raise StoreError(
+                f"sample {record.id!r:.200}: its {MASK}{FLIPPED_SUFFIX} is not the mirror image of its mask, which trainers "
+                "take it for; leave the masks out by --columns"
+            )
         flipped = _floats(*found[FLIPPED])[: self.channels] if self.flip else None
         pooled = None if self.pooled_width is None else _floats(*found[f"caption.0.{POOLED}"])
         return SampleArrays(
@@ -69,20 +104,26 @@ class StoreForm:
             flipped=flipped,
             tokens=None if self.token_width is None else _floats(*found[f"caption.0.{TOKENS}"]),
             pooled=pooled,
+            mask=mask,
+            controls={role: _floats(*found[role])[: self.channels] for role in own if role != MASK},
         )
 
 
-def form_of(store: Store) -> StoreForm:
+def form_of(store: Store, what: str, columns: Sequence[str] | None, *, holds: Callable[[str, str], str | None]) -> StoreForm:
     """Return what a store's samples have in common.
 
+    `what` names the format. `columns` are the roles to write next to the latents, None for all; `holds` is given a bucket and a
+    role, and returns why the format cannot hold it.
+
     Raises:
-        StoreError: if it does not hold images' latents of a VAE whose scale it records.
+        StoreError: if it does not hold images' latents of a VAE whose scale it records; or if a column of the roles is missing,
+            or the format cannot hold it.
     """
     manifest = store.manifest
     vae, text = (found if isinstance(found := manifest.encoders.get(name), dict) else {} for name in ("vae", "text_encoder"))
-    columns = {bucket.name: bucket.columns.get(LATENT) for bucket in manifest.buckets}
+    latents = {bucket.name: bucket.columns.get(LATENT) for bucket in manifest.buckets}
     other = [
-        name for name, column in columns.items() if column is None or len(column.shape) != 3 or column.dtype not in _FLOATS
+        name for name, column in latents.items() if column is None or len(column.shape) != 3 or column.dtype not in _FLOATS
     ]
     if store.ragged:
         raise StoreError(
@@ -99,7 +140,7 @@ def form_of(store: Store) -> StoreForm:
     widths = {
         column.name: column.shape[0] for column in (*tokens, *fixed) if column.dtype in _FLOATS and len(column.shape) == 1
     }
-    stored = next((column.shape[0] for column in columns.values() if column is not None), 0)
+    stored = next((column.shape[0] for column in latents.values() if column is not None), 0)
     return StoreForm(
         family=str(text.get("family") or variant or ""),
         channels=stored // 2 if vae.get("latents") == LatentKind.MOMENTS.value else stored,
@@ -108,7 +149,42 @@ def form_of(store: Store) -> StoreForm:
         pooled_width=widths.get(POOLED),
         shift=_each(vae.get("latents_mean") or vae.get("shift_factor") or 0.0),
         scale=float(scaling) / _each(std or 1.0),
+        side=_side(store, what, columns, holds),
     )
+
+
+def _side(store: Store, what: str, columns: Sequence[str] | None, holds: Callable[[str, str], str | None]) -> tuple[str, ...]:
+    there = sorted(
+        name for name in store.manifest.columns if name not in (LATENT, FLIPPED) and not name.endswith(FLIPPED_SUFFIX)
+    )
+    wanted = there if columns is None else list(columns)
+    if missing := [role for role in wanted if role not in there]:
+        raise StoreError(
+            f"{store.path} has no column {missing[0]!r:.80} next to its latents, only {', '.join(there) or 'none'}"
+        )
+    for role in wanted:
+        reasons = (holds(bucket.name, role) for bucket in store.manifest.buckets)
+        if why := next(filter(None, reasons), None):
+            others = ",".join(other for other in wanted if other != role) or NO_COLUMNS
+            raise StoreError(
+                f"{store.path} has a column {role}: {why}; --columns {others} leaves it out of {what}, and "
+                "--format safetensors holds it"
+            )
+    return tuple(wanted)
+
+
+def mask_shape(store: Store, bucket: str) -> tuple[int, ...]:
+    """Return the shape of the masks of a bucket's samples."""
+    return store.manifest.specs[bucket].column(MASK).shape
+
+
+def size_of(bucket: str) -> tuple[int, ...]:
+    """Return height and width in px of a bucket's images.
+
+    >>> size_of("train/512x768")
+    (512, 768)
+    """
+    return tuple(map(int, bucket.rpartition("/")[2].split("x")))
 
 
 def _each(values: Any) -> NDArray[np.float64]:  # noqa: ANN401 - a number or a list of them
@@ -124,6 +200,10 @@ def _tensors(data: bytes) -> dict[str, tuple[memoryview, str, Sequence[int]]]:
         for name, entry in header.items()
         if name != METADATA
     }
+
+
+def _bytes(values: memoryview, _: str, shape: Sequence[int]) -> NDArray[np.uint8]:
+    return np.frombuffer(values, dtype=np.uint8).reshape(shape)
 
 
 def _floats(values: memoryview, dtype: str, shape: Sequence[int]) -> NDArray[np.float32]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from bucketline.command_line import counted, human_bytes, human_number
 from bucketline.pages.charts import Bar, bars, histogram, scatter
-from bucketline.pages.page import Card, Section, gallery, percent, sheet, shown, table
+from bucketline.pages.page import Card, Section, columns, gallery, percent, sheet, shown, table
 from bucketline.store.report.collect import worst_buckets
 from bucketline.store.report.findings import MUCH_CROPPED, spread_of
 from bucketline.store.report.latents import ALIKE, CONSTANT
@@ -76,13 +76,14 @@ def buckets(store: Store, facts: Facts) -> Section:
         by_aspect = [(w / h, math.sqrt(h * w), f"{h}x{w}" if has_names else "") for h, w in sorted(boxes)]
         body += (
             f"<h3>Sizes and aspect ratios of the source images <small>{counted(len(sizes), 'image')} drawn by hash; "
-            'the squares are the buckets, height x width</small></h3><div class="columns"><div>'
-            + scatter([(w, h) for h, w in sizes], by_size, ("width, px", "height, px"))
-            + "</div><div>"
-            + scatter(
-                [(w / h, math.sqrt(h * w)) for h, w in sizes], by_aspect, ("width / height", "square root of the area, px")
+            "the squares are the buckets, height x width</small></h3>"
+        )
+        aspects = [(w / h, math.sqrt(h * w)) for h, w in sizes]
+        body += columns(
+            (
+                scatter([(w, h) for h, w in sizes], by_size, ("width, px", "height, px")),
+                scatter(aspects, by_aspect, ("width / height", "square root of the area, px")),
             )
-            + "</div></div>"
         )
     return Section(anchor="buckets", title="Buckets", body=body)
 
@@ -142,10 +143,10 @@ def captions(facts: Facts, lists: ListFacts) -> Section:
         f"{counted(facts.captions, 'caption')} of {counted(facts.samples, 'sample')}, {facts.without_caption} without one; "
         f"{median} words in the median, {longest} at most."
     )
+    lengths = f"<h3>Words in a caption{not_drawn}</h3>{histogram(edges, counts, 'words')}"
     body = (
-        f'<div class="columns"><div><h3>Words in a caption{not_drawn}</h3>{histogram(edges, counts, "words")}</div>'
-        f'<div><h3>Most frequent words</h3><div class="words">{frequent}</div></div></div>'
-        f"<h3>Longest</h3>{table(('sample', 'words', 'caption'), _longest(facts), texts=3)}"
+        columns((lengths, f'<h3>Most frequent words</h3><div class="words">{frequent}</div>'))
+        + f"<h3>Longest</h3>{table(('sample', 'words', 'caption'), _longest(facts), texts=3)}"
     )
     if lists.cuts:
         rows = [(name, encoder, tokens, limit, cut) for name, encoder, tokens, limit, cut in lists.cut_examples]
@@ -222,10 +223,8 @@ def latents(facts: LatentFacts, vae: Mapping[str, Json], images: Images) -> Sect
         )
     most = max(1.0, *spread.std) if len(spread.std) else 1.0
     chart = [Bar(label=f"channel {n}", value=float(value), note=f"{value:.2f}") for n, value in enumerate(spread.std)]
-    body = (
-        f'<div class="columns"><div><h3>By channel</h3>{table(head, rows, texts=0)}</div>'
-        f"<div><h3>Standard deviation as fed to a model</h3>{bars(chart, most=float(most))}</div></div>"
-    )
+    deviations = f"<h3>Standard deviation as fed to a model</h3>{bars(chart, most=float(most))}"
+    body = columns((f"<h3>By channel</h3>{table(head, rows, texts=0)}", deviations))
     for places, what in (
         (facts.not_finite, "with NaN or infinity"),
         (facts.constant, f"constant: within them, a spread below {percent(CONSTANT, 0)} of that of the store"),
@@ -280,8 +279,8 @@ def disk(entries: Mapping[str, int], payload: Mapping[str, int]) -> Section:
         rows = sorted(((name, size) for name, size in found.items() if size), key=lambda one: -one[1])
         total = sum(found.values())
         chart = bars([Bar(label=name, value=size, note=human_bytes(size)) for name, size in rows])
-        sides.append(f"<div><h3>{title} <small>{human_bytes(total)}</small></h3>{chart}</div>")
-    return Section(anchor="disk", title="Disk", body=f'<div class="columns">{"".join(sides)}</div>')
+        sides.append(f"<h3>{title} <small>{human_bytes(total)}</small></h3>{chart}")
+    return Section(anchor="disk", title="Disk", body=columns(sides))
 
 
 def plan(facts: PlanFacts, batch_size: int) -> Section:

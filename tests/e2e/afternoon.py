@@ -90,9 +90,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "docs/training.md": (
         (r"^(--gradient-checkpointing )?--offload-blocks 20$", "--lora-rank 16 --gradient-checkpointing --offload-blocks 20"),
-        (r"--offload-blocks all$", "--gradient-checkpointing --offload-blocks 99"),
         (r"^--base int8$", "--lora-rank 16 --base int8"),
-        (r"^--sharding fsdp on 8 GPUs$", "--sharding fsdp"),
         (r"^bucketline train report$", "bucketline train report --help"),
         (r"--max-steps 1000$", FEWER),
         (r"step-00001000", "step-00000002"),

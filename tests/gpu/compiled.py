@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._dynamo.utils import counters
 
 from bucketline.train.compile import compile_blocks, graphs_compiled, warm_up
+from bucketline.train.config import Compile
+from bucketline.train.float8 import CAPABILITY
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import loss_of, train_step
-from tests.gpu.material import KINDS, ON_GPU, tell, tiny_batch, tiny_training
+from tests.gpu.material import BACKEND, DEVICE, KINDS, ON_GPU, sync, tell, tiny_batch, tiny_training
+
+if TYPE_CHECKING:
+    from bucketline.loader import Batch
+    from bucketline.train.step import Training
 
 
 def families(*names: str) -> None:
@@ -23,7 +30,7 @@ def families(*names: str) -> None:
             begin = time.perf_counter()
             torch._dynamo.reset()
             exact = tiny_training(name, bf16=False, lora=lora)
-            fast = tiny_training(name, compiled=True, bf16=True, checkpointing=checkpointing, lora=lora)
+            fast = tiny_training(name, compiled=Compile.ON, bf16=True, checkpointing=checkpointing, lora=lora)
             warm_up(fast, batches, evaluates=True)
             warm, off, problem = graphs_compiled(), [], None
             if ON_GPU:
@@ -91,3 +98,90 @@ def dispatch() -> None:
             best = min(best, (time.thread_time() - begin) / len(calls))
         costs[count] = round(best * 1e6)
     tell("dispatch: many buckets cost little more than few", ok=costs[many] < 1.5 * costs[2], us_of_a_block_call=costs)
+
+
+def _losses(training: Training, batches: list[Batch], steps: int) -> list[torch.Tensor]:
+    """Train on the batches in turn, one per step, and return the losses."""
+    count = training.config.accumulation
+    found = []
+    for step in range(steps):
+        batch = batches[step % len(batches)]
+        keys = [batch.keys + step * count + number for number in range(count)]
+        micro_steps = [dataclasses.replace(batch, step=step, micro_step=n, keys=key) for n, key in enumerate(keys)]
+        found.append(train_step(training, iter(micro_steps), step).loss)
+    return found
+
+
+def _ms_per_step(training: Training, batches: list[Batch]) -> float:
+    """Return the time of a step, host and device, once everything is compiled."""
+    steps = 40 if ON_GPU else 2
+    sync()
+    begin = time.perf_counter()
+    _losses(training, batches, steps)
+    sync()
+    return round((time.perf_counter() - begin) / steps * 1e3, 2)
+
+
+def graphs(*names: str) -> None:
+    """Captured passes compute what compiled ones do, and nothing is captured after the warm-up; ms per step of both."""
+    for name in names or ("sd", "dit", "flux"):
+        sizes = [(8, 8)] if name == "dit" else [(8, 8), (8, 12)]
+        batches = [tiny_batch(name, *size) for size in sizes]
+        for lora in (False, True):
+            found, times, problem = {}, {}, None
+            new = captured = recorded = 0
+            torch._dynamo.reset()
+            counters.clear()
+            for compiled in (Compile.ON, Compile.GRAPHS):
+                own = tiny_training(name, compiled=compiled, bf16=True, lora=lora, accumulation=2)
+                try:
+                    warm_up(own, batches, evaluates=True)
+                    warm, recorded = graphs_compiled(), counters["inductor"]["cudagraph_recorded_non_static_inputs"]
+                    found[compiled] = _losses(own, batches, 8)
+                    times[compiled] = _ms_per_step(own, batches)
+                    with torch.no_grad(), own.averaged():
+                        found[compiled].append(loss_of(own, batches[0]))
+                    new = graphs_compiled() - warm
+                    captured = counters["inductor"]["cudagraph_recorded_non_static_inputs"] - recorded
+                except RuntimeError as error:
+                    problem = f"{compiled}: {error!s:.300}"
+                    break
+            skipped, is_captured = counters["inductor"]["cudagraph_skips"], problem is None and recorded > 0
+            good = problem is None and new == captured == skipped == 0 and (is_captured or BACKEND != "inductor" or not ON_GPU)
+            pairs = zip(*found.values(), strict=True) if problem is None else ()
+            off = max((float(abs(one - other) / one) for one, other in pairs), default=None)
+            tell(
+                "graphs: captured as compiled",
+                ok=good and off is not None and off < 1e-2,
+                family=name,
+                lora=lora,
+                off=off,
+                captured=is_captured,
+                skipped=skipped,
+                ms_per_step=times,
+                problem=problem,
+            )
+
+
+def fp8() -> None:
+    """Training in 8-bit floats follows bf16, compiles nothing after the warm-up; ms per step of both."""
+    if ON_GPU and torch.cuda.get_device_capability(DEVICE) < CAPABILITY:
+        tell("fp8: needs an H100 or later", device=torch.cuda.get_device_name(DEVICE))
+        return
+    sizes: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 4, "axes_dims_rope": (4, 6, 6)}
+    batches = [tiny_batch("flux", 8, 8), tiny_batch("flux", 8, 12)]
+    if ON_GPU:
+        sizes = {"attention_head_dim": 128, "num_attention_heads": 16, "axes_dims_rope": (16, 56, 56)}
+        batches = [tiny_batch("flux", *size, rows=8) for size in ((64, 64), (64, 96))]
+    found, times, new, layers = {}, {}, 0, 0
+    for float8 in (False, True):
+        torch._dynamo.reset()
+        own = tiny_training("flux", compiled=Compile.ON, bf16=True, float8=float8, **sizes)
+        layers = sum(type(module).__name__ == "Float8Linear" for module in own.model.modules())
+        warm_up(own, batches, evaluates=True)
+        warm = graphs_compiled()
+        found[float8] = _losses(own, batches, 8)
+        times["fp8" if float8 else "bf16"] = _ms_per_step(own, batches)
+        new += graphs_compiled() - warm
+    off = max(float(abs(one - other) / one) for one, other in zip(*found.values(), strict=True))
+    tell("fp8: as bf16", ok=off < 5e-2 and new == 0 < layers, layers=layers, off=off, new=new, ms_per_step=times)

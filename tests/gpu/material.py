@@ -14,8 +14,9 @@ import torch
 
 from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
-from bucketline.train.config import Precision, TrainConfig
+from bucketline.train.config import Compile, Precision, TrainConfig
 from bucketline.train.ema import Average
+from bucketline.train.float8 import use_float8
 from bucketline.train.models import FAMILIES, StoreFacts
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise_schedule import FlowSchedule, NoiseSchedule, Objective
@@ -86,13 +87,22 @@ def tiny_batch(name: str, height: int, width: int, *, rows: int = 2, step: int =
 
 
 def tiny_training(
-    name: str, *, compiled: bool = False, bf16: bool, checkpointing: bool = False, lora: bool = False, layout: Any = None
+    name: str,
+    *,
+    compiled: Compile = Compile.OFF,
+    bf16: bool,
+    checkpointing: bool = False,
+    lora: bool = False,
+    float8: bool = False,
+    layout: Any = None,
+    accumulation: int = 1,
+    **sizes: Any,
 ) -> Training:
-    """Make a family's tiny model ready to train on the device."""
+    """Make a family's tiny model, or one of other `sizes`, ready to train on the device."""
     from bucketline.train.compile import compile_blocks
 
     torch.manual_seed(0)
-    model = tiny_model(name, **({"pos_embed_max_size": 32} if name == "sd3" else {})).train()
+    model = tiny_model(name, **({"pos_embed_max_size": 32} if name == "sd3" else {}), **sizes).train()
     kind = next(one for one in FAMILIES if one.__name__ == KINDS[name])
     facts = StoreFacts(latent_channels=4, text={"tokens": 8, "pooled": 8}, shows_padding=name not in ("sd", "pixart_alpha"))
     family = kind(dict(model.config), facts)
@@ -105,18 +115,22 @@ def tiny_training(
         batch_size=2,
         learning_rate=1e-4,
         lora_rank=2 if lora else None,
+        accumulation=accumulation,
+        compile=compiled,
         precision=Precision.BF16 if bf16 else Precision.FP32,
     )
     if lora:
         add_adapters(model, family, asked)
+    if float8:
+        use_float8(model, emulates=not ON_GPU)
     if checkpointing:
         model.enable_gradient_checkpointing()
     if layout is None:
         layout = torch.channels_last if ON_GPU else torch.contiguous_format
     model = model.to(device=DEVICE, memory_format=layout)
     average = Average(model, 0.99)
-    if compiled:
-        compile_blocks(model, backend=BACKEND)
+    if compiled is not Compile.OFF:
+        compile_blocks(model, BACKEND, graphs=compiled is Compile.GRAPHS)
     is_flow = name in ("sd3", "flux")
     schedule: Any = (
         FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2)
@@ -134,7 +148,7 @@ def tiny_training(
             scale=LatentScale(scale=0.5, shift=0.0),
             schedule=schedule,
             objective=Objective.FLOW if is_flow else Objective.EPSILON,
-            compiled=compiled and BACKEND == "inductor",
+            compiled=compiled is not Compile.OFF and BACKEND == "inductor",
         ),
         autocast=torch.autocast(DEVICE.type, torch.bfloat16, enabled=bf16),
     )

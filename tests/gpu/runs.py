@@ -102,7 +102,7 @@ def shared() -> None:
             torch._dynamo.reset()
             plain = tiny_training(name, bf16=True)
             layout = torch.contiguous_format if kind == "fsdp" else None
-            own = tiny_training(name, compiled=True, bf16=True, checkpointing=True, layout=layout)
+            own = tiny_training(name, compiled=Compile.ON, bf16=True, checkpointing=True, layout=layout)
             if kind == "fsdp":
                 own = _sharded(own)
             else:

@@ -16,9 +16,10 @@ DOCUMENTED_RANK = 16
 
 @dataclass(frozen=True, kw_only=True)
 class TrainMemory:
-    """Print the memory that training takes on each GPU: weights, gradients, AdamW's moments and the EMA, without activations.
+    """Print the memory that training takes on each GPU: weights, gradients, optimizer state and EMA; and the activations.
 
-    It is computed from a model's shapes, without its weights. A row is a choice of options, a column is a model.
+    It is counted on a model's shapes, without its weights. A row is a choice of options, a column is a model. Activations are
+    in bf16, without --compile, and of one image of the model's own size.
 
     Example: bucketline train memory path/to/sdxl
     """
@@ -36,9 +37,9 @@ def main(args: Sequence[str], prog: str) -> int:
 
     with extra_named("train"):
         from bucketline.train.memory.published import PUBLISHED
-        from bucketline.train.memory.table import as_table
+        from bucketline.train.memory.table import as_tables
         from bucketline.train.models.load import config_of
 
         configs = {folder.name: config_of(folder) for folder in asked.models}
-        print(as_table(configs or PUBLISHED, asked.lora_rank))
+        print(as_tables(configs or PUBLISHED, asked.lora_rank))
     return 0

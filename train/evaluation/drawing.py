@@ -52,45 +52,39 @@ def draw_images(
     steps_done: int,
     keeps: bool,
 ) -> bool:
-    """Write a grid of `draw_samples` to `path`, of held-out samples if there are any; return whether there was something."""
-    has_val = any(share.store.buckets("val") for share in shares)
-    samples = draw_samples(training, schedule, shares, "val" if has_val else "train", prompts, keeps=keeps)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # free the VAE's memory for the next step
-    if samples:
-        kind = "held-out samples, never trained on" if has_val else "training samples"
-        path.parent.mkdir(exist_ok=True)
-        draw_grid(samples, path, title=f"After {counted(steps_done, 'step')}: {'prompts' if prompts else kind}")
-    return bool(samples)
+    """Generate images with the averaged weights and write a grid of them; return whether there were any.
 
-
-def draw_samples(
-    training: Training,
-    schedule: ModelSchedule,
-    shares: Sequence[WeightedStore],
-    split: str,
-    prompts: Sequence[StoredPrompt] = (),
-    *,
-    keeps: bool,
-) -> list[DrawnSample]:
-    """Generate images with the averaged weights: of the prompts, or without any `--num-images` of stored captions.
-
-    None, with a warning, without a VAE or enough memory. With sharding every rank must call this, and only one `keeps` the
-    images.
+    They are of the prompts, or without any `--num-images` of stored captions, held-out ones if there are any. There are none,
+    with a warning, without a VAE or enough memory. With sharding every rank must call this, and only one `keeps` the images.
     """
     config = training.config
     if config.num_images == 0 or (vae := load_vae(config, shares[0].store)) is None:
-        return []
-    batches = _prompt_batches(training, prompts) if prompts else _caption_batches(training, shares, split)
-    sampled = attempt_jointly(training.model, lambda: [(batch, _sampled(training, schedule, batch)) for batch in batches])
+        return False
+    kind, batches = "prompts", _prompt_batches(training, prompts)
+    if not prompts:
+        has_val = any(share.store.buckets("val") for share in shares)
+        kind = "held-out samples, never trained on" if has_val else "training samples"
+        batches = _caption_batches(training, shares, "val" if has_val else "train")
+
+    def sample(one: DrawingBatch) -> Tensor:
+        latents = sample_latents(training, schedule, one.batch, one.noise, one.negative, guidance=one.guidance)
+        return training.prep.scale.invert(latents)
+
+    sampled = attempt_jointly(training.model, lambda: [(batch, sample(batch)) for batch in batches])
+    drawn: list[DrawnSample] = []
     if isinstance(sampled, NoRoom):
         _say_no_room("the model's pass", sampled)
-        return []
-    if not keeps:
-        return []
-    drawn = _decode_all(vae, sampled)
+    elif keeps:
+        drawn = _decode_all(vae, sampled)
+    del vae, sampled
+    torch.cuda.empty_cache()  # for the next step
+    if not drawn:
+        return False
     order = {prompt.id: number for number, prompt in enumerate(prompts)}
-    return sorted(drawn, key=lambda one: order[str(one.entry["id"])]) if prompts else drawn[: config.num_images]
+    drawn = sorted(drawn, key=lambda one: order[one.entry["id"]]) if prompts else drawn[: config.num_images]
+    path.parent.mkdir(exist_ok=True)
+    draw_grid(drawn, path, title=f"After {counted(steps_done, 'step')}: {kind}")
+    return True
 
 
 def _prompt_batches(training: Training, prompts: Sequence[StoredPrompt]) -> Iterator[DrawingBatch]:
@@ -123,12 +117,6 @@ def _caption_batches(training: Training, shares: Sequence[WeightedStore], split:
             num_samples += int((batch.weight > 0).sum())
             if num_samples >= config.num_images:
                 return
-
-
-def _sampled(training: Training, schedule: ModelSchedule, one: DrawingBatch) -> Tensor:
-    """Return generated latents, [B, C, h, w] float32, unscaled."""
-    latents = sample_latents(training, schedule, one.batch, one.noise, one.negative, guidance=one.guidance)
-    return training.prep.scale.invert(latents)
 
 
 def _decode_all(vae: nn.Module, sampled: Sequence[tuple[DrawingBatch, Tensor]]) -> list[DrawnSample]:
@@ -168,8 +156,7 @@ def load_vae(config: TrainConfig, store: Store) -> nn.Module | None:
     try:
         vae, other = read_vae(folder / VAE_FOLDER, store.manifest.encoders, file)
     except UNREADABLE as error:
-        log.warning("no images: %s has no VAE that can be loaded (%s)", folder / VAE_FOLDER, error)
-        return None
+        vae, other = None, f"{folder / VAE_FOLDER} has no VAE that can be loaded ({error})"
     if other is not None:
         log.warning("no images: %s", other)
         return None

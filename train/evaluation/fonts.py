@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from dataclasses import dataclass
 
 from matplotlib import font_manager
 
@@ -20,37 +19,43 @@ PREFERRED = (
 """Prefixes of font families with many scripts, best first; other fonts are not opened, since there may be thousands."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fonts:
-    """The font families for a text, as matplotlib takes them, and the characters that none of them has."""
-
-    families: tuple[str, ...]
-    missing: frozenset[str]
-
-
-def fonts_for(text: str) -> Fonts:
-    """Return font families that together cover as many of a text's characters as possible."""
+def fonts_for(text: str) -> tuple[list[str], set[str]]:
+    """Return font families that together cover a text, as matplotlib takes them, and the characters that none of them has."""
     families, missing = [FIRST], {letter for letter in text if not letter.isspace() and ord(letter) not in _codes(FIRST)}
-    for family in usable_fonts() if missing else ():
+    for family in preferred_fonts() if missing else ():
         if found := {letter for letter in missing if ord(letter) in _codes(family)}:
             families.append(family)
             missing -= found
         if not missing:
             break
-    return Fonts(families=tuple(families), missing=frozenset(missing))
+    return families, missing
 
 
 @functools.cache
-def usable_fonts() -> tuple[str, ...]:
+def preferred_fonts() -> tuple[str, ...]:
     """Return the preferred installed families, best first, including fonts missing from matplotlib's cached list."""
     known = {entry.fname for entry in font_manager.fontManager.ttflist}
-    for path in map(str, font_manager.findSystemFonts()):
-        if path not in known:
-            with contextlib.suppress(OSError, RuntimeError, ValueError, LookupError):  # a font that matplotlib cannot read
-                font_manager.fontManager.addfont(path)
-    names = {entry.name for entry in font_manager.fontManager.ttflist}
-    ranked = sorted((rank, name) for name in names if (rank := _rank(name)) is not None)
-    return tuple(name for _, name in ranked if _codes(name))
+    for path in set(font_manager.findSystemFonts()) - known:
+        with contextlib.suppress(OSError, RuntimeError, ValueError, LookupError):  # a font that matplotlib cannot read
+            font_manager.fontManager.addfont(path)
+    names = sorted({entry.name for entry in font_manager.fontManager.ttflist})
+    ranked = (name for start in PREFERRED for name in names if _plain(name).startswith(_plain(start)))
+    return tuple(dict.fromkeys(ranked))
+
+
+def _plain(name: str) -> str:
+    return name.replace(" ", "").lower()
+
+
+@functools.cache
+def _codes(family: str) -> frozenset[int]:
+    """Return the code points of a family; none for a bitmap font, which matplotlib cannot draw."""
+    try:
+        path = font_manager.findfont(font_manager.FontProperties(family=[family]), fallback_to_default=False)
+        font = font_manager.get_font(path)
+    except (OSError, RuntimeError, ValueError):
+        return frozenset()
+    return frozenset(font.get_charmap()) if font.scalable else frozenset()
 
 
 @functools.cache
@@ -60,27 +65,3 @@ def warn_of_no_font() -> None:
         "no installed font has all characters of the captions: images.png shows such samples' ids instead, and images.json has "
         "the captions; a font such as Noto Sans CJK (package fonts-noto-cjk) would show them"
     )
-
-
-def _rank(name: str) -> int | None:
-    """Return a family's rank by the prefix of its name, ignoring case and spaces; None if it is not preferred."""
-    plain = name.replace(" ", "").lower()
-    return next((rank for rank, start in enumerate(PREFERRED) if plain.startswith(start.replace(" ", "").lower())), None)
-
-
-def _codes(family: str) -> frozenset[int]:
-    """Return the code points of a family; none for a bitmap font, which matplotlib cannot draw."""
-    try:
-        path = font_manager.findfont(font_manager.FontProperties(family=[family]), fallback_to_default=False)
-    except ValueError:
-        return frozenset()
-    return _codes_of_file(path)
-
-
-@functools.cache
-def _codes_of_file(path: str) -> frozenset[int]:
-    try:
-        font = font_manager.get_font(path)
-    except (OSError, RuntimeError):
-        return frozenset()
-    return frozenset(font.get_charmap()) if font.scalable else frozenset()

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from bucketline.train.evaluation.fonts import Fonts
     from bucketline.typed_json import Json
 
 LOSS_CURVE = "loss.png"
-IMAGES = "images.png"
 CELL_WIDTH = 2.6  # inches per image in the grid
 PER_ROW = 4  # prompts
 DPI, MAX_PX = 130, 60_000  # of a file; Agg and JPEG take fewer than 65,536 px a side
@@ -90,7 +88,7 @@ def draw_grid(samples: Sequence[DrawnSample], path: Path, *, title: str) -> None
     size = (max(6.0, CELL_WIDTH * len(rows[0])), len(rows) * CELL_WIDTH * tallest + captions)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(len(rows), len(rows[0]), squeeze=False)
-    fonts = fonts_for("".join(text for drawn in samples for text in _titles(drawn)))
+    families, missing = fonts_for("".join(text for drawn in samples for text in _titles(drawn)))
     for cell in axes.flat:
         cell.set_xticks([])
         cell.set_yticks([])
@@ -101,8 +99,8 @@ def draw_grid(samples: Sequence[DrawnSample], path: Path, *, title: str) -> None
         for cell, drawn in zip(axes[number], row, strict=False):
             cell.imshow(drawn.real if is_real else drawn.generated, interpolation="nearest")
             if is_real or not has_real:
-                text = "\n".join(filter(None, (_writable(drawn, fonts), _settings(drawn.entry))))
-                cell.set_title(text, fontsize=8, fontfamily=list(fonts.families), parse_math=False)
+                text = "\n".join(filter(None, (_writable(drawn, missing), _settings(drawn.entry))))
+                cell.set_title(text, fontsize=8, fontfamily=families, parse_math=False)
     if has_real:
         axes[0, 0].set_ylabel("real, decoded\nfrom the store", fontsize=9)
         axes[1, 0].set_ylabel("generated from\nits caption", fontsize=9)
@@ -126,15 +124,15 @@ def _settings(entry: Mapping[str, Json]) -> str:
     return ", ".join(f"{name} {entry[name]}" for name in ("seed", "guidance") if entry.get(name) is not None)
 
 
-def _writable(drawn: DrawnSample, fonts: Fonts) -> str:
+def _writable(drawn: DrawnSample, missing: set[str]) -> str:
     """Return the title of a sample: its caption, or its id if the fonts lack more than a quarter of the characters."""
     text, name = _titles(drawn)
     letters = [letter for letter in text if not letter.isspace()]
-    num_missing = sum(letter in fonts.missing for letter in letters)
+    num_missing = sum(letter in missing for letter in letters)
     if num_missing:
         warn_of_no_font()
     shown = name if 4 * num_missing > len(letters) else text
-    return "".join("?" if letter in fonts.missing else letter for letter in shown)
+    return "".join("?" if letter in missing else letter for letter in shown)
 
 
 def wrapped(text: str) -> str:

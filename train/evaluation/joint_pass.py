@@ -20,12 +20,11 @@ T = TypeVar("T")
 
 
 class NoRoom(Exception):  # noqa: N818 - a result: nothing is wrong with the run
-    """Device memory has ended, on this rank or only on another one."""
+    """Device memory has ended, in the words of torch or of a library of CUDA."""
 
-    def __init__(self, why: str, *, is_own: bool = True) -> None:
-        """`why`: in the words of torch or of CUDA's library; `is_own`: on this rank."""
-        super().__init__(why)
-        self.is_own = is_own
+
+class NoRoomElsewhere(NoRoom):
+    """Only another rank's memory has ended."""
 
 
 def attempt(make: Callable[[], T]) -> T | NoRoom:
@@ -80,7 +79,7 @@ def attempt_jointly(model: nn.Module, make: Callable[[], T]) -> T | NoRoom:
         for hook in hooks:
             hook.remove()
     if isinstance(result, NoRoom):
-        if result.is_own:
+        if not isinstance(result, NoRoomElsewhere):
             for module in gathering:
                 module.unshard()  # as the other ranks do; in training, there was room for more
             _agree(has_room=False)
@@ -92,10 +91,10 @@ def _expect_room() -> None:
     """Agree with the other ranks that all have memory.
 
     Raises:
-        NoRoom: if one has not.
+        NoRoomElsewhere: if one has not.
     """
     if failed := _agree(has_room=True):
-        raise NoRoom(f"rank {failed - 1} has no more", is_own=False)
+        raise NoRoomElsewhere(f"rank {failed - 1} has no more")
 
 
 def _agree(*, has_room: bool) -> int:

@@ -41,7 +41,7 @@ def sample_latents(
     # A batch in the shape of a validation's runs its graphs; nothing is compiled for another.
     with training.averaged() as model, torch.compiler.set_stance("eager_on_recompile"):
         for timestep in scheduler.timesteps:
-            timesteps = timestep.expand(len(latents))
+            timesteps = timestep.repeat(len(latents))
             prediction = told.predict(model, latents, timesteps, batch).float()
             if dropped is not None:
                 plain = told.predict(model, latents, timesteps, dropped).float()

@@ -24,14 +24,20 @@ Place = tuple[dict[str, Any], str]
 
 
 def offload_blocks(model: nn.Module, number: int, device: torch.device, layout: torch.memory_format) -> Offload:
-    """Offload so many of a model's blocks, evenly spaced, or all of them if there are fewer; before the model is moved.
+    """Offload `offloaded` blocks, before the model is moved. `layout`: of their convolutions' weights."""
+    return Offload(offloaded(model, number), device, layout)
 
-    `layout`: of their convolutions' weights.
-    """
+
+def offloaded(model: nn.Module, number: int) -> list[nn.Module]:
+    """Return so many of a model's blocks, evenly spaced, or all of them if there are fewer."""
     blocks = separate_blocks(model)
     number = min(number, len(blocks))
-    chosen = [blocks[place * len(blocks) // number] for place in range(number)]
-    return Offload(chosen, device, layout)
+    return [blocks[place * len(blocks) // number] for place in range(number)]
+
+
+def frozen_bytes(block: nn.Module) -> int:
+    """Return the bytes of a block that wait in host memory if it is offloaded."""
+    return sum(table[name].nbytes for table, name in _frozen(block))
 
 
 class Offload:
@@ -51,12 +57,6 @@ class Offload:
             for (table, name), _ in self._waiting[block]:
                 table[name] = None  # so that nothing moves, counts or exchanges it
             block.forward = functools.partial(self._run, block, block.forward)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes in host memory."""
-        held = (tensor for tensors in self._waiting.values() for _, tensor in tensors)
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:  # noqa: ANN401 - any block's
         copies = self._arrived(block)

@@ -1,48 +1,38 @@
-"""The memory of weights, gradients, moments and average, computed from a model's shapes; of a run's choices, a table.
-
-Activations are not in it: they depend on the batch, its size and `--activation-memory`.
-"""
+"""The GPU memory of a run's choices, counted on tensors without memory by the functions that the trainer itself uses."""
 
 from __future__ import annotations
 
-import functools
-import math
-from dataclasses import dataclass
+import contextlib
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bucketline.train.config import Base, Ema, OptimizerName, TrainConfig, WeightDtype
-from bucketline.train.memory.frozen_base import NF4_GROUP, NF4_SCALES
-from bucketline.train.models import FAMILIES, ModelFamily
-from bucketline.train.optimizers.choice import make_optimizer
+from bucketline.train.config import Base, Ema, OptimizerName, Precision, Sharding, TrainConfig, WeightDtype
+from bucketline.train.memory.activations import kept_activations, latent_size, recompute
+from bucketline.train.memory.frozen_base import quantise_base
+from bucketline.train.memory.offload import frozen_bytes, offloaded
+from bucketline.train.models import FAMILIES, StoreFacts
+from bucketline.train.models.lora import add_adapters
+from bucketline.train.optimizers.choice import KINDS, make_optimizer
 from bucketline.train.parallel import repeated_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from torch import Tensor
+    from torch import nn
 
+    from bucketline.train.models import ModelFamily
     from bucketline.typed_json import Json
 
-FP32 = 4  # bytes
 RANKS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The choices of a run that decide where its memory goes; the weights outside a quantised base are bf16 with LoRA."""
-
-    label: str
-    lora_rank: int | None = None
-    base: Base | None = None
-    ema: Ema = Ema.DEVICE
-    num_shards: int = 1
-    offloads: bool = False  # all blocks
-    optimizer: OptimizerName = OptimizerName.ADAMW
-    weights: WeightDtype = WeightDtype.FP32  # the trained ones
+NONE = Path("none")
+EVERY_BLOCK = 99
+Options = dict[str, Any]
+"""Options of a run that differ from the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,125 +47,157 @@ class Memory:
     @property
     def total(self) -> int:
         """The bytes together."""
-        return self.weights + self.gradients + self.moments + self.average
+        return sum(astuple(self))
 
 
-def choices(rank: int) -> tuple[Choice, ...]:
-    """Return the rows of the table; `rank`: of its adapters."""
-    lora = f"--lora-rank {rank}"
+def choices(rank: int) -> tuple[Options, ...]:
+    """Return the rows of the table of what depends on no batch; `rank`: of the adapters."""
+    adapters: Options = {"lora_rank": rank}
+    offloaded: Options = {"gradient_checkpointing": True, "offload_blocks": EVERY_BLOCK}
     return (
-        Choice(label="all weights"),
-        Choice(label="--ema cpu", ema=Ema.CPU),
-        Choice(label="--optimizer adamw-8bit", optimizer=OptimizerName.ADAMW_8BIT),
-        Choice(
-            label="--weights bf16 --optimizer adamw-8bit --ema off",
-            weights=WeightDtype.BF16,
-            optimizer=OptimizerName.ADAMW_8BIT,
-            ema=Ema.OFF,
-        ),
-        Choice(label=f"--sharding fsdp on {RANKS} GPUs", num_shards=RANKS),
-        Choice(label=lora, lora_rank=rank),
-        *(Choice(label=f"{lora} --base {base}", lora_rank=rank, base=base) for base in (Base.INT8, Base.NF4)),
-        Choice(label=f"{lora} --offload-blocks all", lora_rank=rank, offloads=True),
-        Choice(label=f"{lora} --base nf4 --offload-blocks all", lora_rank=rank, base=Base.NF4, offloads=True),
+        {},
+        {"ema": Ema.CPU},
+        *({"optimizer": name} for name in OptimizerName if name is not OptimizerName.ADAMW),
+        {"weights": WeightDtype.BF16, "optimizer": OptimizerName.ADAMW_8BIT, "ema": Ema.OFF},
+        {"sharding": Sharding.FSDP},
+        adapters,
+        *({**adapters, "base": base} for base in (Base.INT8, Base.NF4)),
+        {**adapters, **offloaded},
+        {**adapters, "base": Base.NF4, **offloaded},
     )
 
 
-def on_meta(config: Mapping[str, Json]) -> tuple[type[ModelFamily], nn.Module]:
-    """Return the family of a model's configuration, and the model on the meta device."""
+def savings(rank: int) -> tuple[Options, ...]:
+    """Return the rows of the table of activations; `rank`: of the adapters."""
+    recomputing: tuple[Options, ...] = ({}, {"activation_memory": 0.5}, {"gradient_checkpointing": True})
+    return (*recomputing, {"lora_rank": rank}, {"lora_rank": rank, "gradient_checkpointing": True})
+
+
+def label(options: Options) -> str:
+    """Return options as a command line has them."""
+    words = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in options.items()]
+    return f"`{' '.join(words)}`" + f" on {RANKS} GPUs" * ("sharding" in options) if words else "all weights"
+
+
+class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Say that any number that is read from a tensor is 1."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's
+        return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+
+
+class CountedModel:
+    """A model whose tensors have shapes and dtypes, but no memory; the trainer's functions run on them."""
+
+    def __init__(self, config: Mapping[str, Json]) -> None:
+        """`config`: as diffusers' class has it, with the class's name."""
+        self._config = config
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._made: dict[tuple[Any, ...], tuple[ModelFamily, nn.Module]] = {}
+
+    def made(self, asked: TrainConfig) -> tuple[ModelFamily, nn.Module]:
+        """Return the model as a run trains it, and its family; the same for runs that change nothing in it."""
+        key = asked.lora_rank, asked.base, asked.weights
+        if key not in self._made:
+            family, model = _on_meta(self._config, asked)
+            with self._without_memory():
+                self._made[key] = family, model.to_empty(device="cpu")
+        return self._made[key]
+
+    def memory(self, options: Options) -> Memory:
+        """Return what a run with these options has on each device, whatever its batch."""
+        asked = run_of(options)
+        _, model = self.made(asked)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        own = {id(parameter) for parameter in trained}
+        held = sum(one.nbytes for one in (*model.parameters(), *model.buffers()) if id(one) not in own)
+        # two of the blocks that wait are there: the one that runs and the next
+        held -= sum(sorted(map(frozen_bytes, offloaded(model, asked.offload_blocks)))[:-2])
+        share = RANKS if asked.sharding is Sharding.FSDP else 1
+        weights = sum(parameter.nbytes for parameter in trained) // share
+        with self._without_memory():
+            moments = _moments(asked, model, trained) // share
+        is_averaged = asked.ema is Ema.DEVICE and not KINDS[asked.optimizer].averages
+        return Memory(weights=held + weights, gradients=weights, moments=moments, average=weights if is_averaged else 0)
+
+    def activations(self, options: Options) -> int:
+        """Return the bytes that each image of a batch adds: all that the backward pass needs, but for the weights."""
+        asked = run_of(options)
+        family, model = self.made(asked)
+        model.disable_gradient_checkpointing()  # type: ignore[operator] # of another row
+        recompute(model, asked, is_compiled=False)
+        with self._without_memory():
+            one, two = (kept_activations(model, family, images) for images in (1, 2))
+        return two - one
+
+    @contextlib.contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        with self._fake, _Ones():
+            yield
+
+
+def run_of(options: Options) -> TrainConfig:
+    """Return the configuration of a run with these options, in bf16."""
+    needed: Options = {"store": ("none",), "model": NONE, "output_dir": NONE, "batch_size": 1, "max_steps": 1}
+    return TrainConfig(**{**needed, "learning_rate": 1.0, "precision": Precision.BF16, **options})
+
+
+def _on_meta(config: Mapping[str, Json], asked: TrainConfig) -> tuple[ModelFamily, nn.Module]:
     import diffusers
 
     kind = str(config["_class_name"])
-    family = next(one for one in FAMILIES if one.takes(kind, config))
     with torch.device("meta"):
         model: nn.Module = getattr(diffusers, kind).from_config(dict(config))
-    return family, model
+    family_class = next(one for one in FAMILIES if one.takes(kind, config))
+    family = family_class(dict(model.config), StoreFacts(latent_channels=0, text={}))  # type: ignore[call-overload]
+    family.prepare(model)
+    if asked.weights is WeightDtype.BF16:
+        torch.nn.Module.to(model, dtype=torch.bfloat16)
+    if asked.lora_rank is not None:
+        add_adapters(model, family, asked)
+    if asked.base is not None:
+        quantise_base(model, asked.base, torch.device("meta"))
+    return family, model.train()
 
 
-def memory_of(model: nn.Module, targets: Iterable[str], choice: Choice) -> Memory:
-    """Compute a choice's memory from a model's shapes; `targets`: the ends of the names of layers that get adapters."""
-    if choice.lora_rank is None:
-        trained = sum(parameter.numel() for parameter in model.parameters()) // choice.num_shards
-        held = sum(map(_num_bytes, model.buffers()))
-    else:
-        adapted = [layer for name, layer in model.named_modules() if name.endswith(tuple(f".{target}" for target in targets))]
-        trained = sum(choice.lora_rank * sum(_sides(layer)) for layer in adapted)
-        blocks = repeated_blocks(model)
-        # DiT's first block stays; it is one of 28.
-        in_blocks = [_frozen_bytes(block, choice.base) for block in blocks]
-        inside = {id(tensor) for block in blocks for tensor in (*block.parameters(), *block.buffers())}
-        outside = sum(_bf16_bytes(one) for one in (*model.parameters(), *model.buffers()) if id(one) not in inside)
-        held = outside + sum(sorted(in_blocks)[-2:] if choice.offloads else in_blocks)
-    each = FP32 if choice.weights is WeightDtype.FP32 else FP32 // 2
-    return Memory(
-        weights=held + each * trained,
-        gradients=each * trained,
-        moments=round(state_bytes(choice.optimizer, choice.weights) * trained),
-        average=FP32 * trained if choice.ema is Ema.DEVICE else 0,
+def _moments(asked: TrainConfig, model: nn.Module, trained: Sequence[nn.Parameter]) -> int:
+    """Return the bytes of the optimizer's state after a step, in which one weight of a shape stands for all of them."""
+    inside = {id(parameter) for block in repeated_blocks(model) for parameter in block.parameters()}
+    alike: dict[tuple[torch.Size, bool], list[nn.Parameter]] = {}
+    for parameter in trained:
+        alike.setdefault((parameter.shape, id(parameter) in inside), []).append(parameter.requires_grad_(requires_grad=False))
+    number = {id(first): 1 + len(others) for first, *others in alike.values()}
+    for first, *_ in alike.values():
+        first.requires_grad_()
+        first.grad = torch.zeros_like(first)
+    optimizer = make_optimizer(asked, model, compiled=False)
+    optimizer.step()
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    total = 0
+    for place, entry in optimizer.state_dict()["state"].items():
+        total += number[id(stepped[place])] * sum(value.nbytes for value in entry.values() if isinstance(value, torch.Tensor))
+    for parameter in trained:
+        parameter.requires_grad_().grad = None
+    return total
+
+
+def as_tables(configs: Mapping[str, Mapping[str, Json]], rank: int) -> str:
+    """Return both tables in Markdown: a row for each choice, a column for each model, in GB of 10^9 bytes."""
+    models = {name: CountedModel(config) for name, config in configs.items()}
+    plain = [model.made(run_of({}))[1] for model in models.values()]
+    sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e9 for model in plain]
+    images = [f"{8 * latent_size(model.made(run_of({}))[0])} px" for model in models.values()]
+    fixed = [(label(row), [f"{model.memory(row).total / 1e9:.1f}" for model in models.values()]) for row in choices(rank)]
+    moving = [(label(row), [f"{model.activations(row) / 1e9:.1f}" for model in models.values()]) for row in savings(rank)]
+    return "\n\n".join(
+        (
+            _table("GB without activations", models, [("10^9 weights", [f"{size:.2f}" for size in sizes]), *fixed]),
+            _table("GB of activations an image", models, [("image", images), *moving]),
+        )
     )
 
 
-@functools.cache
-def state_bytes(optimizer: OptimizerName, weights: WeightDtype) -> float:
-    """Return the bytes of an optimizer's state for each weight, counted from its tensors after a step on a matrix."""
-    matrix = nn.Linear(512, 512, bias=False, dtype=torch.float32 if weights is WeightDtype.FP32 else torch.bfloat16)
-    config = TrainConfig(
-        store=("none",),
-        model=Path("none"),
-        output_dir=Path("none"),
-        batch_size=1,
-        max_steps=1,
-        learning_rate=0.0,
-        optimizer=optimizer,
-        weights=weights,
-    )
-    made = make_optimizer(config, nn.Sequential(matrix), compiled=False)
-    matrix.weight.grad = torch.zeros_like(matrix.weight)
-    made.step()
-    tensors = (value for value in made.state_dict()["state"][0].values() if isinstance(value, torch.Tensor) and value.dim())
-    return sum(tensor.nbytes for tensor in tensors) / matrix.weight.numel()
-
-
-def _sides(layer: Any) -> tuple[int, int]:  # noqa: ANN401 - a linear layer, which is all that the families adapt
-    return layer.in_features, layer.out_features
-
-
-def _frozen_bytes(block: nn.Module, base: Base | None) -> int:
-    layers = [layer for layer in block.modules() if type(layer) is nn.Linear] if base is not None else []
-    quantised = {id(layer.weight) for layer in layers}
-    others = (one for one in (*block.parameters(), *block.buffers()) if id(one) not in quantised)
-    return sum(map(_bf16_bytes, others)) + sum(_quantised_bytes(layer.weight, base) for layer in layers if base is not None)
-
-
-def _quantised_bytes(weight: Tensor, base: Base) -> int:
-    rows, size = len(weight), weight.numel()
-    if base is not Base.NF4:
-        return size + FP32 * rows
-    if size % NF4_GROUP:
-        return _bf16_bytes(weight)
-    groups = size // NF4_GROUP
-    return size // 2 + groups + FP32 * (groups // math.gcd(groups, NF4_SCALES) + 1 + 16)
-
-
-def _bf16_bytes(tensor: Tensor) -> int:
-    return 2 * tensor.numel() if tensor.is_floating_point() else _num_bytes(tensor)
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def as_table(configs: Mapping[str, Mapping[str, Json]], rank: int) -> str:
-    """Return the table in Markdown: a row for each choice, a column for each model, in GB of 10^9 bytes."""
-    models = {name: on_meta(config) for name, config in configs.items()}
-    sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e9 for _, model in models.values()]
-    lines = [
-        "| GB without activations | " + " | ".join(models) + " |",
-        "|---|" + "---:|" * len(models),
-        "| 10^9 weights | " + " | ".join(f"{size:.2f}" for size in sizes) + " |",
-    ]
-    for choice in choices(rank):
-        found = (memory_of(model, family.lora_targets, choice).total / 1e9 for family, model in models.values())
-        label = choice.label if choice.label.startswith("all") else f"`{choice.label}`"
-        lines.append(f"| {label} | " + " | ".join(f"{gb:.1f}" for gb in found) + " |")
-    return "\n".join(lines)
+def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+    names = list(columns)
+    lines = [f"| {title} | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    return "\n".join((*lines, *(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows)))

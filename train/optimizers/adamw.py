@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from bucketline.train.optimizers.options import Groups, Options
+    from bucketline.train.optimizers.stepping import Groups, Options
     from bucketline.train.rounding import Rounding
 
 
@@ -22,7 +22,7 @@ def make(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Opt
     """Return AdamW with 32-bit moments."""
     if options.rounds_weights:
         return RoundedAdamW(groups, options, moments=torch.float32)
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, fused=True)
+    return torch.optim.AdamW(groups, lr=options.learning_rate, fused=True)
 
 
 def make_bf16(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Optimizer:
@@ -38,10 +38,11 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # torch's name for: the step itself looks up `found_inf`
     found_inf: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None = None  # what it divides gradients by
 
     def __init__(self, groups: Groups, options: Options, *, moments: torch.dtype) -> None:
         """`moments`: their dtype; the weights keep theirs."""
-        super().__init__(groups, {"lr": options.learning_rate, "betas": options.betas, "eps": 1e-8})
+        super().__init__(groups, {"lr": options.learning_rate, "betas": (0.9, 0.999), "eps": 1e-8})
         self.rounding: Rounding = options.rounding
         self._moments = moments
 
@@ -72,6 +73,7 @@ class RoundedAdamW(torch.optim.Optimizer):
             [state["step"]],
             fused=True,
             found_inf=self.found_inf,
+            grad_scale=self.grad_scale,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

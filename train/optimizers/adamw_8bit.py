@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from bucketline.train.optimizers.options import Groups, Options
+    from bucketline.train.optimizers.stepping import Groups, Options
     from bucketline.train.rounding import Rounding
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # the first has signs
@@ -41,7 +41,7 @@ class PlainAdamW8bit(AdamW8bit):  # type: ignore[misc]
     """AdamW8bit whose state in a checkpoint is plain tensors, and whose random numbers follow from the step."""
 
     def __init__(self, groups: Groups, options: Options) -> None:
-        super().__init__(groups, lr=options.learning_rate, betas=options.betas, bf16_stochastic_round=options.rounds_weights)
+        super().__init__(groups, lr=options.learning_rate, bf16_stochastic_round=options.rounds_weights)
         self.rounding: Rounding = options.rounding
         self._compiled, self._rounds = options.compiled, options.rounds_weights
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import UsageError
 from bucketline.train.config import Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
 from bucketline.train.learning_rate import decay_groups
-from bucketline.train.optimizers.options import Options
+from bucketline.train.optimizers.stepping import Options
 from bucketline.train.rounding import Rounding
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from bucketline.train.config import TrainConfig
     from bucketline.train.ema import Average
-
-ADAM_BETAS = (0.9, 0.999)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +137,6 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, compiled: bool) -> 
     assert config.learning_rate is not None
     options = Options(
         learning_rate=config.learning_rate,
-        betas=ADAM_BETAS,
         rounding=Rounding(config.seed),
         rounds_weights=config.weights is WeightDtype.BF16,
         compiled=compiled,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from bucketline.train.optimizers.options import Groups, Options
+    from bucketline.train.optimizers.stepping import Groups, Options
 
 MATRICES = "of_muon"  # a group's entry
 
@@ -41,7 +41,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             if own and of_muon:
                 self._parts.append(torch.optim.Muon(own, lr=options.learning_rate, adjust_lr_fn="match_rms_adamw"))
             elif own:
-                self._parts.append(torch.optim.AdamW(own, lr=options.learning_rate, betas=options.betas, fused=True))
+                self._parts.append(torch.optim.AdamW(own, lr=options.learning_rate, fused=True))
         self.param_groups = [group for part in self._parts for group in part.param_groups]
         self._share()
 

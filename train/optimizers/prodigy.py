@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from bucketline.train.optimizers.options import Groups, Options
+    from bucketline.train.optimizers.stepping import Groups, Options
 
 SLICE = 11  # of a weight's values, every which one the rate is found from; its authors' choice where memory is short
 
@@ -20,7 +20,6 @@ def make(_model: nn.Module, groups: Groups, options: Options) -> Optimizer:
     prodigy: Optimizer = Prodigy(
         groups,
         lr=options.learning_rate or 1.0,  # it takes no 0; each step sets the rate
-        betas=options.betas,
         use_bias_correction=True,
         safeguard_warmup=True,
         slice_p=SLICE,

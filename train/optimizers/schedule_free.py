@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from bucketline.train.optimizers.options import Groups, Options
+    from bucketline.train.optimizers.stepping import Groups, Options
 
 
 def make(_model: nn.Module, groups: Groups, options: Options) -> Optimizer:
     """Return the optimizer in its training mode; its warm-up is that of the run's learning rate."""
-    optimizer: Optimizer = AdamWScheduleFree(groups, lr=options.learning_rate, betas=options.betas)
+    optimizer: Optimizer = AdamWScheduleFree(groups, lr=options.learning_rate)
     optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 

@@ -1,8 +1,9 @@
-"""A step of any optimizer: its learning rate and random numbers, and the skip of gradients that are not finite."""
+"""The options of all optimizers, the learning rate and random numbers of a step, and the skip of infinite gradients."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +12,20 @@ from bucketline.train.rounding import Rounding
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
+
+
+Groups = list[dict[str, Any]]
+"""Groups of weights, each with its weight decay, as torch's optimizers take them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The arguments with which every optimizer is made; the betas are Adam's own, 0.9 and 0.999."""
+
+    learning_rate: float
+    rounding: Rounding
+    rounds_weights: bool  # they are bf16
+    compiled: bool
 
 
 def begin_step(optimizer: Optimizer, step: int, learning_rate: float) -> None:
@@ -39,6 +54,22 @@ def update_weights(optimizer: Optimizer, norm: Tensor) -> None:
 def takes_found_inf(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's step is skipped on the device where its `found_inf` is 1; torch's scaler asks the same."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def clips_in_step(optimizer: Optimizer, norm: Tensor, clip_norm: float) -> bool:
+    """Have a fused step on a GPU clip gradients of a norm, [], as it reads them, which saves a pass; return whether it does.
+
+    It divides by `grad_scale`, the inverse of what `clip_grads_with_norm_` multiplies by: the last bit can differ.
+    """
+    if not (takes_found_inf(optimizer) and is_whole_on_gpu(norm)):
+        return False
+    optimizer.grad_scale = ((norm.float() + 1e-6) / clip_norm).clamp(min=1.0)  # type: ignore[attr-defined]
+    return True
+
+
+def is_whole_on_gpu(tensor: Tensor) -> bool:
+    """Return whether a tensor is on a GPU and not one of FSDP's."""
+    return tensor.is_cuda and type(tensor) is torch.Tensor
 
 
 class StepInBackward:

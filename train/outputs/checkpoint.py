@@ -35,7 +35,7 @@ from bucketline.train.outputs.metrics import NotFiniteError, WindowState, has_st
 from bucketline.train.outputs.snapshot import MODEL, OPTIMIZER
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import whole
-from bucketline.typed_json import Json, TypedJsonError, decode, encode
+from bucketline.typed_json import Json, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -111,10 +111,8 @@ def write(
         for name, tensors in zip(taken.sections, sections, strict=False):
             if name == OPTIMIZER:
                 torch.save(taken.optimizer_state(tensors), aside / OPTIMIZER_FILE)
-                continue
-            inner = aside / (weights.folder if name == MODEL else average_folder(weights))
-            inner.mkdir()
-            weights.write(inner, taken.config, tensors)
+            else:
+                weights.write(aside / (weights.folder if name == MODEL else average_folder(weights)), taken.config, tensors)
         (aside / STATE).write_text(json.dumps(encode(state), indent=1), encoding="utf-8")
         paths = sorted(path for path in aside.rglob("*") if path.is_file())
         digests = {path.relative_to(aside).as_posix(): _Digest(*file_digest(path)) for path in paths}
@@ -232,7 +230,7 @@ def read_state(folder: Path) -> RunState:
             )
         state = decode(RunState, document)
         return replace(state, config={RENAMED.get(name, name): value for name, value in state.config.items()})
-    except (TypedJsonError, AttributeError, ValueError, RecursionError) as error:
+    except (AttributeError, ValueError, RecursionError) as error:
         raise StateError(f"{folder / STATE} is not a checkpoint state of this trainer: {error}") from error
 
 

@@ -24,7 +24,7 @@ from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.lora_file import read_tensors
 from bucketline.train.outputs.single_file import in_original_layout
-from bucketline.train.outputs.weights import AVERAGE_SUFFIX, MODEL_FILE, WholeModel
+from bucketline.train.outputs.weights import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,18 +32,13 @@ if TYPE_CHECKING:
     from bucketline.train.outputs.weights import Weights
     from bucketline.typed_json import Json
 
-EXPORTS = "exports"
-PARTS, ADAPTERS = ("unet", "transformer"), "lora"
+PARTS = ("unet", "transformer", ADAPTERS)
 
 
-def export_folder(output_dir: Path, steps_done: int) -> Path:
-    """Return the folder of the export at a step."""
-    return output_dir / EXPORTS / checkpoint.folder_of_step(steps_done)
-
-
-def weights_folder(weights: Weights) -> str:
-    """Return where in an export the weights are."""
-    return weights.folder if isinstance(weights, WholeModel) else "."
+def weights_folder(folder: str) -> str:
+    """Return where in an export the weights are that are in a checkpoint's `folder`."""
+    part = folder.removesuffix(AVERAGE_SUFFIX)
+    return "." if part == ADAPTERS else part
 
 
 def write_export(folder: Path, weights: Weights, config: str, tensors: dict[str, Tensor], *, dtype: str, card: str) -> None:
@@ -53,9 +48,7 @@ def write_export(folder: Path, weights: Weights, config: str, tensors: dict[str,
         TrainError: if it cannot be written.
     """
     with checkpoint.written_aside(folder, card) as aside:
-        inner = aside / weights_folder(weights)
-        inner.mkdir(exist_ok=True)
-        weights.write(inner, config, _in_dtype(tensors, dtype))
+        weights.write(aside / weights_folder(weights.folder), config, _in_dtype(tensors, dtype))
 
 
 def export_model(run: Path, output: Path, *, like: Path | None = None, last: bool = False, dtype: str) -> int:
@@ -87,7 +80,7 @@ def _saved_weights(run: Path, *, last: bool) -> Path:
     folder = checkpoint.last_whole(run) if (run / checkpoint.CHECKPOINTS).is_dir() else run
     if (wrong := checkpoint.damage(folder)) is not None:
         raise StateError(f"{folder} is not a whole checkpoint ({wrong}); name a run's folder or one of its checkpoints")
-    part = next(name for name in (*PARTS, ADAPTERS) if (folder / name).is_dir())
+    part = next(name for name in PARTS if (folder / name).is_dir())
     weights = folder / (part if last else part + AVERAGE_SUFFIX)
     if not weights.is_dir():
         raise UsageError(f"{folder} has no moving average, since the run had --ema off; write the last weights with --last")
@@ -95,9 +88,8 @@ def _saved_weights(run: Path, *, last: bool) -> Path:
 
 
 def _write_folder(weights: Path, output: Path, dtype: str) -> None:
-    name = weights.name.removesuffix(AVERAGE_SUFFIX)
     with staged_folder(output) as aside:
-        inner = aside / ("." if name == ADAPTERS else name)
+        inner = aside / weights_folder(weights.name)
         inner.mkdir(exist_ok=True)
         for path in weights.iterdir():
             if path.suffix == SUFFIX:

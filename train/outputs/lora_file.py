@@ -116,7 +116,7 @@ def _read(path: Path, model: nn.Module, pipeline: str | None) -> dict[str, Adapt
     if unknown or not found:
         named = repr(unknown[0]) if unknown else "no adapters"
         raise ModelError(f"{path} has {named}, expected LoRA adapters of the model's layers")
-    alpha = {"alpha": torch.tensor(float(said["lora_alpha"]))} if "lora_alpha" in said else {}
+    alpha = {"alpha": torch.tensor(float(said["lora_alpha"]))} if said.get("lora_alpha") is not None else {}
     return {layer: alpha | adapter for layer, adapter in found.items()}
 
 

@@ -17,6 +17,7 @@ import torch
 
 from bucketline.errors import TrainError
 from bucketline.files.atomic_write import write_durably
+from bucketline.files.run_marker import METRICS
 from bucketline.train.compile import seconds_between
 from bucketline.train.parallel import whole
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from bucketline.train.step import StepOutcome
     from bucketline.typed_json import Json
 
-METRICS = "metrics.jsonl"
 SKIPPED_IN_A_ROW = 5
 """Consecutive non-finite steps that end a run: a single one may come from a bad sample, several mean bad weights."""
 

@@ -49,7 +49,7 @@ def model_card(
     options = [{"option": name, "value": value} for name, value in config_as_json(config).items()]
     has_average = training.average.is_kept
     if of_export:
-        folder, kept = weights_folder(weights), "moving average of the weights" if has_average else "last weights"
+        folder, kept = weights_folder(weights.folder), "moving average of the weights" if has_average else "last weights"
         where = f"this folder. It has the {kept}, in {config.export_dtype}."
     else:
         folder = average_folder(weights) if has_average else weights.folder

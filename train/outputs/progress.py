@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
@@ -17,9 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bucketline.command_line import counted, per_second
 from bucketline.errors import UsageError
+from bucketline.files.run_marker import METRICS
 from bucketline.train.compile import graphs_compiled, peak_memory_bytes
 from bucketline.train.evaluation.image_grid import LOSS_CURVE, draw_loss_curve
-from bucketline.train.outputs.metrics import METRICS, read_metrics
+from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.outputs.run_dir import RunStatus, config_as_json, write_status
 
 if TYPE_CHECKING:
@@ -165,10 +165,6 @@ class RunLog:
         draw_loss_curve(read_metrics(self._output), self._output / LOSS_CURVE)
         ended = time.monotonic()
         self._curve_due = ended + max(CURVE_EVERY_S, (ended - began) / CURVE_SHARE)
-
-    def sync(self) -> None:
-        """Fsync the lines; called before a checkpoint that relies on them."""
-        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """End the trackers; close the file and ignore errors: each line was flushed, or its error was raised."""

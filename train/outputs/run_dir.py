@@ -21,7 +21,7 @@ from bucketline.errors import BucketlineError, StateError, TrainError, UsageErro
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.paths import Overlap, overlap
 from bucketline.files.redact import redacted
-from bucketline.files.run_marker import STATUS, is_run
+from bucketline.files.run_marker import CONFIG, METRICS, STATUS, is_run
 from bucketline.loader.mixture import parse_stores
 from bucketline.store import Store
 from bucketline.train.outputs import checkpoint, metrics
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from bucketline.train.parallel import TrainRanks
     from bucketline.typed_json import Json
 
-CONFIG = "config.json"
 IDS_OF_A_BUCKET = 4
 BESIDE_A_RUN = (".log", ".out", ".err", ".tmp")
 """Suffixes allowed in a folder before its run starts: logs of a shell or scheduler, temporary files that a full disk left."""
@@ -123,7 +122,7 @@ def take(config: TrainConfig, start: Start) -> None:
         output.mkdir(parents=True, exist_ok=True)
         write_status(output, RunStatus.RUNNING, start.steps_done, begins=True)
         if start.checkpoint is None:  # an earlier validation was of other weights
-            (output / metrics.METRICS).unlink(missing_ok=True)
+            (output / METRICS).unlink(missing_ok=True)
     except OSError as error:
         raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bucketline.command_line import counted
+from bucketline.files.run_marker import METRICS
 from bucketline.train.outputs import checkpoint
-from bucketline.train.outputs.export import export_folder, write_export
+from bucketline.train.outputs.export import write_export
 from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
 from bucketline.train.parallel import from_rank_zero
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -29,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Output(StrEnum):
-    """A kind of output of a step."""
+    """A kind of output of a step, and its folder in the run's."""
 
-    CHECKPOINT = "checkpoint"
-    EXPORT = "export"
+    CHECKPOINT = checkpoint.CHECKPOINTS
+    EXPORT = "exports"
 
 
 class Saver:
@@ -68,20 +70,15 @@ class Saver:
         minutes = self._training.config.checkpoint_minutes
         return self._ranks.is_main and minutes is not None and time.monotonic() - self._saved_s >= 60 * minutes
 
-    def save(self, cards: Mapping[Output, str], state: RunState, sync_metrics: Callable[[], None]) -> None:
+    def save(self, cards: Mapping[Output, str], state: RunState) -> None:
         """Begin to write the outputs of this step that `cards` are of, unless they are written.
-
-        `sync_metrics` is called before a checkpoint appears.
 
         Raises:
             TrainError: if the save before failed.
         """
         config, step = self._training.config, state.steps_done
-        folders = {
-            Output.CHECKPOINT: checkpoint.place(config.output_dir, step),
-            Output.EXPORT: export_folder(config.output_dir, step),
-        }
-        due = {output: folders[output] for output in cards if self.saved.get(output) != folders[output]}
+        folders = {output: config.output_dir / output / checkpoint.folder_of_step(step) for output in cards}
+        due = {output: folder for output, folder in folders.items() if self.saved.get(output) != folder}
         if not due:
             return
         self.finish()  # its copies are in the memory that this one's take
@@ -94,7 +91,8 @@ class Saver:
             sections = (self._snapshots.gathered(taken, name) for name in names)
             try:
                 if self._ranks.is_main and Output.CHECKPOINT in due:
-                    sync_metrics()
+                    with (config.output_dir / METRICS).open("rb") as lines:
+                        os.fsync(lines.fileno())  # a checkpoint relies on those before it
                     card, keep = cards[Output.CHECKPOINT], config.keep_checkpoints
                     checkpoint.write(config.output_dir, self._weights, taken, sections, state, card=card, keep=keep)
                 if self._ranks.is_main and Output.EXPORT in due:

@@ -24,7 +24,7 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 KOHYA_FILE = "kohya_lora.safetensors"
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
-AVERAGE_SUFFIX = "_ema"
+ADAPTERS, AVERAGE_SUFFIX = "lora", "_ema"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,9 @@ model = {kind}.from_pretrained(".", subfolder="{folder}")"""
         return dict(model.state_dict(keep_vars=True))
 
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
-        """Write copies of the results of `config` and `tensors` to an existing folder."""
-        (folder / "config.json").write_text(config, encoding="utf-8")
+        """Write copies of the results of `config` and `tensors` to a folder."""
         _save(tensors, folder / MODEL_FILE, {"format": "pt"})
+        (folder / "config.json").write_text(config, encoding="utf-8")
 
     def fill(self, folder: Path, model: nn.Module) -> None:
         """Load such a folder into a model.
@@ -73,7 +73,7 @@ class Adapters:
 
     part: str  # the pipeline's, `unet` or `transformer`
     pipeline: str | None  # diffusers' class that loads them; None: DiT's and PixArt's cannot
-    folder: str = "lora"
+    folder: str = ADAPTERS
 
     def config(self, model: nn.Module) -> str:
         found: Any
@@ -107,8 +107,8 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
             # The format of diffusers' `save_lora_weights`, which preserves rank, alpha and layers.
             _save(tensors, folder / LORA_FILE, {"format": "pt", METADATA: config})
         else:
-            (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
             _save(tensors, folder / PEFT_FILE, {"format": "pt"})
+            (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
         alpha = json.loads(config)[f"{self.part}.lora_alpha" if self.pipeline else "lora_alpha"]
         others = for_other_tools(tensors, self.part, alpha, is_kohyas=self.pipeline is not None)
         _save(others, folder / KOHYA_FILE, {})
@@ -141,4 +141,5 @@ def weights_of(family: ModelFamily, *, adapters: bool) -> Weights:
 
 
 def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    path.parent.mkdir(exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)

@@ -2,9 +2,10 @@
 
 A shard has the number of samples as U32, their offsets, and a JSON description of its columns; a sample the lengths of its
 columns of variable length, then all columns. Latents are F16 bytes in the columns `latents_256` and `latents_512`, times the
-scaling factor, empty where the image is smaller than that; and `store export --format mds` writes others as
-`latents_HEIGHTxWIDTH`. The token embeddings are those of Stable Diffusion 2's CLIP, in `caption_latents`. Columns of pickles
-are refused. Source: `streaming/base/format/mds/reader.py`, mosaicml/diffusion's `precompute_latents.py`.
+scaling factor, empty where the image is smaller than that. `store export --format mds` writes others as `latents_HEIGHTxWIDTH`,
+masks with `mask_shape`, and latents of control images as `control/NAME`. The token embeddings are those of Stable Diffusion 2's
+CLIP, in `caption_latents`. Columns of pickles are refused. Source: `streaming/base/format/mds/reader.py`, mosaicml/diffusion's
+`precompute_latents.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.read_files import read_part
+from bucketline.store.format.columns import ROLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -193,13 +195,31 @@ def _read(source: Path, entry: cache.Entry, _variant: str) -> cache.Cached:
         number = _number(values, columns, "caption_tokens") or _NUM_TOKENS
         texts = (cache.Text(caption=caption, tokens=_half(tokens, (number, -1), _TOKENS)),)
     height, width = (_number(values, columns, f"original_{side}") for side in ("height", "width"))
+    shape = _shape(name, len(values[name]), _text(values, "latents_shape"))
     return cache.Cached(
-        latent=_half(values[name], _shape(name, len(values[name]), _text(values, "latents_shape")), name),
+        latent=_half(values[name], shape, name),
         geometry=cache.Geometry(original=(int(height), int(width)) if height and width else None),
         captions=(caption,) if caption else (),
         texts=texts,
+        columns=_side(values, shape),
         leaves_out="the image's JPEG" if values.get("jpg") else None,
     )
+
+
+def _side(values: dict[str, bytes], shape: tuple[int, int, int]) -> dict[str, torch.Tensor]:
+    """Return the columns that `store export` writes next to the latents, of a sample that has them."""
+    found = {
+        name: _half(data, shape, name)
+        for name, data in values.items()
+        if name.startswith("control/") and ROLE.fullmatch(name) and data
+    }
+    told, mask = _text(values, "mask_shape"), values.get("mask", b"")
+    if told:
+        size = re.fullmatch(r"(\d{1,6})x(\d{1,6})", told)
+        if size is None or len(mask) != int(size[1]) * int(size[2]):
+            raise cache.damaged(f"its mask has {len(mask)} bytes, expected U8 of its mask_shape, {told!r:.80}")
+        found["mask"] = torch.frombuffer(bytearray(mask), dtype=torch.uint8).reshape(int(size[1]), int(size[2]))
+    return found
 
 
 def _shape(name: str, num_bytes: int, told: str) -> tuple[int, int, int]:

@@ -99,6 +99,11 @@ class LineTable:
         own = [source.ring_bytes // 2 // max(1, len(source.readers)) for source in self._own_sources]
         return min([LOOKAHEAD_BYTES, *own])
 
+    @property
+    def is_cache_shared(self) -> bool:
+        """True if another process uses a cache of these shards."""
+        return any(source.is_cache_shared for source in self._own_sources)
+
     def hold(self, shard: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64], priority: int) -> HeldLines:
         """Keep the lines of byte ranges of shards' files, `[B]` each, until they are released; request those that are absent.
 

@@ -80,6 +80,11 @@ class RemoteSource:
     def ring_bytes(self) -> int:
         return self._cache.ring_bytes
 
+    @property
+    def is_cache_shared(self) -> bool:
+        """True if another process uses the cache."""
+        return self._cache.room.is_shared()
+
     def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], *, holds_all: bool) -> None:
         """Leave so many bytes of the cache to lines that are not pinned; see `CacheFolder.reserve_ring`."""
         self._cache.reserve_ring(reader, needed, holds_all=holds_all)

@@ -81,6 +81,16 @@ class Room:
         """Return the bytes that are not freed while they are in use: of pinned lines and whole files."""
         return int(self._words[PINNED] + self._words[SIDECARS])
 
+    def is_shared(self) -> bool:
+        """Return whether another process uses the cache."""
+        with self.locked():
+            for slot in range(_SLOTS):
+                if slot != self._slot - _SLOTS_AT:
+                    if not self._locks.try_exclusive(1 + slot):
+                        return True
+                    self._locks.unlock(1 + slot)
+        return False
+
     def reserve(self, num_bytes: int, limit: int) -> bool:
         """Reserve bytes; return False if there would be more than `limit` then."""
         with self.locked() as words:

@@ -7,7 +7,7 @@ import torch
 from bucketline.train.config import Ema
 from bucketline.train.ema import Average
 from bucketline.train.optimizers.adamw import make_bf16
-from bucketline.train.optimizers.options import Options
+from bucketline.train.optimizers.stepping import Options
 from bucketline.train.rounding import Rounding
 
 
@@ -67,7 +67,7 @@ def test_a_bf16_average_moves_by_less_than_its_last_bit_on_average() -> None:
 def test_a_bf16_second_moment_falls_as_the_gradients_do() -> None:
     """Rounded to the nearest it stays for ever: a thousandth is less than half of its last bit."""
     weight = torch.nn.Parameter(torch.zeros(4096))
-    options = Options(learning_rate=0.0, betas=(0.9, 0.999), rounding=Rounding(0), rounds_weights=False, compiled=False)
+    options = Options(learning_rate=0.0, rounding=Rounding(0), rounds_weights=False, compiled=False)
     optimizer = make_bf16(torch.nn.Module(), [{"params": [weight], "weight_decay": 0.0}], options)
     for step in range(301):
         weight.grad = torch.full_like(weight, float(step == 0))

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from bucketline.store import Axis, LatentColumn, RowColumn, Store, StoreWriter
+from bucketline.store.read.iter_samples import Selection, live_samples
+from bucketline.store.read.verified_sample import checked_row
 from tests.commands import call
 from tests.unit.ingest.importers.known import assert_as_packed, make_known, run_import
 
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.unit.ingest.importers.known import Known
+
+PX = (Axis(name="height_px", step=1), Axis(name="width_px", step=1))
+LATENT = (Axis(name="height_px", step=2), Axis(name="width_px", step=2))
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +129,109 @@ def test_a_store_of_another_model_is_refused_by_name(known: Callable[[str], Know
     assert refused.code == 1
     assert "text family 'pixart_sigma'; kohya's caches are written for sd, sdxl, sd3, flux" in refused.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def with_columns(known: Callable[[str], Known], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with masks of the image's size, of all samples but one, and control latents of all but another."""
+    own, folder = known("sd"), tmp_path_factory.mktemp("columns")
+    with StoreWriter(
+        folder / "s.store",
+        encoders=Store.open(own.images.parent / "packed.store").manifest.encoders,
+        columns=[
+            LatentColumn(channels=4, downscale=2, dtype="F32"),
+            RowColumn(role="mask", dtype="U8", shape=(PX[0], PX[1]), optional=True),
+            RowColumn(role="control/depth", dtype="F32", shape=(4, *LATENT), optional=True, encoder="vae"),
+        ],
+    ) as writer:
+        for n, sample in enumerate(own.samples):
+            mask = np.random.default_rng(n).integers(0, 256, sample.bucket_hw, dtype="u1")
+            columns = {"target": sample.latent, "mask": mask, "control/depth": np.ascontiguousarray(sample.latent[:, ::-1])}
+            columns.pop({1: "mask", 2: "control/depth"}.get(n, ""), None)
+            writer.add(sample.id, "train", columns)
+    return folder / "s.store"
+
+
+def exported(store: Path, kind: str, output: Path, *options: Any) -> Any:
+    """Export a store; the plan's numbers are those of what was written."""
+    asked = ("store", "export", store, output, "--format", kind, "--json", *options)
+    planned, ran = call(*asked, "--dry-run"), call(*asked)
+    if ran.code == 0:
+        files = [path for path in output.rglob("*") if path.is_file()]
+        assert (ran.json["files"], ran.json["bytes"]) == (len(files), sum(path.stat().st_size for path in files))
+        assert {**planned.json, "dry_run": False} == ran.json
+    return ran
+
+
+def columns_of(store: Path) -> dict[str, dict[str, bytes]]:
+    """Return the mask and the control latent of each sample that has them, by its name without suffix."""
+    opened, found = Store.open(store), dict[str, dict[str, bytes]]()
+    for listed in live_samples(opened, Selection()):
+        row = checked_row(opened, listed.shard, listed.record)
+        roles = [role for role in ("mask", "control/depth") if row.get(f"present/{role}", b"\0") != b"\0"]
+        found[listed.record.id.removesuffix(".png")] = {role: bytes(row[role]) for role in roles}
+    return found
+
+
+def test_masks_go_out_to_kohyas_form_and_come_back_the_same_and_a_control_is_refused_by_name(
+    known: Callable[[str], Known], with_columns: Path, tmp_path: Path
+) -> None:
+    refused = exported(with_columns, "kohya", tmp_path / "out")
+    assert refused.code == 1
+    assert "has a column control/depth: kohya's caches have no place for it, only for a mask; --columns mask" in refused.err
+    assert exported(with_columns, "kohya", tmp_path / "none", "--columns", "none").code == 0
+    assert exported(with_columns, "kohya", tmp_path / "out", "--columns", "mask").code == 0
+    sample = known("sd").samples[0]
+    with np.load(next((tmp_path / "out").glob(f"{sample.stem}_*_sd.npz"))) as found:
+        mask = found["alpha_mask"]
+        assert (mask.dtype, mask.shape) == (np.float32, sample.bucket_hw)
+        assert 0.0 <= mask.min() < mask.max() <= 1.0
+    ran = run_import("kohya", tmp_path / "out", tmp_path / "s.store", known("sd"), "--text", "none", "--dtype", "F32")
+    assert ran.code == 0, ran.err
+    expected = {name: {"mask": own["mask"]} if "mask" in own else {} for name, own in columns_of(with_columns).items()}
+    assert columns_of(tmp_path / "s.store") == expected
+    assert sum(map(len, expected.values())) == 5
+
+
+def test_masks_and_controls_go_out_to_mds_and_come_back_the_same(
+    known: Callable[[str], Known], with_columns: Path, tmp_path: Path
+) -> None:
+    assert exported(with_columns, "mds", tmp_path / "out").code == 0
+    ran = run_import("mds", tmp_path / "out", tmp_path / "s.store", known("sd"), "--text", "none", "--dtype", "F32")
+    assert ran.code == 0, ran.err
+    found, expected = columns_of(tmp_path / "s.store"), columns_of(with_columns)
+    assert {name: own.keys() for name, own in found.items()} == {name: own.keys() for name, own in expected.items()}
+    assert {name: own.get("mask") for name, own in found.items()} == {name: own.get("mask") for name, own in expected.items()}
+    assert exported(tmp_path / "s.store", "mds", tmp_path / "again").code == 0
+    for path in (tmp_path / "out").rglob("*.mds"):  # F16, so that the first time rounds and the second does not
+        assert (tmp_path / "again" / path.relative_to(tmp_path / "out")).read_bytes() == path.read_bytes()
+
+
+def test_columns_are_named_for_trainers_formats_only(with_columns: Path, tmp_path: Path) -> None:
+    assert exported(with_columns, "safetensors", tmp_path / "out", "--columns", "mask").code == 2
+    missing = exported(with_columns, "mds", tmp_path / "out", "--columns", "control/edges")
+    assert (missing.code, "has no column 'control/edges' next to its latents, only control/depth, mask" in missing.err) == (
+        1,
+        True,
+    )
+
+
+@pytest.mark.parametrize("step", [-1, 1], ids=["mirrored", "the same"])
+def test_a_mask_for_the_mirrored_image_that_is_none_is_refused(
+    step: int, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    own = known("sd")
+    sample = own.samples[0]
+    roles = [role + end for role in ("target", "mask") for end in ("", "/flipped")]
+    mask = np.random.default_rng(0).integers(0, 256, sample.bucket_hw, dtype="u1")
+    values = [sample.latent, sample.latent[:, :, ::-1], mask, mask[:, ::step]]
+    columns = [
+        RowColumn(role=role, dtype="U8", shape=PX) if "mask" in role else RowColumn(role=role, dtype="F32", shape=(4, *LATENT))
+        for role in roles
+    ]
+    encoders = Store.open(own.images.parent / "packed.store").manifest.encoders
+    with StoreWriter(tmp_path / "s.store", encoders=encoders, columns=columns) as writer:
+        writer.add(sample.id, "train", dict(zip(roles, values, strict=True)))
+    ran = exported(tmp_path / "s.store", "kohya", tmp_path / "out")
+    assert ran.code == (0 if step == -1 else 1)
+    assert step == -1 or f"sample '{sample.id}': its mask/flipped is not the mirror image of its mask" in ran.err

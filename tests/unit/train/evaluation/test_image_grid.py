@@ -15,7 +15,7 @@ from matplotlib import font_manager
 from PIL import Image
 
 from bucketline.train.evaluation import fonts, image_grid
-from bucketline.train.evaluation.fonts import Fonts, fonts_for
+from bucketline.train.evaluation.fonts import fonts_for
 from bucketline.train.evaluation.image_grid import COLUMNS, DrawnSample, draw_grid, wrapped
 from bucketline.train.trainer import train
 from tests.building import make_sample
@@ -37,7 +37,7 @@ def no_other_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
     own = [entry for entry in font_manager.fontManager.ttflist if "mpl-data" in entry.fname]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", own)
     monkeypatch.setattr(font_manager, "findSystemFonts", lambda *_, **__: [])
-    for cached in (fonts.usable_fonts, fonts.warn_of_no_font):
+    for cached in (fonts.preferred_fonts, fonts._codes, fonts.warn_of_no_font):
         cached.cache_clear()
 
 
@@ -60,7 +60,8 @@ def install(path: Path, name: str, text: str) -> None:
     builder.setupPost()
     builder.save(path)
     font_manager.fontManager.addfont(path)
-    fonts.usable_fonts.cache_clear()
+    for cached in (fonts.preferred_fonts, fonts._codes):
+        cached.cache_clear()
 
 
 def drawn(caption: str, name: str = "cats/a.png") -> DrawnSample:
@@ -106,8 +107,7 @@ def test_single_characters_that_no_font_has_are_question_marks(tmp_path: Path, m
 @pytest.mark.parametrize("name", ["Noto Sans CJK JP", "WenQuanYi Micro Hei", "Droid Sans Fallback"])
 def test_an_installed_font_that_has_the_caption_is_used(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "wide.ttf", name, "".join(OTHERS))
-    found = fonts_for("".join(OTHERS))
-    assert found == Fonts(families=("DejaVu Sans", name), missing=frozenset())
+    assert fonts_for("".join(OTHERS)) == (["DejaVu Sans", name], set())
     (chinese, *_, emoji) = titles(monkeypatch, tmp_path / "p.png", *map(drawn, OTHERS))
     assert chinese.startswith(CHINESE[:5])
     assert emoji == EMOJI
@@ -118,8 +118,9 @@ def test_a_font_installed_since_matplotlib_looked_is_found(tmp_path: Path, monke
     known = [entry for entry in font_manager.fontManager.ttflist if entry.name != "Noto Sans CJK JP"]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", known)
     monkeypatch.setattr(font_manager, "findSystemFonts", lambda *_, **__: [str(tmp_path / "any.ttf")])
-    fonts.usable_fonts.cache_clear()
-    assert fonts_for(CHINESE).families == ("DejaVu Sans", "Noto Sans CJK JP")
+    for cached in (fonts.preferred_fonts, fonts._codes):
+        cached.cache_clear()
+    assert fonts_for(CHINESE) == (["DejaVu Sans", "Noto Sans CJK JP"], set())
 
 
 def test_a_caption_of_wide_characters_is_broken_at_half_as_many_and_cut_with_a_mark() -> None:

@@ -1,126 +1,166 @@
-"""The table of memory: what it computes is what torch counts, and the page has what the command prints."""
+"""The tables of memory: they have what a run really holds, and the page has what the command prints."""
 
 from __future__ import annotations
 
-import copy
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from bucketline.errors import ModelError
 from bucketline.train.commands.memory import DOCUMENTED_RANK
 from bucketline.train.commands.memory import main as memory
-from bucketline.train.config import Ema, OptimizerName, Precision, WeightDtype
+from bucketline.train.config import OptimizerName, Precision, WeightDtype
 from bucketline.train.ema import Average
+from bucketline.train.memory.activations import NORMS, NormsIn32Bits, example_batch, latent_size, recompute
 from bucketline.train.memory.frozen_base import quantise_base
-from bucketline.train.memory.offload import Offload
+from bucketline.train.memory.offload import frozen_bytes, offload_blocks
 from bucketline.train.memory.published import PUBLISHED
-from bucketline.train.memory.table import Memory, choices, memory_of, on_meta
+from bucketline.train.memory.table import RANKS, CountedModel, as_tables, choices, label, run_of, savings
+from bucketline.train.models import FAMILIES, ModelFamily, StoreFacts
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.optimizers.choice import make_optimizer
-from bucketline.train.parallel import repeated_blocks
+from bucketline.train.optimizers.choice import average_of, make_optimizer
+from bucketline.train.parallel import separate_blocks
 from tests.commands import ROOT
+from tests.family_models import tiny_model
+from tests.unit.train.packed_families import FAMILIES as NAMES
 from tests.unit.train.tiny_run import config
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
-    from bucketline.train.memory.table import Choice
+    from bucketline.train.config import TrainConfig
 
 BILLIONS = {"SDXL": 2.567, "SD 3.5 large": 8.06, "FLUX.1-dev": 11.90}
 """Parameters of the published weights."""
-SMALL = "a PixArt of two layers"
-META = torch.device("meta")
+NARROW = {"num_layers": 3, "num_attention_heads": 4, "cross_attention_dim": 288, "caption_channels": 256, "sample_size": 16}
+SMALL: dict[str, Any] = {**PUBLISHED["PixArt-Σ"], **NARROW}
+"""A narrow PixArt of three blocks."""
+RANK = 4
+ON_ONE = [options for options in choices(RANK) if "sharding" not in options]
+CPU = torch.device("cpu")
 
 
-def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+@pytest.fixture(scope="module")
+def counting() -> CountedModel:
+    return CountedModel(SMALL)
 
 
-def counted(family: Any, plain: torch.nn.Module, choice: Choice) -> Memory:
-    """Return what torch counts of a model on the meta device after a step; the trainer adapts and quantises it."""
-    model = copy.deepcopy(plain)
-    if choice.lora_rank is not None:
-        add_adapters(model, family, config(Path("unused"), lora_rank=choice.lora_rank, precision=Precision.BF16))
-    if choice.base is not None:
-        quantise_base(model, choice.base, META)
-    trained: list[torch.Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if choice.num_shards > 1:  # along the first dimension, the last shard padded
-        trained = [one.new_empty(-(-len(one) // choice.num_shards), *one.shape[1:]).requires_grad_() for one in trained]
+def num_bytes(tensors: Iterable[Any]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+def real(made: torch.nn.Module, asked: TrainConfig) -> tuple[ModelFamily, torch.nn.Module]:
+    """Return a model as the trainer changes it, in memory."""
+    fields: Any = made.config
+    kind = next(one for one in FAMILIES if one.takes(type(made).__name__, fields))
+    family = kind(dict(fields), StoreFacts(latent_channels=0, text={}))
+    family.prepare(made)
+    if asked.weights is WeightDtype.BF16:
+        torch.nn.Module.to(made, torch.bfloat16)
+    if asked.lora_rank is not None:
+        add_adapters(made, family, asked)
+    if asked.base is not None:
+        quantise_base(made, asked.base, CPU)
+    return family, made
+
+
+@pytest.mark.parametrize("options", ON_ONE, ids=label)
+def test_a_row_has_what_a_run_holds_after_a_step(tmp_path: Path, options: dict[str, Any], counting: CountedModel) -> None:
+    import diffusers
+
+    kind: Any = diffusers.PixArtTransformer2DModel
+    asked = config(tmp_path, **{"precision": Precision.BF16, "learning_rate": 0.0, **options})
+    _, model = real(kind.from_config(SMALL), asked)
+    back = sum(sorted(map(frozen_bytes, separate_blocks(model)))[-2:]) if asked.offload_blocks else 0
+    offload_blocks(model, asked.offload_blocks, CPU, torch.contiguous_format)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.AdamW(trained)
-    optimizer.step()
-    average = copy.deepcopy(trained) if choice.ema is Ema.DEVICE else []
-    assert choice.num_shards > 1 or num_bytes(Average(model, 0.9)._averages) == num_bytes(trained)
-    frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
-    return Memory(
-        weights=num_bytes((*trained, *frozen, *model.buffers())),
-        gradients=num_bytes(parameter.grad for parameter in trained if parameter.grad is not None),
-        moments=num_bytes(value for state in optimizer.state.values() for value in state.values() if value.dim()),
-        average=num_bytes(average),
-    )
-
-
-@pytest.mark.parametrize("name", [SMALL, *(pytest.param(one, marks=pytest.mark.slow) for one in BILLIONS)])
-def test_the_table_is_within_five_percent_of_what_torch_counts(name: str) -> None:
-    if name == SMALL:
-        family, model = on_meta({**PUBLISHED["PixArt-Σ"], "num_layers": 2})
-    else:
-        family, model = on_meta(PUBLISHED[name])
-        assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)
-        fewer = {key: 2 if key in ("num_layers", "num_single_layers") else value for key, value in PUBLISHED[name].items()}
-        family, model = on_meta(fewer)  # a transformer's layers are alike
-    for choice in choices(DOCUMENTED_RANK):
-        if choice.offloads or choice.optimizer is not OptimizerName.ADAMW:
-            continue  # below
-        computed, wanted = memory_of(model, family.lora_targets, choice), counted(family, model, choice)
-        for part in ("weights", "gradients", "moments", "average", "total"):
-            assert getattr(computed, part) == pytest.approx(getattr(wanted, part), rel=0.05), (choice.label, part)
-
-
-def test_eight_bit_moments_are_within_five_percent_of_those_of_a_step(tmp_path: Path) -> None:
-    narrow = {"num_layers": 2, "num_attention_heads": 4, "cross_attention_dim": 288, "caption_channels": 256}
-    family, model = on_meta({**PUBLISHED["PixArt-Σ"], **narrow})
-    choice = next(one for one in choices(8) if one.weights is WeightDtype.BF16)
-    computed = memory_of(model, family.lora_targets, choice)
-    model = model.to_empty(device="cpu").to(torch.bfloat16)
-    asked = config(tmp_path, optimizer=choice.optimizer, weights=choice.weights, learning_rate=0.0)
     optimizer = make_optimizer(asked, model, compiled=False)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    state = [value for entry in optimizer.state_dict()["state"].values() for value in entry.values()]
-    moments = sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
-    assert computed.moments == pytest.approx(moments, rel=0.05)
-    assert computed.weights - 2 * num_bytes(model.buffers()) == pytest.approx(num_bytes(model.parameters()), rel=0.05)
-    assert (computed.gradients, computed.average) == (num_bytes(model.parameters()), 0)
+    state = optimizer.state_dict()["state"]
+    average = average_of(asked, model, optimizer) or Average(model, 0.9, place=asked.ema)
+    found = counting.memory(options)
+    assert found.weights == back + num_bytes((*model.parameters(), *model.buffers()))
+    assert found.gradients == num_bytes(parameter.grad for parameter in trained)
+    assert found.moments == pytest.approx(num_bytes(value for entry in state.values() for value in entry.values()), rel=0.001)
+    on_device = [] if str(asked.ema) == "cpu" else average._averages
+    assert found.average == num_bytes(on_device)
 
 
-def test_offloaded_blocks_count_as_two() -> None:
-    family, model = on_meta({**PUBLISHED["PixArt-Σ"], "num_layers": 4})
-    everything, offloading = (
-        memory_of(model, family.lora_targets, choice).weights for choice in choices(8) if choice.lora_rank and not choice.base
-    )
-    model = torch.nn.Module.to(model.to_empty(device="cpu").requires_grad_(requires_grad=False), torch.bfloat16)
-    offload = Offload(repeated_blocks(model), torch.device("cpu"), torch.contiguous_format)
-    assert everything - offloading == pytest.approx(offload.num_bytes / 2, rel=0.01)
+def test_shards_are_an_eighth(counting: CountedModel) -> None:
+    whole, shard = (counting.memory(options) for options in ({}, next(one for one in choices(RANK) if "sharding" in one)))
+    padded = sum(4 * one[0].numel() * -(-len(one) // RANKS) for one in counting.made(run_of({}))[1].parameters())
+    assert shard.gradients == pytest.approx(padded, rel=0.05)
+    assert whole.gradients / shard.gradients == pytest.approx(RANKS, rel=0.001)
+
+
+def test_the_tables_have_every_optimizer() -> None:
+    assert {options["optimizer"] for options in choices(RANK) if "optimizer" in options} == {*OptimizerName} - {"adamw"}
+
+
+def held_after(model: torch.nn.Module, family: ModelFamily, images: int) -> int:
+    """Return the bytes that a forward pass has taken and not given back, as torch's profiler sees them."""
+    batch, size = example_batch(family, images), latent_size(family)
+    noisy, timesteps = torch.zeros(images, batch.latents.shape[1], size, size), torch.zeros(images)
+    seeing = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with seeing as seen, torch.autocast("cpu", torch.bfloat16), NormsIn32Bits():
+        output = family.predict(model, noisy, timesteps, batch)
+    assert output.grad_fn is not None  # which holds the activations
+    return sum(event.self_cpu_memory_usage for event in seen.key_averages())
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one == "dit" else pytest.mark.slow) for one in NAMES])
+def test_activations_are_what_torch_keeps(tmp_path: Path, name: str) -> None:
+    counting = None
+    for options in savings(RANK):
+        asked = config(tmp_path, **{"precision": Precision.BF16, **options})
+        family, model = real(tiny_model(name), asked)
+        counting = counting or CountedModel({**family.config, "_class_name": type(model).__name__})
+        recompute(model, asked, is_compiled=False)
+        one, two = (held_after(model, family, images) for images in (1, 2))
+        assert counting.activations(options) == two - one, label(options)
+
+
+def test_norms_are_those_of_autocast_on_a_gpu() -> None:
+    for norm in NORMS:
+        has = [
+            torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{norm.__name__}", f"Autocast{on}") for on in ("CUDA", "CPU")
+        ]
+        assert has == [True, False]
+    with NormsIn32Bits():
+        assert torch.nn.GroupNorm(1, 2)(torch.zeros(1, 2, dtype=torch.bfloat16)).dtype == torch.float32
 
 
 @pytest.mark.slow
-def test_the_page_has_the_table_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    assert memory((), prog="bucketline train memory") == 0
-    assert capsys.readouterr().out in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", BILLIONS)
+def test_a_published_model_has_its_number_of_weights(name: str) -> None:
+    assert CountedModel(PUBLISHED[name]).memory({}).weights == pytest.approx(4e9 * BILLIONS[name], rel=0.005)
 
 
+@pytest.mark.slow
+def test_the_page_has_what_the_command_prints() -> None:
+    name = "FLUX.1-dev"
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    shown = [line.split("|") for line in page[page.index("| GB without activations |") :].splitlines() if line.startswith("|")]
+    printed = [line.split("|") for line in as_tables({name: PUBLISHED[name]}, DOCUMENTED_RANK).splitlines() if line]
+    column = 2 + [*PUBLISHED].index(name)
+    assert [(row[1], row[column]) for row in shown[: len(printed)]] == [(row[1], row[2]) for row in printed]
+
+
+@pytest.mark.slow
 def test_a_models_own_folder_is_a_column(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert memory((str(folder / "model"), "--lora-rank", "4"), prog="bucketline train memory") == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == "| GB without activations | model |"
-    assert last.startswith("| `--lora-rank 4 --base nf4 --offload-blocks all` |")
+    assert last.startswith("| `--lora-rank 4 --gradient-checkpointing` |")
+
+
+def test_a_folder_of_another_class_is_refused(folder: Path) -> None:
     (folder / "model" / "unet" / "config.json").write_text(json.dumps({"_class_name": "Other"}), encoding="utf-8")
     with pytest.raises(ModelError, match="_class_name is 'Other', expected one of"):
         memory((str(folder / "model"),), prog="bucketline train memory")

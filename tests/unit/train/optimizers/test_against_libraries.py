@@ -19,8 +19,7 @@ from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import NoiseSchedule, Objective
 from bucketline.train.noising import LatentScale, Prep
 from bucketline.train.optimizers.choice import KINDS, average_of, make_optimizer
-from bucketline.train.optimizers.options import Options
-from bucketline.train.optimizers.stepping import StepInBackward, begin_step
+from bucketline.train.optimizers.stepping import Options, StepInBackward, begin_step
 from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
 from bucketline.train.outputs.weights import WholeModel
 from bucketline.train.parallel import load_optimizer, repeated_blocks
@@ -238,7 +237,7 @@ def test_compiled_8_bit_steps_are_compiled_before_the_first_and_equal_the_others
     for compiled in (True, False):
         drawn = torch.Generator().manual_seed(0)
         weight = nn.Parameter(torch.randn(64, 64, generator=drawn))
-        options = Options(learning_rate=0.1, betas=(0.9, 0.999), rounding=Rounding(0), rounds_weights=False, compiled=compiled)
+        options = Options(learning_rate=0.1, rounding=Rounding(0), rounds_weights=False, compiled=compiled)
         begun = graphs_compiled()
         optimizer = make(nn.Module(), [{"params": [weight], "weight_decay": DECAY}], options)
         before = graphs_compiled()

@@ -68,7 +68,6 @@ def written(model: Any, family: str, folder: Path) -> Path:
     weights = Adapters(
         part="unet" if family.startswith("sd") and family != "sd3" else "transformer", pipeline=pipeline_of(family)
     )
-    folder.mkdir()
     weights.write(folder, weights.config(model), weights.tensors(model))
     return folder
 

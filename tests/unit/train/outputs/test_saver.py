@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bucketline.errors import TrainError
+from bucketline.files.run_marker import METRICS
 from bucketline.train.outputs import checkpoint, host_copy
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.step import Training
@@ -58,13 +59,15 @@ def saver(tmp_path: Path, trained: Trained) -> Iterator[Saver]:
         prep=None,  # type: ignore[arg-type]
         autocast=torch.autocast("cpu", enabled=False),
     )
+    training.config.output_dir.mkdir()
+    (training.config.output_dir / METRICS).touch()
     made = Saver(training, ALONE, WEIGHTS, None)
     yield made
     made.close()
 
 
 def save(saver: Saver, steps_done: int) -> None:
-    saver.save({Output.CHECKPOINT: "# a card"}, state(steps_done), lambda: None)
+    saver.save({Output.CHECKPOINT: "# a card"}, state(steps_done))
 
 
 def step(trained: Trained) -> None:

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from bucketline.train.report.page import page_of
-from bucketline.train.report.read_run import MAX_FRAMES, differences, frames_of, read_run, read_runs
+from bucketline.train.report.read_run import MAX_FRAMES, by_timestep, differences, frames_of, read_run, read_runs
 from bucketline.train.trainer import train
 from tests.commands import BIN, spawn
 from tests.pages import parsed
@@ -180,8 +180,8 @@ def test_a_real_run_is_read(folder: Path) -> None:
     run = read_run(asked.output_dir)
     assert run.status["state"] == "done"
     assert run.series("loss").steps == (2.0, 4.0)
-    assert run.validation("val_loss").steps == (0.0, 2.0, 4.0)
-    assert len(run.by_timestep(run.validations[-1]).steps) == 2
+    assert run.series("val_loss").steps == (0.0, 2.0, 4.0)
+    assert len(by_timestep(run.validations[-1]).steps) == 2
     assert sum(run.buckets.values()) == 4
     assert [frame.step for frame in frames_of(run)] == [2, 4]
     page_of([run])

@@ -1,0 +1,108 @@
+"""Two runs that fill one small cache at once: both finish with the right batches, and the cache stays within its limit."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import time
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.plan.cache_needs import bytes_at_once, num_bytes_of, sidecar_bytes_of
+from bucketline.store.remote.cache import folder as folder_module
+from tests.building import make_store, samples_of
+from tests.unit.loader.test_remote import LINE_BYTES, WITH_LINES, pushed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.loader import Batch
+    from bucketline.store import Store
+
+pytestmark = pytest.mark.slow
+
+ROWS = {"train/64x64": 40, "train/96x64": 15}
+DEADLINE_S = 20.0  # of a run that gets no room
+LONGEST_S = 60.0
+
+
+def small_lines(patch: Any = setattr) -> None:
+    for name in WITH_LINES:
+        patch(importlib.import_module(f"bucketline.{name}"), "LINE_BYTES", LINE_BYTES)
+    patch(folder_module, "LEAST_BYTES", 4 * LINE_BYTES)
+
+
+def digest(batch: Batch) -> str:
+    found = hashlib.blake2b()
+    for tensor in (batch.latents, batch.tokens, batch.ids):
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def read(url: str, options: dict[str, Any], answer: Path) -> None:
+    """Be a run: note the digests of its batches."""
+    small_lines()
+    with Loader(url, LoaderConfig(**options, deadline=DEADLINE_S)) as loader:
+        digests = [digest(batch) for batch in loader]
+    answer.write_text(json.dumps(digests), encoding="ascii")
+
+
+def used(cache: Path) -> int:
+    """Return the bytes that all processes hold or have reserved."""
+    words = np.fromfile(cache / "room", dtype="<i8") if (cache / "room").exists() else np.zeros(8, dtype="<i8")
+    return int(words[:3].sum() + words[8:].sum())
+
+
+@pytest.mark.parametrize(("names", "shuffle"), [("aa", "lines"), ("ab", "none")], ids=str)
+def test_two_runs_on_a_cache_for_one_finish_with_the_right_batches(
+    names: str, shuffle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_lines(monkeypatch.setattr)
+    stores: dict[str, Store] = {}
+    for name in dict.fromkeys(names):
+        (tmp_path / name).mkdir()
+        parts = (samples_of(ROWS, f"{name}/{part}/") for part in "12")
+        stores[name] = make_store(tmp_path / name / f"{name}.store", *parts)
+    urls = {name: pushed(store) for name, store in stores.items()}
+    asked: list[dict[str, Any]] = []
+    expected, limit = [], 0
+    for seed, name in enumerate(names):
+        asked.append({"batch_size": 4, "epochs": 1, "shuffle": shuffle, "shuffle_window": 16, "seed": seed})
+        with Loader(stores[name], LoaderConfig(**asked[-1])) as loader:
+            limit = max(limit, bytes_at_once(loader._rows, loader.plan, "train", 1) + sidecar_bytes_of(loader._rows))
+            expected.append([digest(batch) for batch in loader])
+    assert limit < num_bytes_of(stores["a"])
+    cache = tmp_path / "cache"
+    context = get_context("forkserver")  # this process may have used object storage, and is not forked
+    context.set_forkserver_preload([__name__])
+    answers = [tmp_path / f"{number}.json" for number in range(2)]
+    runs = [
+        context.Process(
+            target=read,
+            args=(urls[name], {**options, "cache": str(cache), "cache_bytes": str(limit)}, answer),
+        )
+        for name, options, answer in zip(names, asked, answers, strict=True)
+    ]
+    for run in runs:
+        run.start()
+    end, most = time.monotonic() + LONGEST_S, 0
+    try:
+        while any(run.is_alive() for run in runs) and time.monotonic() < end:
+            most = max(most, used(cache))
+            time.sleep(0.002)
+        assert [run.exitcode for run in runs] == [0, 0]
+    finally:
+        for run in runs:
+            run.kill()
+            run.join()
+    assert [json.loads(answer.read_bytes()) for answer in answers] == expected
+    assert 0 < most <= limit
+    assert used(cache) <= limit
+    shards = list(cache.rglob("*.lmdb"))
+    assert sum(path.stat().st_blocks * 512 - 4096 for path in shards) <= limit  # a block of the file system's own for each

@@ -1,0 +1,51 @@
+"""Clipping within a fused step, which a run does on a GPU: the CPU's fused steps take the same factor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from bucketline.train.optimizers import adamw, stepping
+from bucketline.train.optimizers.stepping import Options, begin_step, clips_in_step, update_weights
+from bucketline.train.rounding import Rounding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CLIP_NORM = 1.0
+
+
+def stepped(kind: str, scale: float, *, in_step: bool) -> Tensor:
+    """Return a weight after two steps by gradients of that scale, clipped by the step or before it."""
+    draws = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(8, 8, generator=draws))
+    options = Options(learning_rate=1e-2, rounding=Rounding(0), rounds_weights=kind == "bf16 weights", compiled=False)
+    if options.rounds_weights:
+        weight.data = weight.data.bfloat16()
+    groups = [{"params": [weight], "weight_decay": 0.01}]
+    optimizer = (adamw.make_bf16 if kind == "bf16 moments" else adamw.make)(torch.nn.Identity(), groups, options)
+    for step in range(2):
+        begin_step(optimizer, step, 1e-2)
+        weight.grad = (scale * torch.randn(8, 8, generator=draws)).to(weight.dtype)
+        norm = torch.nn.utils.get_total_norm([weight.grad])
+        assert clips_in_step(optimizer, norm, CLIP_NORM) == in_step
+        if not in_step:
+            torch.nn.utils.clip_grads_with_norm_([weight], CLIP_NORM, norm)
+        update_weights(optimizer, norm)
+    return weight.detach()
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16 moments", "bf16 weights"])
+def test_a_step_that_clips_is_one_whose_gradients_were_clipped(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scales = (1e-3, 10.0, float("inf"))  # not clipped, clipped, skipped
+    expected = [stepped(kind, scale, in_step=False) for scale in scales]
+    monkeypatch.setattr(stepping, "is_whole_on_gpu", lambda _: True)
+    found = [stepped(kind, scale, in_step=True) for scale in scales]
+    rtol = 1e-2 if kind == "bf16 weights" else 1e-5
+    for one, other in zip(found, expected, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, other, rtol=rtol, atol=1e-6)
+    assert torch.equal(found[0], expected[0])
+    assert not torch.equal(found[1], found[2])
