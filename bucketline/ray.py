@@ -23,7 +23,7 @@ from bucketline.store import StoreWriter
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import is_url, refuse_misspelt, working_folder
 from bucketline.store.sync.parts import PartStore, take_sent
-from bucketline.store.sync.sender import PendingNotes
+from bucketline.store.sync.transfer.sender import PendingNotes
 from bucketline.store.sync.working import WorkingStore
 from bucketline.store.write.attempts import attempt_path, begin_attempt, begin_attempts, remove_attempts, take_shards
 from bucketline.store.write.part_writer import PartWriter

@@ -18,7 +18,7 @@ from bucketline.ingest.parallel.item_parts import ItemParts, Outline, take_apart
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
-from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts, LazyEncoders, facts_of
+from bucketline.ingest.pipeline.model.lazy_encoders import EncoderFacts, LazyEncoders, facts_of
 from bucketline.ingest.pipeline.slice_worker import SliceWorker, run_name
 from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.sources.source import caption_rest
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.on_ray.cluster import Workers
     from bucketline.ingest.sources.source import Source
-    from bucketline.store.sync.sender import ShardSender
+    from bucketline.store.sync.transfer.sender import ShardSender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

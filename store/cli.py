@@ -6,19 +6,19 @@ import sys
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import run_one_of
-from bucketline.store.commands.cache import Cache
-from bucketline.store.commands.compact import Compact
-from bucketline.store.commands.drop import Drop
+from bucketline.store.commands.change.compact import Compact
+from bucketline.store.commands.change.drop import Drop
+from bucketline.store.commands.change.merge import Merge
+from bucketline.store.commands.change.repair import Repair
+from bucketline.store.commands.change.restore import Restore
 from bucketline.store.commands.export import Export
 from bucketline.store.commands.get import Get
 from bucketline.store.commands.info import Info
 from bucketline.store.commands.ls import Ls
-from bucketline.store.commands.merge import Merge
-from bucketline.store.commands.pull import Pull
-from bucketline.store.commands.push import Push
-from bucketline.store.commands.repair import Repair
+from bucketline.store.commands.remote.cache import Cache
+from bucketline.store.commands.remote.pull import Pull
+from bucketline.store.commands.remote.push import Push
 from bucketline.store.commands.report import Report
-from bucketline.store.commands.restore import Restore
 from bucketline.store.commands.verify import Verify
 
 if TYPE_CHECKING:

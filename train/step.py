@@ -10,8 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from bucketline.train.config import Compile
-from bucketline.train.learning_rate import learning_rate_at
 from bucketline.train.noise_schedule import squared_error, weighted
+from bucketline.train.optimizers.learning_rate import learning_rate_at
 from bucketline.train.optimizers.stepping import begin_step, clips_in_step, update_weights
 from bucketline.train.parallel import free_gathered, whole, without_sync
 

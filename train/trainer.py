@@ -269,10 +269,8 @@ class Trainer:
         """Draw an image grid on rank 0 (a sharded model needs every rank); return whether it was written."""
 
         def draw() -> bool:
-            stores, keeps = self.loader.shares, self.ranks.is_main
-            return draw_images(
-                self.training, self.schedule, stores, self._prompts, path, steps_done=self.steps_done, keeps=keeps
-            )
+            shares, done, keeps = self.loader.shares, self.steps_done, self.ranks.is_main
+            return draw_images(self.training, self.schedule, shares, self._prompts, path, steps_done=done, keeps=keeps)
 
         return draw() if isinstance(self.training.model, FSDPModule) else from_rank_zero(self.ranks, draw)
 

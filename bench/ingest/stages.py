@@ -24,8 +24,8 @@ from bucketline.ingest.images.decode import Decoded, decode
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.pack import pack
 from bucketline.ingest.pipeline.batch_encoder import as_caption
-from bucketline.ingest.pipeline.device import chosen_device
-from bucketline.ingest.pipeline.load_encoders import Encoders, load_encoders
+from bucketline.ingest.pipeline.model.device import chosen_device
+from bucketline.ingest.pipeline.model.load_encoders import Encoders, load_encoders
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest, identity

@@ -66,7 +66,7 @@ class Peek(SourceArguments, ReadingArguments):
             raise UsageError(f"{self.place} {one_line(sample_id)}: set --model, whose VAE decodes the latent")
         from bucketline.ingest.encoders.model_folder import open_model
         from bucketline.ingest.peek import peek
-        from bucketline.ingest.pipeline.device import chosen_device
+        from bucketline.ingest.pipeline.model.device import chosen_device
 
         model, device = open_model(self.model, self.model_config), chosen_device(self.device, 0)
         peeked = peek(self.open_store(store_place(self.place)), sample_id, model, self.output, device)

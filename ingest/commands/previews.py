@@ -42,7 +42,7 @@ class Previews(ReadingArguments):
     def run(self) -> int:
         refuse_below(1, samples=self.samples)
         from bucketline.ingest.encoders.model_folder import open_model
-        from bucketline.ingest.pipeline.device import chosen_device
+        from bucketline.ingest.pipeline.model.device import chosen_device
         from bucketline.ingest.sheet.previews import previews
 
         found = previews(

@@ -50,7 +50,7 @@ class Prompts(ChangingArguments):
     def run(self) -> int:
         size = self._size()
         from bucketline.ingest.encoders.model_folder import open_model
-        from bucketline.ingest.pipeline.device import chosen_device
+        from bucketline.ingest.pipeline.model.device import chosen_device
         from bucketline.ingest.prompts import write_prompts
         from bucketline.store.format.manifest import read_manifest
         from bucketline.store.remote.generations import newest_generation

@@ -16,7 +16,7 @@ from bucketline.ingest.encoders.families.registry import family_of, load_caption
 from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.encoders.text_columns import Padding, TextSettings
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.ingest.pipeline.model.device import chosen_device
 from bucketline.store.format.columns import TOKENS
 from bucketline.torch_dtypes import TORCH_DTYPES
 

@@ -20,7 +20,7 @@ from bucketline.ingest.importers.vae.named_vae import named_vae
 from bucketline.ingest.importers.vae.round_trip import SAMPLES, refuse_other_vae
 from bucketline.ingest.importers.vae.spread import refuse_wrong_scale
 from bucketline.ingest.importers.vae.weights import has_weights
-from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.ingest.pipeline.model.device import chosen_device
 from bucketline.store import Store
 from bucketline.store.format.columns import FLIPPED
 from bucketline.store.format.hashing import draw

@@ -28,7 +28,7 @@ from bucketline.ingest.importers.vae.named_vae import named_vae
 from bucketline.ingest.pack import pack_session
 from bucketline.ingest.parallel.shares import rank_of
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
-from bucketline.ingest.pipeline.device import share_of_cores
+from bucketline.ingest.pipeline.model.device import share_of_cores
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.progress import counting_progress

@@ -21,7 +21,7 @@ from bucketline.ingest.packing.finish import Packed, finish
 from bucketline.ingest.packing.prepare import opened_source, prepare
 from bucketline.ingest.packing.target import PackTarget
 from bucketline.ingest.parallel.item_parts import take_apart
-from bucketline.ingest.pipeline.lazy_encoders import LazyEncoders, facts_of
+from bucketline.ingest.pipeline.model.lazy_encoders import LazyEncoders, facts_of
 from bucketline.ingest.pipeline.slice_worker import run_name
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.sources.source import caption_rest
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.parallel.signals import Interrupts
     from bucketline.ingest.summary import RunSummary
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.sync.sender import ShardSender
+    from bucketline.store.sync.transfer.sender import ShardSender
 
 
 class RayRun:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import BucketlineError
 from bucketline.ingest.parallel.item_parts import ItemParts
 from bucketline.ingest.parallel.shares import Share
-from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts, LazyEncoders
+from bucketline.ingest.pipeline.model.lazy_encoders import EncoderFacts, LazyEncoders
 from bucketline.ingest.pipeline.slice_worker import SliceWorker, run_name
 from bucketline.ingest.sources.source_json import source_from_json
 from bucketline.store import Store
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.pipeline.slice_packer import SlicePacker
     from bucketline.ingest.summary import RunSummary
     from bucketline.store.sync.parts import SentShard
-    from bucketline.store.sync.sender import ShardSender
+    from bucketline.store.sync.transfer.sender import ShardSender
     from bucketline.typed_json import Json
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.packing.target import PackTarget
     from bucketline.ingest.parallel.item_parts import Outline
-    from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts
+    from bucketline.ingest.pipeline.model.lazy_encoders import EncoderFacts
     from bucketline.ingest.sources.source import Source
     from bucketline.store.format.manifest import Manifest
     from bucketline.typed_json import Json

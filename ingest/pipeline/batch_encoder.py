@@ -15,7 +15,7 @@ from bucketline.torch_dtypes import as_stored
 if TYPE_CHECKING:
     from bucketline.ingest.encoders.text_columns import Embedding
     from bucketline.ingest.pipeline.image_reader import ReadImage
-    from bucketline.ingest.pipeline.load_encoders import Encoders
+    from bucketline.ingest.pipeline.model.load_encoders import Encoders
     from bucketline.store.format.text_block import TextSpec
 
 

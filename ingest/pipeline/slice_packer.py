@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.parallel.shares import Share
     from bucketline.ingest.pipeline.batch_encoder import BatchEncoder
-    from bucketline.ingest.pipeline.load_encoders import Encoders
+    from bucketline.ingest.pipeline.model.load_encoders import Encoders
     from bucketline.ingest.pipeline.stage_timer import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
     from bucketline.store import Store
     from bucketline.store.format.text_block import Caption
-    from bucketline.store.sync.sender import ShardSender
+    from bucketline.store.sync.transfer.sender import ShardSender
 
 AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if read from a stream
 AHEAD_ITEMS = 256

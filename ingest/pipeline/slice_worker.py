@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.images.model_sizes import model_grid
-from bucketline.ingest.pipeline.device import share_of_cores
-from bucketline.ingest.pipeline.lazy_encoders import facts_of
+from bucketline.ingest.pipeline.model.device import share_of_cores
+from bucketline.ingest.pipeline.model.lazy_encoders import facts_of
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.parallel.shares import Share
-    from bucketline.ingest.pipeline.lazy_encoders import LazyEncoders
+    from bucketline.ingest.pipeline.model.lazy_encoders import LazyEncoders
     from bucketline.ingest.sources.source import Source
     from bucketline.store import Store
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.sync.sender import ShardSender
+    from bucketline.store.sync.transfer.sender import ShardSender
 
 
 def run_name(manifest: Manifest, token: str, part: str) -> str:

@@ -19,7 +19,7 @@ from PIL import Image
 from bucketline.errors import FingerprintError
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.vae import VaeEncoder
-from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.ingest.pipeline.model.device import chosen_device
 from bucketline.ingest.sheet.source_images import JPEG_QUALITY, THUMBNAIL_PX
 from bucketline.typed_json import first_difference
 

@@ -17,8 +17,8 @@ from bucketline.store.format.manifest import MANIFEST, dump_manifest
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import complete_first, generation_name, newest_generation, read_generation
 from bucketline.store.remote.lines import lines_name
-from bucketline.store.sync.sender import pending_shards
-from bucketline.store.sync.upload import FRESH_S, shard_of
+from bucketline.store.sync.transfer.sender import pending_shards
+from bucketline.store.sync.transfer.upload import FRESH_S, shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -35,9 +35,9 @@ from bucketline.store.remote.generations import (
     newest_generation,
     refuse_without_put_if_absent,
 )
-from bucketline.store.sync.download import Downloader
-from bucketline.store.sync.sender import forget_sent, lost_objects_of, sent_shards
-from bucketline.store.sync.upload import Uploader, shard_of
+from bucketline.store.sync.transfer.download import Downloader
+from bucketline.store.sync.transfer.sender import forget_sent, lost_objects_of, sent_shards
+from bucketline.store.sync.transfer.upload import Uploader, shard_of
 from bucketline.store.write.describe import sent_note
 from bucketline.store.write.publish import prepare_store
 

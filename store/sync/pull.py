@@ -27,10 +27,10 @@ from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import newest_generation, read_generation
 from bucketline.store.remote.objects import MissingObjectError
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.sync.download import Downloader, is_there
 from bucketline.store.sync.push import note_pushed
 from bucketline.store.sync.selection import Selection
-from bucketline.store.sync.upload import LISTS, MAX_LIST_BYTES, MODEL_NOTE
+from bucketline.store.sync.transfer.download import Downloader, is_there
+from bucketline.store.sync.transfer.upload import LISTS, MAX_LIST_BYTES, MODEL_NOTE
 from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.publish import changing, prepare_store
 

@@ -18,7 +18,7 @@ from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import generations_there, newest_generation, read_generation
 from bucketline.store.remote.lines import decode_lines, lines_name, needs_lines
 from bucketline.store.remote.objects import MissingObjectError
-from bucketline.store.sync.download import Downloader
+from bucketline.store.sync.transfer.download import Downloader
 from bucketline.store.verify.verify import Fault, Verified, verify
 from bucketline.store.write.publish import prepare_store
 

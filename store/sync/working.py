@@ -15,8 +15,8 @@ from bucketline.store.shard.reader import SealedShard
 from bucketline.store.sync.mirror import ATTEMPTS, Mirror
 from bucketline.store.sync.mirror_source import MirroredStore, MirrorSource
 from bucketline.store.sync.pull import get_lists
-from bucketline.store.sync.sender import ShardSender, remove_pending, send_shard, sent_shards
-from bucketline.store.sync.upload import Uploader, send_lists
+from bucketline.store.sync.transfer.sender import ShardSender, remove_pending, send_shard, sent_shards
+from bucketline.store.sync.transfer.upload import Uploader, send_lists
 from bucketline.store.write.publish import prepare_store, publish
 from bucketline.typed_json import first_difference
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from bucketline.ingest.encoders.vae import VaeEncoder
-from bucketline.ingest.pipeline import load_encoders
+from bucketline.ingest.pipeline.model import load_encoders
 from bucketline.store import Store
 from bucketline.store.write import shard_writer
 from tests.building import tree

@@ -67,8 +67,7 @@ def draw_images(
         batches = _caption_batches(training, shares, "val" if has_val else "train")
 
     def sample(one: DrawingBatch) -> Tensor:
-        latents = sample_latents(training, schedule, one.batch, one.noise, one.negative, guidance=one.guidance)
-        return training.prep.scale.invert(latents)
+        return training.prep.scale.invert(sample_latents(training, schedule, one))
 
     sampled = attempt_jointly(training.model, lambda: [(batch, sample(batch)) for batch in batches])
     drawn: list[DrawnSample] = []
@@ -81,7 +80,7 @@ def draw_images(
     if not drawn:
         return False
     order = {prompt.id: number for number, prompt in enumerate(prompts)}
-    drawn = sorted(drawn, key=lambda one: order[one.entry["id"]]) if prompts else drawn[: config.num_images]
+    drawn = sorted(drawn, key=lambda one: order[str(one.entry["id"])]) if prompts else drawn[: config.num_images]
     path.parent.mkdir(exist_ok=True)
     draw_grid(drawn, path, title=f"After {counted(steps_done, 'step')}: {kind}")
     return True
@@ -157,7 +156,7 @@ def load_vae(config: TrainConfig, store: Store) -> nn.Module | None:
         vae, other = read_vae(folder / VAE_FOLDER, store.manifest.encoders, file)
     except UNREADABLE as error:
         vae, other = None, f"{folder / VAE_FOLDER} has no VAE that can be loaded ({error})"
-    if other is not None:
+    if vae is None or other is not None:
         log.warning("no images: %s", other)
         return None
     if hasattr(vae, "enable_slicing"):

@@ -14,38 +14,28 @@ from bucketline.train.noise_schedule import FlowSchedule
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bucketline.loader import Batch
+    from bucketline.train.evaluation.prompts import DrawingBatch
     from bucketline.train.noise_schedule import ModelSchedule
     from bucketline.train.step import Training
 
 
 @torch.no_grad()
-def sample_latents(
-    training: Training,
-    schedule: ModelSchedule,
-    batch: Batch,
-    noise: Tensor,
-    dropped: Batch | None = None,
-    *,
-    guidance: float | None = None,
-) -> Tensor:
-    """Return latents of the averaged model, in its scaling, [B, C, h, w] float32, one per row of `batch`; `noise` likewise.
+def sample_latents(training: Training, schedule: ModelSchedule, one: DrawingBatch) -> Tensor:
+    """Return latents of the averaged model for a batch, in the model's scaling, [B, C, h, w] float32.
 
-    `dropped`: the same rows with empty captions or negative prompts, for classifier-free guidance (Ho and Salimans 2022,
-    arXiv 2207.12598). `guidance`: how strong; None: as `guidance_of`.
+    With `negative` conditions, by classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598).
     """
-    guidance = guidance_of(training) if guidance is None else guidance
-    told = replace(training, family=training.family.with_guidance(guidance))
-    scheduler = _scheduler(schedule, training.config.image_steps, noise)
-    latents = noise
+    told = replace(training, family=training.family.with_guidance(one.guidance))
+    scheduler = _scheduler(schedule, training.config.image_steps, one.noise)
+    latents = one.noise
     # A batch in the shape of a validation's runs its graphs; nothing is compiled for another.
     with training.averaged() as model, torch.compiler.set_stance("eager_on_recompile"):
         for timestep in scheduler.timesteps:
             timesteps = timestep.repeat(len(latents))
-            prediction = told.predict(model, latents, timesteps, batch).float()
-            if dropped is not None:
-                plain = told.predict(model, latents, timesteps, dropped).float()
-                prediction = plain + guidance * (prediction - plain)
+            prediction = told.predict(model, latents, timesteps, one.batch).float()
+            if one.negative is not None:
+                plain = told.predict(model, latents, timesteps, one.negative).float()
+                prediction = plain + one.guidance * (prediction - plain)
             latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
     return latents
 

@@ -53,7 +53,7 @@ class Memory:
 def choices(rank: int) -> tuple[Options, ...]:
     """Return the rows of the table of what depends on no batch; `rank`: of the adapters."""
     adapters: Options = {"lora_rank": rank}
-    offloaded: Options = {"gradient_checkpointing": True, "offload_blocks": EVERY_BLOCK}
+    waiting: Options = {"gradient_checkpointing": True, "offload_blocks": EVERY_BLOCK}
     return (
         {},
         {"ema": Ema.CPU},
@@ -62,8 +62,8 @@ def choices(rank: int) -> tuple[Options, ...]:
         {"sharding": Sharding.FSDP},
         adapters,
         *({**adapters, "base": base} for base in (Base.INT8, Base.NF4)),
-        {**adapters, **offloaded},
-        {**adapters, "base": Base.NF4, **offloaded},
+        {**adapters, **waiting},
+        {**adapters, "base": Base.NF4, **waiting},
     )
 
 
@@ -80,7 +80,7 @@ def label(options: Options) -> str:
 
 
 class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Say that any number that is read from a tensor is 1."""
+    """Answer each read of a number from a tensor with 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's
         return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
@@ -132,7 +132,7 @@ class CountedModel:
 
     @contextlib.contextmanager
     def _without_memory(self) -> Iterator[None]:
-        with self._fake, _Ones():
+        with self._fake, _Ones():  # type: ignore[no-untyped-call]
             yield
 
 
@@ -149,7 +149,7 @@ def _on_meta(config: Mapping[str, Json], asked: TrainConfig) -> tuple[ModelFamil
     with torch.device("meta"):
         model: nn.Module = getattr(diffusers, kind).from_config(dict(config))
     family_class = next(one for one in FAMILIES if one.takes(kind, config))
-    family = family_class(dict(model.config), StoreFacts(latent_channels=0, text={}))  # type: ignore[call-overload]
+    family = family_class(dict(model.config), StoreFacts(latent_channels=0, text={}))  # type: ignore[arg-type]
     family.prepare(model)
     if asked.weights is WeightDtype.BF16:
         torch.nn.Module.to(model, dtype=torch.bfloat16)
@@ -165,10 +165,11 @@ def _moments(asked: TrainConfig, model: nn.Module, trained: Sequence[nn.Paramete
     inside = {id(parameter) for block in repeated_blocks(model) for parameter in block.parameters()}
     alike: dict[tuple[torch.Size, bool], list[nn.Parameter]] = {}
     for parameter in trained:
-        alike.setdefault((parameter.shape, id(parameter) in inside), []).append(parameter.requires_grad_(requires_grad=False))
+        parameter.requires_grad = False
+        alike.setdefault((parameter.shape, id(parameter) in inside), []).append(parameter)
     number = {id(first): 1 + len(others) for first, *others in alike.values()}
     for first, *_ in alike.values():
-        first.requires_grad_()
+        first.requires_grad = True
         first.grad = torch.zeros_like(first)
     optimizer = make_optimizer(asked, model, compiled=False)
     optimizer.step()
@@ -177,7 +178,7 @@ def _moments(asked: TrainConfig, model: nn.Module, trained: Sequence[nn.Paramete
     for place, entry in optimizer.state_dict()["state"].items():
         total += number[id(stepped[place])] * sum(value.nbytes for value in entry.values() if isinstance(value, torch.Tensor))
     for parameter in trained:
-        parameter.requires_grad_().grad = None
+        parameter.requires_grad, parameter.grad = True, None
     return total
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
 from bucketline.train.config import Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
-from bucketline.train.learning_rate import decay_groups
+from bucketline.train.optimizers.learning_rate import decay_groups
 from bucketline.train.optimizers.stepping import Options
 from bucketline.train.rounding import Rounding
 

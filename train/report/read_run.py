@@ -107,7 +107,7 @@ def read_run(path: Path) -> Run:
     if not (path / CONFIG).is_file() or not (path / METRICS).is_file():
         raise UsageError(f"{path} is not the folder of a run: it needs {CONFIG} and {METRICS}; give a run's --output-dir")
     with (path / METRICS).open("rb") as file:
-        lines = [_parsed(line, {}) for line in file.read(MAX_BYTES).splitlines()]
+        lines: list[dict[str, Any]] = [_parsed(line, {}) for line in file.read(MAX_BYTES).splitlines()]
     return Run(
         name=path.resolve().name,
         path=path,

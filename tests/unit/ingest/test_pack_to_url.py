@@ -16,11 +16,11 @@ from bucketline.store import Store
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import mirror as mirror_module
-from bucketline.store.sync import upload
 from bucketline.store.sync.changes import drop_objects
 from bucketline.store.sync.mirror import Mirror
 from bucketline.store.sync.pull import pull
-from bucketline.store.sync.sender import ShardSender
+from bucketline.store.sync.transfer import upload
+from bucketline.store.sync.transfer.sender import ShardSender
 from bucketline.store.sync.verify import verify_objects
 from bucketline.store.verify.verify import verify
 from tests import object_storage

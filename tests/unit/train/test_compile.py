@@ -17,6 +17,7 @@ from bucketline.errors import TrainError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.train.compile import compile_blocks, count_flops, example_batches, flops_of_buckets, graphs_compiled, warm_up
+from bucketline.train.evaluation.prompts import DrawingBatch
 from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.evaluation.validation import validate
 from bucketline.train.noise_schedule import load_schedule
@@ -258,7 +259,8 @@ def test_images_run_the_graphs_of_their_shape_and_compile_none(tmp_path: Path, d
     each = len(repeated_blocks(training.model))
     for batch, num_calls in ((make_batch(2), each), (make_batch(1), 0), (make_batch(2, height=12), 0)):
         counting.calls = 0
-        found, expected = (sample_latents(one, schedule, batch, sample_noise(batch)) for one in (training, plain))
+        drawing = DrawingBatch(batch=batch, negative=None, noise=sample_noise(batch), guidance=1.0, entries=())
+        found, expected = (sample_latents(one, schedule, drawing) for one in (training, plain))
         assert counting.calls == num_calls * training.config.image_steps
         torch.testing.assert_close(found, expected)
     assert graphs_compiled() == warm

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from bucketline.errors import UsageError
 from bucketline.train.compile import compile_blocks, expect_graphs, graphs_compiled, warm_up
 from bucketline.train.config import Compile, Sharding
+from bucketline.train.evaluation.prompts import DrawingBatch
 from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.noise_schedule import load_schedule
 from bucketline.train.noising import sample_noise
@@ -68,20 +71,29 @@ def test_accumulated_gradients_and_guided_images_survive_the_next_pass(tmp_path:
     assert graphs_compiled() == before + 2  # the full model, in training and in evaluation
     addresses = [parameter.grad.data_ptr() for parameter in own.model.parameters() if parameter.grad is not None]
     assert len(addresses) == len(list(own.model.parameters()))
-    for step in range(2):
-        micro_steps = [
-            dataclasses.replace(make_batch(2, first=7 * number), step=step, micro_step=number) for number in range(2)
-        ]
-        expected, found = (train_step(one, iter(micro_steps), step) for one in (plain, own))
-        torch.testing.assert_close(found.loss, expected.loss)
-        torch.testing.assert_close(found.grad_norm, expected.grad_norm)
-    for one, other in zip(own.model.parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+    def expect_same_steps(training: Training, *steps: int) -> None:
+        for step in steps:
+            micro_steps = [dataclasses.replace(make_batch(2, first=7 * n), step=step, micro_step=n) for n in range(2)]
+            expected, found = (train_step(one, iter(micro_steps), step) for one in (plain, training))
+            torch.testing.assert_close(found.loss, expected.loss)
+            torch.testing.assert_close(found.grad_norm, expected.grad_norm)
+        for one, other in zip(own.model.parameters(), plain.model.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+    expect_same_steps(own, 0, 1)
     assert [parameter.grad.data_ptr() for parameter in own.model.parameters() if parameter.grad is not None] == addresses
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(own.model, gradient_as_bucket_view=True)
+        expect_same_steps(dataclasses.replace(own, model=wrapped), 2, 3)
+    finally:
+        dist.destroy_process_group()
 
     schedule, batch, dropped = load_schedule(tmp_path, torch.device("cpu")), make_batch(2), make_batch(2, first=3)
     calls[0] = 0
-    images = [sample_latents(one, schedule, batch, sample_noise(batch), dropped, guidance=3.0) for one in (plain, own)]
+    drawing = DrawingBatch(batch=batch, negative=dropped, noise=sample_noise(batch), guidance=3.0, entries=())
+    images = [sample_latents(one, schedule, drawing) for one in (plain, own)]
     torch.testing.assert_close(images[1], images[0], rtol=1e-3, atol=1e-3)
     assert calls[0] == 2 * own.config.image_steps
     assert graphs_compiled() == before + 2

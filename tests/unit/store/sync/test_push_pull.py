@@ -18,11 +18,11 @@ from bucketline.store.remote import objects as objects_module
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.lines import decode_lines
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync import download, upload
 from bucketline.store.sync.changes import compact_objects, drop_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import PUSHED, push
 from bucketline.store.sync.selection import Selection
+from bucketline.store.sync.transfer import download, upload
 from bucketline.store.verify.verify import verify
 from tests.building import Sample, add_samples, flip_bit, make_store, samples_of, store_writer, tree
 from tests.commands import call

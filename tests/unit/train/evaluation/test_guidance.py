@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bucketline.train.evaluation import drawing
+from bucketline.train.evaluation.prompts import DrawingBatch
 from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.models import FAMILIES, ModelFamily
 from bucketline.train.models.flux import Flux
@@ -22,8 +23,6 @@ from tests.unit.train.tiny_run import ALONE, config, facts, make_batch
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from bucketline.loader import Batch
 
 WITHOUT_ADAPTERS = {"PixArt": "PixArtAlphaPipeline", "Dit": "DiTPipeline"}
 
@@ -37,13 +36,13 @@ def test_images_have_the_guidance_of_the_familys_pipeline(family: type[ModelFami
 def test_guidance_leads_away_from_the_empty_caption(tmp_path: Path) -> None:
     """One step of DDIM is affine in the prediction, so its results are mixed as the predictions are."""
     training = make_training(tmp_path, accumulation=1)
-    training = dataclasses.replace(training, config=dataclasses.replace(training.config, image_steps=1, image_guidance=3.0))
+    training = dataclasses.replace(training, config=dataclasses.replace(training.config, image_steps=1))
     schedule = load_schedule(tmp_path, torch.device("cpu"))
     batch, other = make_batch(2), make_batch(2, first=5)
     dropped = dataclasses.replace(batch, tokens=other.tokens)
-    noise = sample_noise(batch)
-    guided = sample_latents(training, schedule, batch, noise, dropped)
-    captioned, empty = (sample_latents(training, schedule, one, noise) for one in (batch, dropped))
+    plain = DrawingBatch(batch=batch, negative=None, noise=sample_noise(batch), guidance=3.0, entries=())
+    guided = sample_latents(training, schedule, dataclasses.replace(plain, negative=dropped))
+    captioned, empty = (sample_latents(training, schedule, dataclasses.replace(plain, batch=one)) for one in (batch, dropped))
     assert not torch.equal(captioned, empty)
     torch.testing.assert_close(guided, empty + 3.0 * (captioned - empty), rtol=1e-3, atol=1e-4)
 
@@ -52,19 +51,19 @@ def test_guidance_leads_away_from_the_empty_caption(tmp_path: Path) -> None:
 def test_a_run_draws_against_the_same_rows_with_empty_captions(
     folder: Path, monkeypatch: pytest.MonkeyPatch, guidance: float | None
 ) -> None:
-    pairs: list[tuple[Batch, Batch | None]] = []
+    drawn: list[DrawingBatch] = []
 
-    def noting(
-        training: object, schedule: object, batch: Batch, noise: torch.Tensor, dropped: Batch | None, *, guidance: float
-    ) -> torch.Tensor:
-        pairs.append((batch, dropped))
-        return noise
+    def noting(training: object, schedule: object, one: DrawingBatch) -> torch.Tensor:
+        drawn.append(one)
+        return one.noise
 
     monkeypatch.setattr(drawing, "sample_latents", noting)
     train(config(folder, max_steps=1, num_images=2, image_guidance=guidance), ALONE)
-    assert pairs
-    for batch, dropped in pairs:
+    assert drawn
+    for one in drawn:
+        batch, dropped = one.batch, one.negative
         assert (dropped is None) is (guidance == 1.0)
+        assert one.guidance == (guidance or 7.5)
         if dropped is not None:
             assert torch.equal(batch.ids, dropped.ids)
             assert torch.equal(batch.latents, dropped.latents)

@@ -101,8 +101,7 @@ def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(prompted: 
     assert [one.batch.token_mask.sum().item() for one in (first, second)] == [8, 2]
 
     def draw(one: Any, **changes: Any) -> torch.Tensor:
-        own = dataclasses.replace(one, **changes)
-        return sample_latents(run.training, run.schedule, own.batch, own.noise, own.negative, guidance=own.guidance)
+        return sample_latents(run.training, run.schedule, dataclasses.replace(one, **changes))
 
     plain = draw(second, negative=None)
     assert torch.equal(draw(second), draw(second))
@@ -168,7 +167,7 @@ def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_
     run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     run.close()
     (one,) = prompt_batches(run._prompts, 4, 7.0, torch.device("cpu"), is_told=run.training.family.is_told_guidance)
-    found = sample_latents(run.training, run.schedule, one.batch, one.noise, one.negative, guidance=one.guidance)
+    found = sample_latents(run.training, run.schedule, one)
 
     pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(packed.model)
     pipeline.set_progress_bar_config(disable=True)

@@ -14,11 +14,11 @@ from torch import nn
 from bucketline.train.compile import graphs_compiled
 from bucketline.train.config import Decaying, OptimizerName, TrainConfig
 from bucketline.train.ema import Average
-from bucketline.train.learning_rate import learning_rate_at
 from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import NoiseSchedule, Objective
 from bucketline.train.noising import LatentScale, Prep
 from bucketline.train.optimizers.choice import KINDS, average_of, make_optimizer
+from bucketline.train.optimizers.learning_rate import learning_rate_at
 from bucketline.train.optimizers.stepping import Options, StepInBackward, begin_step
 from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
 from bucketline.train.outputs.weights import WholeModel

@@ -13,7 +13,7 @@ from transformers import get_wsd_schedule
 
 from bucketline.errors import UsageError
 from bucketline.train.config import Decaying, LrSchedule
-from bucketline.train.learning_rate import decay_groups, learning_rate_at
+from bucketline.train.optimizers.learning_rate import decay_groups, learning_rate_at
 from tests.unit.train.tiny_run import config
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import pytest
 
 from bucketline.ingest.config import PackConfig
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
-from bucketline.ingest.pipeline import lazy_encoders, load_encoders, packed_model
-from bucketline.ingest.pipeline.packed_model import PACKED_MODEL, ModelState, model_state, record_packed_model
+from bucketline.ingest.pipeline.model import lazy_encoders, load_encoders, packed_model
+from bucketline.ingest.pipeline.model.packed_model import PACKED_MODEL, ModelState, model_state, record_packed_model
 from bucketline.store import Store
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.verify.verify import verify

@@ -9,7 +9,7 @@ from bucketline.errors import FingerprintError
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import Padding
 from bucketline.ingest.other_options import refuse_other_options
-from bucketline.ingest.pipeline.packed_model import PACKED_MODEL, model_state, packed_model, record_packed_model
+from bucketline.ingest.pipeline.model.packed_model import PACKED_MODEL, model_state, packed_model, record_packed_model
 from bucketline.store.format.columns import LatentKind
 from bucketline.store.format.manifest import refuse_difference
 from bucketline.store.format.manifest_entries import text_entry
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.pipeline.load_encoders import Encoders
+    from bucketline.ingest.pipeline.model.load_encoders import Encoders
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.text_block import TextSpec
     from bucketline.typed_json import Json
@@ -94,8 +94,8 @@ class LazyEncoders:
             ModelError, UsageError: as `load_encoders` and `chosen_device`.
         """
         if self._loaded is None:
-            from bucketline.ingest.pipeline import load_encoders
-            from bucketline.ingest.pipeline.device import chosen_device
+            from bucketline.ingest.pipeline.model import load_encoders
+            from bucketline.ingest.pipeline.model.device import chosen_device
 
             device = chosen_device(self._config.device, self._local_rank)
             self._loaded = load_encoders.load_encoders(self._config, self.model, device)

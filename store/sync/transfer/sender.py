@@ -21,7 +21,7 @@ from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest_entries import SHARD_NAME
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.objects import DeniedError, MissingObjectError
-from bucketline.store.sync.upload import FRESH_S, StoppedError, Uploader
+from bucketline.store.sync.transfer.upload import FRESH_S, StoppedError, Uploader
 from bucketline.store.write.describe import SENT, Described, describe_shard, note_description, noted_description
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bucketline.errors import UsageError
-from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.ingest.pipeline.model.device import chosen_device
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Commands that change a store: `drop`, `compact`, `merge`, `repair`, `restore`."""
