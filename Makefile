@@ -57,7 +57,6 @@ lint: $(MADE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: export MYPY_NUM_WORKERS := 2
 types: $(MADE)
 	$(BIN)/mypy -p bucketline
 	$(BIN)/mypy tests demo examples

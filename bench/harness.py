@@ -77,6 +77,7 @@ class Result:
 
 
 Figures = dict[str, list[float]]  # subject → one figure per counted round
+WARM_UPS = 1  # rounds that are not counted, before the others; tests of what a case prints need none
 
 
 def rate(run: Callable[[], int]) -> Callable[[int], float]:
@@ -97,7 +98,7 @@ def alternate(subjects: Sequence[Subject], repeats: int, *, warm_up: bool = True
     and finds its caches, and effects of the order become visible.
     """
     figures: Figures = {subject.name: [] for subject in subjects}
-    for number in range(0 if warm_up else 1, repeats + 1):
+    for number in range(1 - WARM_UPS if warm_up else 1, repeats + 1):
         print(f"round {number} of {repeats}" + ("" if number else ", not counted"), file=sys.stderr)
         order = random.Random(number // 2).sample(subjects, len(subjects))  # noqa: S311 - an order, no secret
         for subject in reversed(order) if number % 2 else order:

@@ -53,6 +53,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """Freeze what a module's tests have imported and made for the session, for the same reason."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @contextmanager
 def once(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[Path, bool]]:
     """Yield a folder that all workers of a run share, and whether it is to be made: the first one makes it, the others wait."""

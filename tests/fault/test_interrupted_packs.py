@@ -52,7 +52,7 @@ MOMENTS = [
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """A folder of images, and a store for each moment at which the packing of them was killed."""
-    with once(tmp_path_factory, "killed packs") as (folder, is_first):
+    with once(tmp_path_factory, "killed-packs") as (folder, is_first):
         if is_first:
             write_images(folder / "photos", NUM_IMAGES)
             shutil.copytree(model, folder / "model")

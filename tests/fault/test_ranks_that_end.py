@@ -18,6 +18,7 @@ import pytest
 
 from bucketline.store import Store
 from tests.commands import ROOT, spawn
+from tests.conftest import once
 from tests.fault.same_store import committed_ids, compare, noted_ids
 from tests.models import SMALL, write_images
 
@@ -59,14 +60,16 @@ RUNS = (
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Any]:
     """The folder, and by the run's own words what came of it; and what was committed after it."""
-    folder = tmp_path_factory.mktemp("ranks")
-    write_images(folder / "photos", NUM_IMAGES)
-    for name, data in BROKEN.items():
-        (folder / "photos" / name).write_bytes(data)
-    asked = ["pack", folder / "photos", folder / "{}", "--model", model, *SMALL, "--batch-size", 2, "--json"]
-    done = spawn([sys.executable, "-m", "tests.fault.ranks_at_moments", *RUNS, "--", *asked], PYTHONPATH=str(ROOT))
-    assert done.code == 0, done.err
-    return {"folder": folder, **dict(zip(RUNS, json.loads(done.out), strict=True))}
+    with once(tmp_path_factory, "ranks-that-end") as (folder, is_first):
+        if is_first:
+            write_images(folder / "photos", NUM_IMAGES)
+            for name, data in BROKEN.items():
+                (folder / "photos" / name).write_bytes(data)
+            asked = ["pack", folder / "photos", folder / "{}", "--model", model, *SMALL, "--batch-size", 2, "--json"]
+            done = spawn([sys.executable, "-m", "tests.fault.ranks_at_moments", *RUNS, "--", *asked], PYTHONPATH=str(ROOT))
+            assert done.code == 0, done.err
+            (folder / "ran.json").write_text(done.out, encoding="utf-8")
+    return {"folder": folder, **dict(zip(RUNS, json.loads((folder / "ran.json").read_bytes()), strict=True))}
 
 
 def said(run: Mapping[str, Any]) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bucketline.bench.__main__ import FULL, MODULES, QUICK
+from bucketline.bench import harness
+from bucketline.bench.__main__ import FULL, MODULES, QUICK, main
 from bucketline.bench.harness import run_case
 from bucketline.bench.loader.batch_parts import BatchParts
 from bucketline.bench.loader.busy_trainer import BusyTrainer
@@ -49,6 +50,11 @@ def _torchs_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "WARM_UPS", 0)  # a round for figures that here nobody looks at
 
 
 def test_the_parts_of_disk_bytes_add_up_to_what_lies_beyond_the_payload(capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,11 +273,14 @@ def test_remote_bytes_counts_the_lines_that_leave_the_server_and_compares_them_w
 
 
 @pytest.mark.parametrize("case", MODULES)
-def test_every_case_shows_an_example(case: str) -> None:
-    ran = spawn([sys.executable, "-m", "bucketline.bench", case, "--help"])
-    assert ran.code == 0, ran.err
-    assert f"Example: python -m bucketline.bench.{MODULES[case]}" in " ".join(ran.out.split())
-    assert "--stores" in ran.out
+def test_every_case_shows_an_example(case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bucketline.bench", case, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert f"Example: python -m bucketline.bench.{MODULES[case]}" in " ".join(out.split())
+    assert "--stores" in out
 
 
 def test_the_help_of_all_cases_names_them() -> None:

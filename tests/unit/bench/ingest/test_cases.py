@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from bucketline.bench import harness
 from bucketline.bench.fixtures.photographs import Pieces, kept_photographs
 from bucketline.bench.fixtures.random_model import ModelShape, kept_model
 from bucketline.bench.ingest.cache_import import IngestImport
@@ -34,6 +35,11 @@ def _torchs_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "WARM_UPS", 0)  # a round for figures that here nobody looks at
 
 
 def test_a_whole_pack_is_held_against_what_its_stages_can_be_together(capsys: pytest.CaptureFixture[str]) -> None:
