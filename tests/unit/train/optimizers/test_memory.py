@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DOCS = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\| `([a-z0-9-]+)`[^|]*\|[^|]*\| ([0-9.]+) \| ([0-9.]+) \| ([0-9.]+) \| ([0-9.]+|—) \|", re.MULTILINE)
+ROW = re.compile(r"^\| `([a-z][a-z0-9-]*)`[^|]*\|[^|]*\| ([0-9.]+) \| ([0-9.]+) \| ([0-9.]+) \| ([0-9.]+|—) \|", re.MULTILINE)
 TABLE = {name: values for name, *values in ROW.findall(DOCS)}
 
 
