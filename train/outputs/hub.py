@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import re
 import threading
 from typing import TYPE_CHECKING
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
+_OF_ONE_REQUEST = re.compile(r" *\(Request ID: [^)]*\)")
 
 
 class HubUploads:
@@ -27,9 +29,16 @@ class HubUploads:
     """
 
     def __init__(self, repo: str, say: Callable[[str], None]) -> None:
-        """Begin to make the repository, so that a missing token is reported at the start of a run, not at its end."""
+        """Begin to make the repository, so that what prevents it is reported at the start of a run, not at its end."""
         self._repo, self._say = repo, say
         self._api = HfApi()
+        self._reported: set[str] = set()  # reasons of failures
+        if get_token() is None:
+            log.warning(
+                "--push-to-hub %s: there is no token, so nothing is uploaded until `hf auth login` or HF_TOKEN gives one; "
+                "the run goes on",
+                repo,
+            )
         self._left: list[Path] = []
         self._asked: queue.SimpleQueue[tuple[Path, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
@@ -43,7 +52,7 @@ class HubUploads:
     def finish(self, is_stopped: Callable[[], bool]) -> None:
         """Wait for the uploads, until `is_stopped`; then report what is not uploaded."""
         self._asked.put(None)
-        if self._left and not is_stopped():
+        if self._left and get_token() is not None and not is_stopped():
             self._say(f"uploading to {self._repo}; Ctrl-C ends that, the run is complete")
         while self._thread.is_alive() and not is_stopped():
             self._thread.join(POLL_S)
@@ -52,9 +61,12 @@ class HubUploads:
 
     def _run(self) -> None:
         disable_progress_bars()  # the run has its own
-        with self._warning("the repository cannot be made or reached"):
-            self._api.create_repo(self._repo, private=True, exist_ok=True)
+        if get_token() is not None:
+            with self._warning("the repository cannot be made or reached"):
+                self._api.create_repo(self._repo, private=True, exist_ok=True)
         while (asked := self._asked.get()) is not None:
+            if get_token() is None:
+                continue
             folder, message = asked
             with self._warning(f"{folder} cannot be uploaded"):
                 self._api.create_repo(self._repo, private=True, exist_ok=True)
@@ -63,10 +75,14 @@ class HubUploads:
 
     @contextlib.contextmanager
     def _warning(self, failure: str) -> Iterator[None]:
-        """Report an error of the body as a warning."""
+        """Report an error of the body as a warning, once if others have the same reason."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever happens there, the run continues
-            cause = f" ({error.__cause__!r:.200})" if error.__cause__ is not None else ""
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300] + cause
-            log.warning("--push-to-hub %s: %s: %s", self._repo, failure, reason)
+            reason = " ".join(f"{type(error).__name__}: {_OF_ONE_REQUEST.sub('', str(error))}".split())[:300]
+            cause = error.__cause__
+            if cause is not None and str(cause) not in str(error):
+                reason += f" ({cause!r:.200})"
+            if reason not in self._reported:
+                self._reported.add(reason)
+                log.warning("--push-to-hub %s: %s: %s", self._repo, failure, reason)

@@ -45,6 +45,10 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield hub
 
 
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
 def steps_of(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
 
@@ -155,12 +159,30 @@ def test_a_hub_that_refuses_costs_warnings_and_no_run(
     asked = config(folder, max_steps=2, push_to_hub="me/photos")
     assert train(asked, ALONE).steps_done == 2
     assert json.loads((asked.output_dir / "status.json").read_bytes())["state"] == "done"
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert any("--push-to-hub me/photos: the repository cannot be made or reached" in line for line in said)
+    _, *said = warnings_in(caplog)  # the first is of the model without weights
     export = asked.output_dir / "exports" / "step-00000002"
-    assert any(f"{export} cannot be uploaded" in line for line in said)
-    assert f"{export} is not uploaded: hf upload me/photos {export} does it" in said
+    assert len(said) == 2
+    assert said[0].startswith("--push-to-hub me/photos: the repository cannot be made or reached: HfHubHTTPError: Client error")
+    assert said[1] == f"{export} is not uploaded: hf upload me/photos {export} does it"
     assert not hub.files
+
+
+def test_without_a_token_nothing_is_tried_and_one_line_says_how_to_have_one(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # a request would fail, and be reported
+    (tmp_path / "README.md").write_text("# a card", encoding="utf-8")
+    said: list[str] = []
+    uploads = HubUploads("me/photos", said.append)
+    uploads.push(tmp_path, "1 step")
+    uploads.finish(lambda: False)
+    (first, last) = warnings_in(caplog)
+    assert "there is no token" in first
+    assert "`hf auth login` or HF_TOKEN" in first
+    assert last == f"{tmp_path} is not uploaded: hf upload me/photos {tmp_path} does it"
+    assert not said
 
 
 def test_a_signal_ends_the_wait_for_an_upload(tmp_path: Path, hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
