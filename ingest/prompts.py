@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import FingerprintError, SourceError, UsageError
-from bucketline.files.regular_file import read_regular
+from bucketline.files.regular_file import read_regular, why_unread
 from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.encoders.text_columns import TextSettings
@@ -102,7 +102,7 @@ def read_prompts(file: Path, size: tuple[int, int]) -> Iterator[tuple[int, Promp
         data = read_regular(file, MAX_FILE_BYTES)
         text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{file} cannot be read as UTF-8 text: {error}; give a text file with a prompt a line") from error
+        raise SourceError(f"{file} {why_unread(error)}; give a text file with a prompt a line") from error
     if len(data) > MAX_FILE_BYTES:
         raise SourceError(f"{file} has more than {MAX_FILE_BYTES} bytes, expected at most {MAX_PROMPTS} lines of prompts")
     num_same: Counter[str] = Counter()

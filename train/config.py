@@ -61,7 +61,10 @@ MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would b
 class TrainConfig(ReadOptions):
     """Train a latent-diffusion model on the batches of a store.
 
-    Example: torchrun train/main.py --store photos.store --model sd15 --output-dir runs/a --batch-size 8 --max-steps 1000
+    Other commands: `bucketline train presets`, `bucketline train memory`, `bucketline train report`; each has its own --help.
+    Several processes: `torchrun --nproc_per_node N -m bucketline.train` with the same options.
+
+    Example: bucketline train --store photos.store --model sd15 --output-dir runs/a --batch-size 8 --max-steps 1000
     """
 
     store: tuple[Annotated[str | Path, tyro.conf.arg(metavar="STORE")], ...]

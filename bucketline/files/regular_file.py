@@ -44,6 +44,19 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
         return file.read(most_bytes + 1)
 
 
+def why_unread(error: OSError | UnicodeDecodeError) -> str:
+    """Return why a file cannot be read as UTF-8 text, to follow its name in a sentence.
+
+    >>> why_unread(FileNotFoundError(2, "No such file or directory", "a.txt"))
+    'does not exist'
+    """
+    if isinstance(error, FileNotFoundError):
+        return "does not exist"
+    return (
+        f"is not UTF-8 (byte {error.start})" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error.strerror}"
+    )
+
+
 def _refuse_others(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, NO_FILE, os.fspath(path))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import Overlap, overlap, why_not_there
+from bucketline.files.regular_file import why_unread
 from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.kohya_folders import is_regularization, repeats_and_subject
 from bucketline.ingest.sources.open_source import is_pattern, open_source
@@ -147,10 +148,8 @@ def _parsed(path: Path) -> Iterator[tuple[str, DatasetEntry]]:
         content = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError as error:
         raise SourceError(f"{path} is not there: {why_not_there(path)}; expected a data set file") from error
-    except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SourceError(f"{path} is not UTF-8 (byte {error.start})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path} {why_unread(error)}") from error
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path} is not TOML: {error}") from error
     if unknown := next((key for key in content if key != "source"), None):

@@ -11,6 +11,7 @@ import tyro
 
 from bucketline.command_line import counted, one_line, print_json, print_json_line
 from bucketline.errors import UsageError
+from bucketline.files.regular_file import why_unread
 from bucketline.store.remote.arguments import RemoteArguments
 from bucketline.typed_json import encode
 
@@ -77,7 +78,7 @@ class SeenCommand(RemoteArguments):
         try:
             lines = self.ids.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{self.ids} cannot be read: {error}; expected one sample id per line") from error
+            raise UsageError(f"{self.ids} {why_unread(error)}; expected one sample id per line") from error
         return [*self.id, *filter(None, lines)]
 
     def _print_each(self, seen: Seen) -> None:

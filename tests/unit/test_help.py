@@ -80,6 +80,14 @@ def test_help_calls_what_is_given_by_place_by_its_name(name: str) -> None:
     assert not re.search(r"\b(STR|PATH)\b", usage)
 
 
+def test_the_trainers_help_names_its_other_commands_and_how_several_processes_start() -> None:
+    shown = " ".join(spawn([*COMMANDS["python -m bucketline.train"], "--help"]).out.replace("│", " ").split())
+    for said in ("bucketline train presets", "bucketline train memory", "bucketline train report"):
+        assert f"`{said}`" in shown
+    assert "`torchrun --nproc_per_node N -m bucketline.train`" in shown
+    assert "Example: bucketline train --store" in shown
+
+
 @pytest.mark.parametrize("command", ["ingest", "store", "loader"])
 def test_every_command_says_its_version(command: str) -> None:
     assert call(command, "version").out == f"{bucketline.__version__}\n"

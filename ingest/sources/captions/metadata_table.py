@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bucketline.errors import SourceError
+from bucketline.files.regular_file import why_unread
 from bucketline.ingest.sources.captions.caption_text import COLUMNS, CaptionNames, as_texts, lines_of, stripped
 
 FILE_NAME = "file_name"
@@ -130,7 +131,7 @@ def _text(path: Path, name: str) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{name} cannot be read: {error}") from error
+        raise SourceError(f"{name} {why_unread(error)}") from error
 
 
 def _refuse_without_file_name(name: str, columns: list[str]) -> None:

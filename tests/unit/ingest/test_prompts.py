@@ -135,7 +135,7 @@ def test_options_that_cannot_be_met_are_refused(packed: Store, model: Path, tmp_
         ran = prompts(tmp_path, packed.path, model, "the cat", *more)
         assert (ran.code, said in ran.err) == (2, True), ran.err
     missing = call("ingest", "prompts", tmp_path / "none.txt", packed.path, "--model", model)
-    assert (missing.code, "cannot be read as UTF-8 text" in missing.err) == (1, True)
+    assert (missing.code, "none.txt does not exist; give a text file" in missing.err) == (1, True)
 
 
 def test_prompts_of_a_store_in_a_bucket_are_written_and_shown_there(
