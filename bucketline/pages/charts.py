@@ -110,7 +110,8 @@ def lines(series: Sequence[Line], label: str, x_label: str = "step", *, from_zer
     place = _VerticalAxis(lowest=lowest, highest=highest if highest > lowest else lowest + 1.0)
     span = (last - first) or 1.0
     parts = [_frame(x_label), *_y_ticks(place)]
-    for value in _nice(first, first + span):
+    is_whole = all(x == int(x) for line in drawn for x in line.xs)
+    for value in _nice(first, first + span, is_whole=is_whole):
         x = LEFT + (value - first) / span * (WIDTH - LEFT - RIGHT)
         parts.append(_text(x, HEIGHT - BOTTOM + 15, _number(value), "middle" if x < WIDTH - RIGHT - 20 else "end"))
     for line in drawn:
@@ -150,12 +151,17 @@ def _y_ticks(place: _VerticalAxis) -> list[str]:
     return found
 
 
-def _nice(lowest: float, highest: float) -> list[float]:
-    """Return round values between two others, about five.
+def _nice(lowest: float, highest: float, *, is_whole: bool = False) -> list[float]:
+    """Return round values between two others, about five; whole ones if `is_whole`.
 
     >>> _nice(0.0, 1.0)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    >>> _nice(20.0, 22.0, is_whole=True)
+    [20.0, 21.0, 22.0]
     """
+    if is_whole and highest - lowest < 14:  # else a distance could be 2.5 or less than 1
+        every = 1 if highest - lowest < 7 else 2
+        return [float(n) for n in range(math.ceil(lowest), math.floor(highest) + 1, every)]
     raw = (highest - lowest) / 5
     size = 10 ** math.floor(math.log10(raw))
     step = next(size * n for n in (1, 2, 2.5, 5, 10) if size * n >= raw * 0.999)

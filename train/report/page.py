@@ -41,7 +41,7 @@ def page_of(runs: Sequence[Run]) -> tuple[bytes, list[Finding]]:
     note = "High timesteps have much noise."
     data = document(
         title=runs[0].name if is_one else f"{len(runs)} runs",
-        subtitle=f"Training {'run' if is_one else 'runs'} {', '.join(run.name for run in runs)}",
+        subtitle="A training run" if is_one else f"Training runs {', '.join(run.name for run in runs)}",
         made_by="bucketline train report",
         findings=findings,
         tiles=[(value, what) for what, value in _summary(runs[0]).items() if value] if is_one else [],
@@ -90,7 +90,8 @@ def _findings(run: Run, of: str) -> Iterator[Finding]:
         detail = f"{losses[-1]:.4f}; predicting zero scores {zero[-1]:.4f}."
         yield Finding(level="error", title=f"{of}nothing was learned", detail=detail, anchor="loss")
     else:
-        detail = f"{losses[-1]:.4f}, the best was {min(losses):.4f}."
+        last, best_loss = f"{losses[-1]:.4f}", f"{min(losses):.4f}"
+        detail = f"{last}." if last == best_loss else f"{last}, the best was {best_loss}."
         yield Finding(level="good", title=f"{of}the validation loss is at its best", detail=detail, anchor="loss")
 
 
