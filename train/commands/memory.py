@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DOCUMENTED_RANK = 16
+COMMON_NAMES = ("model", "transformer", "unet")  # of folders, which say nothing of the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,23 @@ class TrainMemory:
     """Rank of the adapters."""
 
 
+def _names(folders: Sequence[Path]) -> dict[str, Path]:
+    """Return folders by the ends of their paths: as much as tells them apart, and more than a word that any model has.
+
+    >>> list(_names([Path("a/tiny/model"), Path("sdxl")]))
+    ['tiny/model', 'sdxl']
+    """
+    paths = list(dict.fromkeys(folder.resolve() for folder in folders))
+    named: dict[str, Path] = {}
+    for path in paths:
+        length = 2 if path.name in COMMON_NAMES else 1
+        others = [other for other in paths if other != path]
+        while any(other.parts[-length:] == path.parts[-length:] for other in others):
+            length += 1
+        named["/".join(path.parts[-length:])] = path
+    return named
+
+
 def main(args: Sequence[str], prog: str) -> int:
     """Parse the command line and print the table."""
     asked = tyro.cli(TrainMemory, args=list(args), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
@@ -40,6 +58,6 @@ def main(args: Sequence[str], prog: str) -> int:
         from bucketline.train.memory.table import as_tables
         from bucketline.train.models.load import config_of
 
-        configs = {folder.name: config_of(folder) for folder in asked.models}
+        configs = {name: config_of(folder) for name, folder in _names(asked.models).items()}
         print(as_tables(configs or PUBLISHED, asked.lora_rank))
     return 0

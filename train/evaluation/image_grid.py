@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
@@ -31,6 +32,7 @@ CELL_WIDTH = 2.6  # inches per image in the grid
 PER_ROW = 4  # prompts
 DPI, MAX_PX = 130, 60_000  # of a file; Agg and JPEG take fewer than 65,536 px a side
 COLUMNS, LINES = 26, 4  # of a caption above an image; a Chinese character takes two columns
+NEGATIVE_LINES = 2  # of a negative prompt below an image
 
 
 CURVES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -55,7 +57,8 @@ def draw_loss_curve(lines: Sequence[Mapping[str, Json]], path: Path) -> None:
     axes = figure.subplots()
     for name, style in CURVES:
         if points := list(_points(lines, name)):
-            axes.plot(*zip(*points, strict=True), **style)
+            axes.plot(*zip(*points, strict=True), **({"marker": "o"} if len(points) == 1 else {}) | style)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title("Loss")
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel("mean squared error of the prediction")
@@ -83,12 +86,12 @@ def draw_grid(samples: Sequence[DrawnSample], path: Path, *, title: str) -> None
     """
     has_real = samples[0].real is not None
     rows = [samples] * 2 if has_real else [samples[at : at + PER_ROW] for at in range(0, len(samples), PER_ROW)]
-    tallest = max(drawn.generated.shape[0] / drawn.generated.shape[1] for drawn in samples)
-    captions = 1.4 if has_real else 0.6 + 0.8 * len(rows)  # inches of text, with the title
-    size = (max(6.0, CELL_WIDTH * len(rows[0])), len(rows) * CELL_WIDTH * tallest + captions)
+    tallest = [max(drawn.generated.shape[0] / drawn.generated.shape[1] for drawn in row) for row in rows]
+    captions = 1.4 if has_real else 0.6 + 0.95 * len(rows)  # inches of text, with the title
+    size = (max(6.0, CELL_WIDTH * len(rows[0])), CELL_WIDTH * sum(tallest) + captions)
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(len(rows), len(rows[0]), squeeze=False)
-    families, missing = fonts_for("".join(text for drawn in samples for text in _titles(drawn)))
+    axes = figure.subplots(len(rows), len(rows[0]), squeeze=False, height_ratios=tallest)
+    families, missing = fonts_for("".join(text for drawn in samples for text in (*_titles(drawn), _negative(drawn))))
     for cell in axes.flat:
         cell.set_xticks([])
         cell.set_yticks([])
@@ -101,6 +104,8 @@ def draw_grid(samples: Sequence[DrawnSample], path: Path, *, title: str) -> None
             if is_real or not has_real:
                 text = "\n".join(filter(None, (_writable(drawn, missing), _settings(drawn.entry))))
                 cell.set_title(text, fontsize=8, fontfamily=families, parse_math=False)
+                negative = _without(missing, _negative(drawn))
+                cell.set_xlabel(negative, fontsize=7, color="dimgrey", fontfamily=families, parse_math=False)
     if has_real:
         axes[0, 0].set_ylabel("real, decoded\nfrom the store", fontsize=9)
         axes[1, 0].set_ylabel("generated from\nits caption", fontsize=9)
@@ -113,6 +118,12 @@ def draw_grid(samples: Sequence[DrawnSample], path: Path, *, title: str) -> None
 def _titles(drawn: DrawnSample) -> tuple[str, str]:
     """Return the caption for the grid, and what takes its place if no font has its characters."""
     return wrapped(str(drawn.entry["caption"])), wrapped(f"[{drawn.entry['id']}]")
+
+
+def _negative(drawn: DrawnSample) -> str:
+    """Return the beginning of a prompt's negative prompt, for below its image."""
+    text = drawn.entry.get("negative_prompt")
+    return wrapped(f"not: {text}", NEGATIVE_LINES) if text else ""
 
 
 def _settings(entry: Mapping[str, Json]) -> str:
@@ -132,19 +143,23 @@ def _writable(drawn: DrawnSample, missing: set[str]) -> str:
     if num_missing:
         warn_of_no_font()
     shown = name if 4 * num_missing > len(letters) else text
-    return "".join("?" if letter in missing else letter for letter in shown)
+    return _without(missing, shown)
 
 
-def wrapped(text: str) -> str:
+def _without(missing: set[str], text: str) -> str:
+    return "".join("?" if letter in missing else letter for letter in text)
+
+
+def wrapped(text: str, most: int = LINES) -> str:
     """Wrap a caption to the width of an image and truncate it after a few lines; drop zero-width characters."""
     shown = "".join(" " if letter.isspace() else letter for letter in text if letter.isspace() or _is_shown(letter))
     wide = Text(" ".join(shown.split())).wrap(Console(), COLUMNS)
     lines = [line.plain.rstrip() for line in wide]
-    if len(lines) > LINES:
-        cut = lines[LINES - 1]
+    if len(lines) > most:
+        cut = lines[most - 1]
         while cell_len(cut) > COLUMNS - 2:
             cut = cut.rpartition(" ")[0] or cut[:-1]
-        lines = [*lines[: LINES - 1], f"{cut} …"]
+        lines = [*lines[: most - 1], f"{cut} …"]
     return "\n".join(lines) or "(no caption)"
 
 
@@ -157,5 +172,6 @@ def _save(figure: Figure, path: Path) -> None:
     """Save the figure as a PNG, atomically, with the Agg backend, regardless of window system and user configuration."""
     FigureCanvasAgg(figure)
     png = io.BytesIO()
-    figure.savefig(png, dpi=min(DPI, MAX_PX / max(figure.get_size_inches())), format="png")
+    dpi = min(DPI, MAX_PX / (max(figure.get_size_inches()) + 1.0))  # an inch for text at the edges
+    figure.savefig(png, dpi=dpi, format="png", bbox_inches="tight")  # captions are of any height
     write_durably(path, png.getvalue())

@@ -188,14 +188,27 @@ def as_tables(configs: Mapping[str, Mapping[str, Json]], rank: int) -> str:
     plain = [model.made(run_of({}))[1] for model in models.values()]
     sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e9 for model in plain]
     images = [f"{8 * latent_size(model.made(run_of({}))[0])} px" for model in models.values()]
-    fixed = [(label(row), [f"{model.memory(row).total / 1e9:.1f}" for model in models.values()]) for row in choices(rank)]
-    moving = [(label(row), [f"{model.activations(row) / 1e9:.1f}" for model in models.values()]) for row in savings(rank)]
+    fixed = [(label(row), [_gb(model.memory(row).total) for model in models.values()]) for row in choices(rank)]
+    moving = [(label(row), [_gb(model.activations(row)) for model in models.values()]) for row in savings(rank)]
     return "\n\n".join(
         (
-            _table("GB without activations", models, [("10^9 weights", [f"{size:.2f}" for size in sizes]), *fixed]),
+            _table(
+                "GB without activations",
+                models,
+                [("10^9 weights", [f"{size:.2{'f' if size >= 0.1 else 'g'}}" for size in sizes]), *fixed],
+            ),
             _table("GB of activations an image", models, [("image", images), *moving]),
         )
     )
+
+
+def _gb(num_bytes: int) -> str:
+    """Return bytes in GB of 10^9: with a decimal, small numbers with two digits.
+
+    >>> _gb(2_345_000_000), _gb(48_200_000), _gb(0)
+    ('2.3', '0.048', '0')
+    """
+    return f"{num_bytes / 1e9:.1f}" if num_bytes >= 10**8 else f"{num_bytes / 1e9:.2g}"
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:

@@ -36,7 +36,7 @@ class HubUploads:
         if get_token() is None:
             log.warning(
                 "--push-to-hub %s: there is no token, so nothing is uploaded until `hf auth login` or HF_TOKEN gives one; "
-                "the run goes on",
+                "the run continues",
                 repo,
             )
         self._left: list[Path] = []

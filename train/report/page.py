@@ -37,14 +37,15 @@ def page_of(runs: Sequence[Run]) -> tuple[bytes, list[Finding]]:
     """Return the page about runs, and its findings."""
     findings = [finding for run in runs for finding in _findings(run, _of(run, runs))]
     is_one = len(runs) == 1
+    names = ", ".join(run.name for run in runs)
     speed = columns(_chart(runs, title, field) for field, title in SPEED.items())
     note = "High timesteps have much noise."
     data = document(
         title=runs[0].name if is_one else f"{len(runs)} runs",
-        subtitle="A training run" if is_one else f"Training runs {', '.join(run.name for run in runs)}",
+        subtitle=f"Training: {_summary(runs[0])['state']}" if is_one else f"Training runs {names}",
         made_by="bucketline train report",
         findings=findings,
-        tiles=[(value, what) for what, value in _summary(runs[0]).items() if value] if is_one else [],
+        tiles=[(value, what) for what, value in _summary(runs[0]).items() if value and what != "state"] if is_one else [],
         sections=[
             Section(anchor="runs", title="Runs", body=_overview(runs)),
             Section(anchor="loss", title="Loss", body=_losses(runs)),

@@ -16,7 +16,7 @@ from PIL import Image
 
 from bucketline.train.evaluation import fonts, image_grid
 from bucketline.train.evaluation.fonts import fonts_for
-from bucketline.train.evaluation.image_grid import COLUMNS, DrawnSample, draw_grid, wrapped
+from bucketline.train.evaluation.image_grid import COLUMNS, DrawnSample, draw_grid, draw_loss_curve, wrapped
 from bucketline.train.trainer import train
 from tests.building import make_sample
 from tests.unit.train.tiny_run import ALONE, add_to_store, config
@@ -67,6 +67,22 @@ def install(path: Path, name: str, text: str) -> None:
 def drawn(caption: str, name: str = "cats/a.png") -> DrawnSample:
     image = np.full((16, 16, 3), 90, dtype=np.uint8)
     return DrawnSample(entry={"id": name, "caption": caption}, real=image, generated=image)
+
+
+def test_a_negative_prompt_is_below_its_image_and_a_lone_window_has_a_marker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(image_grid, "_save", lambda figure, _: figures.append(figure))
+    image = np.full((16, 16, 3), 90, dtype=np.uint8)
+    entries = [{"id": f"default/{n}", "caption": "a cat", "negative_prompt": text} for n, text in enumerate(("ugly", ""))]
+    samples = [DrawnSample(entry=entry, real=None, generated=image) for entry in entries]
+    draw_grid(samples, tmp_path / "images.png", title="a title")
+    assert [cell.get_xlabel() for cell in figures[0].axes] == ["not: ugly", ""]
+    draw_loss_curve([{"step": 19, "loss": 0.5}], tmp_path / "loss.png")
+    (axes,) = figures[1].axes
+    assert axes.lines[0].get_marker() == "o"
+    assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
 def titles(monkeypatch: pytest.MonkeyPatch, path: Path, *samples: DrawnSample) -> list[str]:
@@ -159,5 +175,5 @@ def test_prompts_are_drawn_in_rows_of_no_more_pixels_than_a_file_may_have(
     samples = [DrawnSample(entry=entry, real=None, generated=image) for entry in entries]
     draw_grid(samples, tmp_path / "grid.png", title="a title")
     with Image.open(tmp_path / "grid.png") as drawn:
-        assert max(drawn.size) == drawn.height == 900
+        assert 850 < drawn.height == max(drawn.size) <= 900
     assert json.loads((tmp_path / "grid.json").read_bytes()) == entries
