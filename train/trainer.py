@@ -84,9 +84,10 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
     ):
         start = from_rank_zero(ranks, lambda: run_dir.find_start(config))
         data.expect_service(config, ranks, start)
-        from_rank_zero(ranks, lambda: run_dir.take(config, start))
+        former = from_rank_zero(ranks, lambda: run_dir.take(config, start))
         trainer: Trainer | None = None
-        with contextlib.ExitStack() as at_end, run_dir.failures_recorded(config, ranks, lambda: (trainer or start).steps_done):
+        recorded = run_dir.failures_recorded(config, ranks, start, former, lambda: trainer.steps_done if trainer else None)
+        with contextlib.ExitStack() as at_end, recorded:
             trainer = at_end.enter_context(contextlib.closing(Trainer(config, ranks, accelerator, start, progress)))
             summary, uploads = trainer.run(stop), trainer.uploads
         if dist.is_initialized():

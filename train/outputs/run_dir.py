@@ -111,8 +111,10 @@ def _refuse_place(config: TrainConfig) -> None:
         )
 
 
-def take(config: TrainConfig, start: Start) -> None:
+def take(config: TrainConfig, start: Start) -> bytes:
     """Claim the output folder for this run; remove the metrics of an earlier run that recorded no step.
+
+    Return the `status.json` that this replaces, empty if there is none.
 
     Raises:
         TrainError: if the folder cannot be written.
@@ -120,11 +122,13 @@ def take(config: TrainConfig, start: Start) -> None:
     output = config.output_dir
     try:
         output.mkdir(parents=True, exist_ok=True)
+        former = (output / STATUS).read_bytes() if (output / STATUS).exists() else b""
         write_status(output, RunStatus.RUNNING, start.steps_done, begins=True)
         if start.checkpoint is None:  # an earlier validation was of other weights
             (output / METRICS).unlink(missing_ok=True)
     except OSError as error:
         raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
+    return former
 
 
 def write_config(config: TrainConfig, shares: Sequence[WeightedStore], world_size: int) -> None:
@@ -180,17 +184,36 @@ def write_status(output_dir: Path, state: RunStatus, step: int, reason: str | No
     disk.
     """
     path = output_dir / STATUS
-    if not begins:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads(path.read_bytes())["state"] == RunStatus.FAILED:
-                return
+    if not begins and _state(path) == RunStatus.FAILED:
+        return
     text = json.dumps({"state": state, "step": step, "reason": reason})
     write_durably(path, text.encode() + b"\n", syncs=state is not RunStatus.RUNNING)
 
 
+def _state(path: Path) -> object:
+    """Return the state that a `status.json` has; None if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(path.read_bytes())["state"]
+    return None
+
+
+def _put_back(output_dir: Path, former: bytes) -> None:
+    """Undo what `take` has written, unless a rank has recorded a failure or has undone it already."""
+    path = output_dir / STATUS
+    if _state(path) == RunStatus.RUNNING:
+        if former:
+            write_durably(path, former)
+        else:
+            path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
-def failures_recorded(config: TrainConfig, ranks: TrainRanks, steps_done: Callable[[], int]) -> Iterator[None]:
+def failures_recorded(
+    config: TrainConfig, ranks: TrainRanks, start: Start, former: bytes, steps_done: Callable[[], int | None]
+) -> Iterator[None]:
     """Record a failure of the body in `status.json`, except what only follows from another rank's.
+
+    A run that the body refuses to resume keeps its `former` status. `steps_done`: None until all checks have passed.
 
     Raises:
         TrainError: instead of an error that does not say what to do.
@@ -203,16 +226,21 @@ def failures_recorded(config: TrainConfig, ranks: TrainRanks, steps_done: Callab
     except BaseException as error:
         reason = str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
         explained = ""
+        is_lost_peer = ranks.world_size > 1 and _is_lost_peer(error)
         if isinstance(error, OSError):
             reason = f"{error.filename or output} cannot be read or written: {error.strerror or error}"
             explained = f"{reason}; {checkpoint.way_on(output, first='fix that, then ')}"
         elif isinstance(error, metrics.NotFiniteError):
             reason = explained = f"{error}; {checkpoint.way_on(output)}, with a lower --learning-rate"
-        elif ranks.world_size > 1 and _is_lost_peer(error):
+        elif is_lost_peer:
             reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"
             explained = f"{reason}; the cause is that rank's own message, also in status.json in {output}"
+        is_refusal = isinstance(error, BucketlineError | KeyboardInterrupt) or is_lost_peer
         with contextlib.suppress(OSError):  # on a failing disk, report the first failure
-            write_status(output, RunStatus.FAILED, steps_done(), reason)
+            if (done := steps_done()) is None and start.checkpoint is not None and is_refusal:
+                _put_back(output, former)
+            else:
+                write_status(output, RunStatus.FAILED, start.steps_done if done is None else done, reason)
         if explained:
             raise TrainError(explained) from error
         raise

@@ -10,20 +10,24 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed import DistError
 
 from bucketline.errors import StateError, TrainError, UsageError
 from bucketline.store.format.mixture_file import MixedStore, write_mixture
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
+from bucketline.train.config import OptimizerName
 from bucketline.train.evaluation.image_grid import draw_loss_curve
 from bucketline.train.outputs import progress, run_dir, weights
 from bucketline.train.outputs.checkpoint import read_state
 from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.parallel import TrainRanks
 from bucketline.train.trainer import train
 from tests.building import tree
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, make_training_store, samples
@@ -282,8 +286,40 @@ def test_a_resume_behind_the_checkpoint_is_refused(folder: Path) -> None:
 def test_a_resume_with_another_global_batch_is_refused_naming_both(folder: Path) -> None:
     asked = config(folder, max_steps=2)
     train(asked, ALONE)
+    before = tree(asked.output_dir)
     with pytest.raises(StateError, match=r"global_batch was 4 .* and is 6 now"):
         train(replace(asked, batch_size=3, max_steps=4, resume=True), ALONE)
+    with pytest.raises(UsageError, match="--optimizer is muon"):
+        train(replace(asked, optimizer=OptimizerName.MUON, max_steps=4, resume=True), ALONE)
+    assert tree(asked.output_dir) == before, "a refused resume leaves the record of the run"
+
+
+@pytest.mark.parametrize("former", [b'{"state": "done"}', b'{"state": "failed"}', b""])
+def test_a_refused_resume_puts_the_former_status_back_and_a_crash_is_recorded(tmp_path: Path, former: bytes) -> None:
+    asked, path = config(tmp_path), tmp_path / "run" / "status.json"
+    path.parent.mkdir()
+    start = cast("Any", SimpleNamespace(checkpoint=Path("step-00000002"), steps_done=2))
+    ranks = TrainRanks(rank=0, world_size=2)
+    for error, is_put_back in (
+        (UsageError("no"), True),
+        (KeyboardInterrupt(), True),
+        (DistError("the other rank has gone"), True),
+        (MemoryError(), False),
+    ):
+        path.unlink(missing_ok=True)
+        if former:
+            path.write_bytes(former)
+        taken = run_dir.take(asked, start)
+        assert status(path.parent)["state"] == "running"
+        with (
+            pytest.raises((type(error), TrainError)),
+            run_dir.failures_recorded(asked, ranks, start, taken, lambda: None),
+        ):
+            raise error
+        if is_put_back:
+            assert (path.read_bytes() if path.exists() else b"") == former
+        else:
+            assert status(path.parent) == {"state": "failed", "step": 2, "reason": "MemoryError: "}
 
 
 def test_a_resume_with_other_shares_of_the_same_global_batch_goes_on(folder: Path) -> None:
