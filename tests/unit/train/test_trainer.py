@@ -24,13 +24,14 @@ from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
 from bucketline.train.config import OptimizerName
 from bucketline.train.evaluation.image_grid import draw_loss_curve
+from bucketline.train.main import main
 from bucketline.train.outputs import progress, run_dir, weights
 from bucketline.train.outputs.checkpoint import read_state
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.parallel import TrainRanks
 from bucketline.train.trainer import train
 from tests.building import tree
-from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, make_training_store, samples
+from tests.unit.train.tiny_run import ALONE, add_to_store, as_arguments, config, losses, make_training_store, samples
 
 
 def status(output: Path) -> dict[str, object]:
@@ -222,7 +223,7 @@ def test_a_full_disk_ends_the_run_with_a_clear_error_and_the_checkpoints_before_
 
 
 def test_a_signal_ends_the_run_at_a_checkpoint_from_which_it_goes_on_exactly(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = config(folder, output_dir=folder / "whole")
     train(whole, ALONE)
@@ -237,8 +238,10 @@ def test_a_signal_ends_the_run_at_a_checkpoint_from_which_it_goes_on_exactly(
         return real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run_module, "train_step", step_and_signal)
-    summary = train(asked, ALONE)
-    assert (summary.steps_done, summary.stopped_by) == (4, "SIGTERM")
+    with pytest.raises(SystemExit) as end:
+        main(as_arguments(asked))
+    assert end.value.code == 128 + signal.SIGTERM, "what a shell's && takes for the end of training"
+    assert "stopped by SIGTERM after 4 steps" in capsys.readouterr().out
     assert status(asked.output_dir) == {"state": "stopped", "step": 4, "reason": "SIGTERM"}
     train(replace(asked, resume=True), ALONE)
     assert losses(asked.output_dir) == losses(whole.output_dir)
