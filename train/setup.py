@@ -164,7 +164,7 @@ def build(
     average = place(model, config, ranks, device, weights, start.checkpoint, average_of_model)
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
-        expect_same(config, start.state.config, start.checkpoint)
+        expect_same(config, start.state.config, start.checkpoint, weights)
         checkpoint.load_optimizer(start.checkpoint, optimizer, KINDS[config.optimizer].state)
     training = Training(
         config=config,
@@ -279,8 +279,10 @@ def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> Non
         log.warning("%s", small)
     if start.state is None:
         if config.model.is_dir() and not weight_files(config.model / training.family.folder):
+            fits = "; the adapters fit only this random base, of this seed, and no published model" if config.lora_rank else ""
             log.warning(
-                "%s has a configuration but no weights: the model starts at random, from --seed %d", config.model, config.seed
+                "%s has a configuration but no weights: the model starts at random, from --seed %d%s",
+                *(config.model, config.seed, fits),
             )
         return
     if start.takes_new_plan:

@@ -10,6 +10,7 @@ from bucketline.errors import UsageError
 from bucketline.train.config import Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
 from bucketline.train.optimizers.learning_rate import decay_groups
 from bucketline.train.optimizers.stepping import Options
+from bucketline.train.outputs.weights import LORA_FILE, PEFT_FILE, Adapters, average_folder
 from bucketline.train.rounding import Rounding
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from bucketline.train.config import TrainConfig
     from bucketline.train.ema import Average
+    from bucketline.train.outputs.weights import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ def expect_possible(config: TrainConfig, world_size: int) -> None:
     rounding = ", ".join(name for name, other in KINDS.items() if other.takes_bf16)
     sharding = ", ".join(name for name, other in KINDS.items() if other.shards)
     own = f"--optimizer is {name}"
+    of_auto = " (also by auto, without a GPU that has bf16)" if config.precision is Precision.FP32 else ""
     of_backward = "--optimizer-in-backward updates a weight as soon as its gradient of one micro-batch is there"
     for is_refused, message in (
         (
@@ -83,7 +86,7 @@ def expect_possible(config: TrainConfig, world_size: int) -> None:
         ),
         (
             is_bf16 and config.precision is not Precision.BF16,
-            f"--weights is bf16, and --precision is {config.precision}: give --precision bf16 as well",
+            f"--weights is bf16, and --precision is {config.precision}{of_auto}: give --precision bf16 as well",
         ),
         (
             config.sharding is not Sharding.DDP and world_size > 1 and not kind.shards,
@@ -105,16 +108,22 @@ def expect_possible(config: TrainConfig, world_size: int) -> None:
     import_module(_module(kind))  # a missing library is told before the model is loaded
 
 
-def expect_same(config: TrainConfig, before: Mapping[str, object], checkpoint: Path) -> None:
-    """Check that the optimizer is the one that wrote a checkpoint.
+def expect_same(config: TrainConfig, before: Mapping[str, object], checkpoint: Path, weights: Weights) -> None:
+    """Check that the optimizer is the one that wrote a checkpoint, which has such weights.
 
     Raises:
         UsageError: if it is another; the message names both.
     """
     if (name := before.get("optimizer", OptimizerName.ADAMW)) != config.optimizer:
+        average = checkpoint / average_folder(weights)
+        folder = average if average.is_dir() else checkpoint / weights.folder
+        if isinstance(weights, Adapters):
+            begun = f"--lora-from {folder / (LORA_FILE if weights.pipeline else PEFT_FILE)}"
+        else:
+            begun = f"--model FOLDER, a copy of the model's folder that has {folder} as its {weights.folder}/"
         raise UsageError(
             f"--optimizer is {config.optimizer}, and {checkpoint} has the state of {name}: give --optimizer {name}, or begin a "
-            "new run from its weights with --model"
+            f"new run from its weights, in another --output-dir, with {begun}"
         )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch.distributed as dist
 
-from bucketline.errors import BucketlineError, StateError, TrainError, UsageError
+from bucketline.errors import BucketlineError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.paths import Overlap, overlap
 from bucketline.files.redact import redacted
@@ -46,10 +46,9 @@ def find_start(config: TrainConfig) -> Start:
     """Return the start of a run: a fresh folder, or with `--resume` the newest complete checkpoint. Write nothing.
 
     Raises:
-        StateError: if the checkpoint has other adapters.
-        UsageError: if the folder holds a run (without `--resume`) or foreign files, or is inside or around a store or in the
-            folder of its images; if the checkpoint is past `--max-steps`.
-        TrainError: if there is nothing to resume.
+        UsageError: if the folder holds a run (without `--resume`), none (with it) or foreign files, or is inside or around a
+            store or in the folder of its images; if the checkpoint is past `--max-steps`, or has other adapters.
+        TrainError: if the run has no complete checkpoint.
         StoreError: if a store cannot be opened.
     """
     output = config.output_dir
@@ -60,6 +59,8 @@ def find_start(config: TrainConfig) -> Start:
             on = "continue it with --resume" if is_begun else "it ended before its first checkpoint: remove the folder"
             raise UsageError(f"{output} already has a run; {on}, or choose another --output-dir")
         return Start(checkpoint=None, state=None)
+    if not is_run(output) and not (output / checkpoint.CHECKPOINTS).exists():
+        raise UsageError(f"there is no run in {output}; give the --output-dir of one, or leave out --resume to begin one there")
     folder = checkpoint.last_whole(output)
     state = checkpoint.read_state(folder)
     if state.steps_done > config.max_steps:
@@ -71,7 +72,7 @@ def find_start(config: TrainConfig) -> Start:
         if before != now:
             option = "--" + name.replace("_", "-")
             remedy = f"leave out {option}" if before is None else f"use {option} {before}"
-            raise StateError(
+            raise UsageError(
                 f"{option} is {now}, and {folder} was trained with {before}; {remedy}, "
                 "or start a new run in another --output-dir"
             )

@@ -274,7 +274,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_was(folder: Path) -
 
 def test_a_resume_without_a_checkpoint_is_refused_and_makes_nothing(folder: Path) -> None:
     asked = config(folder, resume=True)
-    with pytest.raises(TrainError, match="no complete checkpoint"):
+    with pytest.raises(UsageError, match=r"there is no run in .*run; give the --output-dir of one, or leave out --resume"):
         train(asked, ALONE)
     assert not asked.output_dir.exists()
 
