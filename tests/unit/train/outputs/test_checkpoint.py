@@ -225,6 +225,33 @@ def test_a_torn_checkpoint_that_a_run_has_gone_back_behind_costs_no_whole_one(tm
     assert not left.exists()
 
 
+def names(output_dir: Path) -> list[str]:
+    return sorted(path.name for path in (output_dir / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_with_files_of_other_lengths_does_not_count_as_kept(tmp_path: Path) -> None:
+    trained = parts()
+    for steps_done in (1, 2, 3):
+        save(tmp_path, trained, state(steps_done), keep=9)
+    (checkpoint.place(tmp_path, 3) / "optimizer.pt").write_bytes(b"cut")
+    save(tmp_path, trained, state(4), keep=2)
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+    save(tmp_path, trained, state(5), keep=2)
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+
+
+def test_what_a_resume_has_skipped_is_set_aside_under_its_own_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained = parts()
+    save(tmp_path, trained, state(4), keep=2)
+    for _ in range(2):
+        save(tmp_path, trained, state(9), keep=2)
+        with caplog.at_level(logging.WARNING):
+            checkpoint.set_aside(tmp_path, 4)
+    save(tmp_path, trained, state(12), keep=2)
+    assert names(tmp_path) == ["step-00000004", "step-00000009.damaged", "step-00000009.damaged1", "step-00000012"]
+    assert "step-00000009 is now step-00000009.damaged1 and does not count as kept; remove it" in caplog.text
+
+
 def test_a_resumed_optimizer_has_this_runs_options_and_the_saved_state(tmp_path: Path) -> None:
     trained, other = parts(), parts(1)
     folder = save(tmp_path, trained, state(1), keep=1)
