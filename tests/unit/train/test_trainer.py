@@ -129,8 +129,10 @@ def test_a_resume_at_the_last_step_leaves_the_same_metrics(folder: Path) -> None
     asked = config(folder, validate_every=7)
     train(asked, ALONE)
     before = losses(asked.output_dir)
-    train(replace(asked, resume=True), ALONE)
+    said = str(train(replace(asked, resume=True), ALONE))
     assert losses(asked.output_dir) == before
+    assert said.startswith("already at step 7: nothing to train; a larger --max-steps trains on\n")
+    assert str(train(replace(asked, resume=True, max_steps=8), ALONE)).startswith("trained 8 steps\n")
 
 
 def test_a_damaged_checkpoint_never_pushes_out_the_good_one_before_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
