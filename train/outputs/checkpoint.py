@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 
 from bucketline.errors import StateError, TrainError
 from bucketline.files.atomic_write import sync_folder
+from bucketline.files.disk_space import failed_write
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import parallel
 from bucketline.train.outputs.metrics import NotFiniteError, WindowState, has_steps
@@ -156,11 +157,12 @@ def written_aside(folder: Path, card: str) -> Iterator[Path]:
         aside.replace(folder)
         sync_folder(folder.parent)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk differently
+        said = failed_write(folder.parent.parent, error)  # before that makes room
         shutil.rmtree(aside, ignore_errors=True)
         if isinstance(error, dist.DistError):  # from the ranks that share the tensors
             raise
         advice = way_on(folder.parent.parent, first="make room, then ")
-        raise TrainError(f"{folder} cannot be written: {error}; {advice}") from error
+        raise TrainError(f"{folder} cannot be written: {said}; {advice}") from error
 
 
 def expect_finite_weights(model: nn.Module, steps_done: int) -> None:

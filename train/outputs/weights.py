@@ -51,7 +51,7 @@ model = {kind}.from_pretrained(".", subfolder="{folder}")"""
 
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
         """Write copies of the results of `config` and `tensors` to a folder."""
-        _save(tensors, folder / MODEL_FILE, {"format": "pt"})
+        save_tensors(tensors, folder / MODEL_FILE, {"format": "pt"})
         (folder / "config.json").write_text(config, encoding="utf-8")
 
     def fill(self, folder: Path, model: nn.Module) -> None:
@@ -105,13 +105,13 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
         if self.pipeline:
             # The format of diffusers' `save_lora_weights`, which preserves rank, alpha and layers.
-            _save(tensors, folder / LORA_FILE, {"format": "pt", METADATA: config})
+            save_tensors(tensors, folder / LORA_FILE, {"format": "pt", METADATA: config})
         else:
-            _save(tensors, folder / PEFT_FILE, {"format": "pt"})
+            save_tensors(tensors, folder / PEFT_FILE, {"format": "pt"})
             (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
         alpha = json.loads(config)[f"{self.part}.lora_alpha" if self.pipeline else "lora_alpha"]
         others = for_other_tools(tensors, self.part, alpha, is_kohyas=self.pipeline is not None)
-        _save(others, folder / KOHYA_FILE, {})
+        save_tensors(others, folder / KOHYA_FILE, {})
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         return load_file(folder / (LORA_FILE if self.pipeline else PEFT_FILE))
@@ -140,6 +140,10 @@ def weights_of(family: ModelFamily, *, adapters: bool) -> Weights:
     return Adapters(part=family.folder, pipeline=family.pipeline) if adapters else WholeModel(folder=family.folder)
 
 
-def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a new safetensors file, with the permissions of any new file: safetensors' own are for the owner only."""
     path.parent.mkdir(exist_ok=True)
+    path.touch()
+    mode = path.stat().st_mode
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+    path.chmod(mode)

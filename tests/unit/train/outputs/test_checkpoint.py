@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import shutil
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from bucketline.train.outputs.checkpoint import RunState, TrainedStore, damage, 
 from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
 from bucketline.train.outputs.weights import WholeModel
 from tests.building import flip_bit, tree
+from tests.commands import spawn
 from tests.unit.train.tiny_run import ALONE, UNET
 
 if TYPE_CHECKING:
@@ -155,9 +157,20 @@ def test_a_full_disk_leaves_the_checkpoints_before_as_they_were(tmp_path: Path, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_sync_tree", full)
-    with pytest.raises(TrainError, match=r"step-00000002 cannot be written: .*No space left"):
+    with pytest.raises(TrainError, match=r"step-00000002 cannot be written: No space left on device, \d+ bytes are free"):
         save(tmp_path, trained, state(2), keep=1)
     assert tree(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_called_that_whichever_library_writes_when_it_is_full(tmp_path: Path) -> None:
+    ran = spawn([sys.executable, "-m", "tests.unit.train.outputs.filled_disk", tmp_path])
+    assert ran.code == 0, ran.out + ran.err
+    kind, *said, done = ran.out.splitlines()
+    assert done.endswith("done")
+    assert any("safetensors" in line or "serializing" in line for line in said)
+    assert any("inline_container" in line or "iostream" in line for line in said)
+    assert kind == "limit" or all("cannot be written: No space left on device, " in line for line in said)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -148,6 +148,16 @@ def test_a_finished_run_is_on_the_hub_and_a_resumed_one_adds_a_commit(folder: Pa
     assert hub.commits["me/photos"] == ["2 steps", "4 steps", "6 steps"]
 
 
+def test_others_may_read_the_files_of_a_run_that_the_umask_lets_them_read(folder: Path) -> None:
+    (probe := folder / "probe").touch()
+    asked = config(folder, lora_rank=2, max_steps=1, export_every=1)
+    train(asked, ALONE)
+    assert main([str(asked.output_dir), str(folder / "exported")], prog="bucketline export-model") == 0
+    files = [path for place in (asked.output_dir, folder / "exported") for path in place.rglob("*") if path.is_file()]
+    assert sum(path.suffix == ".safetensors" for path in files) == 8
+    assert {path.stat().st_mode for path in files} == {probe.stat().st_mode}
+
+
 def test_a_hub_that_refuses_costs_warnings_and_no_run(
     folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
