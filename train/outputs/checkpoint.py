@@ -3,6 +3,7 @@
 checkpoints/step-00000120/
     unet/             the weights as diffusers loads them (config.json, safetensors); or transformer/, or lora/
     unet_ema/         their moving average, in the same format, unless --ema is off
+    scheduler/        of a whole model: the noise schedule's configuration with the trained objective, as diffusers reads it
     optimizer.pt      the optimizer's state, read with weights_only=True
     state.json        everything else: step, loader state, stores, the open metrics window
     README.md         the model card

@@ -3,6 +3,7 @@
 exports/step-00000120/
     README.md         the model card
     unet/             the weights as diffusers loads them; or transformer/; of adapters, their files without a folder
+    scheduler/        of a whole model: the configuration of its schedule, as in a checkpoint
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bucketline.files.atomic_write import move_durably
 from bucketline.files.disk_space import failed_write
 from bucketline.model_file import PICKLED, SUFFIX, converter, file_shapes, single_file
 from bucketline.torch_dtypes import TORCH_DTYPES
+from bucketline.train.noise_schedule import CONFIG as SCHEDULER
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.lora_file import read_tensors
 from bucketline.train.outputs.single_file import in_original_layout
@@ -99,6 +101,9 @@ def _write_folder(weights: Path, output: Path, dtype: str) -> None:
                     save_tensors(_in_dtype(tensors, dtype), inner / path.name, metadata)
                 else:
                     shutil.copyfile(path, inner / path.name)
+            if (scheduler := weights.parent / SCHEDULER).exists():  # of a whole model, and not of an earlier version
+                (aside / SCHEDULER).parent.mkdir()
+                shutil.copyfile(scheduler, aside / SCHEDULER)
         except (OSError, SafetensorError) as error:
             said = failed_write(aside, error)
             raise TrainError(f"{output} cannot be written: {said}; make room or choose another place") from error

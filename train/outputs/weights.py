@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from bucketline.train.noise_schedule import CONFIG as SCHEDULER
 from bucketline.train.outputs.lora_file import METADATA, PEFT_PREFIX, for_other_tools
 from bucketline.train.parallel import plain_class
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -32,6 +34,7 @@ class WholeModel:
     """All tensors; the folder is loadable with `from_pretrained`."""
 
     folder: str  # in diffusers' layout, such as `unet`
+    scheduler: str | None = None  # its configuration as JSON, written next to that folder: a run from there has its objective
 
     def config(self, model: nn.Module) -> str:
         """Return the configuration stored next to the tensors, as JSON."""
@@ -53,6 +56,10 @@ model = {kind}.from_pretrained(".", subfolder="{folder}")"""
         """Write copies of the results of `config` and `tensors` to a folder."""
         save_tensors(tensors, folder / MODEL_FILE, {"format": "pt"})
         (folder / "config.json").write_text(config, encoding="utf-8")
+        if self.scheduler is not None:
+            path = folder.parent / SCHEDULER
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(self.scheduler, encoding="utf-8")
 
     def fill(self, folder: Path, model: nn.Module) -> None:
         """Load such a folder into a model.
@@ -135,9 +142,12 @@ def average_folder(weights: Weights) -> str:
     return weights.folder + AVERAGE_SUFFIX
 
 
-def weights_of(family: ModelFamily, *, adapters: bool) -> Weights:
-    """Return which weights of a model a checkpoint holds."""
-    return Adapters(part=family.folder, pipeline=family.pipeline) if adapters else WholeModel(folder=family.folder)
+def weights_of(family: ModelFamily, *, adapters: bool, scheduler: Mapping[str, Any] | None = None) -> Weights:
+    """Return which weights of a model a checkpoint holds; `scheduler`: the configuration to write with a whole model."""
+    if adapters:
+        return Adapters(part=family.folder, pipeline=family.pipeline)
+    named = None if scheduler is None else {"_class_name": "DDPMScheduler", **scheduler}
+    return WholeModel(folder=family.folder, scheduler=None if named is None else json.dumps(named, indent=2) + "\n")
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
