@@ -152,7 +152,7 @@ def build(
     """
     device, store = accelerator.device, stores[0].store  # all stores have the encoders of the first
     family, model, schedule = _load_model(config, ranks, store, rows, device, resumes=start.checkpoint is not None)
-    weights = weights_of(family, adapters=config.lora_rank is not None)
+    weights = weights_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)
     compiled = config.compile in (Compile.ON, Compile.GRAPHS) or (config.compile is Compile.AUTO and device.type == "cuda")
     recompute(model, config, is_compiled=compiled)
     if compiled:
