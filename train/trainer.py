@@ -52,6 +52,7 @@ class TrainSummary:
     """The result of a run."""
 
     steps_done: int
+    steps_before: int = 0  # of them, before a resume
     stopped_by: str | None
     validation: ValidationResult | None
     checkpoint: Path
@@ -60,7 +61,12 @@ class TrainSummary:
     def __str__(self) -> str:
         """Return the lines for stdout."""
         done = counted(self.steps_done, "step")
-        lines = [f"stopped by {self.stopped_by} after {done}; continue with --resume" if self.stopped_by else f"trained {done}"]
+        if self.stopped_by:
+            lines = [f"stopped by {self.stopped_by} after {done}; continue with --resume"]
+        elif self.steps_before == self.steps_done:
+            lines = [f"already at step {self.steps_done}: nothing to train; a larger --max-steps trains on"]
+        else:
+            lines = [f"trained {done}"]
         if self.validation is not None:
             loss, zero_loss = self.validation.loss, self.validation.zero_loss
             share = f"{loss / zero_loss:.3f} of what predicting zero scores ({zero_loss:.4f})"
@@ -134,7 +140,7 @@ class Trainer:
         warn_of_assumptions(start, self.training, self.loader)
         self._follower = data.Follower(config, ranks, self.loader)
         self.scale = count_work(self.training, ranks, self.loader, self.rows, self._progress.say)
-        self.steps_done = start.steps_done
+        self.steps_done = self._steps_before = start.steps_done
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
         self.uploads = HubUploads(config.push_to_hub, self._progress.say) if config.push_to_hub and ranks.is_main else None
@@ -297,6 +303,7 @@ class Trainer:
             run_dir.write_status(output, state, self.steps_done, stopped_by)
         return TrainSummary(
             steps_done=self.steps_done,
+            steps_before=self._steps_before,
             stopped_by=stopped_by,
             validation=self._validations.get(self.steps_done),
             checkpoint=self.saver.saved[Output.CHECKPOINT],

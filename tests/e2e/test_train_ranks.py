@@ -286,7 +286,7 @@ def test_a_terminated_run_stops_every_rank_at_one_step_and_goes_on_exactly(folde
     )
     wait_for_a_window(asked, lambda: launcher.poll() is None)
     launcher.send_signal(signal.SIGTERM)
-    launcher.wait(timeout=60)
+    assert launcher.wait(timeout=60) == 1, "torchrun's own code, as docs/operations.md says"
     found = status(asked)
     assert (found["state"], found["reason"]) == ("stopped", "SIGTERM")
     assert isinstance(found["step"], int)

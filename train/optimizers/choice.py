@@ -10,19 +10,14 @@ from bucketline.errors import UsageError
 from bucketline.train.config import Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
 from bucketline.train.optimizers.learning_rate import decay_groups
 from bucketline.train.optimizers.stepping import Options
-from bucketline.train.outputs.weights import LORA_FILE, PEFT_FILE, Adapters, average_folder
 from bucketline.train.rounding import Rounding
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from torch import nn
     from torch.optim import Optimizer
 
     from bucketline.train.config import TrainConfig
     from bucketline.train.ema import Average
-    from bucketline.train.outputs.weights import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,25 +101,6 @@ def expect_possible(config: TrainConfig, world_size: int) -> None:
         if is_refused:
             raise UsageError(message)
     import_module(_module(kind))  # a missing library is told before the model is loaded
-
-
-def expect_same(config: TrainConfig, before: Mapping[str, object], checkpoint: Path, weights: Weights) -> None:
-    """Check that the optimizer is the one that wrote a checkpoint, which has such weights.
-
-    Raises:
-        UsageError: if it is another; the message names both.
-    """
-    if (name := before.get("optimizer", OptimizerName.ADAMW)) != config.optimizer:
-        average = checkpoint / average_folder(weights)
-        folder = average if average.is_dir() else checkpoint / weights.folder
-        if isinstance(weights, Adapters):
-            begun = f"--lora-from {folder / (LORA_FILE if weights.pipeline else PEFT_FILE)}"
-        else:
-            begun = f"--model FOLDER, a copy of the model's folder that has {folder} as its {weights.folder}/"
-        raise UsageError(
-            f"--optimizer is {config.optimizer}, and {checkpoint} has the state of {name}: give --optimizer {name}, or begin a "
-            f"new run from its weights, in another --output-dir, with {begun}"
-        )
 
 
 def average_of(config: TrainConfig, model: nn.Module, optimizer: Optimizer) -> Average | None:

@@ -115,7 +115,8 @@ def _refuse_place(config: TrainConfig) -> None:
 def take(config: TrainConfig, start: Start) -> bytes:
     """Claim the output folder for this run; remove the metrics of an earlier run that recorded no step.
 
-    Return the `status.json` that this replaces, empty if there is none.
+    Return the `status.json` that this replaces, empty if there is none. Checkpoints that the start has skipped as damaged are
+    set aside.
 
     Raises:
         TrainError: if the folder cannot be written.
@@ -127,6 +128,8 @@ def take(config: TrainConfig, start: Start) -> bytes:
         write_status(output, RunStatus.RUNNING, start.steps_done, begins=True)
         if start.checkpoint is None:  # an earlier validation was of other weights
             (output / METRICS).unlink(missing_ok=True)
+        else:
+            checkpoint.set_aside(output, start.steps_done)
     except OSError as error:
         raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
     return former

@@ -30,7 +30,7 @@ from bucketline.train.outputs.checkpoint import read_state
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.parallel import TrainRanks
 from bucketline.train.trainer import train
-from tests.building import tree
+from tests.building import flip_bit, tree
 from tests.unit.train.tiny_run import ALONE, add_to_store, as_arguments, config, losses, make_training_store, samples
 
 
@@ -134,8 +134,24 @@ def test_a_resume_at_the_last_step_leaves_the_same_metrics(folder: Path) -> None
     asked = config(folder, validate_every=7)
     train(asked, ALONE)
     before = losses(asked.output_dir)
-    train(replace(asked, resume=True), ALONE)
+    said = str(train(replace(asked, resume=True), ALONE))
     assert losses(asked.output_dir) == before
+    assert said.startswith("already at step 7: nothing to train; a larger --max-steps trains on\n")
+    assert str(train(replace(asked, resume=True, max_steps=8), ALONE)).startswith("trained 8 steps\n")
+
+
+def test_a_damaged_checkpoint_never_pushes_out_the_good_one_before_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = config(folder, checkpoint_every=1, accumulation=1, max_steps=2)
+    train(asked, ALONE)
+    checkpoints = asked.output_dir / "checkpoints"
+    flip_bit(checkpoints / "step-00000002" / "unet" / "diffusion_pytorch_model.safetensors", 80_000)
+    train(replace(asked, resume=True, checkpoint_every=None, max_steps=3), ALONE)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000001", "step-00000002.damaged", "step-00000003"]
+    said = capsys.readouterr().err
+    assert "step-00000002 is incomplete or damaged" in said
+    assert "step-00000002 is now step-00000002.damaged" in said
+    train(replace(asked, resume=True, checkpoint_every=None, max_steps=4), ALONE)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002.damaged", "step-00000003", "step-00000004"]
 
 
 def test_what_a_crash_left_behind_the_checkpoint_is_cut_away(folder: Path) -> None:

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from bucketline.errors import MissingExtraError, UsageError
 from bucketline.extras import extra_named
 from bucketline.train.config import Decaying, Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
-from bucketline.train.optimizers.choice import KINDS, expect_possible, expect_same
+from bucketline.train.optimizers.choice import KINDS, expect_possible
 from bucketline.train.outputs.weights import Adapters, WholeModel, average_folder
+from bucketline.train.setup import expect_same_optimizer
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts, write_unet
 
@@ -79,8 +80,8 @@ def test_another_optimizer_than_the_checkpoints_is_refused_naming_both(folder: P
 @pytest.mark.parametrize(
     ("weights", "has_average", "begun"),
     [
-        (WholeModel(folder="unet"), True, "--model FOLDER, a copy of the model's folder that has {}/unet_ema as its unet/"),
-        (WholeModel(folder="unet"), False, "--model FOLDER, a copy of the model's folder that has {}/unet as its unet/"),
+        (WholeModel(folder="unet"), True, "--model {}"),
+        (Adapters(part="unet", pipeline="A"), False, "--lora-from {}/lora/pytorch_lora_weights.safetensors"),
         (Adapters(part="unet", pipeline="A"), True, "--lora-from {}/lora_ema/pytorch_lora_weights.safetensors"),
         (Adapters(part="transformer", pipeline=None), True, "--lora-from {}/lora_ema/adapter_model.safetensors"),
     ],
@@ -91,7 +92,7 @@ def test_another_optimizer_begins_from_the_files_that_a_checkpoint_has(
     (tmp_path / (average_folder(weights) if has_average else weights.folder)).mkdir()
     asked = config(tmp_path, optimizer=OptimizerName.MUON)
     with pytest.raises(UsageError, match=re.escape(begun.format(tmp_path)) + "$"):
-        expect_same(asked, {"optimizer": "adamw"}, tmp_path, weights)
+        expect_same_optimizer(asked, {"optimizer": "adamw"}, tmp_path, weights)
 
 
 @pytest.mark.parametrize(
