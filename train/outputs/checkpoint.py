@@ -205,17 +205,16 @@ def last_whole(output_dir: Path) -> Path:
     )
 
 
-def set_aside(output_dir: Path, steps_done: int) -> None:
-    """Rename the checkpoints of later steps than a run resumes from, all of them damaged, and say so.
+def set_aside(resumed: Path) -> None:
+    """Rename the checkpoints newer than the one that a run resumes from, all of them damaged, and say so.
 
     None of them may count as kept, now or after another resume, nor be replaced by the same step's: they may be of use.
     """
-    for step, folder in _folders(output_dir).items():
-        if step > steps_done:
-            names = (f"{folder.name}{DAMAGED_SUFFIX}{n or ''}" for n in itertools.count())
-            aside = next(place for name in names if not (place := folder.with_name(name)).exists())
-            folder.rename(aside)
-            log.warning("%s is now %s and does not count as kept; remove it if you do not need it", folder, aside.name)
+    for folder in itertools.takewhile(lambda one: one != resumed, _folders(resumed.parent.parent).values()):
+        names = (f"{folder.name}{DAMAGED_SUFFIX}{n or ''}" for n in itertools.count())
+        aside = next(place for name in names if not (place := folder.with_name(name)).exists())
+        folder.rename(aside)
+        log.warning("%s is now %s and does not count as kept; remove it if you do not need it", folder, aside.name)
 
 
 def way_on(output_dir: Path, *, first: str = "") -> str:

@@ -129,7 +129,7 @@ def take(config: TrainConfig, start: Start) -> bytes:
         if start.checkpoint is None:  # an earlier validation was of other weights
             (output / METRICS).unlink(missing_ok=True)
         else:
-            checkpoint.set_aside(output, start.steps_done)
+            checkpoint.set_aside(start.checkpoint)
     except OSError as error:
         raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
     return former

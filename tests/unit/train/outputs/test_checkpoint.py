@@ -255,11 +255,11 @@ def test_a_checkpoint_with_files_of_other_lengths_does_not_count_as_kept(tmp_pat
 
 def test_what_a_resume_has_skipped_is_set_aside_under_its_own_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained = parts()
-    save(tmp_path, trained, state(4), keep=2)
+    resumed = save(tmp_path, trained, state(4), keep=2)
     for _ in range(2):
         save(tmp_path, trained, state(9), keep=2)
         with caplog.at_level(logging.WARNING):
-            checkpoint.set_aside(tmp_path, 4)
+            checkpoint.set_aside(resumed)
     save(tmp_path, trained, state(12), keep=2)
     assert names(tmp_path) == ["step-00000004", "step-00000009.damaged", "step-00000009.damaged1", "step-00000012"]
     assert "step-00000009 is now step-00000009.damaged1 and does not count as kept; remove it" in caplog.text
