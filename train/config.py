@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import re
-import shlex
 import sys
-from dataclasses import dataclass, fields
+import time
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
 
 import tyro
 
@@ -55,6 +57,7 @@ Sharding = StrEnum("Sharding", ["DDP", "FSDP", "HSDP"])
 """How the model is distributed over several processes."""
 
 MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would be the same timestep
+FIRST_RANK_SAYS_S = 5  # torchrun ends all ranks as soon as one has failed: the first has to print its message before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +272,11 @@ class TrainConfig(ReadOptions):
         self._expect_memory()
 
     def _expect_outputs_and_stores(self) -> None:
+        if self.image_prompts and not self.num_images:
+            raise UsageError(
+                f"--image-prompts is {', '.join(self.image_prompts)}, and --num-images is 0, which draws none: leave one of "
+                "them out"
+            )
         if self.push_exports and (self.push_to_hub is None or self.export_every is None):
             raise UsageError("--push-exports uploads what --export-every writes to --push-to-hub; give both, or leave it out")
         if self.push_to_hub is not None and not REPOSITORY.fullmatch(self.push_to_hub):
@@ -286,11 +294,13 @@ class TrainConfig(ReadOptions):
         for name in ("lora_alpha", "lora_targets", "lora_from", "base"):
             if self.lora_rank is None and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
-        if self.offload_blocks and (self.lora_rank is None or not self.gradient_checkpointing):
-            raise UsageError(
-                f"--offload-blocks is {self.offload_blocks}, expected --lora-rank and --gradient-checkpointing with it: only "
-                "frozen blocks can wait, and a backward pass that does not recompute keeps them all"
-            )
+        needed = (
+            (self.lora_rank is not None, "--lora-rank", "only frozen blocks can wait"),
+            (self.gradient_checkpointing, "--gradient-checkpointing", "a backward pass that does not recompute keeps them all"),
+        )
+        if self.offload_blocks and (missing := [(option, why) for is_given, option, why in needed if not is_given]):
+            options, reasons = (" and ".join(words) for words in zip(*missing, strict=True))
+            raise UsageError(f"--offload-blocks is {self.offload_blocks}, expected {options} with it: {reasons}")
         if self.offload_blocks and self.sharding is not Sharding.DDP:
             raise UsageError(f"--offload-blocks is {self.offload_blocks} with --sharding {self.sharding}, expected ddp")
         if self.activation_memory < 1 and self.gradient_checkpointing:
@@ -322,10 +332,24 @@ def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
     """
     # flags come in pairs (`--verify`, `--no-verify`), so that the command line can override those of a script
     settings = (tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
-    every = with_preset(arguments, {field.name: str(field.type) for field in fields(TrainConfig)})
+    every = with_preset(arguments, get_type_hints(TrainConfig))
+    return tyro.cli(TrainConfig, args=every, prog=prog, config=settings)
+
+
+def parse_on(rank: int, arguments: Sequence[str], prog: str) -> TrainConfig:
+    """Return what `parse` does; of several ranks, only the first prints the help and what is wrong.
+
+    Raises:
+        UsageError: if an option is invalid, or the preset is; only on the first rank.
+        SystemExit: if the command line cannot be parsed, or contains `--help`; on other ranks also instead of a UsageError.
+    """
+    if rank == 0:
+        return parse(arguments, prog)
     try:
-        return tyro.cli(TrainConfig, args=every, prog=prog, config=settings)
-    except SystemExit as end:
-        if end.code and len(every) > len(arguments):
-            print(f"from the preset: {shlex.join(every[: -len(arguments)])}", file=sys.stderr)
-        raise
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return parse(arguments, prog)
+    except (UsageError, SystemExit) as end:
+        if isinstance(end, SystemExit) and not end.code:
+            raise
+        time.sleep(FIRST_RANK_SAYS_S)
+        sys.exit(2)

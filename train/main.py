@@ -9,9 +9,14 @@ if TYPE_CHECKING:
 
 
 def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None:
-    """Parse the command line, train, and print a summary; exit with 0, 1 (failure) or 2 (invalid usage)."""
+    """Parse the command line, train, and print a summary.
+
+    Exit with 0, 1 (failure), 2 (invalid usage), 130 or 143 (stopped by Ctrl-C or SIGTERM, except as one of several ranks, since
+    torchrun would take that for a failure).
+    """
     import importlib
     import os
+    import signal
     import sys
     from importlib import metadata
 
@@ -19,21 +24,21 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     from bucketline.command_line import hide_warnings_of_torchao, torchrun_ranks
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
-    from bucketline.train.config import parse
+    from bucketline.train.config import parse_on
 
     given_args = sys.argv[1:] if args is None else args
     try:
         if (command := next(iter(given_args), "")) in ("memory", "presets", "report"):
             module = importlib.import_module(f"bucketline.train.commands.{command}")
             sys.exit(module.main(given_args[1:], prog=f"{prog} {command}"))
-        config = parse(given_args, prog)
+        given = torchrun_ranks()
+        config = parse_on(given["rank"], given_args, prog)
         hide_warnings_of_torchao()
         with extra_named("train"):
             set_up_torch(os.environ, metadata.version("torch"))
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks
             from bucketline.train.trainer import train
 
-        given = torchrun_ranks()
         ranks = TrainRanks(rank=given["rank"], world_size=given["world_size"])
         try:
             with extra_named("train"):
@@ -45,6 +50,8 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
         sys.exit(2 if isinstance(error, UsageError) else 1)
     if ranks.is_main:
         print(summary)
+    if summary.stopped_by and "RANK" not in os.environ:
+        sys.exit(128 + signal.Signals[summary.stopped_by])
 
 
 if __name__ == "__main__":

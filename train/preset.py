@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import tomllib
+from enum import Enum
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from bucketline.errors import UsageError
 from bucketline.loader.config import SIZES
@@ -43,10 +46,10 @@ def read_preset(given: str) -> str:
         raise UsageError(f"the preset {path} cannot be read: {reason}") from error
 
 
-def with_preset(arguments: Sequence[str], types: Mapping[str, str]) -> list[str]:
+def with_preset(arguments: Sequence[str], types: Mapping[str, Any]) -> list[str]:
     """Return a command line with the options of its `--preset` in front, without those that it gives itself.
 
-    `types`: the type of each option's field.
+    `types`: the type of each option's field, without annotations.
 
     Raises:
         UsageError: if there is no such preset, or it has an option that is unknown or of another type.
@@ -67,15 +70,44 @@ def with_preset(arguments: Sequence[str], types: Mapping[str, str]) -> list[str]
             spelt = [one.replace("_", "-") for one in types if one != "preset"]
             raise UsageError(f"the preset {preset} has {name!r:.80}, which is not an option{_nearest(name, spelt)}")
         many = value if isinstance(value, list) else [value]
-        is_fine = isinstance(value, bool) == (types[field] == "bool") and isinstance(value, list) <= ("tuple" in types[field])
-        if not is_fine or not all(isinstance(one, bool | int | float | str) for one in many):
-            expected = "true or false" if types[field] == "bool" else "a value as on the command line"
+        is_one = get_origin(types[field]) is not tuple
+        kinds = _alternatives(types[field] if is_one else get_args(types[field])[0])
+        if (is_one and isinstance(value, list)) or not all(any(_fits(one, kind) for kind in kinds) for one in many):
+            expected = " or ".join(filter(None, map(_in_words, kinds))) + ("" if is_one else ", or a list of such")
             raise UsageError(f"the preset {preset} has {name} = {value!r:.80}, expected {expected}")
         no = f"--no-{option[2:]}"
         replaced_by = {f"--{size.replace('_', '-')}" for size in SIZES} if field in SIZES else {option, no}
         if not words & replaced_by:
             options += [option if value else no] if isinstance(value, bool) else [f"{option}={one}" for one in many]
     return [*options, *arguments]
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - any type of a field
+    """Return the types of a union, the values of an enumeration, or the type itself."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return tuple(str(one.value) for one in kind)
+    found = get_args(kind) or (kind,)
+    return found if found == (kind,) else tuple(chain.from_iterable(map(_alternatives, found)))
+
+
+def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, or a value of an enumeration
+    """Return whether the command line would take a value of TOML for one of this kind."""
+    if isinstance(kind, str):
+        return value == kind
+    if kind is bool or isinstance(value, bool) or not isinstance(value, int | float | str):
+        return kind is bool and isinstance(value, bool)
+    if kind is NoneType:
+        return value == "None"
+    try:
+        kind(str(value))
+    except ValueError:
+        return False
+    return True
+
+
+def _in_words(kind: Any) -> str:  # noqa: ANN401 - a type, or a value of an enumeration
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path", NoneType: '"None"'}
+    return f'"{kind}"' if isinstance(kind, str) else words[kind]
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from bucketline.train.compile import (
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import Compile, Ema, LrSchedule, Precision, TrainConfig, WeightDtype
+from bucketline.train.config import Compile, Ema, LrSchedule, OptimizerName, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import IN_PROCESS, open_loader
 from bucketline.train.ema import Average
 from bucketline.train.float8 import expect_float8, use_float8
@@ -37,7 +37,7 @@ from bucketline.train.models.load import facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise_schedule import Objective, load_schedule
 from bucketline.train.noising import LatentScale, NoisingOptions, Prep
-from bucketline.train.optimizers.choice import KINDS, average_of, expect_possible, expect_same, make_optimizer
+from bucketline.train.optimizers.choice import KINDS, average_of, expect_possible, make_optimizer
 from bucketline.train.optimizers.stepping import StepInBackward
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe
@@ -45,7 +45,7 @@ from bucketline.train.outputs.lora_file import start_from
 from bucketline.train.outputs.metrics import Scale
 from bucketline.train.outputs.progress import TRACKED, expect_trackers
 from bucketline.train.outputs.run_dir import config_as_json
-from bucketline.train.outputs.weights import weights_of
+from bucketline.train.outputs.weights import LORA_FILE, PEFT_FILE, Adapters, average_folder, weights_of
 from bucketline.train.parallel import (
     DISK_TIME,
     TrainRanks,
@@ -57,7 +57,8 @@ from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place,
 from bucketline.train.step import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from torch import nn
 
@@ -152,7 +153,7 @@ def build(
     """
     device, store = accelerator.device, stores[0].store  # all stores have the encoders of the first
     family, model, schedule = _load_model(config, ranks, store, rows, device, resumes=start.checkpoint is not None)
-    weights = weights_of(family, adapters=config.lora_rank is not None)
+    weights = weights_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)
     compiled = config.compile in (Compile.ON, Compile.GRAPHS) or (config.compile is Compile.AUTO and device.type == "cuda")
     recompute(model, config, is_compiled=compiled)
     if compiled:
@@ -164,7 +165,7 @@ def build(
     average = place(model, config, ranks, device, weights, start.checkpoint, average_of_model)
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
-        expect_same(config, start.state.config, start.checkpoint)
+        expect_same_optimizer(config, start.state.config, start.checkpoint, weights)
         checkpoint.load_optimizer(start.checkpoint, optimizer, KINDS[config.optimizer].state)
     training = Training(
         config=config,
@@ -228,6 +229,24 @@ def _load_model(
     return family, model, schedule
 
 
+def expect_same_optimizer(config: TrainConfig, before: Mapping[str, object], checkpoint: Path, weights: Weights) -> None:
+    """Check that the optimizer is the one that wrote a checkpoint, which has such weights.
+
+    Raises:
+        UsageError: if it is another; the message names both.
+    """
+    if (name := before.get("optimizer", OptimizerName.ADAMW)) != config.optimizer:
+        begun = f"--model {checkpoint}"
+        if isinstance(weights, Adapters):
+            average = checkpoint / average_folder(weights)
+            folder = average if average.is_dir() else checkpoint / weights.folder
+            begun = f"--lora-from {folder / (LORA_FILE if weights.pipeline else PEFT_FILE)}"
+        raise UsageError(
+            f"--optimizer is {config.optimizer}, and {checkpoint} has the state of {name}: give --optimizer {name}, or begin a "
+            f"new run from its weights, in another --output-dir, with {begun}"
+        )
+
+
 def count_work(training: Training, ranks: TrainRanks, loader: Loader, rows: OpenShards, say: Callable[[str], None]) -> Scale:
     """Compile for every bucket before timing starts, and tell `say`; on a GPU, also count the FLOPs of a step per bucket.
 
@@ -279,8 +298,10 @@ def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> Non
         log.warning("%s", small)
     if start.state is None:
         if config.model.is_dir() and not weight_files(config.model / training.family.folder):
+            fits = "; the adapters fit only this random base, of this seed, and no published model" if config.lora_rank else ""
             log.warning(
-                "%s has a configuration but no weights: the model starts at random, from --seed %d", config.model, config.seed
+                "%s has a configuration but no weights: the model starts at random, from --seed %d%s",
+                *(config.model, config.seed, fits),
             )
         return
     if start.takes_new_plan:

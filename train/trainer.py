@@ -52,6 +52,7 @@ class TrainSummary:
     """The result of a run."""
 
     steps_done: int
+    steps_before: int = 0  # of them, before a resume
     stopped_by: str | None
     validation: ValidationResult | None
     checkpoint: Path
@@ -60,7 +61,12 @@ class TrainSummary:
     def __str__(self) -> str:
         """Return the lines for stdout."""
         done = counted(self.steps_done, "step")
-        lines = [f"stopped by {self.stopped_by} after {done}; continue with --resume" if self.stopped_by else f"trained {done}"]
+        if self.stopped_by:
+            lines = [f"stopped by {self.stopped_by} after {done}; continue with --resume"]
+        elif self.steps_before == self.steps_done:
+            lines = [f"already at step {self.steps_done}: nothing to train; a larger --max-steps trains on"]
+        else:
+            lines = [f"trained {done}"]
         if self.validation is not None:
             loss, zero_loss = self.validation.loss, self.validation.zero_loss
             share = f"{loss / zero_loss:.3f} of what predicting zero scores ({zero_loss:.4f})"
@@ -84,9 +90,10 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
     ):
         start = from_rank_zero(ranks, lambda: run_dir.find_start(config))
         data.expect_service(config, ranks, start)
-        from_rank_zero(ranks, lambda: run_dir.take(config, start))
+        former = from_rank_zero(ranks, lambda: run_dir.take(config, start))
         trainer: Trainer | None = None
-        with contextlib.ExitStack() as at_end, run_dir.failures_recorded(config, ranks, lambda: (trainer or start).steps_done):
+        recorded = run_dir.failures_recorded(config, ranks, start, former, lambda: trainer.steps_done if trainer else None)
+        with contextlib.ExitStack() as at_end, recorded:
             trainer = at_end.enter_context(contextlib.closing(Trainer(config, ranks, accelerator, start, progress)))
             summary, uploads = trainer.run(stop), trainer.uploads
         if dist.is_initialized():
@@ -133,7 +140,7 @@ class Trainer:
         warn_of_assumptions(start, self.training, self.loader)
         self._follower = data.Follower(config, ranks, self.loader)
         self.scale = count_work(self.training, ranks, self.loader, self.rows, self._progress.say)
-        self.steps_done = start.steps_done
+        self.steps_done = self._steps_before = start.steps_done
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
         self.uploads = HubUploads(config.push_to_hub, self._progress.say) if config.push_to_hub and ranks.is_main else None
@@ -296,6 +303,7 @@ class Trainer:
             run_dir.write_status(output, state, self.steps_done, stopped_by)
         return TrainSummary(
             steps_done=self.steps_done,
+            steps_before=self._steps_before,
             stopped_by=stopped_by,
             validation=self._validations.get(self.steps_done),
             checkpoint=self.saver.saved[Output.CHECKPOINT],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -27,6 +29,15 @@ def refuse_too_little_disk(folder: Path, needed_bytes: int, what: str, remedy: s
             f"{what} needs about {-(-needed_bytes >> 20)} MiB in {folder}, but only {free >> 20} MiB are free; "
             f"make room, {remedy}"
         )
+
+
+def failed_write(folder: Path, error: Exception) -> str:
+    """Return what an error of writing in a folder says, and that the disk is full if it is: libraries say it in other words."""
+    with suppress(OSError):
+        free = shutil.disk_usage(folder).free
+        if free < FULL_BYTES or os.strerror(errno.ENOSPC) in str(error):  # safetensors' has that, and no errno
+            return f"{os.strerror(errno.ENOSPC)}, {free} bytes are free ({error})"
+    return str(error)
 
 
 def remedy_for_failed_write(folder: Path, *, is_full: bool = False) -> str:

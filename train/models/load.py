@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import diffusers
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 FOLDERS = ("unet", "transformer")
+PARTS = re.compile(r"-\d{5}-of-\d{5}")  # in the name of a file that has some of the weights
 
 
 def facts_of(manifest: Manifest, buckets: Iterable[Bucket]) -> StoreFacts:
@@ -168,14 +170,25 @@ def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[ModelF
 
 def _from_weights(model_class: Any, folder: Path, names: list[str], dtype: torch.dtype) -> nn.Module:  # noqa: ANN401 - untyped
     variant = variant_of(f"{folder}/", (path.name for path in folder.iterdir()), DIFFUSERS)
+    # diffusers prefers safetensors too, but where there are none it prints an error before it reads the .bin
+    safe = ".".join(filter(None, (*DIFFUSERS, variant, "safetensors")))
+    is_safe = any(PARTS.sub("", name) == safe for name in names)
+    advice = "expected safetensors of the config.json next to them: download the model again"
     try:
         loaded, report = model_class.from_pretrained(
-            str(folder), torch_dtype=dtype, output_loading_info=True, local_files_only=True, variant=variant
+            str(folder),
+            torch_dtype=dtype,
+            output_loading_info=True,
+            local_files_only=True,
+            variant=variant,
+            use_safetensors=is_safe,
         )
     except Exception as error:  # diffusers passes on the errors of all its readers; they mean the same here
-        raise ModelError(f"{folder}: the weights ({', '.join(names)}) cannot be loaded: {error!s:.500}") from error
+        advice += "" if is_safe else ", or convert it with `save_pretrained` of diffusers where it can be read"
+        raise ModelError(f"{folder}: the weights ({', '.join(names)}) cannot be loaded: {error!s:.500}; {advice}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(kind):
-            raise ModelError(f"{folder}: the weights do not match config.json: {kind} {sorted(map(str, report[kind]))[:3]}")
+            found = sorted(map(str, report[kind]))[:3]
+            raise ModelError(f"{folder}: the weights do not match config.json: {kind} {found}; {advice}")
     model: nn.Module = loaded
     return model

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import ModelError
+from bucketline.errors import UsageError
 from bucketline.train.config import Precision
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def add_adapters(model: nn.Module, family: ModelFamily, config: TrainConfig) -> 
     """Freeze the model and add adapters, initialized from `--seed`; only these are trained, in 32 bits.
 
     Raises:
-        ModelError: if the model has no layers with the requested names.
+        UsageError: if the model has no layers with the requested names.
     """
     from diffusers.training_utils import cast_training_params
     from peft import LoraConfig, inject_adapter_in_model
@@ -59,7 +59,7 @@ def adapted_layers(model: nn.Module, family: ModelFamily, given: str | None) -> 
     """Return the layers that `--lora-targets` names, as names or ends of names; None: the family's own choice.
 
     Raises:
-        ModelError: if the model has no such layers.
+        UsageError: if the model has no such layers.
     """
     if given in list(Layers):
         return layers_by_word(model, Layers(given))
@@ -67,7 +67,7 @@ def adapted_layers(model: nn.Module, family: ModelFamily, given: str | None) -> 
     names = {name for name, _ in model.named_modules()}
     missing = [target for target in targets if not any(name == target or name.endswith(f".{target}") for name in names)]
     if given and missing:
-        raise ModelError(
+        raise UsageError(
             f"--lora-targets has {missing[0]!r:.80}, expected {', '.join(Layers)}, or the ends of names of layers of the "
             f"{family.model_class}, such as {','.join(family.lora_targets)}"
         )

@@ -13,9 +13,6 @@ from bucketline.train.optimizers.stepping import Options
 from bucketline.train.rounding import Rounding
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from torch import nn
     from torch.optim import Optimizer
 
@@ -63,6 +60,7 @@ def expect_possible(config: TrainConfig, world_size: int) -> None:
     rounding = ", ".join(name for name, other in KINDS.items() if other.takes_bf16)
     sharding = ", ".join(name for name, other in KINDS.items() if other.shards)
     own = f"--optimizer is {name}"
+    of_auto = " (also by auto, without a GPU that has bf16)" if config.precision is Precision.FP32 else ""
     of_backward = "--optimizer-in-backward updates a weight as soon as its gradient of one micro-batch is there"
     for is_refused, message in (
         (
@@ -83,7 +81,7 @@ def expect_possible(config: TrainConfig, world_size: int) -> None:
         ),
         (
             is_bf16 and config.precision is not Precision.BF16,
-            f"--weights is bf16, and --precision is {config.precision}: give --precision bf16 as well",
+            f"--weights is bf16, and --precision is {config.precision}{of_auto}: give --precision bf16 as well",
         ),
         (
             config.sharding is not Sharding.DDP and world_size > 1 and not kind.shards,
@@ -103,19 +101,6 @@ def expect_possible(config: TrainConfig, world_size: int) -> None:
         if is_refused:
             raise UsageError(message)
     import_module(_module(kind))  # a missing library is told before the model is loaded
-
-
-def expect_same(config: TrainConfig, before: Mapping[str, object], checkpoint: Path) -> None:
-    """Check that the optimizer is the one that wrote a checkpoint.
-
-    Raises:
-        UsageError: if it is another; the message names both.
-    """
-    if (name := before.get("optimizer", OptimizerName.ADAMW)) != config.optimizer:
-        raise UsageError(
-            f"--optimizer is {config.optimizer}, and {checkpoint} has the state of {name}: give --optimizer {name}, or begin a "
-            "new run from its weights with --model"
-        )
 
 
 def average_of(config: TrainConfig, model: nn.Module, optimizer: Optimizer) -> Average | None:

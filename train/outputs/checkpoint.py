@@ -3,6 +3,7 @@
 checkpoints/step-00000120/
     unet/             the weights as diffusers loads them (config.json, safetensors); or transformer/, or lora/
     unet_ema/         their moving average, in the same format, unless --ema is off
+    scheduler/        of a whole model: the noise schedule's configuration with the trained objective, as diffusers reads it
     optimizer.pt      the optimizer's state, read with weights_only=True
     state.json        everything else: step, loader state, stores, the open metrics window
     README.md         the model card
@@ -12,6 +13,7 @@ checkpoints/step-00000120/
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -29,6 +31,7 @@ from safetensors import SafetensorError
 
 from bucketline.errors import StateError, TrainError
 from bucketline.files.atomic_write import sync_folder
+from bucketline.files.disk_space import failed_write
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import parallel
 from bucketline.train.outputs.metrics import NotFiniteError, WindowState, has_steps
@@ -53,6 +56,7 @@ VERSION = 3
 CHECKPOINTS = "checkpoints"
 NAME = re.compile(r"step-([0-9]{8,})")
 ASIDE_SUFFIX = ".partial"
+DAMAGED_SUFFIX = ".damaged"
 OPTIMIZER_FILE = "optimizer.pt"
 STATE = "state.json"
 CARD = "README.md"
@@ -117,10 +121,21 @@ def write(
         paths = sorted(path for path in aside.rglob("*") if path.is_file())
         digests = {path.relative_to(aside).as_posix(): _Digest(*file_digest(path)) for path in paths}
         (aside / DIGESTS).write_text(json.dumps(encode(_Digests(files=digests)), indent=1), encoding="utf-8")
-    # An incomplete one from a later step than this run resumed from must not count as one of the newest.
-    for old in [one for step, one in _folders(output_dir).items() if step <= state.steps_done][keep:]:
-        shutil.rmtree(old)
+    _remove_old(output_dir, state.steps_done, keep)
     return folder
+
+
+def _remove_old(output_dir: Path, steps_done: int, keep: int) -> None:
+    """Remove what is older than the newest `keep` complete checkpoints, as far as files' lengths show, which cost no reading.
+
+    What a resume has found damaged is `set_aside`, so its name is none of a checkpoint.
+    """
+    num_kept = 0
+    for step, folder in _folders(output_dir).items():
+        if num_kept == keep:
+            shutil.rmtree(folder)
+        elif step <= steps_done and damage(folder, reads=False) is None:
+            num_kept += 1
 
 
 @contextlib.contextmanager
@@ -143,11 +158,12 @@ def written_aside(folder: Path, card: str) -> Iterator[Path]:
         aside.replace(folder)
         sync_folder(folder.parent)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk differently
+        said = failed_write(folder.parent.parent, error)  # before that makes room
         shutil.rmtree(aside, ignore_errors=True)
         if isinstance(error, dist.DistError):  # from the ranks that share the tensors
             raise
         advice = way_on(folder.parent.parent, first="make room, then ")
-        raise TrainError(f"{folder} cannot be written: {error}; {advice}") from error
+        raise TrainError(f"{folder} cannot be written: {said}; {advice}") from error
 
 
 def expect_finite_weights(model: nn.Module, steps_done: int) -> None:
@@ -189,6 +205,18 @@ def last_whole(output_dir: Path) -> Path:
     )
 
 
+def set_aside(resumed: Path) -> None:
+    """Rename the checkpoints newer than the one that a run resumes from, all of them damaged, and say so.
+
+    None of them may count as kept, now or after another resume, nor be replaced by the same step's: they may be of use.
+    """
+    for folder in itertools.takewhile(lambda one: one != resumed, _folders(resumed.parent.parent).values()):
+        names = (f"{folder.name}{DAMAGED_SUFFIX}{n or ''}" for n in itertools.count())
+        aside = next(place for name in names if not (place := folder.with_name(name)).exists())
+        folder.rename(aside)
+        log.warning("%s is now %s and does not count as kept; remove it if you do not need it", folder, aside.name)
+
+
 def way_on(output_dir: Path, *, first: str = "") -> str:
     """Return how to continue a run that has ended, with an instruction to do `first`."""
     if any((folder / DIGESTS).exists() for folder in _folders(output_dir).values()):
@@ -198,14 +226,17 @@ def way_on(output_dir: Path, *, first: str = "") -> str:
     return f"there is no checkpoint yet: {first}start over with the same command"
 
 
-def damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint's files; None if it is complete and intact."""
+def damage(folder: Path, *, reads: bool = True) -> str | None:
+    """Return what is wrong with a checkpoint's files; None if it is complete and intact.
+
+    Without `reads`, only their lengths are compared.
+    """
     try:
         expected = decode(_Digests, json.loads((folder / DIGESTS).read_bytes())).files
         for name, entry in expected.items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 return f"{DIGESTS} names {name}"
-            size, value = file_digest(folder / name)
+            size, value = file_digest(folder / name) if reads else ((folder / name).stat().st_size, entry.digest)
             if (size, value) != (entry.num_bytes, entry.digest):
                 return f"{name} has {size} bytes with digest {value}, expected {entry.num_bytes} with {entry.digest}"
     except OSError as error:

@@ -3,6 +3,7 @@
 exports/step-00000120/
     README.md         the model card
     unet/             the weights as diffusers loads them; or transformer/; of adapters, their files without a folder
+    scheduler/        of a whole model: the configuration of its schedule, as in a checkpoint
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from bucketline.errors import StateError, TrainError, UsageError
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.atomic_write import move_durably
+from bucketline.files.disk_space import failed_write
 from bucketline.model_file import PICKLED, SUFFIX, converter, file_shapes, single_file
 from bucketline.torch_dtypes import TORCH_DTYPES
+from bucketline.train.noise_schedule import CONFIG as SCHEDULER
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.lora_file import read_tensors
 from bucketline.train.outputs.single_file import in_original_layout
-from bucketline.train.outputs.weights import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE
+from bucketline.train.outputs.weights import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE, save_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,12 +94,19 @@ def _write_folder(weights: Path, output: Path, dtype: str) -> None:
     with staged_folder(output) as aside:
         inner = aside / weights_folder(weights.name)
         inner.mkdir(exist_ok=True)
-        for path in weights.iterdir():
-            if path.suffix == SUFFIX:
-                tensors, metadata = read_tensors(path)
-                save_file(_in_dtype(tensors, dtype), inner / path.name, metadata=metadata)
-            else:
-                shutil.copyfile(path, inner / path.name)
+        try:
+            for path in weights.iterdir():
+                if path.suffix == SUFFIX:
+                    tensors, metadata = read_tensors(path)
+                    save_tensors(_in_dtype(tensors, dtype), inner / path.name, metadata)
+                else:
+                    shutil.copyfile(path, inner / path.name)
+            if (scheduler := weights.parent / SCHEDULER).exists():  # of a whole model, and not of an earlier version
+                (aside / SCHEDULER).parent.mkdir()
+                shutil.copyfile(scheduler, aside / SCHEDULER)
+        except (OSError, SafetensorError) as error:
+            said = failed_write(aside, error)
+            raise TrainError(f"{output} cannot be written: {said}; make room or choose another place") from error
 
 
 def _write_file(weights: Path, output: Path, like: Path | None, dtype: str) -> None:
@@ -119,10 +129,11 @@ def _write_file(weights: Path, output: Path, like: Path | None, dtype: str) -> N
     tensors = in_original_layout(trained, load_file(template), lambda given: convert(given, config), item=str(template))
     aside = output.with_name(f"{output.name}.{secrets.token_hex(4)}.tmp")
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside, metadata={"format": "pt"})
+        save_tensors(tensors, aside, {"format": "pt"})
         move_durably(aside, output)
     except (OSError, SafetensorError) as error:
-        raise TrainError(f"{output} cannot be written: {error}; make room or choose another place") from error
+        said = failed_write(output.parent, error)
+        raise TrainError(f"{output} cannot be written: {said}; make room or choose another place") from error
     finally:
         aside.unlink(missing_ok=True)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch.distributed as dist
 
-from bucketline.errors import BucketlineError, StateError, TrainError, UsageError
+from bucketline.errors import BucketlineError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.paths import Overlap, overlap
 from bucketline.files.redact import redacted
@@ -46,10 +46,9 @@ def find_start(config: TrainConfig) -> Start:
     """Return the start of a run: a fresh folder, or with `--resume` the newest complete checkpoint. Write nothing.
 
     Raises:
-        StateError: if the checkpoint has other adapters.
-        UsageError: if the folder holds a run (without `--resume`) or foreign files, or is inside or around a store or in the
-            folder of its images; if the checkpoint is past `--max-steps`.
-        TrainError: if there is nothing to resume.
+        UsageError: if the folder holds a run (without `--resume`), none (with it) or foreign files, or is inside or around a
+            store or in the folder of its images; if the checkpoint is past `--max-steps`, or has other adapters.
+        TrainError: if the run has no complete checkpoint.
         StoreError: if a store cannot be opened.
     """
     output = config.output_dir
@@ -60,6 +59,8 @@ def find_start(config: TrainConfig) -> Start:
             on = "continue it with --resume" if is_begun else "it ended before its first checkpoint: remove the folder"
             raise UsageError(f"{output} already has a run; {on}, or choose another --output-dir")
         return Start(checkpoint=None, state=None)
+    if not is_run(output) and not (output / checkpoint.CHECKPOINTS).exists():
+        raise UsageError(f"there is no run in {output}; give the --output-dir of one, or leave out --resume to begin one there")
     folder = checkpoint.last_whole(output)
     state = checkpoint.read_state(folder)
     if state.steps_done > config.max_steps:
@@ -71,7 +72,7 @@ def find_start(config: TrainConfig) -> Start:
         if before != now:
             option = "--" + name.replace("_", "-")
             remedy = f"leave out {option}" if before is None else f"use {option} {before}"
-            raise StateError(
+            raise UsageError(
                 f"{option} is {now}, and {folder} was trained with {before}; {remedy}, "
                 "or start a new run in another --output-dir"
             )
@@ -111,8 +112,11 @@ def _refuse_place(config: TrainConfig) -> None:
         )
 
 
-def take(config: TrainConfig, start: Start) -> None:
+def take(config: TrainConfig, start: Start) -> bytes:
     """Claim the output folder for this run; remove the metrics of an earlier run that recorded no step.
+
+    Return the `status.json` that this replaces, empty if there is none. Checkpoints that the start has skipped as damaged are
+    set aside.
 
     Raises:
         TrainError: if the folder cannot be written.
@@ -120,11 +124,15 @@ def take(config: TrainConfig, start: Start) -> None:
     output = config.output_dir
     try:
         output.mkdir(parents=True, exist_ok=True)
+        former = (output / STATUS).read_bytes() if (output / STATUS).exists() else b""
         write_status(output, RunStatus.RUNNING, start.steps_done, begins=True)
         if start.checkpoint is None:  # an earlier validation was of other weights
             (output / METRICS).unlink(missing_ok=True)
+        else:
+            checkpoint.set_aside(start.checkpoint)
     except OSError as error:
         raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
+    return former
 
 
 def write_config(config: TrainConfig, shares: Sequence[WeightedStore], world_size: int) -> None:
@@ -180,17 +188,36 @@ def write_status(output_dir: Path, state: RunStatus, step: int, reason: str | No
     disk.
     """
     path = output_dir / STATUS
-    if not begins:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads(path.read_bytes())["state"] == RunStatus.FAILED:
-                return
+    if not begins and _state(path) == RunStatus.FAILED:
+        return
     text = json.dumps({"state": state, "step": step, "reason": reason})
     write_durably(path, text.encode() + b"\n", syncs=state is not RunStatus.RUNNING)
 
 
+def _state(path: Path) -> object:
+    """Return the state that a `status.json` has; None if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(path.read_bytes())["state"]
+    return None
+
+
+def _put_back(output_dir: Path, former: bytes) -> None:
+    """Undo what `take` has written, unless a rank has recorded a failure or has undone it already."""
+    path = output_dir / STATUS
+    if _state(path) == RunStatus.RUNNING:
+        if former:
+            write_durably(path, former)
+        else:
+            path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
-def failures_recorded(config: TrainConfig, ranks: TrainRanks, steps_done: Callable[[], int]) -> Iterator[None]:
+def failures_recorded(
+    config: TrainConfig, ranks: TrainRanks, start: Start, former: bytes, steps_done: Callable[[], int | None]
+) -> Iterator[None]:
     """Record a failure of the body in `status.json`, except what only follows from another rank's.
+
+    A run that the body refuses to resume keeps its `former` status. `steps_done`: None until all checks have passed.
 
     Raises:
         TrainError: instead of an error that does not say what to do.
@@ -203,16 +230,21 @@ def failures_recorded(config: TrainConfig, ranks: TrainRanks, steps_done: Callab
     except BaseException as error:
         reason = str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
         explained = ""
+        is_lost_peer = ranks.world_size > 1 and _is_lost_peer(error)
         if isinstance(error, OSError):
             reason = f"{error.filename or output} cannot be read or written: {error.strerror or error}"
             explained = f"{reason}; {checkpoint.way_on(output, first='fix that, then ')}"
         elif isinstance(error, metrics.NotFiniteError):
             reason = explained = f"{error}; {checkpoint.way_on(output)}, with a lower --learning-rate"
-        elif ranks.world_size > 1 and _is_lost_peer(error):
+        elif is_lost_peer:
             reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"
             explained = f"{reason}; the cause is that rank's own message, also in status.json in {output}"
+        is_refusal = isinstance(error, BucketlineError | KeyboardInterrupt) or is_lost_peer
         with contextlib.suppress(OSError):  # on a failing disk, report the first failure
-            write_status(output, RunStatus.FAILED, steps_done(), reason)
+            if (done := steps_done()) is None and start.checkpoint is not None and is_refusal:
+                _put_back(output, former)
+            else:
+                write_status(output, RunStatus.FAILED, start.steps_done if done is None else done, reason)
         if explained:
             raise TrainError(explained) from error
         raise

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from bucketline.train.noise_schedule import CONFIG as SCHEDULER
 from bucketline.train.outputs.lora_file import METADATA, PEFT_PREFIX, for_other_tools
 from bucketline.train.parallel import plain_class
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -32,6 +34,7 @@ class WholeModel:
     """All tensors; the folder is loadable with `from_pretrained`."""
 
     folder: str  # in diffusers' layout, such as `unet`
+    scheduler: str | None = None  # its configuration as JSON, written next to that folder: a run from there has its objective
 
     def config(self, model: nn.Module) -> str:
         """Return the configuration stored next to the tensors, as JSON."""
@@ -51,8 +54,12 @@ model = {kind}.from_pretrained(".", subfolder="{folder}")"""
 
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
         """Write copies of the results of `config` and `tensors` to a folder."""
-        _save(tensors, folder / MODEL_FILE, {"format": "pt"})
+        save_tensors(tensors, folder / MODEL_FILE, {"format": "pt"})
         (folder / "config.json").write_text(config, encoding="utf-8")
+        if self.scheduler is not None:
+            path = folder.parent / SCHEDULER
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(self.scheduler, encoding="utf-8")
 
     def fill(self, folder: Path, model: nn.Module) -> None:
         """Load such a folder into a model.
@@ -105,13 +112,13 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
         if self.pipeline:
             # The format of diffusers' `save_lora_weights`, which preserves rank, alpha and layers.
-            _save(tensors, folder / LORA_FILE, {"format": "pt", METADATA: config})
+            save_tensors(tensors, folder / LORA_FILE, {"format": "pt", METADATA: config})
         else:
-            _save(tensors, folder / PEFT_FILE, {"format": "pt"})
+            save_tensors(tensors, folder / PEFT_FILE, {"format": "pt"})
             (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
         alpha = json.loads(config)[f"{self.part}.lora_alpha" if self.pipeline else "lora_alpha"]
         others = for_other_tools(tensors, self.part, alpha, is_kohyas=self.pipeline is not None)
-        _save(others, folder / KOHYA_FILE, {})
+        save_tensors(others, folder / KOHYA_FILE, {})
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         return load_file(folder / (LORA_FILE if self.pipeline else PEFT_FILE))
@@ -135,11 +142,18 @@ def average_folder(weights: Weights) -> str:
     return weights.folder + AVERAGE_SUFFIX
 
 
-def weights_of(family: ModelFamily, *, adapters: bool) -> Weights:
-    """Return which weights of a model a checkpoint holds."""
-    return Adapters(part=family.folder, pipeline=family.pipeline) if adapters else WholeModel(folder=family.folder)
+def weights_of(family: ModelFamily, *, adapters: bool, scheduler: Mapping[str, Any] | None = None) -> Weights:
+    """Return which weights of a model a checkpoint holds; `scheduler`: the configuration to write with a whole model."""
+    if adapters:
+        return Adapters(part=family.folder, pipeline=family.pipeline)
+    named = None if scheduler is None else {"_class_name": "DDPMScheduler", **scheduler}
+    return WholeModel(folder=family.folder, scheduler=None if named is None else json.dumps(named, indent=2) + "\n")
 
 
-def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a new safetensors file, with the permissions of any new file: safetensors' own are for the owner only."""
     path.parent.mkdir(exist_ok=True)
+    path.touch()
+    mode = path.stat().st_mode
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+    path.chmod(mode)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import subprocess
+import sys
 import time
-from multiprocessing import get_context
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +19,10 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.plan.cache_needs import bytes_at_once, num_bytes_of, sidecar_bytes_of
 from bucketline.store.remote.cache import folder as folder_module
 from tests.building import make_store, samples_of
+from tests.commands import ROOT
 from tests.unit.loader.test_remote import LINE_BYTES, WITH_LINES, pushed
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bucketline.loader import Batch
     from bucketline.store import Store
 
@@ -45,12 +46,12 @@ def digest(batch: Batch) -> str:
     return found.hexdigest()
 
 
-def read(url: str, options: dict[str, Any], answer: Path) -> None:
+def read(url: str, options: dict[str, Any], answer: str) -> None:
     """Be a run: note the digests of its batches."""
     small_lines()
     with Loader(url, LoaderConfig(**options, deadline=DEADLINE_S)) as loader:
         digests = [digest(batch) for batch in loader]
-    answer.write_text(json.dumps(digests), encoding="ascii")
+    Path(answer).write_text(json.dumps(digests), encoding="ascii")
 
 
 def used(cache: Path) -> int:
@@ -79,30 +80,27 @@ def test_two_runs_on_a_cache_for_one_finish_with_the_right_batches(
             expected.append([digest(batch) for batch in loader])
     assert limit < num_bytes_of(stores["a"])
     cache = tmp_path / "cache"
-    context = get_context("forkserver")  # this process may have used object storage, and is not forked
-    context.set_forkserver_preload([__name__])
     answers = [tmp_path / f"{number}.json" for number in range(2)]
-    runs = [
-        context.Process(
-            target=read,
-            args=(urls[name], {**options, "cache": str(cache), "cache_bytes": str(limit)}, answer),
-        )
-        for name, options, answer in zip(names, asked, answers, strict=True)
-    ]
-    for run in runs:
-        run.start()
+    runs = []
+    for name, options, answer in zip(names, asked, answers, strict=True):
+        given = json.dumps([urls[name], {**options, "cache": str(cache), "cache_bytes": str(limit)}, str(answer)])
+        runs.append(subprocess.Popen([sys.executable, "-m", __name__, given], cwd=ROOT, stdin=subprocess.DEVNULL))
     end, most = time.monotonic() + LONGEST_S, 0
     try:
-        while any(run.is_alive() for run in runs) and time.monotonic() < end:
+        while any(run.poll() is None for run in runs) and time.monotonic() < end:
             most = max(most, used(cache))
             time.sleep(0.002)
-        assert [run.exitcode for run in runs] == [0, 0]
+        assert [run.returncode for run in runs] == [0, 0]
     finally:
         for run in runs:
             run.kill()
-            run.join()
+            run.wait()
     assert [json.loads(answer.read_bytes()) for answer in answers] == expected
     assert 0 < most <= limit
     assert used(cache) <= limit
     shards = list(cache.rglob("*.lmdb"))
     assert sum(path.stat().st_blocks * 512 - 4096 for path in shards) <= limit  # a block of the file system's own for each
+
+
+if __name__ == "__main__":
+    read(*json.loads(sys.argv[1]))

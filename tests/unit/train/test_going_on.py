@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.errors import StateError, TrainError
+from bucketline.errors import StateError, TrainError, UsageError
 from bucketline.store.change.garbage_collect import collect
 from bucketline.store.write.publish import lock_store
 from bucketline.train import step as step_module
@@ -136,10 +136,12 @@ def test_a_run_that_ends_after_a_checkpoint_is_told_to_resume(folder: Path) -> N
     ],
 )
 def test_a_resume_with_other_adapters_names_the_option_that_differs(
-    before: dict[str, object], now: dict[str, object], message: str, folder: Path
+    before: dict[str, object], now: dict[str, object], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(config(folder, max_steps=1, **before), ALONE)
-    with pytest.raises(StateError, match=message) as refused:
+    said = "the adapters fit only this random base, of this seed" in capsys.readouterr().err
+    assert said is ("lora_rank" in before), "the tests' model has no weights"
+    with pytest.raises(UsageError, match=message) as refused:
         train(config(folder, max_steps=2, resume=True, **now), ALONE)
     assert "--model" not in str(refused.value)
 

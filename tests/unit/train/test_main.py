@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from bucketline.errors import UsageError
+from bucketline.train.main import main
 from tests.commands import ROOT, spawn
 from tests.unit.train.tiny_run import as_arguments, config
 
@@ -67,6 +69,7 @@ def test_every_field_is_explained_in_the_help() -> None:
         ({"checkpoint_minutes": 0.0}, "--checkpoint-minutes is 0.0, expected a number above 0"),
         ({"mode_scale": 2.0}, "--mode-scale is 2.0, expected -1 to 1.75"),
         ({"clip_norm": 0.0}, "--clip-norm is 0.0"),
+        ({"image_prompts": ("few",), "num_images": 0}, "--image-prompts is few, and --num-images is 0"),
         ({"batch_size": None}, "no batch size given: pass --batch-size, --batch-pixels or --batch-tokens"),
         ({"batch_pixels": 9}, "set by --batch-size 2 and --batch-pixels 9, expected exactly one of"),
         (
@@ -86,6 +89,22 @@ def test_a_senseless_option_ends_with_2_and_a_message_without_a_traceback(tmp_pa
     done = spawn([sys.executable, MAIN, *arguments])
     assert (done.code, done.out) == (2, "")
     assert done.err == "error: --batch-size is 0, expected 1 or more\n"
+
+
+@pytest.mark.parametrize("option", ["--batch-size=0", "--batch-size=many"])
+def test_of_several_ranks_the_first_one_prints_what_all_find_wrong(
+    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit) as end:
+            main([*as_arguments(config(tmp_path)), option])
+        assert end.value.code == 2
+        assert bool(waits) is (rank > 0), "torchrun ends all ranks with the first, which has to say why"
+        said = capsys.readouterr()
+        assert ("batch-size" in said.err, said.out) == (rank == 0, "")
 
 
 @pytest.mark.slow

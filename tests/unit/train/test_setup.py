@@ -109,7 +109,7 @@ def test_a_column_of_other_latents_is_refused_but_for_mirror_images(tmp_path: Pa
             r"--min-snr-gamma is 5\.0, and the .* is a flow; use --flow-weighting",
         ),
         ({"flow_weighting": FlowWeighting.COSMAP}, UsageError, r"--flow-weighting is cosmap, and the objective is epsilon"),
-        ({"lora_rank": 2, "lora_targets": "to_q,to_z"}, ModelError, r"--lora-targets has 'to_z', .* such as to_q,to_k"),
+        ({"lora_rank": 2, "lora_targets": "to_q,to_z"}, UsageError, r"--lora-targets has 'to_z', .* such as to_q,to_k"),
         ({"flip": 0.5}, UsageError, r"flip is 0\.5, .* has no latent_flipped"),
     ],
 )

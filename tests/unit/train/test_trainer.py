@@ -10,23 +10,28 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed import DistError
 
 from bucketline.errors import StateError, TrainError, UsageError
 from bucketline.store.format.mixture_file import MixedStore, write_mixture
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
+from bucketline.train.config import OptimizerName
 from bucketline.train.evaluation.image_grid import draw_loss_curve
+from bucketline.train.main import main
 from bucketline.train.outputs import progress, run_dir, weights
 from bucketline.train.outputs.checkpoint import read_state
 from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.parallel import TrainRanks
 from bucketline.train.trainer import train
-from tests.building import tree
-from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, make_training_store, samples
+from tests.building import flip_bit, tree
+from tests.unit.train.tiny_run import ALONE, add_to_store, as_arguments, config, losses, make_training_store, samples
 
 
 def status(output: Path) -> dict[str, object]:
@@ -129,8 +134,24 @@ def test_a_resume_at_the_last_step_leaves_the_same_metrics(folder: Path) -> None
     asked = config(folder, validate_every=7)
     train(asked, ALONE)
     before = losses(asked.output_dir)
-    train(replace(asked, resume=True), ALONE)
+    said = str(train(replace(asked, resume=True), ALONE))
     assert losses(asked.output_dir) == before
+    assert said.startswith("already at step 7: nothing to train; a larger --max-steps trains on\n")
+    assert str(train(replace(asked, resume=True, max_steps=8), ALONE)).startswith("trained 8 steps\n")
+
+
+def test_a_damaged_checkpoint_never_pushes_out_the_good_one_before_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = config(folder, checkpoint_every=1, accumulation=1, max_steps=2)
+    train(asked, ALONE)
+    checkpoints = asked.output_dir / "checkpoints"
+    flip_bit(checkpoints / "step-00000002" / "unet" / "diffusion_pytorch_model.safetensors", 80_000)
+    train(replace(asked, resume=True, checkpoint_every=None, max_steps=3), ALONE)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000001", "step-00000002.damaged", "step-00000003"]
+    said = capsys.readouterr().err
+    assert "step-00000002 is incomplete or damaged" in said
+    assert "step-00000002 is now step-00000002.damaged" in said
+    train(replace(asked, resume=True, checkpoint_every=None, max_steps=4), ALONE)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002.damaged", "step-00000003", "step-00000004"]
 
 
 def test_what_a_crash_left_behind_the_checkpoint_is_cut_away(folder: Path) -> None:
@@ -218,7 +239,7 @@ def test_a_full_disk_ends_the_run_with_a_clear_error_and_the_checkpoints_before_
 
 
 def test_a_signal_ends_the_run_at_a_checkpoint_from_which_it_goes_on_exactly(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = config(folder, output_dir=folder / "whole")
     train(whole, ALONE)
@@ -233,8 +254,10 @@ def test_a_signal_ends_the_run_at_a_checkpoint_from_which_it_goes_on_exactly(
         return real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run_module, "train_step", step_and_signal)
-    summary = train(asked, ALONE)
-    assert (summary.steps_done, summary.stopped_by) == (4, "SIGTERM")
+    with pytest.raises(SystemExit) as end:
+        main(as_arguments(asked))
+    assert end.value.code == 128 + signal.SIGTERM, "what a shell's && takes for the end of training"
+    assert "stopped by SIGTERM after 4 steps" in capsys.readouterr().out
     assert status(asked.output_dir) == {"state": "stopped", "step": 4, "reason": "SIGTERM"}
     train(replace(asked, resume=True), ALONE)
     assert losses(asked.output_dir) == losses(whole.output_dir)
@@ -267,7 +290,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_was(folder: Path) -
 
 def test_a_resume_without_a_checkpoint_is_refused_and_makes_nothing(folder: Path) -> None:
     asked = config(folder, resume=True)
-    with pytest.raises(TrainError, match="no complete checkpoint"):
+    with pytest.raises(UsageError, match=r"there is no run in .*run; give the --output-dir of one, or leave out --resume"):
         train(asked, ALONE)
     assert not asked.output_dir.exists()
 
@@ -282,8 +305,40 @@ def test_a_resume_behind_the_checkpoint_is_refused(folder: Path) -> None:
 def test_a_resume_with_another_global_batch_is_refused_naming_both(folder: Path) -> None:
     asked = config(folder, max_steps=2)
     train(asked, ALONE)
+    before = tree(asked.output_dir)
     with pytest.raises(StateError, match=r"global_batch was 4 .* and is 6 now"):
         train(replace(asked, batch_size=3, max_steps=4, resume=True), ALONE)
+    with pytest.raises(UsageError, match="--optimizer is muon"):
+        train(replace(asked, optimizer=OptimizerName.MUON, max_steps=4, resume=True), ALONE)
+    assert tree(asked.output_dir) == before, "a refused resume leaves the record of the run"
+
+
+@pytest.mark.parametrize("former", [b'{"state": "done"}', b'{"state": "failed"}', b""])
+def test_a_refused_resume_puts_the_former_status_back_and_a_crash_is_recorded(tmp_path: Path, former: bytes) -> None:
+    asked, path = config(tmp_path), tmp_path / "run" / "status.json"
+    path.parent.mkdir()
+    start = cast("Any", SimpleNamespace(checkpoint=Path("step-00000002"), steps_done=2))
+    ranks = TrainRanks(rank=0, world_size=2)
+    for error, is_put_back in (
+        (UsageError("no"), True),
+        (KeyboardInterrupt(), True),
+        (DistError("the other rank has gone"), True),
+        (MemoryError(), False),
+    ):
+        path.unlink(missing_ok=True)
+        if former:
+            path.write_bytes(former)
+        taken = run_dir.take(asked, start)
+        assert status(path.parent)["state"] == "running"
+        with (
+            pytest.raises((type(error), TrainError)),
+            run_dir.failures_recorded(asked, ranks, start, taken, lambda: None),
+        ):
+            raise error
+        if is_put_back:
+            assert (path.read_bytes() if path.exists() else b"") == former
+        else:
+            assert status(path.parent) == {"state": "failed", "step": 2, "reason": "MemoryError: "}
 
 
 def test_a_resume_with_other_shares_of_the_same_global_batch_goes_on(folder: Path) -> None:

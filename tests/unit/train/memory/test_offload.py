@@ -171,7 +171,8 @@ def test_compiled_blocks_get_a_budget_instead(monkeypatch: pytest.MonkeyPatch, t
     ("options", "words"),
     [
         ({"offload_blocks": 4}, "--offload-blocks is 4, expected --lora-rank and --gradient-checkpointing with it"),
-        ({"offload_blocks": 4, "lora_rank": 2}, "expected --lora-rank and --gradient-checkpointing with it"),
+        ({"offload_blocks": 4, "lora_rank": 2}, "is 4, expected --gradient-checkpointing with it: a backward pass"),
+        ({"offload_blocks": 4, "gradient_checkpointing": True}, "is 4, expected --lora-rank with it: only frozen blocks"),
         ({"offload_blocks": -1}, "--offload-blocks is -1"),
         ({"activation_memory": 1.5}, "--activation-memory is 1.5, expected 0 to 1"),
         ({"activation_memory": 0.5, "gradient_checkpointing": True}, "which recomputes all"),

@@ -102,8 +102,27 @@ def test_weights_are_taken_where_there_are_some(tmp_path: Path) -> None:
 def test_damaged_weights_are_refused_and_never_replaced_by_random_ones(tmp_path: Path) -> None:
     folder = write_unet(tmp_path)
     (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(b"\x10" * 100)
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(
+        ModelError, match=r"cannot be loaded: .*; expected safetensors of the config\.json next to them: download"
+    ):
         load(folder, facts(), seed=0)
+
+
+def test_a_damaged_bin_is_named_with_what_to_do_and_diffusers_says_nothing_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_unet(tmp_path)
+    (folder / "unet" / "diffusion_pytorch_model.bin").write_bytes(b"\x10" * 100)
+    with pytest.raises(ModelError, match=r"model\.bin\) cannot be loaded: .*download the model again, or convert it"):
+        load(folder, facts(), seed=0)
+    assert (caplog.text, capfd.readouterr().err) == ("", "")
+
+
+def test_a_whole_bin_is_read(tmp_path: Path) -> None:
+    _, made = load(write_unet(tmp_path), facts(), seed=3)
+    torch.save(made.state_dict(), tmp_path / "unet" / "diffusion_pytorch_model.bin")
+    _, loaded = load(tmp_path, facts(), seed=0)
+    assert torch.equal(loaded.get_parameter("conv_in.weight"), made.get_parameter("conv_in.weight"))
 
 
 def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,15 @@ from bucketline.errors import MissingExtraError, UsageError
 from bucketline.extras import extra_named
 from bucketline.train.config import Decaying, Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
 from bucketline.train.optimizers.choice import KINDS, expect_possible
+from bucketline.train.outputs.weights import Adapters, WholeModel, average_folder
+from bucketline.train.setup import expect_same_optimizer
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from bucketline.train.outputs.weights import Weights
 
 BF16: dict[str, Any] = {"weights": WeightDtype.BF16, "precision": Precision.BF16}
 ALONE_IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True, "clip_norm": None}
@@ -73,13 +78,35 @@ def test_another_optimizer_than_the_checkpoints_is_refused_naming_both(folder: P
 
 
 @pytest.mark.parametrize(
+    ("weights", "has_average", "begun"),
+    [
+        (WholeModel(folder="unet"), True, "--model {}"),
+        (Adapters(part="unet", pipeline="A"), False, "--lora-from {}/lora/pytorch_lora_weights.safetensors"),
+        (Adapters(part="unet", pipeline="A"), True, "--lora-from {}/lora_ema/pytorch_lora_weights.safetensors"),
+        (Adapters(part="transformer", pipeline=None), True, "--lora-from {}/lora_ema/adapter_model.safetensors"),
+    ],
+)
+def test_another_optimizer_begins_from_the_files_that_a_checkpoint_has(
+    tmp_path: Path, weights: Weights, begun: str, *, has_average: bool
+) -> None:
+    (tmp_path / (average_folder(weights) if has_average else weights.folder)).mkdir()
+    asked = config(tmp_path, optimizer=OptimizerName.MUON)
+    with pytest.raises(UsageError, match=re.escape(begun.format(tmp_path)) + "$"):
+        expect_same_optimizer(asked, {"optimizer": "adamw"}, tmp_path, weights)
+
+
+@pytest.mark.parametrize(
     ("chosen", "world_size", "message"),
     [
         ({"optimizer": "schedule-free", "lr_schedule": LrSchedule.COSINE}, 1, "needs no schedule, and --lr-schedule is cosine"),
         ({"optimizer": "schedule-free", "ema": Ema.OFF}, 1, "leave out --ema off and --ema-every"),
         ({"optimizer": "schedule-free", "ema_every": 2}, 1, "leave out --ema off and --ema-every"),
         ({"optimizer": "muon", **BF16}, 1, "leave out --weights bf16, or choose adamw, adamw-bf16, adamw-8bit"),
-        ({"weights": WeightDtype.BF16, "precision": Precision.FP32}, 1, "give --precision bf16 as well"),
+        (
+            {"weights": WeightDtype.BF16, "precision": Precision.FP32},
+            1,
+            r"is fp32 \(also by auto, .*\): give --precision bf16 as well",
+        ),
         ({**BF16, "lora_rank": 4}, 1, "--weights is bf16 with --lora-rank 4"),
         ({"optimizer": "adamw-8bit", "sharding": Sharding.FSDP}, 2, "give --sharding ddp, or choose adamw, adamw-bf16"),
         ({"optimizer": "prodigy", "sharding": Sharding.FSDP}, 2, "--optimizer is prodigy, which does not work on sharded"),

@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import shutil
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from bucketline.train.outputs.checkpoint import RunState, TrainedStore, damage, 
 from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
 from bucketline.train.outputs.weights import WholeModel
 from tests.building import flip_bit, tree
+from tests.commands import spawn
 from tests.unit.train.tiny_run import ALONE, UNET
 
 if TYPE_CHECKING:
@@ -155,9 +157,20 @@ def test_a_full_disk_leaves_the_checkpoints_before_as_they_were(tmp_path: Path, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_sync_tree", full)
-    with pytest.raises(TrainError, match=r"step-00000002 cannot be written: .*No space left"):
+    with pytest.raises(TrainError, match=r"step-00000002 cannot be written: No space left on device, \d+ bytes are free"):
         save(tmp_path, trained, state(2), keep=1)
     assert tree(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_called_that_whichever_library_writes_when_it_is_full(tmp_path: Path) -> None:
+    ran = spawn([sys.executable, "-m", "tests.unit.train.outputs.filled_disk", tmp_path])
+    assert ran.code == 0, ran.out + ran.err
+    kind, *said, done = ran.out.splitlines()
+    assert done.endswith("done")
+    assert any("safetensors" in line or "serializing" in line for line in said)
+    assert any("inline_container" in line or "iostream" in line for line in said)
+    assert kind == "limit" or all("cannot be written: No space left on device, " in line for line in said)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -223,6 +236,33 @@ def test_a_torn_checkpoint_that_a_run_has_gone_back_behind_costs_no_whole_one(tm
     saved = save(tmp_path, parts(), state(2), keep=1)
     assert last_whole(tmp_path) == saved
     assert not left.exists()
+
+
+def names(output_dir: Path) -> list[str]:
+    return sorted(path.name for path in (output_dir / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_with_files_of_other_lengths_does_not_count_as_kept(tmp_path: Path) -> None:
+    trained = parts()
+    for steps_done in (1, 2, 3):
+        save(tmp_path, trained, state(steps_done), keep=9)
+    (checkpoint.place(tmp_path, 3) / "optimizer.pt").write_bytes(b"cut")
+    save(tmp_path, trained, state(4), keep=2)
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+    save(tmp_path, trained, state(5), keep=2)
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+
+
+def test_what_a_resume_has_skipped_is_set_aside_under_its_own_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained = parts()
+    resumed = save(tmp_path, trained, state(4), keep=2)
+    for _ in range(2):
+        save(tmp_path, trained, state(9), keep=2)
+        with caplog.at_level(logging.WARNING):
+            checkpoint.set_aside(resumed)
+    save(tmp_path, trained, state(12), keep=2)
+    assert names(tmp_path) == ["step-00000004", "step-00000009.damaged", "step-00000009.damaged1", "step-00000012"]
+    assert "step-00000009 is now step-00000009.damaged1 and does not count as kept; remove it" in caplog.text
 
 
 def test_a_resumed_optimizer_has_this_runs_options_and_the_saved_state(tmp_path: Path) -> None:

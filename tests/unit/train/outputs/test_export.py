@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import DDPMScheduler, UNet2DConditionModel
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
@@ -19,12 +19,13 @@ from bucketline.errors import UsageError
 from bucketline.train.commands.export_model import main
 from bucketline.train.config import Ema
 from bucketline.train.ema import Average
+from bucketline.train.noise_schedule import Objective, load_schedule
 from bucketline.train.outputs.host_copy import HostCopies
 from bucketline.train.outputs.hub import HubUploads
 from bucketline.train.outputs.saver import Saver
 from bucketline.train.trainer import train
 from tests.hub_server import TOKEN, Hub, running_hub
-from tests.unit.train.tiny_run import ALONE, config
+from tests.unit.train.tiny_run import ALONE, SCHEDULER, config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,6 +151,35 @@ def test_a_finished_run_is_on_the_hub_and_a_resumed_one_adds_a_commit(folder: Pa
     assert hub.files["me/photos"] == {name: (export / name).read_bytes() for name in names}
     train(replace(asked, max_steps=6, resume=True, push_exports=False), ALONE)
     assert hub.commits["me/photos"] == ["2 steps", "4 steps", "6 steps"]
+
+
+def test_training_goes_on_from_a_checkpoint_or_an_export_with_the_objective_of_its_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = config(folder, objective=Objective.V_PREDICTION, max_steps=1, export_every=1, ema=Ema.OFF)
+    saved = train(asked, ALONE).checkpoint
+    export, exported = asked.output_dir / "exports" / saved.name, folder / "exported"
+    main([str(asked.output_dir), str(exported), "--last"], prog="bucketline export-model")
+    capsys.readouterr()
+    for start in (saved, export, exported):
+        scheduler: Any = DDPMScheduler
+        assert scheduler.from_pretrained(start, subfolder="scheduler").config.prediction_type == "v_prediction"
+        assert load_schedule(start, torch.device("cpu")).objective is Objective.V_PREDICTION
+        schedule = json.loads((start / "scheduler" / "scheduler_config.json").read_bytes())
+        assert schedule == {**SCHEDULER, "prediction_type": "v_prediction"}
+    train(replace(asked, model=saved, objective=None, output_dir=folder / "onward"), ALONE)
+    assert "has no scheduler/" not in capsys.readouterr().err
+    assert "scheduler/scheduler_config.json" in json.loads((saved / "digests.json").read_bytes())["files"]
+
+
+def test_others_may_read_the_files_of_a_run_that_the_umask_lets_them_read(folder: Path) -> None:
+    (probe := folder / "probe").touch()
+    asked = config(folder, lora_rank=2, max_steps=1, export_every=1)
+    train(asked, ALONE)
+    assert main([str(asked.output_dir), str(folder / "exported")], prog="bucketline export-model") == 0
+    files = [path for place in (asked.output_dir, folder / "exported") for path in place.rglob("*") if path.is_file()]
+    assert sum(path.suffix == ".safetensors" for path in files) == 8
+    assert {path.stat().st_mode for path in files} == {probe.stat().st_mode}
 
 
 def test_a_hub_that_refuses_costs_warnings_and_no_run(
