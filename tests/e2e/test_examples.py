@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_in(folder: Path, arguments: list[str]) -> Ran:
     command, *rest = arguments
-    if command != "torchrun":
+    if command != "bucketline":
         with contextlib.chdir(folder):
             return call(command, *rest)
     return spawn(["bash", "-c", f"cd {shlex.quote(str(folder))} && exec {shlex.join([str(BIN / command), *rest])}"])
@@ -149,8 +149,7 @@ def test_the_example_of_plan_prints_a_plan(packed: Ran, folder: Path) -> None:
 def test_the_example_of_the_trainer_trains(packed: Ran, folder: Path) -> None:
     assert packed.code == 0
     arguments = example_of(TrainConfig)
-    assert arguments[:2] == ["torchrun", "train/main.py"]
-    arguments[1] = str(ROOT / "train" / "main.py")
+    assert arguments[:2] == ["bucketline", "train"]
     arguments[arguments.index("--max-steps") + 1] = "1"
     done = run_in(folder, [*arguments, "--num-images", "1", "--image-steps", "1"])
     assert done.code == 0, done.err
