@@ -21,7 +21,7 @@ from bucketline.files.redact import redacted_within
 from bucketline.forks import ForkSafeLock
 from bucketline.store.remote.clients import connect, refuse_forked
 from bucketline.store.remote.plain_http import PlainHttp
-from bucketline.store.remote.urls import Kind, RemoteOptions, is_url, parse_url
+from bucketline.store.remote.urls import Kind, RemoteOptions, identity_of, is_url, parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -80,6 +80,7 @@ class ObjectFolder:
     """
 
     url: str  # without user and password, for messages
+    identity: str  # of the place: two folders of equal identity are the same one
     options: RemoteOptions
 
     def __init__(self, url: str, options: RemoteOptions | None = None) -> None:
@@ -88,6 +89,7 @@ class ObjectFolder:
         self._secret_url = url.rstrip("/")
         self.url = self._address.url
         self.options = options or RemoteOptions()
+        self.identity = identity_of(self._address, self.options)
         self._lock = ForkSafeLock()
         self._clients: dict[bool, ObjectStore] = {}
         is_far = self.kind not in ("file", "memory")

@@ -83,7 +83,7 @@ class SealedShard:
         self.entry, self.source = entry, source
         self._plain_reads = plain_reads
         self.name = entry.name
-        self.paths = shard_paths(store, entry.name)
+        self.paths = shard_paths(store, entry.name) if source is None else source.paths(entry)
         self.takes_any_length = False  # whether to read a file whose length differs from the manifest's
         self._is_ours = False  # whether the file's shard id has been checked
         self._shared: tuple[BlockTable, int] | None = None

@@ -12,11 +12,15 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from bucketline.store.format.layout import ShardPaths
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
 
 
 class ShardSource(Protocol):
     """The source of the files of a store's shards. Each method raises a StoreError if it cannot do it."""
+
+    def paths(self, entry: ShardEntry) -> ShardPaths:
+        """Return the places of a shard's files on this machine."""
 
     def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
         """Make sidecars available at their paths, with the contents that the manifest lists."""

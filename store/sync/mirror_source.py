@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from bucketline.store.format.layout import ShardPaths
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
@@ -48,6 +49,10 @@ class MirrorSource:
 
     def _is_in_the_bucket(self, name: str) -> bool:
         return (self._path / "shards" / f"{name}.remote").exists() or sent_note(self._path, name).exists()
+
+    def paths(self, entry: ShardEntry) -> ShardPaths:
+        """Return the places of a shard's files in the mirror; see `ShardSource`."""
+        return shard_paths(self._path, entry.name)
 
     def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
         """Make sidecars available; see `ShardSource`."""

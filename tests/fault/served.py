@@ -19,6 +19,7 @@ from bucketline.store import Store
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import read_manifest
+from bucketline.store.remote.cache.cached_paths import cached_paths
 from bucketline.store.remote.cache.cached_shard import HEADER_BYTES, LISTS
 from tests.fault.forcing import started
 
@@ -171,10 +172,10 @@ def check_cache(cache: Path, store: Path) -> int:
     Raises:
         WrongPassError: if one differs.
     """
-    manifest = read_manifest(store)
     count = 0
-    for entry in manifest.shards:
-        path = shard_paths(cache / manifest.store_id, entry.name).lmdb
+    found_in = [(folder, entry) for entry in read_manifest(store).shards for folder in cache.iterdir() if folder.is_dir()]
+    for folder, entry in found_in:
+        path = cached_paths(folder, entry).lmdb
         if not path.with_suffix(LISTS).exists():
             continue
         num_lines = -(-entry.lmdb.num_bytes // LINE_BYTES)

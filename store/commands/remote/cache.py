@@ -44,10 +44,10 @@ class Cache:
             print_json({"cache": str(path), "stores": list(map(asdict, kept)), "removed": list(map(asdict, removed))})
             return 0
         for store in removed:
-            print(f"removed {store.url} ({store.store_id}): {human_bytes(store.num_bytes)}")
+            print(f"removed {store.url} ({store.folder}): {human_bytes(store.num_bytes)}")
         for store in kept:
             use = "open" if store.is_open else "not open"
             pinned, ring = human_bytes(store.pinned_bytes), human_bytes(store.ring_bytes)
-            print(f"{store.url} ({store.store_id}): {human_bytes(store.num_bytes)}, {pinned} pinned, {ring} in the ring, {use}")
+            print(f"{store.url} ({store.folder}): {human_bytes(store.num_bytes)}, {pinned} pinned, {ring} in the ring, {use}")
         print(f"{path}: {counted(len(kept), 'store')}, {human_bytes(sum(store.num_bytes for store in kept))}")
         return 0

@@ -82,9 +82,8 @@ class LineTable:
 
     def look_at_all(self) -> None:
         """Look at every shard, if all of them have been read from before."""
-        lists = {id(source): source.lists() for source in self._own_sources}
-        pairs = [(source, shard) for source, shard in zip(self._sources, self._shards, strict=True) if source is not None]
-        if all(shard.name in lists[id(source)] for source, shard in pairs):
+        pairs = zip(self._sources, self._shards, strict=True)
+        if all(source is None or source.has_list(shard.entry) for source, shard in pairs):
             for ordinal in np.flatnonzero(~self._is_known).tolist():
                 self._look_at(ordinal)
 

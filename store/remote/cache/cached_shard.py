@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import secrets
+import stat
 import threading
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bucketline.errors import StoreError
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.shard.address_range import map_file
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 ABSENT, PINNED, RING, OLD_PINNED, OLD_RING = range(5)  # a line's byte; OLD: written before the machine started, unchecked
 LISTS = ".lines-present"
 MAGIC = b"bucketline.lines"
-HEADER_BYTES = 64  # magic, shard id, boot id (16 bytes each), length of the shard's file (U64), zeros
+HEADER_BYTES = 64  # magic, key, boot id (16 bytes each), length of the shard's file (U64), zeros
 _LINE_BITS = 21  # a shard's file has at most 16 TiB
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _SWEEP_ABOVE = 4 << 20  # allocated bytes beyond those of the present lines, before a file is searched for left ones
@@ -50,10 +52,11 @@ def boot_id() -> bytes:
 class CachedShard:
     """One shard's file and list, open in this process."""
 
-    def __init__(self, path: Path, num_bytes: int, shard_id: str, locks: RangeLocks) -> None:
-        """Open both files; make them if they are missing, or of another shard.
+    def __init__(self, path: Path, num_bytes: int, key: str, locks: RangeLocks) -> None:
+        """Open both files; make them if they are missing or damaged.
 
-        `path` is that of the shard's file, `num_bytes` its length, `locks` those of all shards of the store.
+        `path` is that of the shard's file, `num_bytes` its length, `key` the digest of what it holds (`CachedPaths`), `locks`
+        those of all shards of the store.
 
         Raises:
             OSError: if a file cannot be made or opened, such as on a full disk.
@@ -61,32 +64,28 @@ class CachedShard:
         self.path, self.num_bytes, self.locks = path, num_bytes, locks
         self._writing = threading.Lock()  # the file system has one too, at which threads spin
         self.num_lines = -(-num_bytes // LINE_BYTES)
-        self._first_lock = first_lock(bytes.fromhex(shard_id))
+        self._key = bytes.fromhex(key)
+        self._first_lock = first_lock(self._key)
         setup = self._first_lock | (1 << _LINE_BITS) - 1  # beyond every line
         locks.exclusive(setup)
         try:
-            view = self._open(bytes.fromhex(shard_id))
+            view = self._open()
         finally:
             locks.unlock(setup)
         self.present: NDArray[np.uint8] = view[HEADER_BYTES : HEADER_BYTES + self.num_lines]
         self.last_use: NDArray[np.int64] = view[uses_at(self.num_lines) :].view("<i8")
         self._sweep()
 
-    def _open(self, shard_id: bytes) -> NDArray[np.uint8]:
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            is_whole = os.fstat(fd).st_size == self.num_bytes
-            view = self._list(shard_id) if is_whole else None
-            if view is None:
-                # another shard's, or one that was being made: no line is believed, from the first moment
-                self._list_path.unlink(missing_ok=True)
-                os.ftruncate(fd, 0)
-                os.ftruncate(fd, self.num_bytes)
-                self._make_list(shard_id)
-                view = self._list(shard_id)
-                assert view is not None
-        finally:
-            os.close(fd)
+    def _open(self) -> NDArray[np.uint8]:
+        view = self._list() if self._has_length() else None
+        if view is None:
+            # New files take the places of what is missing or damaged: another process may have mapped those that are there.
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_list()
+            self._make_hole()
+            view = self._list()
+            assert view is not None
+        self._inode = self.path.lstat().st_ino
         if (now := boot_id()) != view[32:48].tobytes():
             lines = view[HEADER_BYTES : HEADER_BYTES + self.num_lines]
             lines[lines == PINNED] = OLD_PINNED
@@ -98,8 +97,15 @@ class CachedShard:
     def _list_path(self) -> Path:
         return self.path.with_suffix(LISTS)
 
-    def _list(self, shard_id: bytes) -> NDArray[np.uint8] | None:
-        """Return the list's file, mapped; None if there is none of this shard."""
+    def _has_length(self) -> bool:
+        try:
+            status = self.path.lstat()
+        except FileNotFoundError:
+            return False
+        return stat.S_ISREG(status.st_mode) and status.st_size == self.num_bytes
+
+    def _list(self) -> NDArray[np.uint8] | None:
+        """Return the list's file, mapped; None if there is none of these contents."""
         expected = uses_at(self.num_lines) + 8 * self.num_lines
         try:
             fd = os.open(self._list_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -111,11 +117,23 @@ class CachedShard:
             view = np.frombuffer(map_file(fd, expected, writable=True), dtype=np.uint8)
         finally:
             os.close(fd)
-        is_own = view[:32].tobytes() == MAGIC + shard_id and int(view[48:56].view("<u8")[0]) == self.num_bytes
+        is_own = view[:32].tobytes() == MAGIC + self._key and int(view[48:56].view("<u8")[0]) == self.num_bytes
         return view if is_own else None
 
-    def _make_list(self, shard_id: bytes) -> None:
-        header = MAGIC + shard_id + boot_id() + self.num_bytes.to_bytes(8, "little")
+    def _make_hole(self) -> None:
+        aside = self.path.with_name(f"{secrets.token_hex(4)}.tmp{self.path.suffix}")
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            os.ftruncate(fd, self.num_bytes)
+            aside.replace(self.path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+    def _make_list(self) -> None:
+        header = MAGIC + self._key + boot_id() + self.num_bytes.to_bytes(8, "little")
         data = header.ljust(uses_at(self.num_lines) + 8 * self.num_lines, b"\0")
         aside = self._list_path.with_name(f"{self._list_path.name}.{secrets.token_hex(4)}.tmp")
         try:
@@ -140,12 +158,15 @@ class CachedShard:
 
         Raises:
             OSError: if the disk is full or fails; also from the function.
+            StoreError: if the file is another one than the list is of: it was removed, or damaged and made again.
         """
         at, end = self.place(line)
         locks = self.locks.duplicate()
         try:
             fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
+                if os.fstat(fd).st_ino != self._inode:
+                    raise StoreError(f"{self.path} was replaced while it was open; open the store again")
                 with self._writing:
                     # allocated at once, writing takes the processor half as long or less
                     if fallocate(fd, at, end) and (number := ctypes.get_errno()) in FULL:
@@ -208,9 +229,9 @@ def uses_at(num_lines: int) -> int:
     return -(-(HEADER_BYTES + num_lines) // 8) * 8
 
 
-def first_lock(shard_id: bytes) -> int:
+def first_lock(key: bytes) -> int:
     """Return the number of the lock of a shard's first line. Those of other shards differ, but for one in 2^40."""
-    return int.from_bytes(shard_id[:5], "big") << _LINE_BITS
+    return int.from_bytes(key[:5], "big") << _LINE_BITS
 
 
 def punch(path: Path, begin: int, end: int) -> None:

@@ -62,7 +62,7 @@ class Evictor:
 
     def _search(self) -> list[_Victim]:
         found: list[_Victim] = []
-        for path in self._folder.glob(f"*/shards/*{LISTS}"):
+        for path in self._folder.glob(f"*/*/*{LISTS}"):
             with suppress(OSError):
                 data = np.fromfile(path, dtype=np.uint8)
                 if len(data) < HEADER_BYTES or data[:16].tobytes() != MAGIC:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from bucketline.command_line import human_bytes
-from bucketline.errors import CorruptError, StoreError
+from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_durably
 from bucketline.forks import ForkSafeLock
 from bucketline.store.format.hashing import LINE_BYTES
@@ -40,7 +40,7 @@ SPARE_BYTES = 2 * LINE_BYTES  # of a disk that was full, for others
 RELEASED_AT_ONCE = 4 * LINE_BYTES  # of the space that is allocated for the ring
 _ROOM, _SPACE, _REMOVED = "room", "ring-space", "removed-"
 _IN_USE = 1 << 62  # number of the lock that every process which has a store open holds
-_STORE_ID = re.compile(r"[0-9A-Za-z_]{1,64}")
+_FOLDER = re.compile(r"[0-9A-Za-z_]{1,64}")  # of a store; earlier versions named it by the store's id
 _LOOK_AGAIN_S = 10.0  # after no store could be removed
 
 
@@ -48,7 +48,7 @@ _LOOK_AGAIN_S = 10.0  # after no store could be removed
 class CachedStore:
     """A store in the cache, as `store cache info` shows it."""
 
-    store_id: str
+    folder: str  # its name in the cache
     url: str
     pinned_bytes: int
     ring_bytes: int
@@ -67,7 +67,7 @@ class StoreFolder:
     def __init__(self, path: Path, url: str) -> None:
         self.path = path
         while True:
-            (path / "shards").mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
             self.locks = RangeLocks(path / LOCKS)
             is_held = self.locks.try_shared(_IN_USE)
             with suppress(FileNotFoundError):
@@ -167,17 +167,14 @@ class CacheFolder:
         before, self.limit = self.limit, max(self.limit, min(self.asked_limit, self._bytes_on_disk() - SPARE_BYTES))
         return self.limit > before
 
-    def open_store(self, store_id: str, url: str) -> StoreFolder:
-        """Return a store's folder, made if it is missing.
+    def open_store(self, key: str, url: str) -> StoreFolder:
+        """Return a store's folder, made if it is missing; `key` is that of `store_key`.
 
         Raises:
-            CorruptError: if the id cannot be a folder's name.
             StoreError: if the folder cannot be made.
         """
-        if not _STORE_ID.fullmatch(store_id):
-            raise CorruptError(f"{url}: {store_id!r:.80} is not a store's id")
         try:
-            folder = StoreFolder(self.path / store_id, url)
+            folder = StoreFolder(self.path / key, url)
             self.unpin(folder)
         except OSError as error:
             raise StoreError(
@@ -192,15 +189,13 @@ class CacheFolder:
         """
         excess = self.room.kept() - (self.limit - self.ring_bytes)
         if excess > 0 and folder.locks.try_exclusive(_IN_USE):
-            for path in sorted((folder.path / "shards").glob(f"*{LISTS}"), reverse=True):
+            for path in sorted(folder.path.glob(f"*/*{LISTS}"), key=lambda path: path.name, reverse=True):
                 excess -= unpin_lines(path, excess)
             self.recount()
             folder.locks.try_shared(_IN_USE)
 
     def _store_folders(self) -> list[Path]:
-        return sorted(
-            folder for folder in self.path.iterdir() if _STORE_ID.fullmatch(folder.name) and (folder / LOCKS).is_file()
-        )
+        return sorted(folder for folder in self.path.iterdir() if _FOLDER.fullmatch(folder.name) and (folder / LOCKS).is_file())
 
     def recount(self) -> None:
         """Count what the folder holds: a killed process may have left the counts behind what it did."""
@@ -255,7 +250,7 @@ class CacheFolder:
         removed: list[CachedStore] = []
         kept: list[CachedStore] = []
         for store in self.stores():
-            (removed if self._remove(self.path / store.store_id) else kept).append(store)
+            (removed if self._remove(self.path / store.folder) else kept).append(store)
         if not kept:
             self._space.shrink_to(0)
         self.recount()
@@ -273,7 +268,7 @@ class CacheFolder:
             is_open = not locks.try_exclusive(_IN_USE)
             locks.close()
             yield CachedStore(
-                store_id=folder.name,
+                folder=folder.name,
                 url=url,
                 pinned_bytes=pinned,
                 ring_bytes=ring,

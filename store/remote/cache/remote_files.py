@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.hashing import LINE_BYTES, bytes_digest
-from bucketline.store.format.layout import shard_paths
+from bucketline.store.remote.cache.cached_paths import cached_paths
 from bucketline.store.remote.cache.pauses import pause_after
 from bucketline.store.remote.deadlines import IN_TIME
 from bucketline.store.remote.lines import decode_lines, lines_name
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.remote.cache.cached_paths import CachedPaths
     from bucketline.store.remote.cache.folder import CacheFolder
     from bucketline.store.remote.objects import ObjectFolder
 
@@ -52,13 +53,21 @@ class RemoteFiles:
     def __init__(self, objects: ObjectFolder, cache: CacheFolder, path: Path, *, deadline_s: float) -> None:
         """`path` is the store's folder in the cache."""
         self._objects, self._cache, self._path, self._deadline_s = objects, cache, path, deadline_s
+        self._paths: dict[int, tuple[ShardEntry, CachedPaths]] = {}  # by id of the entry
         self._known: set[Path] = set()  # compared by this process
-        self._sums: dict[str, list[int]] = {}  # by shard
-        self._with_lines: dict[str, ShardEntry] = {}  # by shard
+        self._sums: dict[str, list[int]] = {}  # by key
+        self._with_lines: dict[Path, ShardEntry] = {}  # by extents
         self._lock = threading.Lock()
         self._failure: tuple[float, StoreError] | None = None  # the last deadline that has passed
         self._requested: dict[Path, Future[None]] = {}  # by `request`
         self._is_closed = threading.Event()
+
+    def paths(self, entry: ShardEntry) -> CachedPaths:
+        """Return the places of a shard's files in the cache."""
+        found = self._paths.get(id(entry))
+        if found is None:
+            found = self._paths[id(entry)] = entry, cached_paths(self._path, entry)
+        return found[1]
 
     def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
         """Make files available at their paths, and with a shard's extents the checksums of its lines, which come next.
@@ -82,15 +91,15 @@ class RemoteFiles:
         self._is_closed.set()
 
     def _with_own_lines(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> list[_File]:
-        wanted = [_File(self._name(path), path, self._checked(listed)) for path, listed in files]
+        wanted = [_File(_name(path), path, self._checked(listed)) for path, listed in files]
         for path, _ in files:
-            if path.suffix == EXTENTS and (entry := self._with_lines.get(path.stem)) is not None:
+            if path.suffix == EXTENTS and (entry := self._with_lines.get(path)) is not None:
                 wanted.append(self._lines_file(entry, is_optional=True))
         return wanted
 
     def expect_lines(self, entries: Iterable[ShardEntry]) -> None:
         """Note shards whose lines' checksums are objects of their own: of an earlier version of the format."""
-        self._with_lines.update({entry.name: entry for entry in entries})
+        self._with_lines.update({self.paths(entry).extents: entry for entry in entries})
 
     def try_again(self) -> None:
         """Request files again, although a deadline has just passed: a new iteration begins."""
@@ -100,7 +109,7 @@ class RemoteFiles:
         def check(data: bytes, path: Path) -> None:
             if (len(data), found := bytes_digest(data)) != (listed.num_bytes, listed.digest):
                 raise CorruptError(
-                    f"{self._objects.place(self._name(path))} is not the file that the manifest lists: it has {len(data)} "
+                    f"{self._objects.place(_name(path))} is not the file that the manifest lists: it has {len(data)} "
                     f"bytes and the digest {found}; restore the file that belongs there, or push the store again"
                 )
 
@@ -177,9 +186,6 @@ class RemoteFiles:
                 self._known.add(file.path)
                 return
 
-    def _name(self, path: Path) -> str:
-        return path.relative_to(self._path).as_posix()
-
     def _write(self, path: Path, data: bytes) -> None:
         """Write a file, complete from its first moment under this name. It is not synced: it is compared before it is used."""
         aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
@@ -202,10 +208,10 @@ class RemoteFiles:
         Raises:
             StoreError: if the shard has none: of an earlier version of the format, and not pushed by `store push`.
         """
+        paths = self.paths(entry)
         with self._lock:
-            if entry.name in self._sums:
-                return self._sums[entry.name]
-        paths = shard_paths(self._path, entry.name)
+            if paths.key in self._sums:
+                return self._sums[paths.key]
         self.fetch([(paths.extents, entry.extents)])
         file = PagedFile(paths.extents, entry.extents.num_bytes, EXTENTS_FORMAT, plain_reads=True)
         check_shard_id(entry, file)
@@ -219,7 +225,7 @@ class RemoteFiles:
                 "store again"
             )
         with self._lock:
-            return self._sums.setdefault(entry.name, sums)
+            return self._sums.setdefault(paths.key, sums)
 
     def _pushed_sums(self, entry: ShardEntry) -> list[int]:
         """Return the checksums that `store push` writes for shards of an earlier version."""
@@ -239,4 +245,10 @@ class RemoteFiles:
             decode_lines(data, entry, path)
 
         name = lines_name(entry.name)
-        return _File(name, self._path / name, check, is_optional=is_optional)
+        paths = self.paths(entry)
+        return _File(name, paths.folder / f"{entry.name}.lines", check, is_optional=is_optional)
+
+
+def _name(path: Path) -> str:
+    """Return the name of a file's object."""
+    return f"shards/{path.name}"

@@ -13,7 +13,7 @@ import numpy as np
 from bucketline.errors import StoreError
 from bucketline.forks import ForkSafeLock
 from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.format.layout import shard_paths
+from bucketline.store.remote.cache.cached_paths import store_key
 from bucketline.store.remote.cache.cached_shard import LISTS, PINNED, CachedShard
 from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.cache.line_fetcher import LineFetcher
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.remote.cache.cached_paths import CachedPaths
     from bucketline.store.remote.cache.held_line import FetchStats
     from bucketline.store.remote.urls import RemoteOptions
 
@@ -48,12 +49,12 @@ class RemoteSource:
         self.num_bytes = 0  # of the shards' files, in the generation that was opened last
         self.objects = objects
         self._cache = cache_folder(cache, objects.options.cache_bytes)
-        self._folder = self._cache.open_store(store_id, objects.url)
+        self._folder = self._cache.open_store(store_key(objects.identity, store_id), objects.url)
         self.path = self._folder.path
         deadline_s = objects.options.deadline_s
         self.files = files = RemoteFiles(objects, self._cache, self.path, deadline_s=deadline_s)
         self._entries: dict[int, ShardEntry] = {}
-        self._shards: dict[str, CachedShard] = {}
+        self._shards: dict[Path, CachedShard] = {}  # by file
         self._opening = threading.Lock()
         self.readers: weakref.WeakSet[object] = weakref.WeakSet()  # that hold lines ahead
         entries = self._entries
@@ -92,13 +93,17 @@ class RemoteSource:
             if not self._shards:
                 self._cache.unpin(self._folder)
 
+    def paths(self, entry: ShardEntry) -> CachedPaths:
+        """Return the places of a shard's files in the cache; see `ShardSource`."""
+        return self.files.paths(entry)
+
     def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
         """Make sidecars available; see `ShardSource`."""
         self.files.fetch(files)
 
     def open_shard(self, entry: ShardEntry) -> None:
         """Make a shard's sparse file available; see `ShardSource`."""
-        if not (self.is_inherited and entry.name in self._shards):
+        if not (self.is_inherited and self.paths(entry).lmdb in self._shards):
             self.cached(entry)
 
     def cached(self, entry: ShardEntry) -> CachedShard:
@@ -107,22 +112,23 @@ class RemoteSource:
         Raises:
             StoreError: if it cannot be made.
         """
-        found = self._shards.get(entry.name)
+        paths = self.paths(entry)
+        path = paths.lmdb
+        found = self._shards.get(path)
         if found is not None:
             return found
         self._refuse_inherited()
         with self._opening:
-            if entry.name not in self._shards:
-                path = shard_paths(self.path, entry.name).lmdb
+            if path not in self._shards:
                 try:
-                    shard = CachedShard(path, entry.lmdb.num_bytes, entry.shard_id, self._folder.locks)
+                    shard = CachedShard(path, entry.lmdb.num_bytes, paths.key, self._folder.locks)
                 except OSError as error:
                     raise StoreError(
                         f"{path} cannot be made: {error.strerror}; make room on the disk, or name another folder with --cache"
                     ) from error
                 self._entries[id(shard)] = entry
-                self._shards[entry.name] = shard
-            return self._shards[entry.name]
+                self._shards[path] = shard
+            return self._shards[path]
 
     @contextmanager
     def reading(self, entry: ShardEntry, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
@@ -152,9 +158,9 @@ class RemoteSource:
                 "that is started by spawn or forkserver, or read through a loader, which starts a service for itself"
             )
 
-    def lists(self) -> set[str]:
-        """Return the names of the shards that have been read from before, by any process."""
-        return {path.stem for path in (self.path / "shards").iterdir() if path.suffix == LISTS}
+    def has_list(self, entry: ShardEntry) -> bool:
+        """Return whether a shard has been read from before, by any process."""
+        return self.paths(entry).lmdb.with_suffix(LISTS).exists()
 
     def pinned(self, entry: ShardEntry) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Return which lines of a shard are pinned now, `[lines]`; they stay while the store is open."""
@@ -193,7 +199,7 @@ def open_remote(
 
     def source_of(manifest: Manifest) -> RemoteSource:
         with _lock:
-            key = os.getpid(), objects.url, options, cache, manifest.store_id
+            key = os.getpid(), objects.identity, options, cache, manifest.store_id
             source = _sources.get(key)
             if source is None:
                 source = _sources[key] = RemoteSource(objects, cache, manifest.store_id)
@@ -206,7 +212,7 @@ def open_remote(
     def expect(manifest: Manifest) -> None:
         if len(manifest.shards) <= AT_ONCE:
             opened.append(source_of(manifest))
-            paths = (shard_paths(opened[0].path, entry.name).extents for entry in manifest.shards)
+            paths = (opened[0].paths(entry).extents for entry in manifest.shards)
             opened[0].files.request([(path, entry.extents) for path, entry in zip(paths, manifest.shards, strict=True)])
 
     def find() -> Manifest:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.errors import CorruptError, StoreError
+from bucketline.errors import StoreError
 from bucketline.store.cli import main
 from bucketline.store.format.hashing import LINE_BYTES
+from bucketline.store.remote.cache.cached_paths import store_key
 from bucketline.store.remote.cache.folder import MARK, CacheFolder, is_cache
 from bucketline.store.remote.cache.room import Room
 from tests.unit.store.remote.cache.lines import open_shard
@@ -36,10 +37,10 @@ def test_a_store_that_no_process_has_open_is_removed_for_room_and_others_stay(tm
     stores[1].close()
     other._nothing_until = 0.0
     assert other.remove_oldest()
-    assert sorted(store.store_id[0] for store in other.stores()) == ["a", "c"]
+    assert sorted(store.folder[0] for store in other.stores()) == ["a", "c"]
     assert [store.is_open for store in other.stores()] == [True, True]
     again = other.open_store("b" * 32, "s3://b/b.store")
-    assert (again.path / "shards").is_dir()
+    assert again.path.is_dir()
 
 
 def test_a_mark_that_a_killed_process_left_half_removed_is_cleaned(tmp_path: Path) -> None:
@@ -50,10 +51,11 @@ def test_a_mark_that_a_killed_process_left_half_removed_is_cleaned(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == [MARK, "removed-photos", "room"]
 
 
-@pytest.mark.parametrize("store_id", ["../x", "", "a/b", "."])
-def test_an_id_that_leads_out_of_the_cache_is_refused(store_id: str, tmp_path: Path) -> None:
-    with pytest.raises(CorruptError, match="is not a store's id"):
-        CacheFolder(tmp_path / "cache", None).open_store(store_id, "s3://b/a.store")
+@pytest.mark.parametrize("store_id", ["../x", "", "a/b", ".", "a\0b", "\ud800"])
+def test_an_id_leads_nowhere_but_into_a_folder_of_the_cache(store_id: str, tmp_path: Path) -> None:
+    folder = CacheFolder(tmp_path / "cache", None).open_store(store_key("s3 b a.store", store_id), "s3://b/a.store")
+    assert folder.path.resolve().parent == tmp_path / "cache"
+    assert store_key("s3 b a.store", store_id) != store_key("s3 b c.store", store_id)
 
 
 def test_a_cache_that_is_too_small_says_so(tmp_path: Path) -> None:
