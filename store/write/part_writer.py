@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import UsageError
 from bucketline.store.format.hashing import caption_digest, sample_digest
 from bucketline.store.format.layout import pending_path, shard_paths
+from bucketline.store.read.store import Store
 from bucketline.store.write.row_form import new_record
 from bucketline.store.write.shard_writer import ShardWriter
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.block import BlockSpec
+    from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.write.arrays import Arrays
     from bucketline.store.write.row_form import RowForm
@@ -29,13 +31,18 @@ SHARD_BYTES = 2 << 30
 class PartWriter:
     """Writes shards of its own, for a `StoreWriter` to publish. `StoreWriter.part` makes it; it can be pickled before use.
 
-    Leaving its `with` block seals the last shard. After an error, what was committed stays pending for the next writer of the
+    Leaving its `with` block seals the last shard, which the store's writer then publishes. After an error, what was committed stays pending for the next writer of the
     store, and what was not is lost. Use it from one thread.
     """
 
-    def __init__(self, path: Path, form: RowForm, shard_names: str, shard_bytes: int) -> None:
+    def __init__(
+        self, path: Path, form: RowForm, shard_names: str, shard_bytes: int, manifest: Manifest | None = None
+    ) -> None:
+        """Write nothing yet. `manifest` is the generation that the part knows of its store; None if the folder is not one."""
         self.path = path
-        self.sealed: list[str] = []  # names of sealed shards, for `StoreWriter.publish`
+        self.sealed: list[str] = []  # names of the shards that this object has sealed
+        self._known = manifest
+        self._published: Store | None = None  # opened by the first question
         self._form = form
         self._shard_names = shard_names
         self._shard_bytes = shard_bytes
@@ -53,6 +60,21 @@ class PartWriter:
             self.seal()
         else:
             self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_published": None}  # the other process opens it by itself
+
+    def __contains__(self, sample_id: str) -> bool:
+        """Return True if the generation that this writer knows has the sample, or it was added here since.
+
+        A part knows the newest generation of when it was made. One index lookup per shard.
+        """
+        digest = sample_digest(sample_id)
+        if digest in self._added:
+            return True
+        if self._published is None and self._known is not None:
+            self._published = Store(self.path, self._known)
+        return self._published is not None and any(shard.find(digest) for shard in reversed(self._published.shards))
 
     def add(
         self,

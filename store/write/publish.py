@@ -182,9 +182,20 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
             for left in folder.glob("*"):
                 if (is_aside(left.name) or (folder.name == "pending" and left.suffix == ".sealing")) and not _is_folder(left):
                     left.unlink()
-        found = {path.stem for path in (store / "shards").glob("*.lmdb")} - manifest.known_shards
-        found = {name for name in found if not name.startswith(COPY_PREFIX)}
-        return sorted(found - listed_by_any(store, found))
+        return unlisted(store, manifest)
+
+
+def unlisted(store: Path, manifest: Manifest, beginnings: tuple[str, ...] = ("",)) -> list[str]:
+    """Return the names of sealed shards that no generation lists yet, and that begin with one of `beginnings`.
+
+    Call under the store's lock.
+
+    Raises:
+        StoreError: if a generation is damaged that may list one.
+    """
+    found = {path.stem for path in (store / "shards").glob("*.lmdb")} - manifest.known_shards
+    found = {name for name in found if name.startswith(beginnings) and not name.startswith(COPY_PREFIX)}
+    return sorted(found - listed_by_any(store, found))
 
 
 def remove_interrupted_copies(store: Path, manifest: Manifest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import warnings
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bucketline.command_line import counted
 from bucketline.errors import StoreError, UsageError
 from bucketline.files.redact import redacted
 from bucketline.store.format.block import Column
@@ -23,7 +25,7 @@ from bucketline.store.read.store import Store
 from bucketline.store.remote.urls import is_url
 from bucketline.store.write.newest import is_published, newest_manifest
 from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter
-from bucketline.store.write.publish import FOLDERS, Contents, adopt, lock_store, new_manifest, prepare_store, publish
+from bucketline.store.write.publish import FOLDERS, Contents, adopt, lock_store, new_manifest, prepare_store, publish, unlisted
 from bucketline.store.write.ragged_form import checked_groups
 from bucketline.store.write.row_form import RowForm, checked_caption, roles_of
 from bucketline.typed_json import encode
@@ -125,6 +127,7 @@ class StoreWriter(PartWriter):
         )
         super().__init__(Path(path), form, "", shard_bytes)
         self._wanted_names = shard_names and _checked_names(shard_names)
+        self._parts: set[str] = set()  # what the names of their shards begin with
         self._held = ExitStack()
 
     def __enter__(self) -> StoreWriter:
@@ -153,19 +156,26 @@ class StoreWriter(PartWriter):
             with self._held:
                 if error is None:
                     self.publish()
+                    self._warn_of_open_parts()
                 self.close()
         finally:
             self._shard_names = ""
 
     def __contains__(self, sample_id: str) -> bool:
-        """Return True if the newest generation has the sample, or it was added since; one index lookup per shard."""
-        digest = sample_digest(sample_id)
-        return digest in self._added or any(shard.find(digest) for shard in reversed(self._published.shards))
+        """Return True if the newest generation has the sample, or it was added since; one index lookup per shard.
+
+        Raises:
+            UsageError: before the writer's `with` block.
+        """
+        if self._known is None:
+            self._refuse_outside()
+        return super().__contains__(sample_id)
 
     def publish(self, sealed: Iterable[str] = ()) -> Manifest:
         """Seal the current shard and publish a generation with all rows added so far; readers that open it now see them.
 
-        `sealed` are the names of shards that parts have sealed. The writer can continue. If nothing is new, nothing is written.
+        What the parts of this writer have sealed, in whatever process, is published too; `sealed` names further shards, of
+        parts that `part` did not make. The writer can continue. If nothing is new, nothing is written.
 
         Raises:
             StoreError: if the disk is full or a shard's files are missing; what was committed is kept for the next writer.
@@ -173,7 +183,8 @@ class StoreWriter(PartWriter):
         self._refuse_outside()
         self.seal()
         self._begun = []  # even if publishing fails, the new generation may have been written: these shards must stay
-        self._take_over(publish(self.path, self.manifest, [*self.sealed, *sealed], ()))
+        theirs = unlisted(self.path, self.manifest, tuple(self._parts))
+        self._take_over(publish(self.path, self.manifest, {*self.sealed, *sealed, *theirs}, ()))
         self._forget_added()
         return self.manifest
 
@@ -190,17 +201,17 @@ class StoreWriter(PartWriter):
     def part(self, name: str) -> PartWriter:
         """Return a writer for another process, with shards of its own; `name` is made of letters, digits, `-` and `_`.
 
-        Send it there (it can be pickled), add rows, and give its `sealed` to `publish`. If that process is killed, the next
-        StoreWriter of the store adopts what it had committed. The same id in two parts is not noticed: the part whose name
-        sorts last wins.
+        Send it there (it can be pickled) and add rows in its `with` block. When that has been left, `publish` here, or leaving
+        this writer's block, publishes them. If that process is killed, the next StoreWriter of the store adopts what it had
+        committed. The same id in two parts is not noticed: the part whose name sorts last wins.
 
         Raises:
             UsageError: if the name cannot be part of a shard's name.
         """
         self._refuse_outside()
-        return PartWriter(
-            self.path, self._form, _checked_names(self._shard_names.replace("{", f"{name}-{{")), self._shard_bytes
-        )
+        names = _checked_names(self._shard_names.replace("{", f"{name}-{{"))
+        self._parts.add(names.partition("{")[0])
+        return PartWriter(self.path, self._form, names, self._shard_bytes, self.manifest)
 
     def _shard_with_room(self) -> ShardWriter:
         self._refuse_outside()
@@ -210,12 +221,23 @@ class StoreWriter(PartWriter):
         if not self._shard_names:
             raise UsageError(f"{self.path} is not being written; use its StoreWriter inside `with StoreWriter(…) as writer:`")
 
+    def _warn_of_open_parts(self) -> None:
+        """Name a shard that a part has begun and not sealed: the generation lacks its rows."""
+        left = sorted(path.stem for path in (self.path / "pending").glob("*.lmdb") if path.stem.startswith(tuple(self._parts)))
+        if left:
+            warnings.warn(
+                f"{self.path}: {counted(len(left), 'shard')} of its parts, the first is {left[0]}, has not been sealed, so its rows "
+                "are not published; have every process leave `with part:` before the writer's block ends. The store's next "
+                "StoreWriter publishes what was committed",
+                stacklevel=3,
+            )
+
     def _forget_added(self) -> None:
         self.sealed, self._begun = [], []
         self._added.clear()
 
     def _take_over(self, manifest: Manifest) -> None:
-        self.manifest = manifest
+        self.manifest = self._known = manifest
         self._published = Store(self.path, manifest)
 
 

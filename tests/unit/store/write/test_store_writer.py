@@ -199,7 +199,8 @@ def write_part(part: PartWriter, samples: list[Sample], *, is_killed: bool) -> l
 def test_parts_in_other_processes_are_published_together_and_a_killed_one_is_adopted(tmp_path: Path) -> None:
     path, own = tmp_path / "s", samples_of({BUCKET: 4}, "own/")
     theirs = [samples_of(ROWS, f"part{n}/") for n in range(3)]
-    with store_writer(path, shard_bytes=5000) as writer:
+    unsealed = pytest.warns(UserWarning, match=r"1 shard of its parts, the first is \S+-r2-\d+, has not been sealed")
+    with unsealed, store_writer(path, shard_bytes=5000) as writer:
         add_samples(writer, own)
         sealed: list[str] = []
         for n, samples in enumerate(theirs):
@@ -209,11 +210,52 @@ def test_parts_in_other_processes_are_published_together_and_a_killed_one_is_ado
             sealed += ended.gave or []
         assert len(sealed) > 2
         writer.publish(sealed)
-        check(path, [*own, *theirs[0], *theirs[1]])
+        known = [sample for sample in theirs[2] if sample.id in writer]  # of the shards that the killed part had sealed
+        assert 0 < len(known) < len(theirs[2])
+        check(path, [*own, *theirs[0], *theirs[1], *known])
     assert left_pending(path)
     with store_writer(path) as writer:
         assert writer.manifest.generation == 2
     check(path, [*own, *theirs[0], *theirs[1], *theirs[2]])
+
+
+def test_a_part_that_was_sent_away_is_published_although_the_parents_copy_sealed_nothing(tmp_path: Path) -> None:
+    path, theirs = tmp_path / "s", samples_of({BUCKET: 5}, "theirs/")
+    with store_writer(path) as writer:
+        part = writer.part("r0")
+        sent = pickle.dumps(part)
+        assert apart(lambda: write_part(pickle.loads(sent), theirs, is_killed=False), 60).how is How.DONE
+        assert part.sealed == []
+        assert writer.publish(part.sealed).samples == len(theirs)
+        assert theirs[0].id in writer
+    assert writer.manifest.generation == 1
+    check(path, theirs)
+
+
+def test_leaving_the_block_publishes_what_parts_have_sealed(tmp_path: Path) -> None:
+    theirs = samples_of({BUCKET: 5}, "theirs/")
+    with store_writer(tmp_path / "s") as writer:
+        sent = pickle.dumps(writer.part("r0"))
+        assert apart(lambda: write_part(pickle.loads(sent), theirs, is_killed=False), 60).how is How.DONE
+    check(tmp_path / "s", theirs)
+
+
+def test_a_part_knows_what_its_store_has(tmp_path: Path) -> None:
+    first, second = samples_of({BUCKET: 2}, "first/"), samples_of({BUCKET: 2}, "second/")
+    make_store(tmp_path / "s", first)
+    with store_writer(tmp_path / "s") as writer:
+        part = writer.part("r0")
+        assert first[0].id in part
+        with pickle.loads(pickle.dumps(part)) as elsewhere:
+            assert first[1].id in elsewhere
+            assert second[0].id not in elsewhere
+            add_samples(elsewhere, second[:1])
+            assert second[0].id in elsewhere
+
+
+def test_a_writer_knows_nothing_before_its_block(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not being written; use its StoreWriter inside"):
+        _ = "a.png" in store_writer(tmp_path / "s")
 
 
 def test_a_store_is_continued_and_a_later_sample_replaces_an_older_one(tmp_path: Path) -> None:
