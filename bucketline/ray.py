@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +19,9 @@ import numpy as np
 from bucketline.errors import UsageError
 from bucketline.extras import extra_named
 from bucketline.store import StoreWriter
-from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.remote.urls import is_url, refuse_misspelt, working_folder
 from bucketline.store.sync.parts import PartStore, take_sent
+from bucketline.store.sync.place import StorePlace
 from bucketline.store.sync.transfer.sender import PendingNotes
-from bucketline.store.sync.working import WorkingStore
 from bucketline.store.write.attempts import attempt_path, begin_attempt, begin_attempts, remove_attempts, take_shards
 from bucketline.store.write.part_writer import PartWriter
 from bucketline.store.write.publish import new_manifest
@@ -35,6 +32,7 @@ with extra_named("ray"):
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
 
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.store.sync.parts import SentShard
@@ -108,21 +106,17 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         Raises:
             UsageError: as `StoreWriter`; or if the URL cannot be a store's.
         """
-        self._objects: ObjectFolder | None = None
-        if isinstance(path, str):
-            refuse_misspelt(path)
-            self._objects = ObjectFolder.open(path, remote) if is_url(path) else None
-        self._path = working_folder(path if self._objects else Path(path), work).absolute()
+        self._place: StorePlace | None = StorePlace(path, remote, work)
+        self._objects, self._path = self._place.objects, self._place.path
         self._rows_per_task = rows_per_task
         self._writer: StoreWriter | None = StoreWriter(self._path, **contents)
-        self._working = WorkingStore(self._objects, self._path) if self._objects is not None else None
         self._form, self._shard_bytes = self._writer._form, self._writer._shard_bytes
         self._empty = new_manifest(self._writer._contents)
         self._run = secrets.token_hex(4)
         self._held: ExitStack | None = None  # during the job
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writer": None, "_working": None, "_held": None}  # the locks stay with the driver
+        return {**self.__dict__, "_writer": None, "_place": None, "_held": None}  # the locks stay with the driver
 
     @property
     def min_rows_per_write(self) -> int | None:
@@ -138,13 +132,11 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         if self._held is not None:
             return
         assert self._writer is not None
+        assert self._place is not None
         with ExitStack() as held:
-            if self._working is not None:
-                held.enter_context(self._working.held())
-            held.enter_context(self._writer)
-            if self._working is not None:
-                self._working.send_left(self._writer.manifest, lambda _: nullcontext(lambda _: None))
-                held.enter_context(PendingNotes(self._working.objects, f"{_RUN}{self._run}-"))
+            held.enter_context(self._place.held(self._writer))
+            if self._objects is not None:
+                held.enter_context(PendingNotes(self._objects, f"{_RUN}{self._run}-"))
             else:
                 begin_attempts(self._path, self._run)
                 held.callback(remove_attempts, self._path)
@@ -189,17 +181,16 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         """
         self.on_write_start()  # without any task, Ray has not called it
         assert self._writer is not None
+        assert self._place is not None
         assert self._held is not None
         with self._held:
             self._held = None
             for task in write_result.write_returns:
-                if self._working is None:
+                if self._objects is None:
                     take_shards(self._path, attempt_path(self._path, self._run, task.name), task.sealed)
                 else:
                     take_sent(self._path, task.sent)
-            published = self._writer.publish([name for task in write_result.write_returns for name in task.sealed])
-            if self._working is not None:
-                self._working.commit(published)
+            self._place.publish(self._writer, [name for task in write_result.write_returns for name in task.sealed])
 
     def on_write_failed(self, error: Exception) -> None:
         """Leave the store as it was before, and release its lock. Ray calls this on the driver."""

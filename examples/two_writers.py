@@ -45,7 +45,9 @@ def main(path: str) -> None:
             process.join()
         if any(process.exitcode for process in writers):
             raise SystemExit("a writer failed; run this again to continue")
-    print(f"{writer.manifest.samples - before} samples added, {writer.manifest.samples} in {len(writer.manifest.shards)} shards")
+    print(
+        f"{writer.manifest.samples - before} samples added, {writer.manifest.samples} in {len(writer.manifest.shards)} shards"
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest, read_manifest
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.format.text_block import TextSpec, quantised_spec
+    from bucketline.store.parallel.write_store import WriteSummary, write_store
     from bucketline.store.read.preadv import FileGather
     from bucketline.store.read.store import Bucket, OpenShards, Store
     from bucketline.store.write.part_writer import PartWriter
@@ -32,9 +33,11 @@ __all__ = [
     "Store",
     "StoreWriter",
     "TextSpec",
+    "WriteSummary",
     "new_record",
     "quantised_spec",
     "read_manifest",
+    "write_store",
 ]
 
 _PLACES = {
@@ -53,9 +56,11 @@ _PLACES = {
     "Store": "read.store",
     "StoreWriter": "write.store_writer",
     "TextSpec": "format.text_block",
+    "WriteSummary": "parallel.write_store",
     "new_record": "write.row_form",
     "quantised_spec": "format.text_block",
     "read_manifest": "format.manifest",
+    "write_store": "parallel.write_store",
 }
 
 

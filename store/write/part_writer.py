@@ -31,13 +31,11 @@ SHARD_BYTES = 2 << 30
 class PartWriter:
     """Writes shards of its own, for a `StoreWriter` to publish. `StoreWriter.part` makes it; it can be pickled before use.
 
-    Leaving its `with` block seals the last shard, which the store's writer then publishes. After an error, what was committed stays pending for the next writer of the
-    store, and what was not is lost. Use it from one thread.
+    Leaving its `with` block seals the last shard, which the store's writer then publishes. After an error, what was committed
+    stays pending for the next writer of the store, and what was not is lost. Use it from one thread.
     """
 
-    def __init__(
-        self, path: Path, form: RowForm, shard_names: str, shard_bytes: int, manifest: Manifest | None = None
-    ) -> None:
+    def __init__(self, path: Path, form: RowForm, shard_names: str, shard_bytes: int, manifest: Manifest | None = None) -> None:
         """Write nothing yet. `manifest` is the generation that the part knows of its store; None if the folder is not one."""
         self.path = path
         self.sealed: list[str] = []  # names of the shards that this object has sealed

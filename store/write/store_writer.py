@@ -16,7 +16,6 @@ from bucketline.errors import StoreError, UsageError
 from bucketline.files.redact import redacted
 from bucketline.store.format.block import Column
 from bucketline.store.format.columns import TOKENS, EntriesOf
-from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
 from bucketline.store.format.manifest import MANIFEST, check_fingerprint, newest_intact, refuse_difference, write_manifest
 from bucketline.store.format.manifest_entries import SHARD_NAME, bucket_entry, text_entry
@@ -226,7 +225,8 @@ class StoreWriter(PartWriter):
         left = sorted(path.stem for path in (self.path / "pending").glob("*.lmdb") if path.stem.startswith(tuple(self._parts)))
         if left:
             warnings.warn(
-                f"{self.path}: {counted(len(left), 'shard')} of its parts, the first is {left[0]}, has not been sealed, so its rows "
+                f"{self.path}: {counted(len(left), 'shard')} of its parts, the first is {left[0]}, has not been sealed, so "
+                "its rows "
                 "are not published; have every process leave `with part:` before the writer's block ends. The store's next "
                 "StoreWriter publishes what was committed",
                 stacklevel=3,

@@ -43,6 +43,18 @@ def test_torchs_dataloader_stops_and_goes_on(store: Store) -> None:
     assert total == 35 // 4 + 11 // 4
 
 
+def test_two_processes_write_one_store_and_a_rerun_adds_nothing(tmp_path: Path) -> None:
+    assert run("two_writers.py", tmp_path / "s").out == "60 samples added, 60 in 2 shards\n"
+    assert run("two_writers.py", tmp_path / "s").out == "0 samples added, 60 in 2 shards\n"
+    assert not verify(Store.open(tmp_path / "s"), lambda _: None, 1).corrupt
+
+
+def test_one_call_writes_a_store_by_two_processes(tmp_path: Path) -> None:
+    assert run("parallel_write.py", tmp_path / "s").out == "59 written, 0 there before, 1 left out\n"
+    assert run("parallel_write.py", tmp_path / "s").out == "0 written, 59 there before, 1 left out\n"
+    assert not verify(Store.open(tmp_path / "s"), lambda _: None, 1).corrupt
+
+
 def test_numpy_batches_are_printed(store: Store) -> None:
     lines = run("numpy_loop.py", store.path).out.splitlines()
     assert len(lines) == 35 // 4 + 11 // 4
