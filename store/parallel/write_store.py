@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.progress import progress_bar
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.store.sync.transfer.sender import ShardSender
 
-Item = TypeVar("Item")
-
 MOST_WORKERS = 1 << 10
 
 
@@ -48,11 +46,11 @@ class WriteSummary:
 
 def write_store(
     path: Path | str,
-    items: Iterable[Item] | Mapping[str, Item],
-    encode: Callable[[Item], Any],
+    items: Iterable[Any] | Mapping[str, Any],
+    encode: Callable[[Any], Any],
     *,
     workers: int | None = None,
-    ids: Callable[[Item], str | Sequence[str]] | None = None,
+    ids: Callable[[Any], str | Sequence[str]] | None = None,
     start: StartMethod = "spawn",
     remote: RemoteOptions | None = None,
     work: Path | str | None = None,

@@ -67,7 +67,7 @@ class Noting:
 
 
 def check(path: Path, names: Iterable[str]) -> None:
-    found = {}
+    found: dict[str, list[float]] = {}
     for bucket in Store.open(path).buckets():
         rows = np.arange(bucket.num_rows)
         found |= dict(zip(bucket.sample_ids(rows), bucket.read(rows, "latent", verify=True).tolist(), strict=True))
@@ -161,11 +161,10 @@ def test_after_a_kill_the_workers_commit_what_they_have_and_the_next_call_contin
     ended = apart(lambda: write_store(tmp_path / "s", NAMES, noting, workers=2, start="fork", columns=COLUMNS), 60)
     assert ended.how is How.DIED
     num_known = len(noting.names) - 2  # at most what the two have at hand is encoded again
-    until = time.monotonic() + 60
-    while True:
+    until, written = time.monotonic() + 60, None
+    while written is None:
         try:
             written = write_store(tmp_path / "s", NAMES, noting, workers=0, columns=COLUMNS)
-            break
         except LockedError:  # a worker that has not noticed yet
             assert time.monotonic() < until
             time.sleep(0.05)
