@@ -22,7 +22,7 @@ class Shuffle(StrEnum):
 
     FULL = "full"  # any row at any position, any bucket at any step
     BLOCKS = "blocks"  # reads stay within one window of rows at a time; buckets take turns in proportion
-    LINES = "lines"  # each machine reads shards of its own from front to back, several at a time; buckets take turns likewise
+    LINES = "lines"  # each machine reads shards of its own, several at a time, each in one go; buckets take turns likewise
     NONE = "none"  # stored order, one bucket after the other
 
 
@@ -93,7 +93,7 @@ class BatchOptions(RemoteArguments):
     """Seed of the sample order and, in training, of every other random draw."""
     shuffle: Shuffle = Shuffle.FULL
     """Shuffle mode: full; blocks, which keeps reads close together for slow media; lines, by which each machine reads shards
-    of its own from front to back, for object storage; none, the stored order."""
+    of its own, a few at a time, for object storage; none, the stored order."""
     lanes: int | None = None
     """Equal shares of each global batch that --shuffle lines deals the shards to; must divide every bucket's global batch.
     Any number of machines that divides it reads no line twice. Default: the number of machines; on resume, the saved number."""

@@ -292,7 +292,7 @@ class Loader:
         if any(getattr(self.config, name) != value for name, value in saved.items()):
             self._set_plan(replace(self.config, **saved))  # type: ignore[arg-type]
             self._set_backend()
-        found = check_state(state, self._state())
+        found = check_state(state, self._state(), self.plan.earlier_digest)
         if self._cursor.num_steps is not None and found.step > self._cursor.num_steps:
             raise StateError(
                 f"the state is at step {found.step}, this loader ends after {self._cursor.num_steps} steps; give more epochs"

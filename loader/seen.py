@@ -210,6 +210,8 @@ class Seen:
         config = LoaderConfig(**self._sizes(past), **past.settings, accumulation=past.accumulation)  # type: ignore[arg-type]
         rows = join(shares)
         plan = make_plan(rows, config, world_size=past.world_size)
+        if plan.earlier_digest == past.plan:
+            raise StateError(f"an earlier version planned them, whose shuffle {plan.shuffle} had another order")
         if plan.digest != past.plan:
             raise StateError(
                 f"the plan of these stores has the digest {plan.digest}, the state's {past.plan}; give all stores of the run, "

@@ -110,13 +110,21 @@ def parse_state(saved: Mapping[str, object]) -> LoaderState:
     return state
 
 
-def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderState:
+def check_state(saved: Mapping[str, object], present: LoaderState, earlier_plan: str | None = None) -> LoaderState:
     """Parse a saved state and check that a loader in the state `present` can resume from it.
+
+    `earlier_plan`: the digest that an earlier version gave the present plan, if it had another order by it.
 
     Raises:
         StateError: if it cannot; the message names the field, its saved and its current value.
     """
     state = parse_state(saved)
+    if state.plan == earlier_plan:
+        raise StateError(
+            f"the state is of an earlier version, whose shuffle {state.settings['shuffle']} had another order, that was nearly "
+            "the same in every epoch; continue at its step in the order of this version: --new-plan of the trainer, "
+            "Loader.start_anew(state), or resume with the version that saved it"
+        )
     for (name, before), (_, now) in zip(_deciding(state, present), _deciding(present, state), strict=True):
         if before != now or type(before) is not type(now):
             raise StateError(f"the loader's {name} was {before!r} when its state was saved and is {now!r} now; {_advice(name)}")

@@ -1,10 +1,11 @@
-"""How well the orders mix: rows that are neighbours in the store, and the rows of a shard, over an epoch."""
+"""How well the orders mix: rows that are neighbours in the store, and the rows of a shard; and how epochs differ."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,10 +16,13 @@ from bucketline.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+    from typing import TypeAlias
 
     from numpy.typing import NDArray
 
     from bucketline.loader.config import Shuffle
+
+    Order: TypeAlias = Callable[[int, int], NDArray[np.int64]]  # from a seed and an epoch to rows
 
 FULL = "shuffle full"
 
@@ -27,9 +31,11 @@ FULL = "shuffle full"
 class Mixing(Case):
     """Measure how well the orders mix, by arithmetic: no row is read.
 
-    Figures are of one epoch with a new seed per round. `same batch` and `within 2 batches`: the share of stored neighbours that
+    Figures have a new seed per round. Of one epoch: `same batch` and `within 2 batches`: the share of stored neighbours that
     come in one global batch, or at most two apart. `spread`: the standard deviation of the positions of a shard's rows, mean
-    over the shards, as a share of that of rows anywhere in the epoch. `shards`: distinct shards in a batch.
+    over the shards, as a share of that of rows anywhere in the epoch. `shards`: distinct shards in a batch. Over `--epochs`:
+    `again first`: the share of the rows that come first in an epoch (half a window of each lane) that come first (a window of
+    each) in the next one too, mean over the epochs.
 
     `shards and a buffer` is the usual rule of readers of tar shards: each of `--lanes` readers takes whole shards in a new
     order, and swaps every row with a random one of a buffer of `--buffer` rows.
@@ -51,6 +57,8 @@ class Mixing(Case):
     """Rows of a window of `blocks`, and of each lane of `lines`."""
     buffer: int = 4096
     """Rows of a reader's buffer."""
+    epochs: int = 5
+    """Epochs of which each is compared with the next."""
 
     def measure(self, folder: Path) -> list[Result]:
         del folder
@@ -59,7 +67,9 @@ class Mixing(Case):
         held = self._held()
         if len(held) < self.lanes:
             raise UsageError(f"there are {len(held)} shards, expected at least one for each of {self.lanes} lanes")
-        orders: dict[str, Callable[[int], NDArray[np.int64]]] = {
+        if self.epochs < 2:
+            raise UsageError(f"--epochs is {self.epochs}, expected 2 or more")
+        orders: dict[str, Order] = {
             FULL: partial(self._planned, held, Shuffle.FULL, 1),
             "shuffle blocks": partial(self._planned, held, Shuffle.BLOCKS, 1),
             "shuffle lines, 1 lane": partial(self._planned, held, Shuffle.LINES, 1),
@@ -67,12 +77,13 @@ class Mixing(Case):
             f"shards and a buffer, {self.lanes} readers": partial(self._buffered, held),
         }
         results = []
-        units = {"same batch": "share", "within 2 batches": "share", "spread": "share", "shards": "in a batch"}
+        of_one = {"same batch": "share", "within 2 batches": "share", "spread": "share", "shards": "in a batch"}
+        units = {**of_one, "again first": "share"}
         for figure, unit in units.items():
             subjects = [
                 Subject(
                     name=f"{figure}: {name}",
-                    measure=partial(self._figure, figure, held, order),
+                    measure=partial(self._figure, figure, held, order) if figure in of_one else partial(self._again, order),
                     limit=None if name == FULL else f"{figure}: {FULL}",
                 )
                 for name, order in orders.items()
@@ -90,7 +101,7 @@ class Mixing(Case):
         held: NDArray[np.int64] = largest.runs()[2]
         return held
 
-    def _planned(self, held: NDArray[np.int64], shuffle: Shuffle, lanes: int, seed: int) -> NDArray[np.int64]:
+    def _planned(self, held: NDArray[np.int64], shuffle: Shuffle, lanes: int, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows of an epoch's batches, in order."""
         from bucketline.loader.config import Remainder, Shuffle
         from bucketline.loader.plan.lanes import ShardRuns
@@ -107,11 +118,12 @@ class Mixing(Case):
             lanes=lanes if shuffle is Shuffle.LINES else 1,
             runs=(runs,),
         )
-        return np.concatenate([step.rows for step in plan.draw([(step, 0) for step in range(plan.steps_before(1))])])
+        steps = range(plan.steps_before(epoch), plan.steps_before(epoch + 1))
+        return np.concatenate([step.rows for step in plan.draw([(step, 0) for step in steps])])
 
-    def _buffered(self, held: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+    def _buffered(self, held: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.int64]:
         """Return an epoch of readers that take shards by turns and mix through a buffer each."""
-        random = np.random.default_rng(seed)
+        random = np.random.default_rng((seed, epoch))
         ends = np.cumsum(held)
         shards = random.permutation(len(held))
         streams = []
@@ -127,8 +139,13 @@ class Mixing(Case):
         batches = min(map(len, streams)) // share
         return np.stack([stream[: batches * share].reshape(batches, share) for stream in streams], axis=1).reshape(-1)
 
-    def _figure(self, figure: str, held: NDArray[np.int64], order: Callable[[int], NDArray[np.int64]], number: int) -> float:
-        rows = order(number)
+    def _again(self, order: Order, number: int) -> float:
+        first = self.window * self.lanes
+        epochs = [order(number, epoch)[:first] for epoch in range(self.epochs)]
+        return float(np.mean([np.isin(one[: first // 2], other).mean() for one, other in pairwise(epochs)]))
+
+    def _figure(self, figure: str, held: NDArray[np.int64], order: Order, number: int) -> float:
+        rows = order(number, 0)
         position = np.full(int(held.sum()), -1)
         position[rows] = np.arange(len(rows))
         shard = np.repeat(np.arange(len(held)), held)

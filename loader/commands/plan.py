@@ -33,7 +33,7 @@ class PlanCommand(BatchOptions):
     With `--shuffle full`, any batch may come at any step. With `blocks`, a bucket's rows are read in windows of
     `--shuffle-window` rows, each made of 16 blocks of neighbouring rows, and the buckets take turns in proportion to their
     batches. With `lines`, each of `--lanes` equal parts of a global batch comes from shards of its own, of which 16 at a time
-    are read from front to back and mixed. With `none`, rows come in stored order, one bucket after the other.
+    are read in one go and mixed. With `none`, rows come in stored order, one bucket after the other.
 
     With `--machines` and `--cache-bytes`, print the bill of `--shuffle lines` as well: what that many machines, each with such
     a cache, fetch from the store and read from their caches in each epoch. This also reads the extents, 33 KB for each GiB.

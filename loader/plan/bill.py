@@ -87,11 +87,13 @@ class MachineCache:
         self._room -= int(own[new[fits]].sum())
         in_ring = ~self._is_pinned[uses.line]
 
-        # Least recently used: gone if the lines used since its last use have more bytes than the ring.
-        used = np.concatenate([[0], np.cumsum(np.where(in_ring, own, 0)[by_time])])
-        at = uses.first[by_time]
-        between = used[np.searchsorted(at, uses.first, side="left")]
-        between -= used[np.searchsorted(at, np.roll(uses.last, 1), side="right")]
+        # Least recently used: gone if the lines used since its last use have more bytes than the ring. They are those whose use
+        # has begun before its next one, but for those whose use had ended before its last one did.
+        held = np.where(in_ring, own, 0)
+        by_end = np.argsort(uses.last, kind="stable")
+        begun, ended = (np.concatenate([[0], np.cumsum(held[order])]) for order in (by_time, by_end))
+        between = begun[np.searchsorted(uses.first[by_time], uses.first, side="left")]
+        between -= ended[np.searchsorted(uses.last[by_end], np.roll(uses.last, 1), side="right")]
         again = ~is_first & in_ring & (between > self._ring)
         is_fetched = again.copy()
         is_fetched[new] = True

@@ -9,8 +9,10 @@ an epoch, and need in each epoch what it has kept from the last one.
   ends: the number of its positions in a pass has a closed form. So a lane keeps its shards, up to those at its two ends.
 - In each pass a lane visits its shards in a new order, `SHARDS_AT_ONCE` or more at a time (a group). All buckets share these
   groups, and their batches take turns, so that they read the same part of the same shards.
-- A group is read in windows. Window j of q mixes part j of every shard of the group, by a keyed bijection. q is the same for
-  all buckets; a window of all of them has about `window_rows` rows.
+- A group is read in windows. Window j of q mixes, by a keyed bijection, one of q equal parts of every shard of the group. q is
+  the same for all buckets; a window of all of them has about `window_rows` rows.
+- A shard's parts begin at a row that a key of pass and shard decides, and go around: the rows before it come last. So windows
+  differ from pass to pass, also of a lane that has no other shards to combine them with.
 
 Only live row counts by shard are used, which the manifest has: no sidecar is read. A shard that a mixture repeats counts as
 several, which are neighbours when they are dealt and apart when they are visited.
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 
     from bucketline.loader.plan.order import Span
 
-_DEAL, _VISIT, _MIX = 4, 5, 6  # purposes of keys; the plan uses 1 and 2, draws use 3
+_DEAL, _VISIT, _MIX, _TURN = 4, 5, 6, 7  # purposes of keys; the plan uses 1 and 2, draws use 3
+TURNS = 8  # places in a part at which a shard may begin; with one, a lane of a single shard would have the same windows again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,12 +62,12 @@ class _Dealt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Window:
-    """Rows of one bucket that one lane mixes: consecutive rows of each shard of a group."""
+    """Rows of one bucket that one lane mixes: runs of consecutive rows, at most two of each shard of a group."""
 
     begin: int  # index of its first position in the lane
     end: int
-    starts: NDArray[np.int64]  # [K] rows of the shards before each shard
-    shift: NDArray[np.int64]  # [K] row number of a shard's first row here, less `starts`
+    starts: NDArray[np.int64]  # [R] rows of the runs before each run
+    shift: NDArray[np.int64]  # [R] row number of a run's first row, less `starts`
     key: int
 
 
@@ -237,6 +240,7 @@ class LanePass:
         units = np.flatnonzero(rows)
         key = np.uint64(key_of(lanes.seed, _VISIT, number))
         units = units[np.argsort(mix(units.astype(np.uint64) ^ key))]
+        self._turns = mix(units.astype(np.uint64) ^ np.uint64(key_of(lanes.seed, _TURN, number)))  # of each that is visited
         self.num_groups = max(1, min(len(units) // SHARDS_AT_ONCE, int(rows.sum()) // lanes.window_rows))
         group = np.arange(len(units)) * self.num_groups // max(1, len(units))
         of_group = np.bincount(group, rows[units], minlength=self.num_groups).astype(np.int64)
@@ -253,9 +257,12 @@ class LanePass:
             place = self._place[unit]
             order = np.argsort(place)
             group_ends = np.searchsorted(place[order], self._group_ends, side="left")
+            group = np.searchsorted(group_ends, np.arange(len(order)), side="right")
+            turns = self._turns[place[order]] % (self.num_windows[group] * TURNS).astype(np.uint64)
             found = self._runs[bucket] = _Runs(
                 first_row=first_row[order],
                 num_rows=count[order],
+                turn=turns.astype(np.int64),
                 group_ends=group_ends,
                 row_ends=np.concatenate([[0], np.cumsum(count[order])])[group_ends],
             )
@@ -263,18 +270,15 @@ class LanePass:
 
     def reads(self, bucket: int) -> Reads:
         """Return all windows of a bucket, each by its shards."""
-        runs, low, before, parts = self.runs(bucket), 0, 0, []
-        for group, high in enumerate(runs.group_ends.tolist()):
-            if high > low:
-                num_windows = int(self.num_windows[group])
-                edges = cuts(runs.num_rows[low:high], np.arange(num_windows + 1)[:, None], num_windows)
-                ends = before + edges.sum(axis=1)
-                count = np.diff(edges, axis=0)
+        runs, parts = self.runs(bucket), []
+        for number in range(self.num_groups):
+            group = self._group(runs, number)
+            if len(group.num_rows):
+                edges = group.edges(np.arange(group.num_windows + 1)[:, None])
+                ends = group.before + (edges - edges[0]).sum(axis=1)
+                first_row, count = group.stretches(edges[:-1], edges[1:])
                 window, run = np.nonzero(count)
-                first_row = runs.first_row[low:high][run] + edges[window, run]
-                parts.append((first_row, count[window, run], ends[window], ends[window + 1]))
-                before = int(ends[-1])
-            low = high
+                parts.append((first_row[window, run], count[window, run], ends[window], ends[window + 1]))
         empty = np.empty(0, dtype=np.int64)
         first_row, num_rows, begin, end = map(np.concatenate, zip(*parts, strict=True)) if parts else (empty,) * 4
         return Reads(first_row=first_row, num_rows=num_rows, begin=begin, end=end)
@@ -282,53 +286,69 @@ class LanePass:
     def window(self, bucket: int, index: int, pass_key: int) -> _Window:
         """Return the window that holds an index of the lane's part of the pass."""
         runs = self.runs(bucket)
-        group = int(np.searchsorted(runs.row_ends, index, side="right"))
-        low, high = (int(runs.group_ends[group - 1]) if group else 0), int(runs.group_ends[group])
-        before = int(runs.row_ends[group - 1]) if group else 0
-        num_rows, parts = runs.num_rows[low:high], int(self.num_windows[group])
-        first, past = 0, parts  # by bisection, the last part that begins at or before the index
-        while past - first > 1:
+        group = self._group(runs, int(np.searchsorted(runs.row_ends, index, side="right")))
+        first, past = 0, group.num_windows
+        while past - first > 1:  # by bisection, the last window that begins at or before the index
             middle = (first + past) // 2
-            if before + int(cuts(num_rows, middle, parts).sum()) <= index:
+            if int((group.edges(middle) - group.edges(0)).sum()) <= index - group.before:
                 first = middle
             else:
                 past = middle
-        return self._window_at(runs, group, first, pass_key)
+        return self._window_of(group, first, pass_key)
 
-    def _window_at(self, runs: _Runs, group: int, part: int, pass_key: int) -> _Window:
-        low, high = (int(runs.group_ends[group - 1]) if group else 0), int(runs.group_ends[group])
-        before = int(runs.row_ends[group - 1]) if group else 0
-        num_rows, parts = runs.num_rows[low:high], int(self.num_windows[group])
-        begins = cuts(num_rows, part, parts)
-        count = cuts(num_rows, part + 1, parts) - begins
+    def _group(self, runs: _Runs, number: int) -> _Group:
+        low, high = (int(runs.group_ends[number - 1]) if number else 0), int(runs.group_ends[number])
+        return _Group(
+            number=number,
+            num_windows=int(self.num_windows[number]),
+            before=int(runs.row_ends[number - 1]) if number else 0,
+            first_run=low,
+            first_row=runs.first_row[low:high],
+            num_rows=runs.num_rows[low:high],
+            turn=runs.turn[low:high],
+        )
+
+    def _window_of(self, group: _Group, number: int, pass_key: int) -> _Window:
+        begins, ends = group.edges(number), group.edges(number + 1)
+        begin = group.before + int((begins - group.edges(0)).sum())
+        first_row, count = group.stretches(begins, ends)
         starts = np.cumsum(count) - count
-        begin = before + int(begins.sum())
         return _Window(
             begin=begin,
             end=begin + int(count.sum()),
             starts=starts,
-            shift=runs.first_row[low:high] + begins - starts,
-            key=extend_key(extend_key(extend_key(extend_key(pass_key, _MIX), self._lane), group), part),
+            shift=first_row - starts,
+            key=extend_key(extend_key(extend_key(extend_key(pass_key, _MIX), self._lane), group.number), number),
         )
 
     def indices(self, bucket: int, rows: NDArray[np.int64], pass_key: int) -> NDArray[np.int64]:
-        """Return the index of each row in the lane's part of the pass, `[R]`: the inverse of what windows hold."""
+        """Return the index of each row in the lane's part of the pass, `[N]`: the inverse of what windows hold."""
         runs = self.runs(bucket)
         by_row = np.argsort(runs.first_row)
         run = by_row[np.searchsorted(runs.first_row[by_row], rows, side="right") - 1]
-        group = np.searchsorted(runs.group_ends, run, side="right")
-        parts, within = self.num_windows[group], rows - runs.first_row[run]
-        first, past = np.zeros_like(rows), parts.copy()  # by bisection, the last part that begins at or before the row
-        while (open_ := past - first > 1).any():
+        of_group, index = np.searchsorted(runs.group_ends, run, side="right"), np.empty_like(rows)
+        for number in np.unique(of_group).tolist():
+            own, group = of_group == number, self._group(runs, number)
+            index[own] = self._indices_in(group, run[own] - group.first_run, rows[own], pass_key)
+        return index
+
+    def _indices_in(self, group: _Group, run: NDArray[np.int64], rows: NDArray[np.int64], pass_key: int) -> NDArray[np.int64]:
+        """Return the index of each row of a group, `[N]`; `run`: its shard's number in the group."""
+        num_rows, turn = group.num_rows[run], group.turn[run]
+        begins, within = cuts(num_rows, turn, group.num_windows * TURNS), rows - group.first_row[run]
+        edge = within + np.where(within < begins, num_rows, 0)  # as `_Group.edges` count
+        first, past = np.zeros_like(rows), np.full_like(rows, group.num_windows)
+        while (open_ := past - first > 1).any():  # by bisection, the last window that begins at or before the row
             middle = np.where(open_, (first + past) // 2, first)
-            is_after = cuts(runs.num_rows[run], middle, parts) <= within
+            is_after = cuts(num_rows, turn + middle * TURNS, group.num_windows * TURNS) <= edge
             first, past = np.where(is_after, middle, first), np.where(is_after, past, middle)
-        window_of, index = np.stack([group, first], axis=1), np.empty_like(rows)
-        for own_group, part in np.unique(window_of, axis=0).tolist():
-            own = (group == own_group) & (first == part)
-            window = self._window_at(runs, own_group, part, pass_key)
-            low = int(runs.group_ends[own_group - 1]) if own_group else 0
-            values = rows[own] - window.shift[run[own] - low]
+        index = np.empty_like(rows)
+        for number in np.unique(first).tolist():
+            own = first == number
+            window = self._window_of(group, number, pass_key)
+            has_gone_around = edge[own] >= num_rows[own]
+            stretch = run[own] + np.where(has_gone_around, len(group.num_rows), 0)
+            values = rows[own] - window.shift[stretch]
             index[own] = window.begin + unpermute(values, window.end - window.begin, window.key)
         return index
 
@@ -349,8 +369,33 @@ class _Runs:
 
     first_row: NDArray[np.int64]  # [S]
     num_rows: NDArray[np.int64]  # [S]
+    turn: NDArray[np.int64]  # [S] where its first part begins, in parts / `TURNS`
     group_ends: NDArray[np.int64]  # [groups] number of runs up to and including each group's
     row_ends: NDArray[np.int64]  # [groups] likewise, of rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Group:
+    """A bucket's runs of the shards that are read at a time."""
+
+    number: int
+    num_windows: int
+    before: int  # index of its first position in the lane
+    first_run: int
+    first_row: NDArray[np.int64]  # [K]
+    num_rows: NDArray[np.int64]  # [K]
+    turn: NDArray[np.int64]  # [K]
+
+    def edges(self, window: int | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of each shard at which a window begins, `[…, K]`; from `num_rows` on, it has gone around."""
+        return cuts(self.num_rows, self.turn + window * TURNS, self.num_windows * TURNS)
+
+    def stretches(self, begin: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (first row, number of rows) of the shards' rows between two edges, `[…, 2 K]`: to their ends, then around."""
+        here, there = np.minimum(begin, self.num_rows), np.maximum(begin, self.num_rows)
+        first_row = np.concatenate([self.first_row + here, self.first_row + there - self.num_rows], axis=-1)
+        count = np.concatenate([np.minimum(end, self.num_rows) - here, np.maximum(end, self.num_rows) - there], axis=-1)
+        return first_row, count
 
 
 def _deal(runs: ShardRuns, places: NDArray[np.int64]) -> _Dealt:
@@ -368,8 +413,10 @@ def _deal(runs: ShardRuns, places: NDArray[np.int64]) -> _Dealt:
 def cuts(num_rows: NDArray[np.int64], part: int | NDArray[np.int64], parts: int | NDArray[np.int64]) -> NDArray[np.int64]:
     """Return where part `part` of `parts` of each run begins, `[K]`: `part` x rows / `parts`, rounded to the nearest row.
 
-    >>> [cuts(np.array([10, 1]), part, 4).tolist() for part in range(5)]
-    [[0, 0], [3, 0], [5, 1], [8, 1], [10, 1]]
+    Part `parts` + n begins the run's rows after part n.
+
+    >>> [cuts(np.array([10, 1]), part, 4).tolist() for part in range(6)]
+    [[0, 0], [3, 0], [5, 1], [8, 1], [10, 1], [13, 1]]
     """
     whole = num_rows // parts
     rest = num_rows - whole * parts

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from bucketline.store.read.store import OpenShards
 
 PLAN_VERSION = 2
+LINES_VERSION = 3  # of `lines`; by 2, a lane of few shards had the same windows in every epoch
 MAX_NAMED = 8  # buckets listed in a message
 _NAMED_SMALL = 3  # buckets listed in a warning
 _PASS, _STEPS = 1, 2  # purposes of keys
@@ -133,11 +134,19 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Digest of everything that decides the order, and of the stores' generations. 32 hexadecimal digits."""
+        return self._digest(LINES_VERSION if self.shuffle is Shuffle.LINES else PLAN_VERSION)
+
+    @cached_property
+    def earlier_digest(self) -> str | None:
+        """Return the digest that an earlier version gave this plan, if it had another order by it."""
+        return self._digest(PLAN_VERSION) if self.shuffle is Shuffle.LINES else None
+
+    def _digest(self, version: int) -> str:
         buckets = [[bucket.name, bucket.num_rows, bucket.global_batch] for bucket in self.buckets]
         is_lines = self.shuffle is Shuffle.LINES
         window = self.shuffle_window if is_lines or self.shuffle is Shuffle.BLOCKS else None
         lanes = [self.lanes, SHARDS_AT_ONCE] if is_lines else []
-        text = json.dumps([PLAN_VERSION, self.seed, self.remainder, self.shuffle, window, self.source, buckets, *lanes])
+        text = json.dumps([version, self.seed, self.remainder, self.shuffle, window, self.source, buckets, *lanes])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def batches_before(self, bucket: PlanBucket, epoch: int) -> int:

@@ -177,11 +177,15 @@ def test_mixing_holds_every_order_against_full(capsys: pytest.CaptureFixture[str
     assert results["spread: shuffle lines, 2 lanes"]["median"] > results["spread: shards and a buffer, 2 readers"]["median"]
     assert results["same batch: shuffle lines, 2 lanes"]["median"] < results["same batch: shuffle lines, 1 lane"]["median"]
     assert results["shards: shuffle full"]["median"] > 15
+    for name in ("full", "blocks", "lines, 1 lane", "lines, 2 lanes"):
+        assert 0.03 < results[f"again first: shuffle {name}"]["median"] < 0.4  # by chance 512 of 2,560 rows
     store = make_store(tmp_path / "real.store", samples_of({"train/64x64": 48}, "a/"), samples_of({"train/64x64": 16}, "b/"))
     real = measured(Mixing, capsys, "--store", store.path, "--global-batch", 8, "--lanes", 2, "--repeats", 1)
     assert 1 < real["shards: shuffle lines, 2 lanes"]["median"] <= 2
     assert run_case(Mixing, ["--shards", "3", "--lanes", "4"]) == 2
     assert "there are 3 shards, expected at least one for each of 4 lanes" in capsys.readouterr().err
+    assert run_case(Mixing, ["--epochs", "1"]) == 2
+    assert "--epochs is 1, expected 2 or more" in capsys.readouterr().err
 
 
 def test_plan_cost_compares_a_million_million_rows_with_a_million_and_measures_states(

@@ -10,6 +10,8 @@ import pytest
 
 from bucketline.errors import StateError
 from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore
+from bucketline.loader.mixture import StoreArgument
+from bucketline.loader.seen import Seen, read_run
 from tests.building import make_store, samples_of
 
 if TYPE_CHECKING:
@@ -246,3 +248,22 @@ def test_a_damaged_history_is_refused_by_field(store: Store) -> None:
     ):
         assert "the saved loader state is damaged: loader state.history[0]" in refused(store, {**state, "history": history})
     assert "since is" in refused(store, {**state, "since": [1, 2, 3]})
+
+
+def test_a_state_by_the_earlier_order_of_lines_is_refused_with_the_way_on(store: Store, tmp_path: Path) -> None:
+    by_lines = LoaderConfig(**BASE, shuffle=Shuffle.LINES)
+    with Loader(store, by_lines) as loader:
+        state = {**loader.state_dict(), "step": 3, "plan": loader.plan.earlier_digest}
+        with pytest.raises(
+            StateError, match=r"shuffle lines had another order.*; continue .*: --new-plan .*Loader\.start_anew\(state\)"
+        ):
+            loader.load_state_dict(state)
+        loader.start_anew(state)
+        assert next(iter(loader)).step == 3
+        after = loader.state_dict()
+        loader.load_state_dict(after)
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(after), encoding="utf-8")
+    (unknown,) = Seen(read_run(path), [StoreArgument(path=store.path, repeats=1)]).unknown
+    assert (unknown.begin, unknown.end) == ((0, 0), (3, 0))
+    assert unknown.why == "an earlier version planned them, whose shuffle lines had another order"

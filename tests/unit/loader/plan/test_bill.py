@@ -177,8 +177,8 @@ def test_what_machines_fetch_and_keep_is_what_a_run_of_them_does(
                 assert one.ring_bytes <= ring
                 sums[0] += one.gets, one.store_bytes, one.cache_bytes
                 sums[1] += simulated.run(steps[machine, epoch])
-        assert sums[0, :2] == pytest.approx(sums[1, :2], rel=0.02)  # requests, bytes fetched
-        assert sums[0, 2] == pytest.approx(sums[1, 2], rel=0.05)  # bytes that were there
+        assert sums[0, :2] == pytest.approx(sums[1, :2], rel=0.03)  # requests, bytes fetched
+        assert sums[0, 2] == pytest.approx(sums[1, 2], rel=0.06)  # bytes that were there
 
 
 def test_every_line_is_fetched_once_an_epoch_and_once_for_all_where_the_caches_hold_the_store(store: Store) -> None:
