@@ -129,14 +129,14 @@ class TrainConfig(ReadOptions):
     lr_schedule: LrSchedule = LrSchedule.CONSTANT
     """Learning rate after the warm-up: constant, or falling by a cosine, linearly, or only in the last steps (wsd)."""
     schedule_steps: int | None = None
-    """Step from which the schedule stays at its floor; None: that of the resumed run, else --max-steps. For a run in several
-    parts, the step that the last one will reach."""
+    """Step from which the schedule stays at its floor, which no step before has; None: that of the resumed run, else
+    --max-steps. For a run in several parts, the step that the last one will reach."""
     decay_steps: int | None = None
     """Steps in which wsd falls, up to --schedule-steps; None: a fifth of these."""
     lr_floor: float = 0.0
-    """Learning rate at the end of a schedule, as a share of --learning-rate."""
+    """Learning rate after a schedule's end, as a share of --learning-rate."""
     warmup_steps: int = 100
-    """Steps of linear learning-rate warm-up from 0."""
+    """Steps of linear learning-rate warm-up; the first of N has a share of 1 ÷ N, the last the whole rate."""
     weight_decay: float = 0.01
     """Decoupled weight decay."""
     decaying: Decaying = Decaying.ALL
@@ -207,8 +207,8 @@ class TrainConfig(ReadOptions):
     shift: float | None = None
     """Shift of flow timesteps towards noise; 1: no shift; None: the scheduler config's shift for each size."""
     store_weight: tuple[float, ...] = ()
-    """Weight of a store's samples in the loss, once for each --store, in their order; none: 1 each. Less than 1 suits images
-    that only keep what the model knows (prior preservation)."""
+    """Weight of a store's samples in the loss, once for each --store, in their order; none: 1 each. Only their ratio counts.
+    Less than the others' suits images that only keep what the model knows (prior preservation)."""
     guidance: float = 1.0
     """Guidance input in training of a guidance-distilled model (FLUX.1-dev): stored images have none, which is 1."""
     min_snr_gamma: float | None = None
@@ -268,6 +268,13 @@ class TrainConfig(ReadOptions):
             )
         if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
             raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
+        falls_to_0 = self.lr_schedule is not LrSchedule.CONSTANT and self.lr_floor == 0
+        if falls_to_0 and self.schedule_steps is not None and self.max_steps > self.schedule_steps:
+            raise UsageError(
+                f"--max-steps is {self.max_steps}, and with --lr-schedule {self.lr_schedule} the learning rate is 0 from step "
+                f"{self.schedule_steps} on: these steps would change nothing; give --schedule-steps {self.max_steps}, or an "
+                "--lr-floor above 0"
+            )
         self._expect_outputs_and_stores()
         self._expect_memory()
 

@@ -120,6 +120,21 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
     return shares
 
 
+def mean_weight(config: TrainConfig, shares: Sequence[WeightedStore]) -> float:
+    """Return the mean of --store-weight over the rows of a pass; 1 without that option.
+
+    Raises:
+        UsageError: if it is 0, so that nothing would be learned.
+    """
+    if not config.store_weight:
+        return 1.0
+    rows = [share.repeats * sum(bucket.num_rows for bucket in share.store.buckets("train")) for share in shares]
+    mean = sum(weight * count for weight, count in zip(config.store_weight, rows, strict=True)) / sum(rows)
+    if mean == 0:
+        raise UsageError("--store-weight is 0 for every store that has rows, expected a number above 0 for one of them")
+    return mean
+
+
 def refuse_unread_columns(shares: Sequence[WeightedStore]) -> None:
     """Reject stores with columns or fields that this trainer would ignore or misread.
 

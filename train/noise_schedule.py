@@ -76,10 +76,14 @@ class DynamicShift:
     max_image_seq_len: int
     time_shift_type: str  # exponential: the factor is e^μ; linear: μ
 
-    def factor(self, num_tokens: int) -> float:
-        """Return the factor that multiplies the odds of noise. Source: diffusers' `calculate_shift` of Flux and SD3."""
+    def mu(self, num_tokens: int) -> float:
+        """Return the shift by number of tokens. Source: diffusers' `calculate_shift` of Flux and SD3."""
         slope = (self.max_shift - self.base_shift) / (self.max_image_seq_len - self.base_image_seq_len)
-        mu = self.base_shift + slope * (num_tokens - self.base_image_seq_len)
+        return self.base_shift + slope * (num_tokens - self.base_image_seq_len)
+
+    def factor(self, num_tokens: int) -> float:
+        """Return the factor that multiplies the odds of noise."""
+        mu = self.mu(num_tokens)
         return math.exp(mu) if self.time_shift_type == "exponential" else mu
 
 
@@ -98,9 +102,14 @@ class FlowSchedule:
 
     def factor(self, height: int, width: int) -> float:
         """Return s for latents of a height and width."""
-        if isinstance(self.shift, float):
-            return self.shift
-        return self.shift.factor((height // self.patch_size) * (width // self.patch_size))
+        return self.shift if isinstance(self.shift, float) else self.shift.factor(self._num_tokens(height, width))
+
+    def mu(self, height: int, width: int) -> float | None:
+        """Return the dynamic shift for latents of a height and width, as diffusers takes it; None for a fixed one."""
+        return None if isinstance(self.shift, float) else self.shift.mu(self._num_tokens(height, width))
+
+    def _num_tokens(self, height: int, width: int) -> int:
+        return (height // self.patch_size) * (width // self.patch_size)
 
     def at(self, indices: Tensor, height: int, width: int) -> Shares:
         """Compute the shares at some timesteps, [B] int64, of latents of a size; the model takes T · noise as its timestep."""

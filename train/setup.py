@@ -26,7 +26,7 @@ from bucketline.train.compile import (
     warm_up,
 )
 from bucketline.train.config import Compile, Ema, LrSchedule, OptimizerName, Precision, TrainConfig, WeightDtype
-from bucketline.train.data import IN_PROCESS, open_loader
+from bucketline.train.data import IN_PROCESS, mean_weight, open_loader
 from bucketline.train.ema import Average
 from bucketline.train.float8 import expect_float8, use_float8
 from bucketline.train.memory.activations import recompute
@@ -181,6 +181,7 @@ def build(
             compiled=compiled,
         ),
         autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),
+        mean_weight=mean_weight(config, stores),
         in_backward=StepInBackward(optimizer) if config.optimizer_in_backward else None,
     )
     return training, schedule, weights

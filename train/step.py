@@ -40,6 +40,7 @@ class Training:
     average: Average
     prep: Prep
     autocast: torch.autocast
+    mean_weight: float = 1.0  # of the stores' rows in the loss, by --store-weight
     in_backward: StepInBackward | None = None  # updates the weights, if there is one
     before_exchange: list[Callable[[], None]] = field(default_factory=list)  # called before `averaged` changes the weights
 
@@ -113,8 +114,14 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
 
 
 def loss_of(training: Training, batch: Batch) -> Tensor:
-    """Noise a batch, run the model, and return the mean loss, [] float32."""
+    """Noise a batch, run the model, and return the mean loss, [] float32.
+
+    With --store-weight, errors are weighted relative to the mean weight of a pass's rows, a constant that all ranks and
+    micro-steps share: divided by the weights of its own batch, a row in a batch of one would always count in full.
+    """
     noised = training.prep.for_training(batch)
     prediction = training.predict(training.model, noised.noisy, noised.timesteps, noised.conditions(batch))
     errors = weighted(squared_error(prediction, noised.target), noised.weight)
-    return weighted(errors, batch.weight if training.config.store_weight else None).mean()
+    if not training.config.store_weight:
+        return errors.mean()
+    return weighted(errors, batch.weight).mean() / training.mean_weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -217,6 +217,7 @@ class Trainer:
         self.loader.take_up(generations)
         expect_equal("the plan's digest", self.loader.plan.digest)
         data.refuse_unread_columns(self.loader.shares)
+        self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
         self.rows = join(self.loader.shares)
         found = count_work(self.training, self.ranks, self.loader, self.rows, self._progress.say)
         self.scale.samples.update(found.samples)  # a window may have steps of both generations

@@ -39,7 +39,7 @@ _INSTEAD = {
     "num_repeats": "it is `repeats` here",
     "class_tokens": "it is `caption` here",
     "weight": "it is `repeats` here, a whole number",
-    "is_reg": "the trainer has no prior-preservation loss; leave the regularization images out",
+    "is_reg": "pack regularization images into a store of their own, and train with --store-weight",
 }
 _EXPECTED = "expected tables that begin with [[source]] and have a path"
 
@@ -194,8 +194,8 @@ def _kohya_folders(at: str, entry: DatasetEntry, notes: list[str]) -> Iterator[D
     for name in names:
         if is_regularization(name):
             notes.append(
-                f"{folder / name} is left out: the trainer has no prior-preservation loss for regularization images; "
-                "a [[source]] of its own would train on them like on others"
+                f"{folder / name} is left out: a [[source]] of its own trains on regularization images like on others; "
+                "pack them into a store of their own, and train with --store-weight"
             )
         elif parts := repeats_and_subject(name):
             found += 1

@@ -42,8 +42,8 @@ def naming_notes(images: Iterable[str]) -> list[str]:
         )
     if regularization := list(filter(is_regularization, folders)):
         notes.append(
-            f"{_some(regularization)}: packed as ordinary training images; the trainer has no prior-preservation loss, "
-            "so move regularization images out of the source"
+            f"{_some(regularization)}: packed as ordinary training images; to weigh regularization images less, move them out "
+            "of the source, pack them into a store of their own, and train with --store-weight"
         )
     return notes
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.train.evaluation.prompts import DrawingBatch
+    from bucketline.train.models import ModelFamily
     from bucketline.train.noise_schedule import ModelSchedule
     from bucketline.train.step import Training
 
@@ -26,7 +27,7 @@ def sample_latents(training: Training, schedule: ModelSchedule, one: DrawingBatc
     With `negative` conditions, by classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598).
     """
     told = replace(training, family=training.family.with_guidance(one.guidance))
-    scheduler = _scheduler(schedule, training.config.image_steps, one.noise)
+    scheduler = _scheduler(training.family, schedule, training.config.image_steps, one.noise)
     latents = one.noise
     # A batch in the shape of a validation's runs its graphs; nothing is compiled for another.
     with training.averaged() as model, torch.compiler.set_stance("eager_on_recompile"):
@@ -46,17 +47,18 @@ def guidance_of(training: Training) -> float:
     return training.family.image_guidance if asked is None else asked
 
 
-def _scheduler(schedule: ModelSchedule, num_steps: int, noise: Tensor) -> Any:  # noqa: ANN401 - diffusers has no types
+def _scheduler(family: ModelFamily, schedule: ModelSchedule, num_steps: int, noise: Tensor) -> Any:  # noqa: ANN401 - diffusers has no types
     """Return diffusers' scheduler for one latent size.
 
     Source: Song et al. 2020, "Denoising Diffusion Implicit Models" (arXiv 2010.02502), with trailing timesteps, since only the
-    last one is near pure noise: Lin et al. 2023 (arXiv 2305.08891). Flow: the steps of `FluxPipeline`.
+    last one is near pure noise: Lin et al. 2023 (arXiv 2305.08891). Flow: the steps of the family's pipeline.
     """
     scheduler: Any
     if isinstance(schedule.noise, FlowSchedule):
-        factor = schedule.noise.factor(noise.shape[2], noise.shape[3])
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(schedule.config, use_dynamic_shifting=False, shift=factor)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / num_steps, num_steps), device=noise.device)
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(schedule.config)
+        sigmas = np.linspace(1.0, 1.0 / num_steps, num_steps) if family.sets_sigmas else None
+        mu = schedule.noise.mu(noise.shape[2], noise.shape[3])
+        scheduler.set_timesteps(num_steps, sigmas=sigmas, mu=mu, device=noise.device)
         return scheduler
     scheduler = DDIMScheduler.from_config(
         schedule.config, clip_sample=False, thresholding=False, set_alpha_to_one=True, timestep_spacing="trailing"

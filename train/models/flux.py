@@ -30,6 +30,7 @@ class Flux(ModelFamily):
     columns = ("tokens", "pooled")
     widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens", "pooled_projection_dim": "pooled"}
     packing = PATCH
+    sets_sigmas = True
     has_mask = False
     scheduler: ClassVar[Mapping[str, Any]] = {  # as published with FLUX.1-dev
         "_class_name": "FlowMatchEulerDiscreteScheduler",

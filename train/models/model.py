@@ -67,6 +67,7 @@ class ModelFamily:
     scheduler: ClassVar[Mapping[str, Any]] = SCALED_LINEAR  # default for a folder without one
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     image_guidance: float  # default of the model's pipeline in diffusers
+    sets_sigmas: ClassVar[bool] = False  # the pipeline has a flow's noise fall evenly to 1 ÷ steps; else as by the scheduler
 
     def __init__(self, config: Mapping[str, Json], store: StoreFacts) -> None:
         """`config`: the model's config.json, with the class's defaults for missing fields."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def learning_rate_at(step: int, config: TrainConfig) -> float:
     """Return the learning rate of optimizer step `step` (from 0): a linear warm-up, then the schedule.
 
-    The horizon is `schedule_steps`, not the run's length, so that a longer run continues a shorter one.
+    The horizon is `schedule_steps`, not the run's length, so that a longer run continues a shorter one. The rate is at its
+    floor from step `schedule_steps` on, so that every step before that changes the weights, as does the first of the warm-up.
     """
     assert config.learning_rate is not None  # resolved: each optimizer has its own
     warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
@@ -27,7 +28,7 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     horizon = config.schedule_steps or config.max_steps
     falls = min(config.decay_steps or -(-horizon // 5), horizon)  # the steps in which wsd does
     begin = horizon - falls if config.lr_schedule is LrSchedule.WSD else config.warmup_steps
-    passed = min(1.0, max(0.0, (step + 1 - begin) / max(1, horizon - begin)))
+    passed = 1.0 if step >= horizon else max(0.0, (step - begin) / max(1, horizon - begin))
     share = (1 + math.cos(math.pi * passed)) / 2 if config.lr_schedule is LrSchedule.COSINE else 1 - passed
     return config.learning_rate * (config.lr_floor + (1 - config.lr_floor) * share)
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from bucketline.allocator import set_up_torch
+from bucketline.errors import UsageError
 from bucketline.train.config import Decaying, Ema, LrSchedule
 from bucketline.train.memory.activations import recomputed
 from bucketline.train.noise_schedule import FlowWeighting, Objective, TimestepSampling
@@ -25,7 +26,11 @@ CHOICES: dict[str, dict[str, Any]] = {
     "ema off": {"ema": Ema.OFF},
     "ema on the cpu": {"ema": Ema.CPU, "ema_every": 2},
     "ema every few steps": {"ema_every": 2},
-    "a cosine, and biases that do not decay": {"lr_schedule": LrSchedule.COSINE, "decaying": Decaying.MATRICES},
+    "a cosine, and biases that do not decay": {
+        "lr_schedule": LrSchedule.COSINE,
+        "lr_floor": 0.1,
+        "decaying": Decaying.MATRICES,
+    },
     "min-SNR and timesteps by mode": {"min_snr_gamma": 5.0, "timestep_sampling": TimestepSampling.MODE, "timestep_max": 0.9},
     "a flow's weights": {
         "objective": Objective.FLOW,
@@ -49,9 +54,12 @@ def test_a_run_in_two_parts_equals_one_to_the_bit(folder: Path, choice: str) -> 
 def test_a_resume_keeps_the_horizon_of_the_run_that_it_continues(folder: Path) -> None:
     first = config(folder, max_steps=4, log_every=1, warmup_steps=1, lr_schedule=LrSchedule.LINEAR)
     train(first, ALONE)
-    train(dataclasses.replace(first, max_steps=6, resume=True), ALONE)
+    longer = dataclasses.replace(first, max_steps=6, resume=True)
+    with pytest.raises(UsageError, match=r"rate is 0 from step 4 on: .* give --schedule-steps 6, or an --lr-floor"):
+        train(longer, ALONE)
+    train(dataclasses.replace(longer, lr_floor=0.5), ALONE)
     rates = [float(str(line["lr"])) for line in read_metrics(folder / "run") if "lr" in line]
-    assert rates == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3, 0.0, 0.0, 0.0])
+    assert rates == pytest.approx([1e-3, 1e-3, 2e-3 / 3, 1e-3 / 3, 5e-4, 5e-4])
 
 
 def test_without_an_average_no_folder_of_one_is_written_and_a_resume_may_begin_one(folder: Path) -> None:

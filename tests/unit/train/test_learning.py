@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from bucketline.errors import UsageError
-from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader import Loader, LoaderConfig, WeightedStore
+from bucketline.store import Store
+from bucketline.train.data import mean_weight
 from bucketline.train.noise_schedule import TimestepSampling, squared_error
 from bucketline.train.noising import NoisingOptions
 from bucketline.train.step import loss_of
@@ -51,16 +53,47 @@ def test_each_stores_rows_have_its_weight(folder: Path) -> None:
         Loader(stores, LoaderConfig(batch_size=2, row_weights=(1.0,)))
 
 
-def test_the_loss_is_the_weighted_mean_of_the_errors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prior", [1.0, 0.25, 0.0])
+def test_the_loss_is_the_weighted_mean_of_the_errors(tmp_path: Path, prior: float) -> None:
+    """As diffusers' scripts add two means, of as many instances as priors, but on the scale of a run without weights."""
     training = make_training(tmp_path, accumulation=1)
-    batch = dataclasses.replace(make_batch(3), weight=torch.tensor([1.0, 0.25, 0.0]))
+    batch = dataclasses.replace(make_batch(4), weight=torch.tensor([1.0, 1.0, prior, prior]))
     noised = training.prep.for_training(batch)
+    asked = dataclasses.replace(training.config, store_weight=(1.0, prior))
+    weighing = dataclasses.replace(training, config=asked, mean_weight=(1.0 + prior) / 2)
     with torch.no_grad():
         errors = squared_error(training.predict(training.model, noised.noisy, noised.timesteps, batch), noised.target)
         assert torch.equal(loss_of(training, batch), errors.mean())
-        asked = dataclasses.replace(training.config, store_weight=(1.0, 0.25))
-        weighted = loss_of(dataclasses.replace(training, config=asked), batch)
-    assert float(weighted) == pytest.approx(float((errors * batch.weight).sum() / 3), rel=1e-6)
+        weighted = float(loss_of(weighing, batch))
+    diffusers = float(errors[:2].mean() + prior * errors[2:].mean())
+    assert weighted == pytest.approx(diffusers / (1 + prior), rel=1e-6)
+    assert weighted == pytest.approx(float((errors * batch.weight).sum() / batch.weight.sum()), rel=1e-6)
+
+
+def test_a_row_that_is_a_batch_of_its_own_keeps_its_weight(tmp_path: Path) -> None:
+    """So does one in a bucket that only one store has, on any rank."""
+    training = make_training(tmp_path, accumulation=1)
+    asked = dataclasses.replace(training.config, store_weight=(1.0, 0.25))
+    weighing = dataclasses.replace(training, config=asked, mean_weight=0.5)
+    batch = dataclasses.replace(make_batch(1), weight=torch.tensor([0.25]))
+    with torch.no_grad():
+        assert float(loss_of(weighing, batch)) == pytest.approx(float(loss_of(training, batch)) / 2, rel=1e-6)
+
+
+def test_weights_count_by_the_rows_that_a_pass_reads(folder: Path) -> None:
+    add_to_store(folder / "other.store", samples({"train/128x128": 6}, prefix="other "))
+    mine, other = (Store.open(folder / f"{name}.store") for name in ("tiny", "other"))
+    rows = sum(bucket.num_rows for bucket in mine.buckets("train"))
+    shares = (WeightedStore(store=mine, repeats=3), WeightedStore(store=other))
+    asked = config(folder, store_weight=(1.0, 0.25))
+    assert mean_weight(asked, shares) == pytest.approx((3 * rows + 6 * 0.25) / (3 * rows + 6))
+    assert mean_weight(config(folder), shares) == 1.0
+    with pytest.raises(UsageError, match="--store-weight is 0 for every store that has rows, expected a number above 0"):
+        mean_weight(config(folder, store_weight=(0.0, 0.0)), shares)
+    doubled = {"store": (folder / "tiny.store", folder / "other.store"), "max_steps": 2, "log_every": 1}
+    train(config(folder, **doubled, output_dir=folder / "twos", store_weight=(2.0, 2.0)), ALONE)
+    train(config(folder, **doubled, output_dir=folder / "none"), ALONE)
+    assert losses(folder / "twos") == losses(folder / "none")
 
 
 def test_a_run_with_weights_resumes_to_the_bit_and_a_missing_one_is_refused(folder: Path) -> None:

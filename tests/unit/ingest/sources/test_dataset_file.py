@@ -64,7 +64,8 @@ def test_folders_of_kohyas_naming_become_sources_with_their_repeats(folder: Path
     file = read(folder, '[[source]]\npath = "kohya"\nkohya_folders = true')
     assert [(e.name, e.repeats, e.caption) for e in file.sources] == [("10_sks dog", 10, "sks dog"), ("2_barns", 2, "barns")]
     (regularization, others) = file.notes
-    assert "1_reg is left out: the trainer has no prior-preservation loss" in regularization
+    assert "1_reg is left out: " in regularization
+    assert regularization.endswith("pack them into a store of their own, and train with --store-weight")
     assert "others is left out" in others
     captioned = read(folder, '[[source]]\npath = "kohya"\nkohya_folders = true\ncaption = "a dog"')
     assert {entry.caption for entry in captioned.sources} == {"a dog"}
@@ -74,7 +75,8 @@ def test_a_folder_of_kohyas_naming_that_is_packed_as_it_is_says_so(folder: Path)
     repeats, regularization = list_folder(folder / "kohya").notes
     assert "10_sks dog, 2_barns: no repeats" in repeats
     assert "kohya_folders = true" in repeats
-    assert regularization.startswith("1_reg: packed as ordinary training images; the trainer has no prior-preservation loss")
+    assert regularization.startswith("1_reg: packed as ordinary training images; ")
+    assert regularization.endswith("pack them into a store of their own, and train with --store-weight")
     assert list_folder(folder / "photos").notes == []
 
 
@@ -86,7 +88,10 @@ BAD = {
     "another key": ('seed = 1\n[[source]]\npath = "photos"', "data.toml: unknown key 'seed'"),
     "kohya's file": ("[general]\nenable_bucket = true", r"unknown key 'general' \(as in a file for kohya's trainers\)"),
     "kohya's field": ('[[source]]\nimage_dir = "photos"', r"source\[0\] has an unknown field 'image_dir': it is `path` here"),
-    "kohya's regularization": ('[[source]]\npath = "photos"\nis_reg = true', "'is_reg': the trainer has no prior-preservation"),
+    "kohya's regularization": (
+        '[[source]]\npath = "photos"\nis_reg = true',
+        "'is_reg': pack regularization images into",
+    ),
     "another field": (
         '[[source]]\npath = "photos"\ncolour = 1',
         r"unknown field 'colour': expected path, name, repeats, split",

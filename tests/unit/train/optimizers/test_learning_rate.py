@@ -29,7 +29,7 @@ def asked(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def library(schedule: Any, *given: Any, **named: Any) -> list[float]:
-    """Return the rates of a library's schedule, whose first one is that of no step done."""
+    """Return the rates of a library's schedule, without the first of its warm-up, which is 0."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     made = schedule(optimizer, *given, **named)
     rates = []
@@ -37,7 +37,7 @@ def library(schedule: Any, *given: Any, **named: Any) -> list[float]:
         rates.append(made.get_last_lr()[0])
         optimizer.step()
         made.step()
-    return rates[1:]
+    return [*rates[1 : WARM + 1], *rates[WARM:STEPS]]
 
 
 def test_the_learning_rate_warms_up_and_never_asks_how_long_the_run_is(tmp_path: Path) -> None:
@@ -53,17 +53,33 @@ def test_cosine_and_linear_are_the_librarys(tmp_path: Path) -> None:
         (LrSchedule.LINEAR, optimization.get_linear_schedule_with_warmup),
     ):
         own = [learning_rate_at(step, asked(tmp_path, lr_schedule=schedule)) for step in range(STEPS)]
-        assert own == pytest.approx(library(theirs, WARM, STEPS)[:STEPS], abs=1e-12)
+        assert own == pytest.approx(library(theirs, WARM, STEPS), abs=1e-12)
 
 
 def test_wsd_is_the_librarys(tmp_path: Path) -> None:
     own = [learning_rate_at(step, asked(tmp_path, lr_schedule=LrSchedule.WSD, decay_steps=6)) for step in range(STEPS)]
     theirs = library(get_wsd_schedule, WARM, 6, num_stable_steps=STEPS - WARM - 6, decay_type="linear")
-    assert own == pytest.approx(theirs[:STEPS], abs=1e-12)
-    assert own == [learning_rate_at(step, asked(tmp_path, lr_schedule=LrSchedule.WSD, decay_steps=6)) for step in range(STEPS)]
+    assert own == pytest.approx(theirs, abs=1e-12)
     fifth = [learning_rate_at(step, asked(tmp_path, lr_schedule=LrSchedule.WSD)) for step in range(STEPS)]
     assert fifth[WARM - 1 : STEPS - 4] == [1.0] * (STEPS - WARM - 3)
-    assert fifth[STEPS - 4 :] == pytest.approx([0.75, 0.5, 0.25, 0.0])
+    assert fifth[STEPS - 4 :] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("warm", [0, 1, WARM, STEPS - 1, STEPS, 2 * STEPS])
+@pytest.mark.parametrize("schedule", LrSchedule)
+def test_every_step_of_a_run_has_a_rate_above_0(tmp_path: Path, schedule: LrSchedule, warm: int) -> None:
+    """A step at rate 0 costs as much as any other and changes nothing: not the first of a warm-up, nor a schedule's last."""
+    for steps in (1, 2, STEPS):
+        run = asked(tmp_path, lr_schedule=schedule, max_steps=steps, warmup_steps=warm)
+        assert min(learning_rate_at(step, run) for step in range(steps)) > 0
+
+
+@pytest.mark.parametrize("schedule", [LrSchedule.COSINE, LrSchedule.LINEAR, LrSchedule.WSD])
+def test_steps_after_a_schedule_that_ends_at_0_are_refused(tmp_path: Path, schedule: LrSchedule) -> None:
+    message = "the learning rate is 0 from step 20 on: these steps would change nothing; give --schedule-steps 21, or"
+    with pytest.raises(UsageError, match=message):
+        asked(tmp_path, lr_schedule=schedule, schedule_steps=STEPS, max_steps=STEPS + 1)
+    asked(tmp_path, lr_schedule=schedule, schedule_steps=STEPS, max_steps=STEPS + 1, lr_floor=0.1)
 
 
 @pytest.mark.parametrize("schedule", [LrSchedule.COSINE, LrSchedule.LINEAR, LrSchedule.WSD])
@@ -72,7 +88,8 @@ def test_the_horizon_decides_and_not_how_long_the_run_is(tmp_path: Path, schedul
     long = replace(short, max_steps=500)
     rates = [learning_rate_at(step, long) for step in range(2 * STEPS)]
     assert rates == [learning_rate_at(step, short) for step in range(2 * STEPS)]
-    assert rates[STEPS - 1 :] == pytest.approx([0.1] * (STEPS + 1))
+    assert rates[STEPS:] == pytest.approx([0.1] * STEPS)
+    assert min(rates[:STEPS]) > 0.1
     assert min(rates[WARM:]) == pytest.approx(0.1)
 
 
