@@ -39,7 +39,11 @@ class FingerprintError(StoreError):
 
 
 class LockedError(StoreError):
-    """Another process is writing to the store."""
+    """Another process is writing to the store, or to the folder of a run."""
+
+
+class NoLocksError(StoreError):
+    """A file system has no advisory locks."""
 
 
 class RankError(BucketlineError):

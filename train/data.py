@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import ModelError, StateError, UsageError
+from bucketline.errors import StateError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.seen import read_run
 from bucketline.loader.service.client import AUTO
 from bucketline.loader.state import schedule_of
 from bucketline.store import Store
-from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.store.format.manifest import MANIFEST, generations
 from bucketline.store.remote.objects import MissingObjectError
 from bucketline.train.outputs.checkpoint import describe
 from bucketline.train.parallel import TrainRanks, expect_equal, fail_together, from_rank_zero
+from bucketline.train.refusals import refuse_stores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +73,7 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
         UsageError: if one store is given twice.
         StateError: if a store differs from the checkpoint's (the first is named), or its generation was removed.
         StoreError: if a store cannot be opened.
-        ModelError: if this trainer would ignore or misread one of a store's columns.
+        ModelError: if this trainer cannot train on a store, or would ignore or misread one of its columns.
     """
     asked = from_rank_zero(ranks, lambda: parse_stores(config.store))
     before = None if start.state is None or start.takes_new_plan else start.state.stores
@@ -83,8 +83,10 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
             f"{len(asked)} are given; name each --store of the run, or continue with --new-plan"
         )
     wanted: Sequence[int | None] = [None] * len(asked) if before is None else [one.generation for one in before]
+    planned, way_on = f"{start.checkpoint}", "continue with --resume --new-plan, which keeps weights, averages and optimizer"
     if start.state is None and (schedule := _read_schedule(config, ranks)) and len(schedule[0][1]) == len(asked):
         wanted = schedule[0][1]
+        planned, way_on = f"{config.follow_schedule}", "its steps cannot be repeated: leave out --follow-schedule"
 
     def opened(numbers: Sequence[int | None]) -> tuple[WeightedStore, ...]:
         pairs = zip(asked, numbers, strict=True)
@@ -96,17 +98,13 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
             kept = generations(one.path) if isinstance(one.path, Path) else []
             if generation is not None and kept and generation not in kept:
                 raise StateError(
-                    f"{start.checkpoint} was planned on generation {generation} of {one.path}, which no longer exists "
-                    f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; continue "
-                    "with --resume --new-plan, which keeps weights, averages and optimizer"
+                    f"{planned} was planned on generation {generation} of {one.path}, which no longer exists "
+                    f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; {way_on}"
                 )
         return [share.store.manifest.generation for share in opened(wanted)]
 
     shares = opened(from_rank_zero(ranks, found))
-    if config.store_weight and len(config.store_weight) != len(shares):
-        raise UsageError(
-            f"--store-weight is given {len(config.store_weight)} times, expected once for each of {len(shares)} stores"
-        )
+    refuse_stores(config, shares)
     expect_equal("the stores' digests", ",".join(share.store.manifest.digest for share in shares))
     for one, share in zip(before or (), shares, strict=False):
         now = describe(share)
@@ -116,7 +114,6 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
                 f"digest {one.digest}, {one.repeats} times a pass; {now.path} is {now.store_id} with digest {now.digest}, "
                 f"{now.repeats} times a pass; name the --store of the run, or continue with --new-plan"
             )
-    refuse_unread_columns(shares)
     return shares
 
 
@@ -133,32 +130,6 @@ def mean_weight(config: TrainConfig, shares: Sequence[WeightedStore]) -> float:
     if mean == 0:
         raise UsageError("--store-weight is 0 for every store that has rows, expected a number above 0 for one of them")
     return mean
-
-
-def refuse_unread_columns(shares: Sequence[WeightedStore]) -> None:
-    """Reject stores with columns or fields that this trainer would ignore or misread.
-
-    Raises:
-        ModelError: if there is one; the message names the field, its value and what is expected.
-    """
-    for store in [share.store for share in shares]:
-        manifest, vae = store.manifest, store.manifest.encoders.get("vae")
-        assert isinstance(vae, dict)
-        beside = {name for bucket in manifest.buckets for name in bucket.columns if name.startswith("latent")} - {
-            LATENT,
-            FLIPPED,
-        }
-        both = vae.get("shift_factor") and vae.get("latents_mean")
-        for field, found, is_known, expected in (
-            ("buckets.columns", ", ".join(sorted(beside)), not beside, f"only {LATENT} and {FLIPPED}"),
-            ("text.tokens", ", ".join(manifest.text.tokens), len(store.text.delivered.tokens) == 1, "one column"),
-            ("encoders.vae.shift_factor", vae.get("shift_factor"), not both, "none in addition to latents_mean"),
-        ):
-            if not is_known:
-                raise ModelError(
-                    f"{store.path}: its manifest has {field} {found!s:.100}, expected {expected}; this trainer would ignore it "
-                    "and train on something else: pack the source again without it"
-                )
 
 
 def open_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:

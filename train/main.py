@@ -33,6 +33,10 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
             sys.exit(module.main(given_args[1:], prog=f"{prog} {command}"))
         given = torchrun_ranks()
         config = parse_on(given["rank"], given_args, prog)
+        if given["rank"] == 0:
+            from bucketline.train.refusals import refuse_early
+
+            refuse_early(config, given["world_size"])
         hide_warnings_of_torchao()
         with extra_named("train"):
             set_up_torch(os.environ, metadata.version("torch"))

@@ -199,7 +199,7 @@ def _load_model(
     # Frozen weights are never updated, so they need no more precision than they are computed in.
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)
     dtype = torch.bfloat16 if is_bf16 else torch.float32
-    facts = facts_of(store.manifest, rows.buckets())
+    facts = facts_of(store, rows.buckets())
     with fail_together():  # rank 0 reads the weights, and the others wait for it
         on_meta = not (ranks.is_main or loads_alone(config))
         family, model = load(folder, facts, config.seed, file, dtype=dtype, on_meta=on_meta)

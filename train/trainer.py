@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
@@ -27,14 +28,16 @@ from bucketline.train.outputs.hub import HubUploads
 from bucketline.train.outputs.metrics import WindowRecorder, cut_back
 from bucketline.train.outputs.model_card import model_card
 from bucketline.train.outputs.progress import ProgressLine, RunLog
+from bucketline.train.outputs.run_lock import RunLock
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
+from bucketline.train.refusals import refuse_stores
 from bucketline.train.setup import build, count_work, resolved, start_processes, warn_of_assumptions
 from bucketline.train.step import train_step
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from accelerate import Accelerator
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 COLLECT_EVERY_STEPS = 5000
+MOST_NAMED = 16  # samples of a step that was skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +91,13 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
     with (
         contextlib.closing(StopRequest(ranks)) as stop,
         ProgressLine(max_steps=config.max_steps, talks=ranks.is_main) as progress,
+        contextlib.ExitStack() as held,
     ):
-        start = from_rank_zero(ranks, lambda: run_dir.find_start(config))
+        lock = RunLock(config)
+        held.callback(lock.release)
+        start = from_rank_zero(ranks, lock.find_start)
         data.expect_service(config, ranks, start)
-        former = from_rank_zero(ranks, lambda: run_dir.take(config, start))
+        former = from_rank_zero(ranks, lambda: lock.take(start))
         trainer: Trainer | None = None
         recorded = run_dir.failures_recorded(config, ranks, start, former, lambda: trainer.steps_done if trainer else None)
         with contextlib.ExitStack() as at_end, recorded:
@@ -145,7 +152,13 @@ class Trainer:
         self._to_save: set[Output] = set()
         self.uploads = HubUploads(config.push_to_hub, self._progress.say) if config.push_to_hub and ranks.is_main else None
         self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self.uploads)
-        self._recorder = WindowRecorder(log_every=config.log_every, scale=self.scale, gather=accelerator.gather, begun=window)
+        self._recorder = WindowRecorder(
+            log_every=config.log_every,
+            scale=self.scale,
+            gather=accelerator.gather,
+            begun=window,
+            samples_of=self._samples_of if ranks.is_main else None,
+        )
         self._log: RunLog | None = None  # on rank 0, once the run begins
 
     def run(self, stop: StopRequest) -> TrainSummary:
@@ -214,9 +227,11 @@ class Trainer:
         is_over = self.steps_done == self.config.max_steps
         if is_over or (generations := self._follower.due(self.steps_done, is_agreed=is_agreed)) is None:
             return False
+        self._write(self._recorder.flush())
+        self._recorder.state()  # what it says of earlier steps is of the present plan
         self.loader.take_up(generations)
         expect_equal("the plan's digest", self.loader.plan.digest)
-        data.refuse_unread_columns(self.loader.shares)
+        refuse_stores(self.config, self.loader.shares)
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
         self.rows = join(self.loader.shares)
         found = count_work(self.training, self.ranks, self.loader, self.rows, self._progress.say)
@@ -268,6 +283,16 @@ class Trainer:
     def _card(self, *, of_export: bool = False) -> str:
         validation = self._validations.get(self.steps_done)
         return model_card(self.training, self._weights, self.loader.shares, self.steps_done, validation, of_export=of_export)
+
+    def _samples_of(self, step: int, ranks: Sequence[int]) -> str:
+        """Name the samples that some ranks read at a step of the present plan."""
+        per_step = self.config.accumulation
+        parts = [(step, rank * per_step + micro_step) for rank in ranks for micro_step in range(per_step)]
+        drawn = self.loader.plan.draw(parts, self.ranks.world_size * per_step)
+        rows = np.concatenate([one.rows for one in drawn])
+        names = self.rows.bucket(drawn[0].bucket).sample_ids(rows[:MOST_NAMED])
+        more = f" and {len(rows) - len(names)} more" if len(rows) > len(names) else ""
+        return f"{', '.join(names)}{more}"
 
     def _write(self, line: dict[str, Json] | None) -> None:
         if line is not None and self._log is not None:

@@ -12,7 +12,7 @@ import stat
 import time
 from typing import TYPE_CHECKING
 
-from bucketline.errors import LockedError, StoreError
+from bucketline.errors import LockedError, NoLocksError, StoreError
 from bucketline.files.atomic_write import FILE_MODE
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ class FileLock:
 
         Raises:
             LockedError: if another process holds it; the message names the holder.
-            StoreError: if the file system has no locks, or the folder is not writable.
+            NoLocksError: if the file system has none.
+            StoreError: if the folder is not writable.
         """
         self.path = path
         try:
@@ -47,7 +48,7 @@ class FileLock:
                 ) from error
             if error.errno == errno.EBADF:  # opened read-only, which NFS cannot lock exclusively
                 raise StoreError(f"{path} cannot be written: {os.strerror(errno.EACCES)}") from error
-            raise StoreError(
+            raise NoLocksError(
                 f"{path}: this file system has no advisory locks ({error.strerror}); put the store on one that has"
             ) from error
         holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")})

@@ -15,6 +15,7 @@ from bucketline.model_file import ModelFile, open_model_file, refuse_config_with
 from bucketline.square_only import class_name
 from bucketline.store.format.columns import LATENT
 from bucketline.train.models import FAMILIES, ModelFamily, StoreFacts
+from bucketline.train.refusals import latent_channels
 from bucketline.weight_files import DIFFUSERS, variant_of
 
 if TYPE_CHECKING:
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from bucketline.store import Bucket
-    from bucketline.store.format.manifest import Manifest
+    from bucketline.store import Bucket, Store
     from bucketline.typed_json import Json
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
@@ -32,21 +32,20 @@ FOLDERS = ("unet", "transformer")
 PARTS = re.compile(r"-\d{5}-of-\d{5}")  # in the name of a file that has some of the weights
 
 
-def facts_of(manifest: Manifest, buckets: Iterable[Bucket]) -> StoreFacts:
+def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
     """Return the facts of a store that a model must match, from its manifest and the training buckets.
 
     Raises:
         ModelError: if the manifest lacks the number of the VAE's channels.
     """
-    vae, text = (entry if isinstance(entry := manifest.encoders.get(name), dict) else {} for name in ("vae", "text_encoder"))
-    channels, num_classes = vae.get("latent_channels"), text.get("num_classes")
-    if not isinstance(channels, int):
-        raise ModelError("the store's manifest has no number vae.latent_channels; pack the source again")
+    manifest = store.manifest
+    text = entry if isinstance(entry := manifest.encoders.get("text_encoder"), dict) else {}
+    num_classes = text.get("num_classes")
     columns = manifest.text.spec().delivered
     sizes = ((bucket.name, bucket.spec.column(LATENT).shape) for bucket in buckets)
     imported = manifest.rules.get("import")
     return StoreFacts(
-        latent_channels=channels,
+        latent_channels=latent_channels(store),
         text={column.name: column.shape[-1] for column in (*columns.tokens, *columns.fixed)},
         num_classes=num_classes if isinstance(num_classes, int) else None,
         shows_padding=text.get("padding") != "valid",

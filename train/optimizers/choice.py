@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from bucketline.errors import UsageError
 from bucketline.train.config import Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
 from bucketline.train.optimizers.learning_rate import decay_groups
-from bucketline.train.optimizers.stepping import Options
-from bucketline.train.rounding import Rounding
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,6 +48,17 @@ KINDS = {
 
 
 def expect_possible(config: TrainConfig, world_size: int) -> None:
+    """Check that the chosen optimizer suits the run, and that its library is installed.
+
+    Raises:
+        UsageError: as `refuse_combinations`.
+        ImportError: if its library is missing.
+    """
+    refuse_combinations(config, world_size)
+    import_module(_module(KINDS[config.optimizer]))  # a missing library is told before the model is loaded
+
+
+def refuse_combinations(config: TrainConfig, world_size: int) -> None:
     """Check that the chosen optimizer, the dtype of the weights and the step in the backward pass suit each other and the run.
 
     Raises:
@@ -80,7 +89,7 @@ def expect_possible(config: TrainConfig, world_size: int) -> None:
             f"--weights is bf16 with --lora-rank {config.lora_rank}; adapters are small and stay 32-bit: leave out --weights",
         ),
         (
-            is_bf16 and config.precision is not Precision.BF16,
+            is_bf16 and config.precision not in (Precision.AUTO, Precision.BF16),  # auto: not yet resolved
             f"--weights is bf16, and --precision is {config.precision}{of_auto}: give --precision bf16 as well",
         ),
         (
@@ -100,7 +109,6 @@ def expect_possible(config: TrainConfig, world_size: int) -> None:
     ):
         if is_refused:
             raise UsageError(message)
-    import_module(_module(kind))  # a missing library is told before the model is loaded
 
 
 def average_of(config: TrainConfig, model: nn.Module, optimizer: Optimizer) -> Average | None:
@@ -118,6 +126,9 @@ def _module(kind: Kind) -> str:
 
 def make_optimizer(config: TrainConfig, model: nn.Module, *, compiled: bool) -> Optimizer:
     """Return the chosen optimizer of a model's trained weights, which are on their devices."""
+    from bucketline.train.optimizers.stepping import Options
+    from bucketline.train.rounding import Rounding
+
     kind = KINDS[config.optimizer]
     assert config.learning_rate is not None
     options = Options(

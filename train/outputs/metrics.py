@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import copy
 import json
+import logging
 import math
 import statistics
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from bucketline.train.compile import seconds_between
 from bucketline.train.parallel import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from bucketline.train.config import TrainConfig
     from bucketline.train.step import StepOutcome
     from bucketline.typed_json import Json
+
+log = logging.getLogger(__name__)
 
 SKIPPED_IN_A_ROW = 5
 """Consecutive non-finite steps that end a run: a single one may come from a bad sample, several mean bad weights."""
@@ -83,10 +86,20 @@ class WindowRecorder:
     """Collect steps into windows; a window's line is returned when the next window ends."""
 
     def __init__(
-        self, *, log_every: int, scale: Scale, gather: Callable[[Tensor], Tensor], begun: WindowState | None = None
+        self,
+        *,
+        log_every: int,
+        scale: Scale,
+        gather: Callable[[Tensor], Tensor],
+        begun: WindowState | None = None,
+        samples_of: Callable[[int, Sequence[int]], str] | None = None,
     ) -> None:
-        """`gather` concatenates the ranks' [n] tensors into [W · n], in rank order; `begun`: a checkpoint's window."""
+        """`gather` concatenates the ranks' [n] tensors into [W · n], in rank order; `begun`: a checkpoint's window.
+
+        `samples_of` names the samples that some ranks read at a step, for a message; None on ranks that print none.
+        """
         self._log_every = log_every
+        self._samples_of = samples_of
         self._scale = scale
         self._gather = gather
         self._open = _Window(state=copy.deepcopy(begun)) if begun else None
@@ -158,26 +171,33 @@ class WindowRecorder:
         if window.copied is not None:
             window.copied.synchronize()
         norms, losses = window.in_flight[0], window.in_flight[1:]
-        for norm, loss in zip(norms.tolist(), losses.double().mean(0).tolist(), strict=True):
-            is_taken = self._is_taken(window.state, loss, norm)
+        is_bad = losses.isfinite().logical_not().T  # [n, W]
+        for norm, loss, bad in zip(norms.tolist(), losses.double().mean(0).tolist(), is_bad, strict=True):
+            is_taken = self._is_taken(window.state, loss, norm, bad.nonzero().flatten().tolist() or range(len(bad)))
             window.state.losses.append(loss if is_taken else None)
             window.state.grad_norms.append(norm if is_taken else None)
         window.state.step_s += [seconds_between(begin, end) for begin, end in window.took]
         window.in_flight, window.took = None, []
 
-    def _is_taken(self, state: WindowState, loss: float, norm: float) -> bool:
-        """Return whether a window's next step changed the weights: a step with a non-finite gradient was skipped."""
+    def _is_taken(self, state: WindowState, loss: float, norm: float, ranks: Sequence[int]) -> bool:
+        """Return whether a window's next step changed the weights: a step with a non-finite gradient was skipped.
+
+        `ranks`: those whose own loss is not finite, or all of them.
+        """
         if math.isfinite(norm) and math.isfinite(loss):
             self._skipped.clear()
             return True
         step, bucket = state.first_step + len(state.losses), state.buckets[len(state.losses)]
         found = f"the loss is {loss} and the gradient's norm {norm}"
+        if self._samples_of is not None:
+            found += f", of {self._samples_of(step, ranks)}"
         if math.isfinite(norm):
             raise NotFiniteError(
                 f"step {step} (in the window of steps {state.first_step} to {state.last_step}), bucket {bucket}: {found}, "
                 "expected finite numbers; checkpoints only hold earlier weights"
             )
         self._skipped.append(f"step {step} (bucket {bucket}): {found}")
+        log.warning("%s, expected finite numbers; the step was skipped", self._skipped[-1])
         if len(self._skipped) == SKIPPED_IN_A_ROW:
             raise NotFiniteError(
                 f"{self._skipped[0]}, expected finite numbers; this step and the next ones, {SKIPPED_IN_A_ROW} in a row, were "

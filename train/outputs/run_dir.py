@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 from dataclasses import asdict
@@ -14,19 +13,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch.distributed as dist
 
 from bucketline.errors import BucketlineError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
-from bucketline.files.paths import Overlap, overlap
 from bucketline.files.redact import redacted
 from bucketline.files.run_marker import CONFIG, METRICS, STATUS, is_run
-from bucketline.loader.mixture import parse_stores
-from bucketline.store import Store
 from bucketline.train.outputs import checkpoint, metrics
 from bucketline.train.outputs.checkpoint import Start, describe
 from bucketline.train.parallel import OtherRankFailedError
+from bucketline.train.refusals import refuse_place
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -36,10 +32,6 @@ if TYPE_CHECKING:
     from bucketline.train.config import TrainConfig
     from bucketline.train.parallel import TrainRanks
     from bucketline.typed_json import Json
-
-IDS_OF_A_BUCKET = 4
-BESIDE_A_RUN = (".log", ".out", ".err", ".tmp")
-"""Suffixes allowed in a folder before its run starts: logs of a shell or scheduler, temporary files that a full disk left."""
 
 
 def find_start(config: TrainConfig) -> Start:
@@ -53,7 +45,7 @@ def find_start(config: TrainConfig) -> Start:
     """
     output = config.output_dir
     if not config.resume:
-        _refuse_place(config)
+        refuse_place(config)
         is_begun = any((output / checkpoint.CHECKPOINTS).glob("step-*"))
         if is_begun or metrics.has_steps(output):
             on = "continue it with --resume" if is_begun else "it ended before its first checkpoint: remove the folder"
@@ -79,39 +71,6 @@ def find_start(config: TrainConfig) -> Start:
     return Start(checkpoint=folder, state=state, takes_new_plan=config.new_plan)
 
 
-def _refuse_place(config: TrainConfig) -> None:
-    """Reject an output folder inside or around a store, in the source folder of a store, or with foreign files."""
-    output = config.output_dir
-    # a store in object storage has no folder here, and its ids would have to be fetched
-    paths = [store.path for store in parse_stores(config.store) if isinstance(store.path, Path)]
-    for path in paths:
-        found = {Overlap.SAME: "is", Overlap.INSIDE: "is inside", Overlap.AROUND: "contains"}
-        if how := overlap(output, path):
-            raise UsageError(f"--output-dir {output} {found[how]} the store {path}; choose a separate folder for the run")
-    # a store has no source path, but sample ids are image paths in it
-    for store in map(Store.open, paths):
-        for bucket in store.buckets():
-            ids = bucket.sample_ids(np.arange(min(IDS_OF_A_BUCKET, bucket.num_rows)))
-            if any(Path(name).is_absolute() or ".." in Path(name).parts for name in ids):
-                continue
-            for folder in (output, *Path(os.path.realpath(output)).parents):
-                if all(os.path.isfile(folder / name) for name in ids):  # noqa: PTH113 - an id may be no name of a file at all
-                    raise UsageError(
-                        f"--output-dir {output} is in {folder}, where the store's samples came from (it has {ids[0]!r}); the "
-                        f"run's images would become samples of {store.path}: choose a folder outside it"
-                    )
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"--output-dir {output} is a file; choose a path that does not exist")
-    if not output.is_dir() or is_run(output):
-        return
-    strange = sorted(p.name for p in output.iterdir() if not p.name.startswith(".") and p.suffix not in BESIDE_A_RUN)
-    if strange:
-        raise UsageError(
-            f"--output-dir {output} is not empty (it has {strange[0]!r}) and not a run of this trainer; "
-            "choose a path that does not exist"
-        )
-
-
 def take(config: TrainConfig, start: Start) -> bytes:
     """Claim the output folder for this run; remove the metrics of an earlier run that recorded no step.
 
@@ -122,8 +81,8 @@ def take(config: TrainConfig, start: Start) -> bytes:
         TrainError: if the folder cannot be written.
     """
     output = config.output_dir
+    make(output)
     try:
-        output.mkdir(parents=True, exist_ok=True)
         former = (output / STATUS).read_bytes() if (output / STATUS).exists() else b""
         write_status(output, RunStatus.RUNNING, start.steps_done, begins=True)
         if start.checkpoint is None:  # an earlier validation was of other weights
@@ -133,6 +92,18 @@ def take(config: TrainConfig, start: Start) -> bytes:
     except OSError as error:
         raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
     return former
+
+
+def make(output: Path) -> None:
+    """Make the output folder unless it exists.
+
+    Raises:
+        TrainError: if it cannot be made.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
 
 
 def write_config(config: TrainConfig, shares: Sequence[WeightedStore], world_size: int) -> None:

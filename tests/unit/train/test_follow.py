@@ -16,6 +16,7 @@ from bucketline.train import data as data_module
 from bucketline.train import trainer as run_module
 from bucketline.train.step import train_step
 from bucketline.train.trainer import train
+from tests.commands import call
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, make_training_store, samples, write_unet, write_vae
 
 if TYPE_CHECKING:
@@ -89,6 +90,19 @@ def test_a_schedule_of_other_stores_is_refused(folder: Path) -> None:
     both = replace(asked, store=(*asked.store, folder / "two.store"), output_dir=folder / "b")
     with pytest.raises(StateError, match="is the schedule of 1 stores, 2 are given"):
         train(replace(both, follow_schedule=asked.output_dir), ALONE)
+
+
+def test_a_schedule_of_a_generation_that_is_gone_names_the_run_whose_it_is(folder: Path) -> None:
+    asked = config(folder, max_steps=1)
+    train(asked, ALONE)
+    add_to_store(folder / "tiny.store", samples({"train/128x128": 2}, "more/"))
+    assert call("store", "compact", folder / "tiny.store", "--gc", "--older-than", "0s").code == 0
+    again = replace(asked, follow_schedule=asked.output_dir, output_dir=folder / "again")
+    message = (
+        rf"^{asked.output_dir} was planned on generation 1 of .*garbage-collected; its steps .*leave out --follow-schedule$"
+    )
+    with pytest.raises(StateError, match=message):
+        train(again, ALONE)
 
 
 def test_options_that_contradict_each_other_are_refused(folder: Path) -> None:

@@ -91,4 +91,4 @@ def test_a_run_has_the_losses_of_one_whose_loader_dequantises(folder: Path, monk
 
 def test_a_model_is_held_against_the_width_that_is_delivered(folder: Path) -> None:
     store = Store.open(folder / "tiny.store")
-    assert dict(facts_of(store.manifest, store.buckets()).text) == {"tokens": WIDTH, "pooled": 6}
+    assert dict(facts_of(store, store.buckets()).text) == {"tokens": WIDTH, "pooled": 6}

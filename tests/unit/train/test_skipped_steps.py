@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from bucketline.errors import TrainError
+from bucketline.loader import Loader
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
-from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.outputs.checkpoint import Start
+from bucketline.train.outputs.metrics import Scale, WindowRecorder, read_metrics
+from bucketline.train.setup import start_processes
+from bucketline.train.step import StepOutcome
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config, losses
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
     from pathlib import Path
+
+    from bucketline.train.config import TrainConfig
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
@@ -36,6 +46,46 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
     monkeypatch.setattr(step_module, "loss_of", loss)
 
 
+def seen_at(step: int, asked: TrainConfig) -> list[tuple[str, str]]:
+    """Return the bucket and the id of each row of a step, as a loader delivers them."""
+    with Loader(asked.store, asked.for_loader()) as loader:
+        batches = itertools.takewhile(lambda one: one.step <= step, loader)
+        return [(one.bucket, name) for one in batches if one.step == step for name in loader.names(one)]
+
+
+def test_samples_are_named_of_the_rank_whose_loss_is_not_finite(folder: Path) -> None:
+    asked = config(folder, batch_size=1)
+    run = run_module.Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
+    with contextlib.closing(run):
+        run.ranks = replace(ALONE, world_size=2)
+        run.loader.plan = replace(
+            run.loader.plan, buckets=tuple(replace(one, global_batch=4) for one in run.loader.plan.buckets)
+        )
+        both, each = run._samples_of(3, [0, 1]), [run._samples_of(3, [rank]) for rank in (0, 1)]
+    assert both == ", ".join(each)
+    assert [len(one.split(", ")) for one in each] == [2, 2]
+
+
+def test_the_recorder_asks_for_the_ranks_whose_loss_is_not_finite(folder: Path) -> None:
+    asked: list[tuple[int, list[int]]] = []
+
+    def note(step: int, ranks: Sequence[int]) -> str:
+        asked.append((step, list(ranks)))
+        return "a.png"
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        return torch.cat([own, own.nan_to_num(0.5)])
+
+    scale = Scale(num_devices=2, samples={"train/8x8": 2}, flops={}, peak_flops=None)
+    recorder = WindowRecorder(log_every=2, scale=scale, gather=gather, samples_of=note)
+    for step, loss in enumerate((1.0, float("nan"))):
+        values = torch.tensor(loss), torch.tensor(float("nan"))
+        outcome = StepOutcome(bucket="train/8x8", learning_rate=1.0, loss=values[0], grad_norm=values[1])
+        recorder.add(step, outcome, took=(0.0, 1.0), wait_s=0.0)
+    recorder.flush()
+    assert asked == [(0, [0, 1]), (1, [0])]
+
+
 def windows(run: Path) -> list[tuple[object, object, bool]]:
     lines = [line for line in read_metrics(run) if "loss" in line]
     return [(line["step"], line["skipped_steps"], isinstance(line["loss"], float)) for line in lines]
@@ -50,7 +100,14 @@ def test_one_infinite_gradient_is_skipped_counted_and_told(
     assert train(asked, ALONE).steps_done == asked.max_steps
     per_step = [(step, int(step == 4), step != 4) for step in range(7)]
     assert windows(asked.output_dir) == (per_step if log_every == 1 else [(2, 0, True), (5, 1, True), (6, 0, True)])
-    assert "1 step skipped" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "1 step skipped" in err
+    (said,) = re.findall(
+        r"warning: step 4 \(bucket (.+?)\): the loss is inf .* nan, of (.+), expected finite numbers; the", err
+    )
+    named = seen_at(4, asked)
+    assert {bucket for bucket, _ in named} == {said[0]}
+    assert sorted(said[1].split(", ")) == sorted(name for _, name in named)
 
 
 def test_a_resume_within_a_window_with_a_skipped_step_goes_on_exactly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

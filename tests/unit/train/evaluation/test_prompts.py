@@ -46,7 +46,7 @@ def prompted(folder: Path) -> Path:
 def loaded(asked: TrainConfig) -> tuple[StoredPrompt, ...]:
     shares = [WeightedStore(store=Store.open(path)) for path in asked.store]
     store = shares[0].store
-    return load_prompts(asked, shares, StableDiffusion(UNET, facts_of(store.manifest, store.buckets())))
+    return load_prompts(asked, shares, StableDiffusion(UNET, facts_of(store, store.buckets())))
 
 
 def test_grids_of_a_run_have_the_same_noise_and_leave_training_as_it_is(
@@ -205,7 +205,7 @@ def test_a_class_is_drawn_against_the_null_class(packed: Packed, tmp_path: Path)
     assert [(one["caption"], one["height_px"], one["width_px"]) for one in written] == [("dog", 16, 16), ("2", 16, 16)]
     opened = Store.open(store)
     model = json.loads((packed.model / "transformer" / "config.json").read_bytes())
-    family = Dit(model, facts_of(opened.manifest, opened.buckets()))
+    family = Dit(model, facts_of(opened, opened.buckets()))
     (one,) = prompt_batches(
         load_prompts(asked, [WeightedStore(store=opened)], family), 4, 4.0, torch.device("cpu"), is_told=False
     )
