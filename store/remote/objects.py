@@ -7,6 +7,7 @@ messages and pickles.
 
 from __future__ import annotations
 
+import os
 import re
 from base64 import b64encode
 from contextlib import contextmanager
@@ -277,12 +278,21 @@ class ObjectFolder:
         """Check that something can be written there at all.
 
         Raises:
-            StoreError: if it is on a web server.
+            StoreError: if it is on a web server, or below a link in a local folder: that would change somebody else's files.
         """
         if self.is_read_only:
             raise StoreError(
                 f"cannot write {self.place(name)}: web servers are read only; use the store's own URL, such as s3://"
             )
+        if self.kind == "file":
+            folder = self._address.path
+            for part in name.split("/")[:-1]:
+                folder = f"{folder}/{part}"
+                if os.path.islink(folder):  # noqa: PTH114 - a Path would drop what is not UTF-8
+                    raise StoreError(
+                        f"{folder} is a link; a store is changed only where its folders are its own: replace the link by the "
+                        "folder, or move all of the store and link to it"
+                    )
 
     def _client(self, *, is_writing: bool = False) -> ObjectStore:
         """Return the client; there are two, since sending a large part may take longer than a reader would wait."""

@@ -1,22 +1,25 @@
 """Garbage collection in object storage: old generations, what only they list, and what interrupted uploads left.
 
-What a kept generation lists is never removed. What no generation lists may be another writer's upload, so it is left alone for
-a day, and longer while a running pack notes that it has sent it. A shard's own object goes first, the generations' manifests
-last.
+What a kept generation lists is never removed, nor what is not named as a shard's object. What no generation lists may be
+another writer's upload, so it is left alone for a day, and longer while a running process notes that it sends it. A shard's own
+object goes first, the generations' manifests last.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
 from bucketline.store.change.garbage_collect import Collected, Waiting
 from bucketline.store.format.manifest import MANIFEST, dump_manifest
+from bucketline.store.format.manifest_entries import SHARD_NAME
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import complete_first, generation_name, newest_generation, read_generation
 from bucketline.store.remote.lines import lines_name
+from bucketline.store.remote.server_clock import server_time
 from bucketline.store.sync.transfer.sender import pending_shards
 from bucketline.store.sync.transfer.upload import FRESH_S, shard_of
 
@@ -27,31 +30,36 @@ if TYPE_CHECKING:
     from bucketline.store.remote.objects import ObjectEntry, ObjectFolder
 
 UNLISTED_S = 2 * FRESH_S  # an object that no generation lists is left alone for this time
+_OBJECT = re.compile(rf"shards/({SHARD_NAME.pattern})\.(lmdb|extents|index|lines|dropped-[0-9]+)")
 
 
 def collect_objects(objects: ObjectFolder, older_than_s: float, *, dry_run: bool = False) -> Collected:
     """Remove generations superseded more than `older_than_s` ago, and objects of shards that no kept generation lists.
 
-    Times are the server's for objects, this machine's for now.
+    All times are the server's. A dry run, which writes nothing, cannot find out the server's time and takes this machine's.
 
     Raises:
         StoreError: if the store cannot be listed, or a generation to keep is damaged: what it lists is unknown.
     """
     newest = newest_generation(objects)
+    here = time.time()
+    now = here if dry_run else server_time(objects)
     documents = _documents(objects)
-    old, waiting = _superseded(documents, newest, older_than_s)
-    found = list(objects.entries("shards"))  # before the generations are read: what is committed later is not among them
+    old, waiting = _superseded(documents, newest, older_than_s, now, here - now)
+    found = [
+        entry for entry in objects.entries("shards") if _OBJECT.fullmatch(entry.name)
+    ]  # before the generations are read: what is committed later is not among them
     newest = newest_generation(objects)
     kept = [_read(objects, number, newest) for number in _documents(objects) if number not in old]
     listed = _names([newest, *kept])
     known = _names([manifest for number in old if (manifest := _read_if_whole(objects, number, newest)) is not None])
-    now = time.time()
-    being_packed, stale = pending_shards(objects, UNLISTED_S)
+    being_sent, stale = pending_shards(objects, UNLISTED_S, now)
     gone = [
         entry
         for entry in found
         if entry.name not in listed
-        and (entry.name in known or (now - entry.modified_s >= UNLISTED_S and shard_of(entry.name) not in being_packed))
+        and shard_of(entry.name) not in being_sent
+        and (entry.name in known or now - entry.modified_s >= UNLISTED_S)
     ]
     gone.sort(key=lambda entry: (not entry.name.endswith(".lmdb"), entry.name))
     if not dry_run:
@@ -75,17 +83,20 @@ def _documents(objects: ObjectFolder) -> dict[int, ObjectEntry]:
 
 
 def _superseded(
-    documents: dict[int, ObjectEntry], newest: Manifest, older_than_s: float
+    documents: dict[int, ObjectEntry], newest: Manifest, older_than_s: float, now: float, behind_s: float
 ) -> tuple[list[int], tuple[Waiting, ...]]:
-    """Return the generations whose successor is old enough, and those that wait."""
-    old, waiting, now = list[int](), list[Waiting](), time.time()
+    """Return the generations whose successor is old enough, and those that wait, until a time of this machine's.
+
+    `now` is the server's time, which is `behind_s` behind this machine's.
+    """
+    old, waiting = list[int](), list[Waiting]()
     for number, successor in itertools.pairwise(documents):
         if number < newest.generation:
             superseded = min(now, documents[successor].modified_s)
             if now - superseded >= older_than_s:
                 old.append(number)
             else:
-                waiting.append(Waiting(generation=number, until=superseded + older_than_s))
+                waiting.append(Waiting(generation=number, until=superseded + older_than_s + behind_s))
     return old, tuple(waiting)
 
 

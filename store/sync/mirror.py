@@ -36,13 +36,13 @@ from bucketline.store.remote.generations import (
     refuse_without_put_if_absent,
 )
 from bucketline.store.sync.transfer.download import Downloader
-from bucketline.store.sync.transfer.sender import forget_sent, lost_objects_of, sent_shards
+from bucketline.store.sync.transfer.sender import forget_sent, lost_objects_of, noted, sent_shards
 from bucketline.store.sync.transfer.upload import Uploader, shard_of
 from bucketline.store.write.describe import sent_note
 from bucketline.store.write.publish import prepare_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import DroppedEntry, ShardEntry
@@ -75,7 +75,7 @@ class Mirror:
         self.base = newest = find_newest(self.objects)
         with explaining(self.path):
             prepare_store(self.path)
-            kept = set() if newest is None else {entry.name for entry in newest.shards}
+            kept = {} if newest is None else {entry.name: entry for entry in newest.shards}
             was_copy = not keeps_copies and self._forget(kept)
             if newest is not None or was_copy:
                 (self.path / MANIFEST).unlink(missing_ok=True)
@@ -87,7 +87,7 @@ class Mirror:
             for entry in newest.shards:
                 if self._is_made_here(entry):
                     continue
-                self._mark(entry.name)
+                self._mark(entry)
                 files = list(files_of(self.path, entry))
                 for path, expected in files[:2] if sidecars else files:
                     if not path.exists():
@@ -105,18 +105,21 @@ class Mirror:
     def _marker(self, name: str) -> Path:
         return self.path / "shards" / f"{name}.remote"
 
-    def _mark(self, name: str) -> None:
-        self._marker(name).touch()
+    def _mark(self, entry: ShardEntry) -> None:
+        self._marker(entry.name).write_text(entry.lmdb.digest, encoding="ascii")
 
     def _is_made_here(self, entry: ShardEntry) -> bool:
         return not self._marker(entry.name).exists() and shard_paths(self.path, entry.name).lmdb.exists()
 
-    def _forget(self, kept: set[str]) -> bool:
+    def _forget(self, kept: Mapping[str, ShardEntry]) -> bool:
         """Remove the copies of shards that the bucket's newest generation does not list. Return whether there were copies."""
         markers = list((self.path / "shards").glob("*.remote"))
         for marker in markers:
             name = marker.name.removesuffix(".remote")
-            if name not in kept:
+            if name not in kept or marker.read_text(encoding="ascii") not in (
+                "",
+                kept[name].lmdb.digest,
+            ):  # earlier versions: ""
                 for path in sorted((self.path / "shards").glob(f"{name}.*"), key=lambda path: path == marker):
                     path.unlink()
         return bool(markers)
@@ -126,10 +129,12 @@ class Mirror:
         known = self.base.known_shards if self.base else set[str]()
         with explaining(self.path):
             sent = [entry for name, entry in sent_shards(self.path).items() if name not in known]
-            lost = lost_objects_of(self.objects, sent)
-            if lost and self.base is None:  # a generation that was never committed may list them
-                self._return_to_before(set(lost))
-            forget_sent(self.path, lost)
+            self._forget_sent(lost_objects_of(self.objects, sent))
+
+    def _forget_sent(self, lost: list[str]) -> None:
+        if lost and self.base is None:  # a generation that was never committed may list them
+            self._return_to_before(set(lost))
+        forget_sent(self.path, lost)
 
     def _return_to_before(self, lost: set[str]) -> None:
         """Remove the folder's generations that list a lost shard; the first lists none."""
@@ -153,7 +158,7 @@ class Mirror:
         """Let the folder stand for an earlier generation as well, as far as its objects are still there."""
         there = dict(self.objects.names("shards"))
         for entry in earlier.shards:
-            self._mark(entry.name)
+            self._mark(entry)
             self._restored.add(entry.name)
             for path, _ in files_of(self.path, entry):
                 num_bytes = there.get(f"shards/{path.name}")
@@ -166,42 +171,69 @@ class Mirror:
 
         Lists of dropped rows get drawn names: another writer may be preparing a generation of the same number.
         """
-        base = self.base
-        drawn = FIRST_DRAWN + secrets.randbelow(END_DRAWN - FIRST_DRAWN)
+        base, sent = self.base, sent_shards(self.path)
         before = {entry.name: entry.dropped for entry in base.shards} if base else dict[str, "DroppedEntry | None"]()
+        with noted(self.objects, "change", {entry.name for entry in changed.shards} - before.keys() - sent.keys()):
+            uploader = Uploader(self.objects)
+            uploader.look(base, self._restored | sent.keys())
+            manifest, data = self._prepared(changed, before, uploader)
+            new = [entry for entry in manifest.shards if entry.name not in before or entry.dropped != before[entry.name]]
+            self._refuse_lost(manifest, [entry for entry in new if entry.name in sent], uploader)
+            self._refuse_collected([entry for entry in new if entry.name in self._restored], uploader)
+            uploader.send(self.path, manifest, [entry for entry in new if entry.name not in self._restored])
+            if not commit(self.objects, manifest.generation, data, is_first=base is None):
+                return None
+        self.base = manifest
+        self._write_manifest(manifest)
+        return manifest
+
+    def _prepared(
+        self, changed: Manifest, before: Mapping[str, DroppedEntry | None], uploader: Uploader
+    ) -> tuple[Manifest, bytes]:
+        """Return what is committed for a changed manifest, and its bytes."""
+        base, drawn = self.base, FIRST_DRAWN + secrets.randbelow(END_DRAWN - FIRST_DRAWN)
         shards = tuple(self._with_drawn_list(entry, before, drawn) for entry in changed.shards)
-        listed = {entry.name for entry in shards}
-        uploader = Uploader(self.objects)
-        sent = sent_shards(self.path)
-        uploader.look(base, self._restored | set(sent))
         known = changed.known_shards | (base.known_shards if base else set())
-        manifest, data = finished(
+        unlisted = known - {entry.name for entry in shards}
+        return finished(
             dataclasses.replace(
                 changed,
                 store_id=base.store_id if base else changed.store_id,
                 generation=base.generation + 1 if base else changed.generation,
                 shards=shards,
-                retired=tuple(sorted(name for name in known - listed if uploader.has_any_of(name))),
+                retired=tuple(sorted(name for name in unlisted if uploader.has_any_of(name))),
             ),
             self.objects.url,
         )
-        new = [entry for entry in shards if entry.name not in before or entry.dropped != before[entry.name]]
-        new = [entry for entry in new if entry.name not in self._restored]
-        lost = [entry.name for entry in new if entry.name in sent and not uploader.has_all(self.path, manifest, entry)]
+
+    def _refuse_lost(self, manifest: Manifest, sent: list[ShardEntry], uploader: Uploader) -> None:
+        """Check that what had been sent is still there. What is not is forgotten here, so that the next run makes it again.
+
+        Raises:
+            StoreError: if a shard is not there.
+        """
+        lost = [entry.name for entry in sent if uploader.lacking(self.path, manifest, [entry], lists=False)]
         if lost:
-            forget_sent(self.path, lost)
+            self._forget_sent(lost)
             raise StoreError(
                 f"{self.objects.url}: {counted(len(lost), 'shard')} that had been sent is no longer there, {lost[0]} first: "
                 "somebody has removed what no generation listed; nothing was committed: rerun the command, which packs it again"
             )
-        uploader.send(self.path, manifest, new)
-        if not commit(self.objects, manifest.generation, data, is_first=base is None):
-            return None
-        self.base = manifest
-        self._write_manifest(manifest)
-        return manifest
 
-    def _with_drawn_list(self, entry: ShardEntry, before: dict[str, DroppedEntry | None], drawn: int) -> ShardEntry:
+    def _refuse_collected(self, restored: list[ShardEntry], uploader: Uploader) -> None:
+        """Check that the shards of an older generation are still there.
+
+        Raises:
+            StoreError: if an object is not there.
+        """
+        names = (f"shards/{path.name}" for entry in restored for path, _ in files_of(self.path, entry))
+        if lacking := [name for name in names if not uploader.has(name) and self.objects.size(name) is None]:
+            raise StoreError(
+                f"{self.objects.place(lacking[0])} is not there any more: garbage collection has removed it meanwhile; "
+                "nothing was committed: rerun the command"
+            )
+
+    def _with_drawn_list(self, entry: ShardEntry, before: Mapping[str, DroppedEntry | None], drawn: int) -> ShardEntry:
         if entry.dropped is None or entry.dropped == before.get(entry.name) or entry.name in self._restored:
             return entry
         paths = shard_paths(self.path, entry.name)
@@ -213,7 +245,7 @@ class Mirror:
         assert self.base is not None
         for entry in self.base.shards:
             if self._is_made_here(entry):
-                self._mark(entry.name)
+                self._mark(entry)
                 make_sparse(shard_paths(self.path, entry.name).lmdb, entry.lmdb.num_bytes)
                 sent_note(self.path, entry.name).unlink(missing_ok=True)
 

@@ -19,6 +19,7 @@ from bucketline.files.regular_file import read_regular
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.merge import entry_of
 from bucketline.store.change.merge_rows import part_of
+from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import MANIFEST, dump_manifest, generation_path, sealed, write_manifest
 from bucketline.store.prompts.prompt_sets import copy_sets
@@ -101,13 +102,17 @@ def pull(
         with staged_folder(out, resumable=True) as partial:
             note = _Note(partial, {"store": manifest.store_id, "selection": repr(selection)})
             prepare_store(partial)
+            for place in (partial, partial / WORK):
+                _forget_others(place, manifest.shards)
             if selection.is_all:
                 _whole(folder, partial, manifest, downloader, on_total)
             else:
                 manifest, copied = _Copies(folder, partial, manifest, selection, downloader, note).run(on_total)
             copy_sets(folder, partial, manifest)
+            if selection.is_all:
+                note_pushed(partial, folder.url, manifest)
             note.remove()
-    if selection.is_all:
+    if is_update:
         note_pushed(out, folder.url, manifest)
     return Pulled(
         generation=manifest.generation,
@@ -205,6 +210,15 @@ def _remove_others(store: Path, manifest: Manifest) -> None:
             path.unlink()
 
 
+def _forget_others(store: Path, shards: tuple[ShardEntry, ...]) -> None:
+    """Remove what an earlier, interrupted pull got of other shards under the names of these."""
+    for entry in shards:
+        index = shard_paths(store, entry.name).index
+        if index.exists() and file_digest(index)[1] != entry.index.digest:
+            for path, _ in files_of(store, entry):
+                path.unlink(missing_ok=True)
+
+
 def _update(
     folder: ObjectFolder, store: Path, manifest: Manifest, downloader: Downloader, on_total: Callable[[int], None]
 ) -> Manifest:
@@ -229,9 +243,16 @@ def _update(
                 f"{store}, generation {own.generation}, has changes that {folder.url}, generation {manifest.generation}, does "
                 "not have; push them, or pull into a path where there is nothing"
             )
+        shards = {entry.name: entry.lmdb.digest for entry in own.shards}
+        if other := [entry.name for entry in manifest.shards if shards.get(entry.name, entry.lmdb.digest) != entry.lmdb.digest]:
+            raise StoreError(
+                f"{store} has another shard {other[0]} than {folder.url}, where the name was used again; "
+                "pull into a path where there is nothing"
+            )
         _get_shards(store, manifest.shards, downloader, on_total, folder.url)
         get_lists(folder, store)
         copy_sets(folder, store, manifest)
+        note_pushed(store, folder.url, own, manifest)
         data = dump_manifest(manifest)
         write_or_explain(generation_path(store, manifest.generation), data)
         write_or_explain(store / MANIFEST, data)

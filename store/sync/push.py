@@ -22,6 +22,7 @@ from bucketline.store.remote.generations import (
     read_generation,
     refuse_without_put_if_absent,
 )
+from bucketline.store.sync.transfer.sender import noted
 from bucketline.store.sync.transfer.upload import Uploader, send_lists
 from bucketline.store.write.newest import existing_manifest
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 PUSHED = "pushed.json"  # next to the manifest: which generation is at which URL, for when this store has removed it
 _MAX_NOTE_BYTES = 1 << 20
+ROUNDS = 3  # of sending what is gone when it should be committed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,21 +82,47 @@ def push(
     refuse_without_put_if_absent(folder)
     if remote is not None:
         complete_first(folder)
-    uploader.look(remote)
-    on_total(uploader.missing_bytes(store, manifest, manifest.shards))
-    sent = uploader.send(store, manifest, manifest.shards)
-    send_lists(folder, store)
-    copy_sets(store, folder, manifest)
     first = manifest.generation if remote is None else remote.generation + 1
-    for number in range(first, manifest.generation + 1):
-        document = _document(store, manifest, number, uploader)
-        if document is not manifest:
-            uploader.send(store, document, document.shards)
-        if not commit(folder, number, dump_manifest(document), is_first=remote is None):
-            raise StoreError(_moved_on(store, folder, find_newest(folder)))
+    own = {number: _own_generation(store, manifest, number) for number in range(first, manifest.generation + 1)}
+    names = {entry.name for document in own.values() if document for entry in document.shards}
+    with noted(folder, "push", names - ({entry.name for entry in remote.shards} if remote else set())):
+        uploader.look(remote)
+        on_total(uploader.missing_bytes(store, manifest, manifest.shards))
+        sent = uploader.send(store, manifest, manifest.shards)
+        send_lists(folder, store)
+        copy_sets(store, folder, manifest)
+        documents = [_document(manifest, number, found, uploader) for number, found in own.items()]
+        _make_sure(store, documents, uploader, remote, names)
+        before = remote
+        for document in documents:
+            note_pushed(store, folder.url, before, document)  # the commit may be the last that this process does
+            if not commit(folder, document.generation, dump_manifest(document), is_first=remote is None):
+                raise StoreError(_moved_on(store, folder, find_newest(folder)))
+            before = document
     note_pushed(store, folder.url, manifest)
-    committed = tuple(range(first, manifest.generation + 1))
-    return Pushed(generation=manifest.generation, samples=manifest.samples, committed=committed, is_ahead=False, sent=sent)
+    return Pushed(generation=manifest.generation, samples=manifest.samples, committed=tuple(own), is_ahead=False, sent=sent)
+
+
+def _make_sure(
+    store: Path, documents: list[Manifest], uploader: Uploader, remote: Manifest | None, noted_names: set[str]
+) -> None:
+    """Send the other generations' files, then look whether everything is there, and send again what has been removed.
+
+    Raises:
+        StoreError: if an object is not there however often it is sent.
+    """
+    lacking: list[str] = []
+    for _ in range(ROUNDS):
+        for document in documents:
+            uploader.send(store, document, document.shards)
+        uploader.look(remote, noted_names)
+        lacking = [name for document in documents for name in uploader.lacking(store, document, document.shards)]
+        if not lacking:
+            return
+    raise StoreError(
+        f"{uploader.place(lacking[0])} was sent, and is not there ({counted(len(lacking), 'object')}): something removes "
+        "objects that no generation lists yet, such as a rule of the bucket; nothing was committed: change that and push again"
+    )
 
 
 def _relation(store: Path, manifest: Manifest, folder: ObjectFolder, remote: Manifest) -> bool:
@@ -112,7 +140,7 @@ def _relation(store: Path, manifest: Manifest, folder: ObjectFolder, remote: Man
         try:
             is_known = read_generation(folder, manifest.generation, remote).digest == manifest.digest
         except StoreError:  # removed there
-            is_known = _noted(store, folder.url) == (manifest.generation, manifest.digest)
+            is_known = (manifest.generation, manifest.digest) in _noted(store, folder.url)
         if not is_known:
             raise StoreError(_moved_on(store, folder, remote))
         return True
@@ -125,7 +153,7 @@ def _is_ancestor(store: Path, manifest: Manifest, remote: Manifest, url: str) ->
     """Return whether the bucket's generation is an earlier one of this store, or stands for one in an interrupted push."""
     if remote.generation == manifest.generation:
         return False
-    if _noted(store, url) == (remote.generation, remote.digest):
+    if (remote.generation, remote.digest) in _noted(store, url):
         return True
     for number in generations(store):
         if number >= remote.generation:
@@ -138,24 +166,26 @@ def _is_ancestor(store: Path, manifest: Manifest, remote: Manifest, url: str) ->
     return False
 
 
-def _document(store: Path, manifest: Manifest, number: int, uploader: Uploader) -> Manifest:
+def _own_generation(store: Path, manifest: Manifest, number: int) -> Manifest | None:
+    """Return a generation of the store if it is there and has all its files."""
+    if number == manifest.generation:
+        return manifest
+    try:
+        own = read_manifest(store, number)
+        return own if own.store_id == manifest.store_id and not lost_shards(store, own) else None
+    except StoreError:
+        return None
+
+
+def _document(manifest: Manifest, number: int, own: Manifest | None, uploader: Uploader) -> Manifest:
     """Return the manifest to commit as generation `number`: the store's own, unless shards would be sent only for it.
 
     Generations follow without a gap, or readers would not find the last. One that the store has removed, or whose shards
     later ones have rewritten, is stood for by the newest under its number.
     """
-    if number == manifest.generation:
-        return manifest
-    try:
-        own = read_manifest(store, number)
-    except StoreError:
+    if own is None or not all(uploader.has(f"shards/{entry.name}.lmdb") for entry in own.shards):
         return _standing_in(manifest, number)
-    is_there = (
-        own.store_id == manifest.store_id
-        and all(uploader.has(f"shards/{entry.name}.lmdb") for entry in own.shards)
-        and not lost_shards(store, own)
-    )
-    return own if is_there else _standing_in(manifest, number)
+    return own
 
 
 def _standing_in(manifest: Manifest, number: int) -> Manifest:
@@ -179,15 +209,26 @@ def _notes(store: Path) -> dict[str, Any]:
     return notes if isinstance(notes, dict) else {}
 
 
-def _noted(store: Path, url: str) -> tuple[object, object] | None:
+def _noted(store: Path, url: str) -> list[tuple[object, object]]:
+    """Return generations and digests of what was pushed to a URL, or was just about to be."""
     note = _notes(store).get(url)
-    return (note.get("generation"), note.get("digest")) if isinstance(note, dict) else None
+    both = (note, note.get("next")) if isinstance(note, dict) else ()
+    return [(one.get("generation"), one.get("digest")) for one in both if isinstance(one, dict)]
 
 
-def note_pushed(store: Path, url: str, manifest: Manifest) -> None:
-    """Note next to a store which generation of it is at a URL. The note is a hint: the store may have removed its own copy."""
+def note_pushed(store: Path, url: str, manifest: Manifest | None, upcoming: Manifest | None = None) -> None:
+    """Note next to a store which generation of it is at a URL, and which one is about to be.
+
+    The note is a hint: the store may have removed its own copy.
+    """
     notes = _notes(store)
-    note = {"generation": manifest.generation, "digest": manifest.digest}
+    note: dict[str, object] = {} if manifest is None else _as_noted(manifest)
+    if upcoming is not None:
+        note["next"] = _as_noted(upcoming)
     if notes.get(url) != note:
         with suppress(StoreError):  # a store may be read-only
             write_or_explain(store / PUSHED, json.dumps({**notes, url: note}, indent=1, sort_keys=True).encode() + b"\n")
+
+
+def _as_noted(manifest: Manifest) -> dict[str, object]:
+    return {"generation": manifest.generation, "digest": manifest.digest}

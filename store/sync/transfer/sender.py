@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import queue
+import re
+import secrets
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,18 +27,19 @@ from bucketline.store.sync.transfer.upload import FRESH_S, StoppedError, Uploade
 from bucketline.store.write.describe import SENT, Described, describe_shard, note_description, noted_description
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from types import TracebackType
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import ShardEntry
-    from bucketline.store.remote.objects import ObjectFolder
+    from bucketline.store.remote.objects import ObjectEntry, ObjectFolder
 
 PENDING = "pending"
 MOST_WAITING = 1  # sealed shards that wait to be sent, or are being sent, when another is begun
 REPEAT_S = FRESH_S / 2  # the note in the bucket is written again after this time
 POLL_S = 0.2
 _MAX_NOTE_BYTES = 64 << 20
+_NOTE = re.compile(rf"{PENDING}/[\w-]+", re.ASCII)  # the name of a run, without a suffix
 
 
 class ShardSender:
@@ -162,7 +165,7 @@ class PendingNotes:
         Raises:
             StoreError: if the bucket cannot be read or written.
         """
-        for entry in list(self._objects.entries(PENDING)):
+        for entry in _notes(self._objects):
             if entry.name.startswith(self._prefix):
                 self._objects.write(entry.name, self._objects.read(entry.name, _MAX_NOTE_BYTES))
 
@@ -198,13 +201,19 @@ def sent_shards(store: Path) -> dict[str, ShardEntry]:
 
 
 def lost_objects_of(objects: ObjectFolder, sent: Iterable[ShardEntry]) -> list[str]:
-    """Return the names of those sent shards that are no longer in the bucket: garbage collection removes what nobody lists."""
+    """Return the names of those sent shards that are no longer in the bucket: garbage collection removes what nobody lists.
+
+    An object that the list does not show is looked up by its name: a list may be older than an object.
+    """
     there: dict[str, int] | None = None
     lost = []
     for entry in sent:
         there = dict(objects.names("shards")) if there is None else there
-        if any(there.get(path.as_posix()) != expected.num_bytes for path, expected in list(files_of(Path(), entry))[:3]):
-            lost.append(entry.name)
+        for path, expected in list(files_of(Path(), entry))[:3]:
+            name = path.as_posix()
+            if (there[name] if name in there else objects.size(name)) != expected.num_bytes:
+                lost.append(entry.name)
+                break
     return lost
 
 
@@ -215,30 +224,55 @@ def forget_sent(store: Path, names: Iterable[str]) -> None:
             path.unlink()  # the shard's own file first: without it, nothing is adopted
 
 
-def pending_shards(objects: ObjectFolder, fresh_s: float) -> tuple[set[str], list[str]]:
-    """Return the shards that running packs have sent, and the names of notes that are older than `fresh_s`."""
+def pending_shards(objects: ObjectFolder, fresh_s: float, now: float) -> tuple[set[str], list[str]]:
+    """Return the shards that running processes send, and the names of notes that are older than `fresh_s`.
+
+    `now` is the server's time.
+    """
     names, stale = set[str](), list[str]()
-    for entry in list(objects.entries(PENDING)):
-        if time.time() - entry.modified_s >= fresh_s:
+    for entry in _notes(objects):
+        if now - entry.modified_s >= fresh_s:
             stale.append(entry.name)
         else:
-            names |= _listed(objects, entry.name)
+            names |= _listed(objects, entry.name) or set()
     return names, stale
 
 
 def remove_pending(objects: ObjectFolder, committed: Collection[str]) -> None:
     """Remove the notes of which every shard has been committed, as far as the credentials allow it."""
     with suppress(DeniedError):
-        for entry in list(objects.entries(PENDING)):
-            if _listed(objects, entry.name) <= set(committed):
+        for entry in _notes(objects):
+            listed = _listed(objects, entry.name)
+            if listed is not None and listed <= set(committed):
                 objects.remove([entry.name])
 
 
-def _listed(objects: ObjectFolder, note: str) -> set[str]:
+@contextmanager
+def noted(objects: ObjectFolder, what: str, names: Collection[str]) -> Iterator[None]:
+    """Note in the bucket, while the block lasts, that a process sends shards and is going to commit them."""
+    if not names:
+        yield
+        return
+    run = f"{what}-{secrets.token_hex(8)}"
+    note = f"{PENDING}/{run}"
+    objects.write(note, json.dumps(sorted(names)).encode())
+    with PendingNotes(objects, run):
+        yield
+    with suppress(DeniedError):  # it goes once it is old
+        objects.remove([note])
+
+
+def _notes(objects: ObjectFolder) -> list[ObjectEntry]:
+    """Return the notes; the folder of a store on a disk has pending shards and locks of local writers there as well."""
+    return [entry for entry in objects.entries(PENDING) if _NOTE.fullmatch(entry.name)]
+
+
+def _listed(objects: ObjectFolder, note: str) -> set[str] | None:
+    """Return the shards that a note lists; None if it is not a note, or gone."""
     try:
         found = json.loads(objects.read(note, _MAX_NOTE_BYTES))
     except (MissingObjectError, ValueError, RecursionError):
-        return set()
+        return None
     if not isinstance(found, list):
-        return set()
+        return None
     return {name for name in found if isinstance(name, str) and SHARD_NAME.fullmatch(name)}

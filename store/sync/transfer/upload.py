@@ -1,12 +1,15 @@
-"""Send a store's files to object storage: each is compared with its manifest's digest on the way, and becomes visible whole."""
+"""Send a store's files to object storage: each is compared with its manifest's digest on the way, and becomes visible whole.
+
+A shard's index is sent first, by put-if-absent: it holds the shard's id, and takes the name.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
 import threading
-import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +20,8 @@ from bucketline.files.regular_file import read_regular
 from bucketline.store.format.hashing import LineSums, bytes_digest
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.lines import encode_lines, lines_name, needs_lines
-from bucketline.store.remote.objects import PART_BYTES
+from bucketline.store.remote.objects import PART_BYTES, MissingObjectError
+from bucketline.store.remote.server_clock import server_time
 from bucketline.store.shard.sidecar import open_listed, read_exactly
 
 if TYPE_CHECKING:
@@ -53,7 +57,14 @@ class _File:
     entry: ShardEntry
     expected: FileEntry | DroppedEntry
     is_list: bool  # of dropped rows: another writer may use the same name
+    is_index: bool
     needs_lines: bool
+
+    def is_same_in(self, listed: ShardEntry | None) -> bool:
+        """Return whether the bucket's newest generation, if it lists the shard, lists these bytes: sidecars may be rebuilt."""
+        if listed is None:
+            return not self.is_list
+        return self.expected in (listed.lmdb, listed.extents, listed.index, listed.dropped)
 
 
 class StoppedError(Exception):
@@ -67,29 +78,37 @@ class Uploader:
         """Request nothing yet; `on_bytes` takes the bytes read of the files that are sent, from several threads."""
         self._folder, self._jobs, self._on_bytes = folder, jobs, on_bytes
         self._stopped = threading.Event()
-        self._there = dict[str, int]()  # objects that need not be sent, with their lengths
-        self._known, self._lists = set[str](), dict[str, str]()
-        self._shards = set[str]()
+        self._seen = dict[str, int]()  # all objects of the last look, with their lengths
+        self._there = dict[str, int]()  # those that need not be sent
+        self._shards = set[str]()  # of which any object was there
+        self._kept = set[str]()  # shards that garbage collection leaves alone
+        self._listed: dict[str, ShardEntry] = {}  # by the bucket's newest generation
+        self._sent, self._compared = set[str](), set[str]()  # objects; shards
 
     def stop(self) -> None:
         """Break off what is being sent: `send` raises a StoppedError soon. Any thread may call it."""
         self._stopped.set()
 
     def look(self, remote: Manifest | None, known: Collection[str] = ()) -> None:
-        """List the shards' objects. An object is visible only when it is complete, and names of shards are drawn.
+        """List the shards' objects. An object is visible only when it is complete.
 
         What `remote`, the bucket's newest generation, does not list, an interrupted upload left: garbage collection may remove
-        it once it is old, so then it is sent again. `known` are further shards that a generation lists.
+        it once it is old, so then it is sent again. `known` are further shards that it leaves alone: a generation lists them,
+        or a running process has noted that it sends them.
         """
-        entries = remote.shards if remote else ()
-        self._known = {entry.name for entry in entries} | set(known)
-        self._lists = {_list_name(entry): entry.dropped.digest for entry in entries if entry.dropped is not None}
-        fresh = time.time() - FRESH_S
-        self._there, self._shards = {}, set()
-        for found in self._folder.entries("shards"):
-            self._shards.add(shard_of(found.name))
-            if found.modified_s > fresh or shard_of(found.name) in self._known:
-                self._there[found.name] = found.num_bytes
+        self._listed = {entry.name: entry for entry in remote.shards} if remote else {}
+        self._kept = self._listed.keys() | set(known)
+        found = list(self._folder.entries("shards"))
+        is_any_left = any(shard_of(entry.name) not in self._kept for entry in found)
+        fresh = server_time(self._folder) - FRESH_S if is_any_left else 0.0
+        self._seen, self._shards = {entry.name: entry.num_bytes for entry in found}, {shard_of(entry.name) for entry in found}
+        self._there = {
+            entry.name: entry.num_bytes for entry in found if shard_of(entry.name) in self._kept or entry.modified_s > fresh
+        }
+
+    def place(self, name: str) -> str:
+        """Return an object's URL."""
+        return self._folder.place(name)
 
     def has(self, name: str) -> bool:
         """Return whether an object was there at the last look, or has been sent since."""
@@ -99,9 +118,21 @@ class Uploader:
         """Return whether an object of a shard was there at the last look."""
         return shard in self._shards
 
-    def has_all(self, store: Path, manifest: Manifest, entry: ShardEntry) -> bool:
-        """Return whether all objects of a shard but its list of dropped rows were there at the last look."""
-        return all(file.is_list or self._is_there(file) for file in _files(store, manifest, [entry]))
+    def lacking(self, store: Path, manifest: Manifest, shards: Iterable[ShardEntry], *, lists: bool = True) -> list[str]:
+        """Return the objects of some shards that are not there. One that the last look did not show is looked up by its name.
+
+        A list may be older than an object. Without `lists`, lists of dropped rows do not count.
+        """
+        lacking = []
+        for file in _files(store, manifest, shards):
+            if file.is_list and not lists:
+                continue
+            for name in (file.name, *([lines_name(file.entry.name)] if file.needs_lines else [])):
+                if name not in self._seen and (num_bytes := self._folder.size(name)) is not None:
+                    self._seen[name] = self._there[name] = num_bytes
+            if not self._is_there(file):
+                lacking.append(file.name)
+        return lacking
 
     def missing_bytes(self, store: Path, manifest: Manifest, shards: Iterable[ShardEntry]) -> int:
         """Return the bytes of the files that have to be sent."""
@@ -140,17 +171,29 @@ class Uploader:
     def _is_there(self, file: _File) -> bool:
         if file.needs_lines and lines_name(file.entry.name) not in self._there:
             return False
-        if file.is_list:
-            return self._lists.get(file.name) == file.expected.digest and file.name in self._there
-        return self._there.get(file.name) == file.expected.num_bytes
+        is_same = file.name in self._sent or file.is_same_in(self._listed.get(file.entry.name))
+        return is_same and self._there.get(file.name) == file.expected.num_bytes
 
     def _refuse_others(self, entry: ShardEntry) -> None:
-        """Compare the id of a shard that an interrupted upload left: names need not be drawn, where a program chooses them."""
-        name = f"shards/{entry.name}.index"
-        if entry.name not in self._known and name in self._there:
-            if bytes_digest(self._folder.read(name)) != entry.index.digest:
-                raise StoreError(self._of_another(name))
-            self._known.add(entry.name)
+        """Compare a shard with the one of its name that is there: names need not be drawn, where a program chooses them.
+
+        Raises:
+            StoreError: if they differ: what the bucket's generations list never changes.
+        """
+        listed, name = self._listed.get(entry.name), f"shards/{entry.name}.index"
+        if listed is not None:
+            if listed.lmdb != entry.lmdb:
+                raise StoreError(
+                    f"{self._folder.place(f'shards/{entry.name}.lmdb')} is another shard than that of the store "
+                    f"(digest {listed.lmdb.digest}, not {entry.lmdb.digest}): a shard's name is never used twice, and this one "
+                    "was, after garbage collection; nothing was committed. `store merge` the store to a new one, and push that "
+                    "to another URL; without shard_names, StoreWriter draws names that are not used again"
+                )
+        elif entry.name not in self._kept | self._compared and name in self._seen:
+            with suppress(MissingObjectError):  # it has just been collected
+                if bytes_digest(self._folder.read(name)) != entry.index.digest:
+                    raise StoreError(self._of_another(name))
+            self._compared.add(entry.name)
 
     def _of_another(self, name: str) -> str:
         return (
@@ -164,21 +207,22 @@ class Uploader:
             self._send(file)
 
     def _send(self, file: _File) -> None:
-        if file.is_list:
-            self._create_list(file)
+        if file.is_list or (file.is_index and file.name not in self._seen):
+            self._create(file)
         else:
             sums = LineSums() if file.needs_lines else None
             parts = self._parts(file, sums)
-            if self._there.get(file.name) == file.expected.num_bytes:  # an interrupted push sent it without its lines
+            if sums is not None and self._there.get(file.name) == file.expected.num_bytes:  # only its lines are missing
                 for _ in parts:
                     pass
             else:
                 self._folder.write(file.name, parts, file.expected.num_bytes)
             if sums is not None:
-                data = encode_lines(file.entry, sums.finish())
-                self._folder.write(lines_name(file.entry.name), data)
-                self._there[lines_name(file.entry.name)] = len(data)
-        self._there[file.name] = file.expected.num_bytes
+                name, data = lines_name(file.entry.name), encode_lines(file.entry, sums.finish())
+                self._folder.write(name, data)
+                self._seen[name] = self._there[name] = len(data)
+        self._seen[file.name] = self._there[file.name] = file.expected.num_bytes
+        self._sent.add(file.name)
 
     def _parts(self, file: _File, sums: LineSums | None) -> Iterator[bytes]:
         """Yield a file's bytes; the last ones only if the digest of all is the manifest's."""
@@ -202,8 +246,8 @@ class Uploader:
                 self._on_bytes(len(part))
                 yield bytes(part)
 
-    def _create_list(self, file: _File) -> None:
-        """Send a list of dropped rows, whose name holds a generation's number that another writer may be using."""
+    def _create(self, file: _File) -> None:
+        """Send a file whose name another writer may be using: an index, or a list of dropped rows by a generation's number."""
         data = b"".join(self._parts(file, None))
         if not self._folder.create(file.name, data):
             raise StoreError(self._of_another(file.name))
@@ -221,22 +265,19 @@ def send_lists(folder: ObjectFolder, store: Path) -> None:
 
 
 def _files(store: Path, manifest: Manifest, shards: Iterable[ShardEntry]) -> Iterator[_File]:
-    """Yield shards' files: sidecars first, so that a shard's own file is there last."""
+    """Yield shards' files: the index first, which takes the name, and the shard's own file last."""
     for entry in shards:
-        own, *sidecars = files_of(store, entry)
-        for (path, expected), is_shard in (*((file, False) for file in sidecars), (own, True)):
+        own, extents, index, *lists = files_of(store, entry)
+        for path, expected in (index, extents, *lists, own):
             yield _File(
                 path=path,
                 name=f"shards/{path.name}",
                 entry=entry,
                 expected=expected,
                 is_list=".dropped-" in path.name,
-                needs_lines=is_shard and needs_lines(manifest),
+                is_index=path == index[0],
+                needs_lines=path == own[0] and needs_lines(manifest),
             )
-
-
-def _list_name(entry: ShardEntry) -> str:
-    return f"shards/{entry.name}.dropped-{entry.dropped.generation}" if entry.dropped else ""
 
 
 def shard_of(name: str) -> str:

@@ -211,9 +211,9 @@ def test_notes_of_ended_tasks_are_repeated_while_the_job_lasts(monkeypatch: pyte
     monkeypatch.setattr(sender, "REPEAT_S", 0.01)
     with PendingNotes(place, "ray-a-"):
         end = time.monotonic() + 10
-        while pending_shards(place, 0.04)[0] != {"one", "two"} and time.monotonic() < end:
+        while pending_shards(place, 0.04, time.time())[0] != {"one", "two"} and time.monotonic() < end:
             time.sleep(0.01)
-        assert pending_shards(place, 0.04) == ({"one", "two"}, ["pending/rank-0"])
+        assert pending_shards(place, 0.04, time.time()) == ({"one", "two"}, ["pending/rank-0"])
 
 
 def test_a_store_writer_refuses_a_url() -> None:

@@ -30,10 +30,11 @@ from tests.object_storage import SECRET
 from tests.reading import everything
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
+    from bucketline.store.remote.objects import ObjectEntry
     from tests.object_storage import S3Bucket
 
 
@@ -244,6 +245,44 @@ def test_what_was_sent_and_then_removed_is_packed_again(
     assert newest_generation(in_memory).samples == 14
     assert pack_in_pairs(source, in_memory, model, "--work", work).json["packed"] == 2
     assert ids_in(pulled(in_memory, tmp_path / "again.store")) == images_in(source)
+
+
+def test_of_a_new_store_only_what_was_removed_before_the_commit_is_packed_again(
+    in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule of a bucket may remove what was sent; the run fails, and the next one makes only that again."""
+    work, commit = tmp_path / "work", Mirror.commit
+
+    def removing(mirror: Mirror, changed: Manifest) -> Manifest | None:
+        in_memory.remove([min(sent(in_memory))])
+        return commit(mirror, changed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Mirror, "commit", removing)
+        done = pack_in_pairs(source, in_memory, model, "--work", work)
+    assert (done.code, "is no longer there" in done.err) == (1, True)
+    again = pack_in_pairs(source, in_memory, model, "--work", work)
+    assert (again.code, again.err) == (0, "")
+    assert (again.json["packed"], again.json["unchanged"]) == (2, 12)
+    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
+
+
+def test_an_object_that_a_list_does_not_show_yet_counts(
+    in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of some storage are some seconds old."""
+    entries = ObjectFolder.entries
+
+    def stale(folder: ObjectFolder, prefix: str = "") -> Iterator[ObjectEntry]:
+        return (entry for entry in entries(folder, prefix) if prefix != "shards")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectFolder, "entries", stale)
+        interrupt_before_the_commit(patched, source, in_memory, model, tmp_path / "work")
+        done = pack_in_pairs(source, in_memory, model, "--work", tmp_path / "work")
+    assert (done.code, done.err) == (0, "")
+    assert (done.json["packed"], done.json["unchanged"]) == (0, 14)
+    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
 
 
 def test_a_shard_that_cannot_be_sent_ends_the_pack_and_is_kept(

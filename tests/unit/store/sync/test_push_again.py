@@ -1,0 +1,356 @@
+"""Pushes that something comes in between of: a collection, a kill, a clock that is wrong, a shard's name that is used again."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import StoreError
+from bucketline.files.atomic_write import write_or_explain
+from bucketline.store import Store
+from bucketline.store.change.compact import compact
+from bucketline.store.change.drop import drop
+from bucketline.store.change.restore import restore
+from bucketline.store.format.hashing import bytes_digest, line_sums
+from bucketline.store.format.manifest import dump_manifest, read_manifest
+from bucketline.store.remote.generations import commit, newest_generation
+from bucketline.store.remote.lines import encode_lines, lines_name
+from bucketline.store.sync import mirror as mirror_module
+from bucketline.store.sync.changes import compact_objects
+from bucketline.store.sync.collect import UNLISTED_S, collect_objects
+from bucketline.store.sync.mirror import Mirror, mirrored
+from bucketline.store.sync.pull import pull
+from bucketline.store.sync.transfer.sender import pending_shards
+from bucketline.store.sync.verify import verify_objects
+from bucketline.store.verify.verify import verify
+from tests.building import add_samples, make_sample, make_store, rewrite_manifest, samples_of, store_writer
+from tests.object_storage import in_memory
+from tests.reading import everything
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.store.remote.objects import ObjectFolder
+
+push_module = importlib.import_module("bucketline.store.sync.push")
+push = push_module.push
+BUCKET = "train/64x64"
+FIRST = samples_of({BUCKET: 8})
+DAYS_S = 2 * 86400.0
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    return make_store(tmp_path / "own.store", FIRST).path
+
+
+@pytest.fixture(params=["memory", "file"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectFolder:
+    from bucketline.store.remote.objects import ObjectFolder
+
+    return in_memory() if request.param == "memory" else ObjectFolder.open(f"file://{tmp_path}/bucket/a.store")
+
+
+def add_more(path: Path, prefix: str) -> None:
+    with store_writer(path) as writer:
+        add_samples(writer, samples_of({BUCKET: 3}, prefix))
+
+
+def with_clock(patched: pytest.MonkeyPatch, ahead_s: float) -> None:
+    """Let this machine's clock be wrong."""
+    now = time.time
+    patched.setattr(time, "time", lambda: now() + ahead_s)
+
+
+def expect_sound(folder: ObjectFolder, own: Path, out: Path) -> None:
+    """Expect that a pull gives what the store has."""
+    assert not verify_objects(folder, lambda _: None, 1).corrupt
+    pull(folder, out)
+    assert everything(Store.open(out)) == everything(Store.open(own))
+
+
+def use_a_name_again(own: Path) -> None:
+    """Compact a store, collect what is outdated, and write another shard of a name that is free now, of the same lengths."""
+    add_more(own, "second/")
+    compact(own, shard_bytes=1 << 24, gc_older_than_s=0)
+    assert not (own / "shards" / "g0.lmdb").exists()
+    with store_writer(own, shard_names="g{}") as writer:
+        add_samples(writer, [make_sample(sample.id, BUCKET, sample.captions, version=1) for sample in FIRST])
+    assert (own / "shards" / "g0.lmdb").exists()
+
+
+def push_by_names_alone(own: Path, folder: ObjectFolder) -> None:
+    """Overwrite objects of the same names, as earlier versions did, and commit."""
+    for path in (own / "shards").iterdir():
+        folder.write(f"shards/{path.name}", path)
+    for entry in read_manifest(own).shards:
+        lines = encode_lines(entry, line_sums(own / "shards" / f"{entry.name}.lmdb").finish())
+        folder.write(lines_name(entry.name), lines)
+    newest, manifest = newest_generation(folder), read_manifest(own)
+    for number in range(newest.generation + 1, manifest.generation):
+        document = push_module._standing_in(manifest, number)
+        assert commit(folder, number, dump_manifest(document), is_first=False)
+    assert commit(folder, manifest.generation, dump_manifest(manifest), is_first=False)
+
+
+@pytest.mark.parametrize("ahead_s", [DAYS_S, -DAYS_S])
+def test_a_collection_while_a_push_runs_takes_nothing_of_it_whatever_the_clocks(
+    folder: ObjectFolder, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    push(own, folder)
+    add_more(own, "second/")
+    lists = push_module.send_lists
+
+    def collecting(*arguments: object) -> None:
+        with monkeypatch.context() as patched:
+            with_clock(patched, ahead_s)
+            assert collect_objects(folder, 86400).files == ()
+        lists(*arguments)
+
+    monkeypatch.setattr(push_module, "send_lists", collecting)
+    assert push(own, folder).committed == (2,)
+    expect_sound(folder, own, tmp_path / "pulled.store")
+
+
+def test_what_is_removed_while_a_push_runs_is_sent_again(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, lists = in_memory(), push_module.send_lists
+
+    def removing(*arguments: object) -> None:
+        folder.remove(["shards/g0.lmdb", "shards/g0.index"])
+        lists(*arguments)
+
+    monkeypatch.setattr(push_module, "send_lists", removing)
+    push(own, folder)
+    expect_sound(folder, own, tmp_path / "pulled.store")
+
+
+def test_what_disappears_again_and_again_is_not_committed(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = in_memory()
+    entries = type(folder).entries
+
+    def vanishing(self: ObjectFolder, prefix: str = "") -> object:
+        self.remove(["shards/g0.lmdb"])
+        return entries(self, prefix)
+
+    monkeypatch.setattr(type(folder), "entries", vanishing)
+    with pytest.raises(StoreError, match=r"g0\.lmdb was sent, and is not there .*nothing was committed"):
+        push(own, folder)
+    assert folder.size("manifest.json") is None
+
+
+def test_a_push_notes_what_it_sends_while_it_runs(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, found, lists = in_memory(), set[str](), push_module.send_lists
+
+    def looking(*arguments: object) -> None:
+        found.update(pending_shards(folder, UNLISTED_S, time.time())[0])
+        lists(*arguments)
+
+    monkeypatch.setattr(push_module, "send_lists", looking)
+    push(own, folder)
+    assert found == {"g0"}
+    assert not list(folder.names("pending"))
+
+
+def test_a_shard_of_a_superseded_generation_that_is_pushed_again_is_not_collected_meanwhile(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lists = in_memory(), push_module.send_lists
+    push(own, folder)
+    drop(own, [FIRST[0].id])
+    compact(own, shard_bytes=1 << 24)
+    push(own, folder)
+    restore(own, 1)
+
+    def collecting(*arguments: object) -> None:
+        lists(*arguments)
+        collect_objects(folder, 0)
+
+    monkeypatch.setattr(push_module, "send_lists", collecting)
+    push(own, folder)
+    expect_sound(folder, own, tmp_path / "pulled.store")
+
+
+def test_the_copies_of_a_compaction_are_noted_while_they_are_sent(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, found = in_memory(), set[str]()
+    drop(own, [FIRST[0].id])
+    push(own, folder)
+
+    def looking(*arguments: object, **more: object) -> bool:
+        found.update(pending_shards(folder, UNLISTED_S, time.time())[0])
+        return commit(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(mirror_module, "commit", looking)
+    written = compact_objects(folder, shard_bytes=1 << 24).written
+    assert len(found) == len(written) == 1
+    assert not list(folder.names("pending"))
+
+
+@pytest.mark.parametrize("ahead_s", [DAYS_S, -DAYS_S])
+def test_objects_left_by_a_push_are_judged_by_the_servers_clock(
+    folder: ObjectFolder, own: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(push_module, "commit", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            push(own, folder)
+    with_clock(monkeypatch, ahead_s)
+    assert push(own, folder).sent.files == 0
+
+
+@pytest.mark.parametrize("ahead_s", [DAYS_S, -DAYS_S])
+def test_what_was_superseded_lately_stays_whatever_the_clocks(
+    folder: ObjectFolder, own: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    push(own, folder)
+    drop(own, [FIRST[0].id])
+    push(own, folder)
+    with_clock(monkeypatch, ahead_s)
+    done = compact_objects(folder, shard_bytes=1 << 24, gc_older_than_s=86400)
+    assert done.collected is not None
+    assert (done.collected.generations, done.collected.files) == ((), ())
+    assert all(abs(waiting.until - (time.time() + 86400)) < 60 for waiting in done.collected.waiting)
+    assert collect_objects(folder, 0).generations == (1, 2)
+
+
+def test_a_name_that_is_used_again_is_refused_and_both_stay_whole(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
+    push(own, folder)
+    shutil.copytree(own, tmp_path / "before.store")
+    use_a_name_again(own)
+    with pytest.raises(StoreError, match=r"shards/g0\.lmdb is another shard than that of .*never used twice.*store merge"):
+        push(own, folder)
+    expect_sound(folder, tmp_path / "before.store", tmp_path / "pulled.store")
+
+
+def test_a_name_that_only_an_older_generation_there_has_is_not_overwritten(own: Path, tmp_path: Path) -> None:
+    folder = in_memory()
+    push(own, folder)
+    add_more(own, "second/")
+    compact(own, shard_bytes=1 << 24, gc_older_than_s=0)
+    push(own, folder)
+    with store_writer(own, shard_names="g{}") as writer:
+        add_samples(writer, samples_of({BUCKET: 3}, "third/"))
+    with pytest.raises(StoreError, match=r"shards/g0\.index is another writer's"):
+        push(own, folder)
+    pull(folder, tmp_path / "first.store", generation=1)
+    assert not verify(Store.open(tmp_path / "first.store"), lambda _: None, 1).corrupt
+
+
+def test_sidecars_that_were_rebuilt_are_sent(own: Path, tmp_path: Path) -> None:
+    """A repair may write other sidecars of the same shard, of the same length."""
+    folder = in_memory()
+    push(own, folder)
+    path = own / "shards" / "g0.extents"
+    data = path.read_bytes().replace(b'"places"', b'"PLACES"')  # of a header's metadata
+    path.write_bytes(data)
+    (entry,) = read_manifest(own).shards
+    rewrite_manifest(own, generation=2, shards=(replace(entry, extents=replace(entry.extents, digest=bytes_digest(data))),))
+    assert push(own, folder).sent.files == 1
+    assert folder.read("shards/g0.extents") == data
+
+
+def test_a_pull_into_a_copy_that_has_another_shard_of_a_name_is_refused(own: Path, tmp_path: Path) -> None:
+    folder, copy = in_memory(), tmp_path / "copy.store"
+    push(own, folder)
+    pull(folder, copy)
+    use_a_name_again(own)
+    push_by_names_alone(own, folder)
+    with pytest.raises(StoreError, match=r"has another shard g0 .*pull into a path where there is nothing"):
+        pull(folder, copy)
+    found = verify(Store.open(copy), lambda _: None, 1)
+    assert (found.corrupt, found.rows, found.strays) == ((), len(FIRST), ())
+    expect_sound(folder, own, tmp_path / "new.store")
+
+
+def test_an_unfinished_pull_does_not_keep_another_shard_of_a_name(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = in_memory(), tmp_path / "pulled.store"
+    push(own, folder)
+    with monkeypatch.context() as patched:
+        patched.setattr("bucketline.store.sync.pull.get_lists", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pull(folder, out)
+    use_a_name_again(own)
+    push_by_names_alone(own, folder)
+    expect_sound(folder, own, out)
+
+
+def test_a_mirror_does_not_keep_another_shard_of_a_name(own: Path, tmp_path: Path) -> None:
+    folder = in_memory()
+    push(own, folder)
+    mirror = Mirror(folder, tmp_path / "mirror")
+    mirror.refresh()
+    use_a_name_again(own)
+    push_by_names_alone(own, folder)
+    mirror.refresh()
+    assert (tmp_path / "mirror" / "shards" / "g0.index").read_bytes() == (own / "shards" / "g0.index").read_bytes()
+
+
+@pytest.mark.parametrize("ends_after", ["the note", "the commit"])
+def test_a_push_that_ends_around_its_commit_can_be_pushed_again_after_a_collection(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_after: str
+) -> None:
+    folder = in_memory()
+    push(own, folder)
+    for n in range(3):
+        add_more(own, f"{n}/")
+
+        def ending(*arguments: object, **more: object) -> bool:
+            if ends_after == "the commit":
+                assert commit(*arguments, **more)  # type: ignore[arg-type]
+            return bool(1 / 0)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(push_module, "commit", ending)
+            with pytest.raises(ZeroDivisionError):
+                push(own, folder)
+        add_more(own, f"{n}/more/")
+        compact(own, shard_bytes=1 << 24, gc_older_than_s=0)
+    newest = read_manifest(own).generation
+    assert push(own, folder).generation == newest
+    expect_sound(folder, own, tmp_path / "pulled.store")
+
+
+def test_a_pull_that_ends_after_its_manifest_can_be_pushed_after_a_collection(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, copy = in_memory(), tmp_path / "copy.store"
+    push(own, folder)
+    pull(folder, copy)
+    add_more(own, "second/")
+    push(own, folder)
+
+    def ending(path: Path, data: bytes) -> None:
+        write_or_explain(path, data)
+        if path == copy / "manifest.json":
+            raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("bucketline.store.sync.pull.write_or_explain", ending)
+        with pytest.raises(ZeroDivisionError):
+            pull(folder, copy)
+    add_more(copy, "third/")
+    compact(copy, shard_bytes=1 << 24, gc_older_than_s=0)
+    push(copy, folder)
+    expect_sound(folder, copy, tmp_path / "pulled.store")
+
+
+def test_a_restore_whose_shards_are_collected_meanwhile_commits_nothing(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = in_memory()
+    push(own, folder)
+    drop(own, [FIRST[0].id])
+    compact(own, shard_bytes=1 << 24)
+    push(own, folder)
+    with mirrored(folder) as mirror:
+        mirror.refresh()
+        mirror.add_generation(read_manifest(own, 1))
+        restore(mirror.path, 1)
+        folder.remove(["shards/g0.lmdb"])
+        with pytest.raises(StoreError, match=r"shards/g0\.lmdb is not there any more.*nothing was committed"):
+            mirror.commit(read_manifest(mirror.path))
+    assert newest_generation(folder).generation == 3
