@@ -175,7 +175,12 @@ def _read(place: Place, name: str) -> bytes | None:
     checked_name(name)
     if not isinstance(place, Path):
         try:
-            return place.read(file_of(name), MAX_BYTES)
+            num_bytes = place.size(file_of(name))  # which the answer is held to
+            if num_bytes is None:
+                return None
+            if num_bytes > MAX_BYTES:
+                raise CorruptError(f"{_where(place, name)} has {num_bytes} bytes, at most {MAX_BYTES} are accepted")
+            return place.read(file_of(name), num_bytes)
         except (MissingObjectError, DeniedError):  # without the right to list a bucket, what is missing is denied
             return None
     try:

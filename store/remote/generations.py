@@ -14,6 +14,11 @@ from typing import TYPE_CHECKING
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, parse_manifest
 from bucketline.store.remote.objects import DeniedError, MissingObjectError
+from bucketline.store.remote.retries import asked_again
+
+MAX_AHEAD = (
+    1000  # generations after that of `manifest.json`, which falls behind by those whose writers died before they wrote it
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,13 +55,17 @@ def find_newest(folder: ObjectFolder, on_hint: Callable[[Manifest], None] | None
         return None
     if on_hint is not None:
         on_hint(newest)
-    while True:
+    for _ in range(MAX_AHEAD):
         name = generation_name(newest.generation + 1)
         try:
             found = _read(folder, name)
         except (MissingObjectError, DeniedError):  # without the right to list a bucket, what is missing is denied
             return newest
         newest = _checked(folder, name, found, newest.store_id, newest.generation + 1)
+    raise CorruptError(
+        f"{folder.url} has more than {MAX_AHEAD} generations after that of {MANIFEST}, which is written again at each commit; "
+        f"if it is a store of yours, copy {folder.place(generation_name(newest.generation))} over {folder.place(MANIFEST)}"
+    )
 
 
 def read_generation(folder: ObjectFolder, generation: int, newest: Manifest) -> Manifest:
@@ -151,8 +160,21 @@ def _checked(folder: ObjectFolder, name: str, found: Manifest, store_id: str, ge
 
 
 def _read(folder: ObjectFolder, name: str) -> Manifest:
-    """Return a manifest. One that is damaged is read once more: the answer may have been, not the object."""
-    try:
-        return parse_manifest(folder.read(name, MAX_MANIFEST_BYTES), folder.place(name))
-    except CorruptError:
-        return parse_manifest(folder.read(name, MAX_MANIFEST_BYTES), folder.place(name))
+    """Return a manifest, requested again if the answer was cut or damaged; one that is missing is not.
+
+    Raises:
+        MissingObjectError: if it is not there.
+        CorruptError: if it is damaged, twice.
+        StoreError: if it cannot be read.
+    """
+
+    def read() -> Manifest | MissingObjectError:
+        try:
+            return parse_manifest(folder.read(name, MAX_MANIFEST_BYTES), folder.place(name))
+        except MissingObjectError as error:
+            return error
+
+    found = asked_again(read, folder.options.deadline_s, most_wrong=2)
+    if isinstance(found, MissingObjectError):
+        raise found
+    return found

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import ShardEntry
 
+_MAX_HEADER_BYTES = 1 << 13
 LINES_FORMAT = "bucketline.lines/1"
 
 
@@ -38,6 +39,12 @@ def encode_lines(entry: ShardEntry, checksums: Sequence[int]) -> bytes:
     """Return the object's bytes, for a shard's file whose digest has been compared with the manifest's."""
     about = {"format": LINES_FORMAT, "digest": entry.lmdb.digest, "line_bytes": LINE_BYTES, "shard_id": entry.shard_id}
     return encode_paged([(LINE_CHECKSUM, "U64", np.array(checksums, dtype="<u8"))], about)
+
+
+def lines_bytes(entry: ShardEntry) -> int:
+    """Return the most bytes that a shard's object may have."""
+    num_lines = -(-entry.lmdb.num_bytes // LINE_BYTES)
+    return 8 * num_lines + 8 * (2 + num_lines // 500) + _MAX_HEADER_BYTES
 
 
 def decode_lines(data: bytes, entry: ShardEntry, item: Path) -> NDArray[np.uint64]:

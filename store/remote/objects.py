@@ -27,7 +27,7 @@ from bucketline.store.remote.urls import Kind, RemoteOptions, identity_of, is_ur
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from obstore import Bytes, ObjectMeta
+    from obstore import GetResult, ObjectMeta
     from obstore.store import ObjectStore
 
 __all__ = ["DeniedError", "MissingObjectError", "ObjectEntry", "ObjectFolder", "RemoteOptions", "is_url"]
@@ -36,9 +36,13 @@ PART_BYTES = 8 << 20
 MAX_PARTS = 9_000  # S3 allows 10,000
 PARTS_IN_FLIGHT = 4
 SIGNED_FOR = timedelta(hours=1)
+MAX_READ_BYTES = 1 << 30  # of an object that is read whole, and whose length nothing states
+MAX_LISTED = 1_000_000  # objects in a store's folder; one with 100,000 shards has half as many
+_CHUNK_BYTES = 1 << 20  # of an answer, between two looks at how much has come
 MAX_MESSAGE = 300  # characters of what the client says
 _DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist|NoSuchContainer")
+_NO_RANGES = re.compile(r"Range request not supported|non-partial response when range requested", re.IGNORECASE)
 _BODY = re.compile(r":\s*<(?:\?xml|!doctype|html|error).*", re.IGNORECASE | re.DOTALL)
 _REASON = re.compile(r"<(Code|Message)>([^<]*)</\1>")
 _CREDENTIALS: dict[Kind, str] = {
@@ -53,6 +57,10 @@ _CREDENTIALS: dict[Kind, str] = {
 
 class MissingObjectError(StoreError):
     """An object is not there."""
+
+
+class NoRangesError(StoreError):
+    """A server answers a request of some bytes with the whole object."""
 
 
 class DeniedError(StoreError):
@@ -93,8 +101,7 @@ class ObjectFolder:
         self.identity = identity_of(self._address, self.options)
         self._lock = ForkSafeLock()
         self._clients: dict[bool, ObjectStore] = {}
-        is_far = self.kind not in ("file", "memory")
-        self._plain_http = PlainHttp(self._request_of, deadline_s=self.options.deadline_s) if is_far else None
+        self._plain_http = PlainHttp(self._request_of, deadline_s=self.options.deadline_s) if self.is_far else None
 
     @classmethod
     def open(cls, url: str, options: RemoteOptions | None = None) -> ObjectFolder:
@@ -120,6 +127,11 @@ class ObjectFolder:
         return self._address.kind
 
     @property
+    def is_far(self) -> bool:
+        """Whether a network answers, which may answer otherwise the next time."""
+        return self.kind not in ("file", "memory")
+
+    @property
     def is_read_only(self) -> bool:
         """Whether nothing can be written there, whatever the credentials."""
         return self.kind == "http"
@@ -128,25 +140,38 @@ class ObjectFolder:
         """Return an object's URL without user and password."""
         return f"{self.url}/{name}" if name else self.url
 
-    def read(self, name: str, most_bytes: int | None = None) -> bytes:
-        """Return a whole object. A CorruptError if it is longer than `most_bytes`, before it is read."""
+    def read(self, name: str, most_bytes: int = MAX_READ_BYTES) -> bytes:
+        """Return a whole object. A CorruptError if it is longer than `most_bytes`, before more than that is read."""
         import obstore
 
         with self._explaining("read", name):
-            found = obstore.get(self._client(), name)
-            if most_bytes is not None and found.meta["size"] > most_bytes:
-                raise CorruptError(f"{self.place(name)} has {found.meta['size']} bytes, at most {most_bytes} are accepted")
-            return found.bytes().to_bytes()
+            return b"".join(self._bounded(name, obstore.get(self._client(), name), most_bytes))
 
-    def read_range(self, name: str, begin: int, end: int) -> Bytes:
-        """Return the bytes from `begin` up to, not including, `end`, as a buffer without a copy; fewer if it ends first.
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
+        """Return the bytes from `begin` up to, not including, `end`; fewer if the object ends first.
 
         The caller compares the length. The range must not be empty and must begin within the object.
         """
+        with self._explaining("read", name):
+            return b"".join(self._range(name, begin, end))
+
+    def _range(self, name: str, begin: int, end: int) -> Iterator[bytes]:
         import obstore
 
-        with self._explaining("read", name):
-            return obstore.get_range(self._client(), name, start=begin, end=end)
+        return self._bounded(
+            name, obstore.get(self._client(), name, options={"range": (begin, end)}), end - begin, is_part=True
+        )
+
+    def _bounded(self, name: str, found: GetResult, most_bytes: int, *, is_part: bool = False) -> Iterator[bytes]:
+        """Yield the bytes of an answer, whatever its header says of their number, and no more than `most_bytes`."""
+        stated, count = found.meta["size"], 0
+        if not is_part and stated > most_bytes:
+            raise CorruptError(f"{self.place(name)} has {stated} bytes, at most {most_bytes} are accepted")
+        for chunk in found.stream(min_chunk_size=min(_CHUNK_BYTES, max(1, most_bytes))):
+            count += len(chunk)
+            if count > most_bytes:
+                raise CorruptError(f"{self.place(name)}: more than the {most_bytes} bytes came that were requested")
+            yield chunk
 
     def pieces(self, name: str, begin: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes of a range, as `read_range` returns them, in pieces that are valid until the next one is requested.
@@ -154,10 +179,12 @@ class ObjectFolder:
         Over plain HTTP this takes half of the processor's time.
         """
         found = self._plain_http.pieces(name, begin, end) if self._plain_http is not None else None
-        if found is None:
-            yield memoryview(self.read_range(name, begin, end)).cast("B")
-        else:
+        if found is not None:
             yield from found
+            return
+        with self._explaining("read", name):
+            for chunk in self._range(name, begin, end):
+                yield memoryview(chunk).cast("B")
 
     def fetch(self, name: str, check: Callable[[ObjectEntry], None] = lambda _: None) -> tuple[bytes, ObjectEntry]:
         """Return a whole object, and what it is; `check` may raise before it is read."""
@@ -167,7 +194,7 @@ class ObjectFolder:
             found = obstore.get(self._client(), name)
             entry = _entry(found.meta)
             check(entry)
-            return found.bytes().to_bytes(), entry
+            return b"".join(self._bounded(name, found, entry.num_bytes)), entry
 
     def fetch_range(self, name: str, begin: int, end: int) -> tuple[bytes, ObjectEntry]:
         """Return the bytes from `begin` up to, not including, `end`, and what the object is; see `read_range`."""
@@ -175,14 +202,15 @@ class ObjectFolder:
 
         with self._explaining("read", name):
             found = obstore.get(self._client(), name, options={"range": (begin, end)})
-            return found.bytes().to_bytes(), _entry(found.meta)
+            return b"".join(self._bounded(name, found, end - begin, is_part=True)), _entry(found.meta)
 
     def download(self, name: str, path: Path) -> None:
         """Write an object to a new file."""
         import obstore
 
         with self._explaining("read", name), path.open("xb") as file:
-            for part in obstore.get(self._client(), name).stream(min_chunk_size=PART_BYTES):
+            found = obstore.get(self._client(), name)
+            for part in self._bounded(name, found, found.meta["size"]):
                 file.write(memoryview(part))
 
     def look_up(self, name: str) -> ObjectEntry | None:
@@ -205,8 +233,8 @@ class ObjectFolder:
         for entry in self.entries(prefix):
             yield entry.name, entry.num_bytes
 
-    def entries(self, prefix: str = "") -> Iterator[ObjectEntry]:
-        """Yield the objects in a subfolder (`shards`) and below, in no particular order."""
+    def entries(self, prefix: str = "", *, is_bounded: bool = True) -> Iterator[ObjectEntry]:
+        """Yield the objects in a subfolder (`shards`) and below, in no particular order; a StoreError if there are too many."""
         import obstore
 
         if self.kind == "http":
@@ -219,7 +247,14 @@ class ObjectFolder:
                 client = self._client()
             except FileNotFoundError:  # a local folder that nobody has made yet
                 return
+            count = 0
             for chunk in obstore.list(client, prefix or None):
+                count += len(chunk)
+                if is_bounded and count > MAX_LISTED:
+                    raise StoreError(
+                        f"{self.place(prefix)} has more than {MAX_LISTED} objects; no store has so many: check the URL, and "
+                        "move what else is there elsewhere"
+                    )
                 for found in chunk:
                     yield _entry(found)
 
@@ -260,7 +295,10 @@ class ObjectFolder:
                 pass
             else:
                 return True
-        return self.read(name) == data
+        try:
+            return self.read(name, len(data)) == data
+        except CorruptError:  # it is longer
+            return False
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects in the order given; one that is not there is not an error."""
@@ -339,6 +377,11 @@ class ObjectFolder:
             kind = type(error)
             if not kind.__module__.startswith("obstore"):  # of an iterable's own
                 raise
+            if _NO_RANGES.search(str(error)):
+                raise NoRangesError(
+                    f"{self.url} cannot be read: asked for some bytes of {name}, the server sends all of it. A store is read "
+                    "by ranges (`Range: bytes=…`): use a web server that honours them, or `store pull` it from the original"
+                ) from None
             if kind.__name__ in _DENIED:
                 raise DeniedError(
                     f"cannot {verb} {self.place(name)}: access denied ({self._brief(error)}); check the credentials: "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import StoreError, UsageError
+from bucketline.errors import CorruptError, StoreError, UsageError
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
@@ -196,10 +196,10 @@ def get_lists(folder: ObjectFolder, store: Path) -> None:
         if name == MODEL_NOTE and (store / name).exists():
             continue
         try:
-            if (folder.size(name) or MAX_LIST_BYTES) < MAX_LIST_BYTES:
-                write_or_explain(store / name, folder.read(name))
-        except MissingObjectError:
+            data = folder.read(name, MAX_LIST_BYTES)
+        except (MissingObjectError, CorruptError):  # none, or too long
             continue
+        write_or_explain(store / name, data)
 
 
 def _remove_others(store: Path, manifest: Manifest) -> None:

@@ -16,7 +16,7 @@ from bucketline.store.prompts.prompt_sets import describe_sets
 from bucketline.store.read.lost_files import LostFile, LostShard, files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import generations_there, newest_generation, read_generation
-from bucketline.store.remote.lines import decode_lines, lines_name, needs_lines
+from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name, needs_lines
 from bucketline.store.remote.objects import MissingObjectError
 from bucketline.store.sync.transfer.download import Downloader
 from bucketline.store.verify.verify import Fault, Verified, verify
@@ -112,7 +112,7 @@ def _faults_of_lines(objects: ObjectFolder, manifest: Manifest, entry: ShardEntr
         return ()  # they are in the extents, and compared with them
     name = lines_name(entry.name)
     try:
-        stored = decode_lines(objects.read(name), entry, Path(objects.place(name)))
+        stored = decode_lines(objects.read(name, lines_bytes(entry)), entry, Path(objects.place(name)))
     except StoreError as error:
         return (Fault(shard=entry.name, error=f"{error}; `store push` writes it again"),)
     if stored.tolist() == line_sums(shard_paths(path, entry.name).lmdb).finish():

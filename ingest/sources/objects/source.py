@@ -120,7 +120,7 @@ class ObjectFolderSource(ObjectSource):
             found = FoundFiles(captions)
             entries: dict[str, ObjectEntry] = {}
             with of_source(self.url):
-                listed = [entry for entry in self._objects.entries() if not _is_hidden(entry.name)]
+                listed = [entry for entry in self._objects.entries(is_bounded=False) if not _is_hidden(entry.name)]
             for entry in sorted(listed, key=lambda entry: entry.name.rpartition("/")[::2]):
                 folder, slash, name = entry.name.rpartition("/")
                 if name == STATUS:

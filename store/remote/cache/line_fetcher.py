@@ -19,10 +19,10 @@ from bucketline.store.remote.cache import room
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, OLD_RING, PINNED, RING
 from bucketline.store.remote.cache.fetch_threads import LOOK_AGAIN_S, FetchThreads
 from bucketline.store.remote.cache.held_line import LATENCY_BOUNDS_S, FetchStats, HeldLine, State
-from bucketline.store.remote.cache.line_download import LineDownload, WrongBytesError
-from bucketline.store.remote.cache.pauses import pause_after
+from bucketline.store.remote.cache.line_download import LineDownload
 from bucketline.store.remote.deadlines import IN_TIME
-from bucketline.store.remote.objects import DeniedError, MissingObjectError
+from bucketline.store.remote.objects import DeniedError
+from bucketline.store.remote.retries import is_wrong, pause_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bucketline.store.remote.cache.folder import CacheFolder
     from bucketline.store.remote.objects import ObjectFolder
 
-MAX_WRONG = 4  # times that a line's bytes may differ from its checksum
+MAX_WRONG = 4  # answers that are not the line, or that its checksums are not there
 STUCK_PART = 8  # of the deadline: a request under way for longer, once the deadline has passed, is not waited for
 
 
@@ -335,9 +335,9 @@ class LineFetcher:
         self._cache.room.give_back(line.reserved)
         line.reserved = 0
         line.shard.locks.unlock(line.shard.lock_of(line.number))
-        line.wrong += isinstance(error, WrongBytesError)
+        line.wrong += is_wrong(error)
         line.not_before = time.monotonic() + pause_after(line.tries)
-        if isinstance(error, MissingObjectError | DeniedError) or line.wrong >= MAX_WRONG:
+        if isinstance(error, DeniedError) or line.wrong >= MAX_WRONG:
             line.wrong = 0
             line.state = State.FAILED
             if line.holders <= 0:

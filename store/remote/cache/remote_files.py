@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.hashing import LINE_BYTES, bytes_digest
 from bucketline.store.remote.cache.cached_paths import cached_paths
-from bucketline.store.remote.cache.pauses import pause_after
 from bucketline.store.remote.deadlines import IN_TIME
-from bucketline.store.remote.lines import decode_lines, lines_name
+from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name
 from bucketline.store.remote.objects import DeniedError, MissingObjectError
+from bucketline.store.remote.retries import MAX_WRONG, is_wrong, pause_after
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM, check_shard_id
 from bucketline.store.shard.sidecar import PagedFile
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 AT_ONCE = 64
 EXTENTS = ".extents"
 PATIENCE_PART = 8  # of the deadline: the longest pause between two files once it has passed
-MAX_WRONG = 3  # times that a file may differ from what the manifest lists
 DOWN_S = 2.0  # after a deadline has passed, a reader's other files fail at once: it would wait for one after the other
 
 
@@ -44,6 +43,7 @@ class _File:
     name: str
     path: Path
     check: Callable[[bytes, Path], None]
+    most_bytes: int  # what the manifest says, or what it implies
     is_optional: bool = False  # it may be missing: whoever needs it finds that out
 
 
@@ -59,6 +59,7 @@ class RemoteFiles:
         self._with_lines: dict[Path, ShardEntry] = {}  # by extents
         self._lock = threading.Lock()
         self._failure: tuple[float, StoreError] | None = None  # the last deadline that has passed
+        self._verdicts: dict[Path, StoreError] = {}  # on files that are damaged, missing or denied, in this iteration
         self._requested: dict[Path, Future[None]] = {}  # by `request`
         self._is_closed = threading.Event()
 
@@ -91,7 +92,7 @@ class RemoteFiles:
         self._is_closed.set()
 
     def _with_own_lines(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> list[_File]:
-        wanted = [_File(_name(path), path, self._checked(listed)) for path, listed in files]
+        wanted = [_File(_name(path), path, self._checked(listed), listed.num_bytes) for path, listed in files]
         for path, _ in files:
             if path.suffix == EXTENTS and (entry := self._with_lines.get(path)) is not None:
                 wanted.append(self._lines_file(entry, is_optional=True))
@@ -102,8 +103,9 @@ class RemoteFiles:
         self._with_lines.update({self.paths(entry).extents: entry for entry in entries})
 
     def try_again(self) -> None:
-        """Request files again, although a deadline has just passed: a new iteration begins."""
+        """Request files again, although a deadline has just passed or they were wrong: a new iteration begins."""
         self._failure = None
+        self._verdicts.clear()
 
     def _checked(self, listed: FileEntry | DroppedEntry) -> Callable[[bytes, Path], None]:
         def check(data: bytes, path: Path) -> None:
@@ -128,16 +130,16 @@ class RemoteFiles:
                 file.check(file.path.read_bytes(), file.path)
                 self._known.add(file.path)
                 continue
-            absent.append(file)
+            if not (file.is_optional and file.path in self._verdicts):
+                absent.append(file)
         if not absent:
             return
-        if self._failure is not None and time.monotonic() - self._failure[0] < DOWN_S:
-            raise self._failure[1]
+        self._refuse_known(absent)
         # in threads, so that a request which stalls ends no later than the deadline for whoever waits here
         is_over = threading.Event()
         pool = ThreadPoolExecutor(min(AT_ONCE, len(absent)), thread_name_prefix="bucketline-sidecar")
         try:
-            late = {pool.submit(self._fetch_one, own, is_over): own.name for own in absent}
+            late = {pool.submit(self._fetch_one, own, is_over): own for own in absent}
             least_s = 0.0  # until one has arrived
             while late:
                 # after the deadline only as long as others arrive: a slow link is not a store that stalls
@@ -146,8 +148,7 @@ class RemoteFiles:
                 if not done:
                     break
                 for future in done:
-                    del late[future]
-                    future.result()
+                    self._settle(late.pop(future), future)
         except (MissingObjectError, DeniedError, CorruptError):
             raise
         except StoreError as error:
@@ -157,26 +158,40 @@ class RemoteFiles:
             is_over.set()
             pool.shutdown(wait=False, cancel_futures=True)
         if late:
-            place = self._objects.place(next(iter(late.values())))
+            place = self._objects.place(next(iter(late.values())).name)
             failure = StoreError(f"{place} has not arrived within {self._deadline_s:g} s; iterate again when the store answers")
             self._failure = time.monotonic(), failure
             raise failure
+
+    def _refuse_known(self, absent: Sequence[_File]) -> None:
+        """Raise what is known of a file, or of the store: each batch that needs it would have it requested again."""
+        for file in absent:
+            if (verdict := self._verdicts.get(file.path)) is not None:
+                raise type(verdict)(str(verdict))
+        if self._failure is not None and time.monotonic() - self._failure[0] < DOWN_S:
+            raise self._failure[1]
+
+    def _settle(self, file: _File, future: Future[None]) -> None:
+        """Raise what a request has failed by; remember it if the next one would find the same."""
+        error = future.exception()
+        if isinstance(error, DeniedError) or (error is not None and is_wrong(error)):
+            assert isinstance(error, StoreError)
+            self._verdicts[file.path] = error
+        future.result()
 
     def _fetch_one(self, file: _File, is_over: threading.Event) -> None:
         tries = wrong = 0
         end = time.monotonic() + self._deadline_s
         while True:
             try:
-                data = self._objects.read(file.name)
+                data = self._objects.read(file.name, file.most_bytes)
                 file.check(data, file.path)
-            except MissingObjectError:
-                if file.is_optional:
-                    return
-                raise
             except DeniedError:
                 raise
             except StoreError as error:
-                tries, wrong = tries + 1, wrong + isinstance(error, CorruptError)
+                if file.is_optional and isinstance(error, MissingObjectError):
+                    return
+                tries, wrong = tries + 1, wrong + is_wrong(error)
                 pause = pause_after(tries)
                 if is_over.is_set() or wrong == MAX_WRONG or time.monotonic() + pause > end:
                     raise
@@ -206,7 +221,8 @@ class RemoteFiles:
         """Return the checksums of a shard's lines.
 
         Raises:
-            StoreError: if the shard has none: of an earlier version of the format, and not pushed by `store push`.
+            MissingObjectError: if the shard has none: it was copied there, not pushed.
+            StoreError: if they do not arrive.
         """
         paths = self.paths(entry)
         with self._lock:
@@ -233,20 +249,25 @@ class RemoteFiles:
         try:
             self._each([file])
         except MissingObjectError as error:
-            raise StoreError(
-                f"{self._objects.place(file.name)} is missing, and the shard's extents have no checksums of its lines: it is "
-                "of an earlier version of the format; push the store with `store push`, which writes them"
+            raise MissingObjectError(
+                f"{self._objects.url} was not written by `store push`: {file.name} is missing, the checksums of a shard's "
+                "lines, without which it cannot be read from far away. Push the store there; `store push STORE file:///FOLDER` "
+                "writes a web server's folder"
             ) from error
         found: list[int] = decode_lines(file.path.read_bytes(), entry, file.path).tolist()
         return found
 
     def _lines_file(self, entry: ShardEntry, *, is_optional: bool = False) -> _File:
-        def check(data: bytes, path: Path) -> None:
-            decode_lines(data, entry, path)
-
         name = lines_name(entry.name)
+
+        def check(data: bytes, path: Path) -> None:
+            try:
+                decode_lines(data, entry, path)
+            except CorruptError as error:
+                raise CorruptError(str(error).replace(str(path), self._objects.place(name))) from error
+
         paths = self.paths(entry)
-        return _File(name, paths.folder / f"{entry.name}.lines", check, is_optional=is_optional)
+        return _File(name, paths.folder / f"{entry.name}.lines", check, lines_bytes(entry), is_optional=is_optional)
 
 
 def _name(path: Path) -> str:

@@ -16,6 +16,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.files.atomic_write import CREATE, FILE_MODE
 from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.store.remote.objects import PART_BYTES, PARTS_IN_FLIGHT
+from bucketline.store.remote.retries import MAX_WRONG, asked_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -42,7 +43,8 @@ class Downloader:
     ) -> None:
         """Request nothing yet; `on_bytes` takes the bytes that arrived, from several threads.
 
-        With `takes_any_digest`, the caller looks for damage itself.
+        With `takes_any_digest`, the caller looks for damage itself, and what is missing or short is believed after a few tries
+        rather than after the deadline.
         """
         self._folder, self._jobs, self._on_bytes, self._takes_any_digest = folder, jobs, on_bytes, takes_any_digest
         self._stopped = threading.Event()
@@ -67,6 +69,12 @@ class Downloader:
 
     def get_one(self, path: Path, expected: FileEntry | DroppedEntry) -> None:
         """Get a file, replacing what is at its path; raises what `get` does."""
+        for left in reversed(range(1 if self._takes_any_digest or not self._folder.is_far else MAX_WRONG)):
+            if self._is_got(path, expected, is_last=not left):
+                return
+
+    def _is_got(self, path: Path, expected: FileEntry | DroppedEntry, *, is_last: bool) -> bool:
+        """Get a file; return False if its bytes are wrong and this is not the last try."""
         name, state = f"shards/{path.name}", xxhash.xxh3_128()
         aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
         try:
@@ -78,6 +86,9 @@ class Downloader:
                         view = view[file.write(view) :]
                     self._on_bytes(memoryview(part).nbytes)
             if state.hexdigest() != expected.digest and not self._takes_any_digest:
+                if not is_last:
+                    self._on_bytes(-expected.num_bytes)
+                    return False
                 raise CorruptError(
                     f"{self._folder.place(name)} is damaged: its digest is not the manifest's; push the store again from "
                     "a copy that is whole, or drop the shard with `store drop --shard`"
@@ -87,6 +98,7 @@ class Downloader:
             raise StoreError(f"{path} cannot be written: {error.strerror}; {remedy_for_failed_write(path.parent)}") from error
         finally:
             aside.unlink(missing_ok=True)
+        return True
 
     def _parts(self, name: str, num_bytes: int) -> Iterator[bytes]:
         """Yield an object's bytes in order; several requests are under way."""
@@ -109,15 +121,21 @@ class Downloader:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _part(self, name: str, begin: int, end: int) -> bytes:
-        if self._stopped.is_set():
-            raise _StoppedError
-        part = self._folder.read_range(name, begin, end)
-        if len(part) != end - begin:
-            raise CorruptError(
-                f"{self._folder.place(name)} ends at byte {begin + len(part)}, the manifest says that it is longer; push the "
-                "store again from a copy that is whole"
-            )
-        return part  # type: ignore[return-value]  # a buffer
+        def read() -> bytes:
+            if self._stopped.is_set():
+                raise _StoppedError
+            part = self._folder.read_range(name, begin, end)
+            if len(part) != end - begin:
+                raise CorruptError(
+                    f"{self._folder.place(name)} ends at byte {begin + len(part)}, the manifest says that it is longer; push "
+                    "the store again from a copy that is whole"
+                )
+            return part
+
+        if not self._folder.is_far:
+            return read()
+        most_wrong = MAX_WRONG if self._takes_any_digest else None
+        return asked_again(read, self._folder.options.deadline_s, most_wrong=most_wrong)
 
 
 def is_there(path: Path, expected: FileEntry | DroppedEntry) -> bool:

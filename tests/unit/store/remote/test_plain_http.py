@@ -47,7 +47,7 @@ def failing(tmp_path: Path, *faults: Fault) -> Iterator[ObjectFolder]:
 )
 def test_pieces_are_the_range(begin: int, end: int, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in failing(tmp_path):
-        monkeypatch.setattr(ObjectFolder, "read_range", None)  # the client is not asked
+        monkeypatch.setattr(ObjectFolder, "_range", None)  # the client is not asked
         assert pieces(folder, begin, end) == data[begin:end]
         assert pieces(folder, begin, end) == data[begin:end]
 
@@ -55,7 +55,7 @@ def test_pieces_are_the_range(begin: int, end: int, data: bytes, tmp_path: Path,
 def test_a_request_to_s3_is_signed(s3: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     data, folder = os.urandom(NUM_BYTES), s3.folder("some where/a.store")
     folder.write("shards/a.lmdb", data)
-    monkeypatch.setattr(ObjectFolder, "read_range", None)
+    monkeypatch.setattr(ObjectFolder, "_range", None)
     assert pieces(folder, 7, NUM_BYTES) == data[7:]
 
 
@@ -101,7 +101,7 @@ def test_an_interpreter_may_end_while_a_thread_reads(data: bytes, tmp_path: Path
 def test_a_proxy_is_respected(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("http.client.HTTPConnection", None)  # nothing is requested without the client
     monkeypatch.setenv("http_proxy", "http://proxy.example.com:3128")
-    monkeypatch.setattr(ObjectFolder, "read_range", lambda *_: data)
+    monkeypatch.setattr(ObjectFolder, "_range", lambda *_: [data])
     for folder in failing(tmp_path):
         assert pieces(folder, 0, NUM_BYTES) == data
 

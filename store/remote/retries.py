@@ -1,0 +1,50 @@
+"""Requests that are made again: the pauses between two tries, and which failures may pass."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.store.remote.objects import DeniedError, MissingObjectError, NoRangesError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Answer = TypeVar("Answer")
+FIRST_S, LONGEST_S = 0.1, 5.0
+MAX_WRONG = 3  # answers that are wrong, or say that an object is missing, before that is believed
+
+
+def pause_after(tries: int) -> float:
+    """Return the seconds to wait after so many tries: exponential backoff with full jitter."""
+    return random.uniform(0.0, min(LONGEST_S, FIRST_S * 2.0 ** min(tries, 16)))  # noqa: S311 - nothing secret
+
+
+def is_wrong(error: BaseException) -> bool:
+    """Return whether an answer came that is another one than expected; the next ones will hardly be different."""
+    return isinstance(error, CorruptError | MissingObjectError | NoRangesError)
+
+
+def asked_again(request: Callable[[], Answer], deadline_s: float, *, most_wrong: int | None = MAX_WRONG) -> Answer:
+    """Return what a function returns that requests an object; call it again after failures that may pass.
+
+    After half of the deadline no new try begins, since the last one may take as long. `most_wrong`: see `MAX_WRONG`; None: only
+    the deadline counts for these too. What is denied is never requested again.
+
+    Raises:
+        StoreError: the last failure.
+    """
+    end, tries, wrong = time.monotonic() + deadline_s / 2, 0, 0
+    while True:
+        try:
+            return request()
+        except DeniedError:
+            raise
+        except StoreError as error:
+            tries, wrong = tries + 1, wrong + is_wrong(error)
+            pause = pause_after(tries)
+            if wrong == most_wrong or time.monotonic() + pause > end:
+                raise
+            time.sleep(pause)
