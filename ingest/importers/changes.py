@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.importers.cache import damaged
 from bucketline.ingest.importers.rows import kept_captions
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.sources.local_files import file_stamp
 from bucketline.store.format.sample_record import captions_checksum, storable_mtime_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from bucketline.ingest.importers.cache import Cached, Entry, Importer, Listing
     from bucketline.store import Store
+
+
+BY_A_FILE = (
+    ArithmeticError,
+    AttributeError,
+    BufferError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+    zlib.error,
+)
 
 
 def unique(listing: Listing) -> Listing:
@@ -66,6 +86,19 @@ def stamp_of(source: Path, entry: Entry) -> tuple[int, int]:
     return sum(stamp.num_bytes for stamp in stamps), max(storable_mtime_ns(stamp.mtime_ns) for stamp in stamps)
 
 
+@contextmanager
+def odd_files_rejected(entry: Entry) -> Iterator[None]:
+    """Make a failure that an entry's file causes a reject: the one place for what no trainer writes and an importer meets.
+
+    Raises:
+        RejectedError: if the block raises one, or an error of these kinds.
+    """
+    try:
+        yield
+    except BY_A_FILE as error:
+        raise damaged(f"{entry.path} is not as the trainer writes it ({type(error).__name__}: {error!s:.150})") from error
+
+
 def read_entry(importer: Importer, source: Path, entry: Entry, variant: str) -> Cached:
     """Read an entry's values.
 
@@ -76,4 +109,5 @@ def read_entry(importer: Importer, source: Path, entry: Entry, variant: str) -> 
         raise RejectedError(Reason.CACHE, entry.problem)
     if entry.caption_problem is not None:
         raise RejectedError(Reason.CAPTION, entry.caption_problem)
-    return importer.read(source, entry, variant)
+    with odd_files_rejected(entry):
+        return importer.read(source, entry, variant)

@@ -13,9 +13,9 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.account import ImportPlan
 from bucketline.ingest.importers.cache import Crops, ListRequest
 from bucketline.ingest.importers.captions import SOURCE, CaptionSource, most_captions, text_plan
-from bucketline.ingest.importers.changes import not_stored, read_entry, unique
+from bucketline.ingest.importers.changes import not_stored, odd_files_rejected, read_entry
 from bucketline.ingest.importers.columns import ColumnRules, as_frames, named_roles, side_columns, stored_columns
-from bucketline.ingest.importers.registry import importer_of
+from bucketline.ingest.importers.registry import importer_of, listed
 from bucketline.ingest.importers.vae.named_vae import named_vae
 from bucketline.ingest.importers.vae.round_trip import SAMPLES, refuse_other_vae
 from bucketline.ingest.importers.vae.spread import refuse_wrong_scale
@@ -67,6 +67,10 @@ class _Checked:
     samples: list[Cached] = field(default_factory=list)
     latents: list[NDArray[Any]] = field(default_factory=list)  # [C, h, w] or [C, F, h, w] each, unscaled
 
+    def add(self, cached: Cached, latent: NDArray[Any]) -> None:
+        self.samples.append(cached)
+        self.latents.append(latent)
+
 
 def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int) -> Planned:
     """List the cache, compare it with the store, and check new samples.
@@ -82,7 +86,7 @@ def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int
         if path is not None:
             refuse_overlap(path, config.store)
     roles = named_roles(config.columns)
-    listing = unique(importer.listed(ListRequest(source=config.source, variant=config.variant, captions=config.captions)))
+    listing = listed(importer, ListRequest(source=config.source, variant=config.variant, captions=config.captions))
     crops = Crops(config.crop or ("source" if listing.has_crops else "unknown"))
     if crops is Crops.SOURCE and not listing.has_crops:
         raise UsageError(f"--crop source: {importer.kind} does not record crops; say center or unknown")
@@ -192,9 +196,11 @@ def _columns(
         for entry in changed if roles else ():
             try:
                 cached = read_entry(importer, config.source, entry, listing.variant)
-                yield cached, vae.unscaled(cached.latent, listing.scaling).shape[-2:]
+                with odd_files_rejected(entry):
+                    size = vae.unscaled(cached.latent, listing.scaling).shape[-2:]
             except RejectedError:
                 continue
+            yield cached, size
 
     return ColumnRules(
         side=side_columns(sized(), roles, vae),
@@ -211,20 +217,31 @@ def drawn(entries: Sequence[Entry]) -> list[Entry]:
 def _read_some(
     config: ImportConfig, importer: Importer, listing: Listing, changed: list[Entry], vae: NamedVae, *, is_first: bool
 ) -> _Checked | None:
-    """Read some new samples; None if none can be read and the store has others.
+    """Read some samples, new ones first; None if none can be read and the store has others.
+
+    Those that the import will reject one by one say nothing about the others: latents that are not finite, and those far out of
+    the VAE's range, unless in a first run most are.
 
     Raises:
         SourceError: if none can be read.
     """
-    found, reasons = _Checked(), []
-    for entry in drawn(changed):
+    found, wide, reasons = _Checked(), _Checked(), []
+    is_new = {entry.id for entry in changed}
+    # with few new ones, as many of the others: one flat image would not have the spread of a data set
+    entries = [*drawn(changed), *drawn([entry for entry in listing.entries if entry.id not in is_new])][:CHECKED]
+    for entry in entries:
         try:
             cached = read_entry(importer, config.source, entry, listing.variant)
-            as_frames(cached.latent, is_video=vae.frames_step is not None and cached.latent.ndim == 4)
-            found.latents.append(vae.unscaled(cached.latent, listing.scaling))
-            found.samples.append(cached)
+            with odd_files_rejected(entry):
+                as_frames(cached.latent, is_video=vae.frames_step is not None and cached.latent.ndim == 4)
+                latent = vae.unscaled(cached.latent, listing.scaling)
+                (wide if vae.is_wide(latent) else found).add(cached, latent)
         except RejectedError as error:
-            reasons.append((entry.id, error))
+            if entry.id in is_new:
+                reasons.append((entry.id, error))
+    if config.trust_scale or (is_first and len(wide.samples) > len(found.samples)):
+        for one in zip(wide.samples, wide.latents, strict=True):
+            found.add(*one)
     if found.samples:
         return found
     if not is_first:

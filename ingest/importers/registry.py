@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
+from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.importers.changes import BY_A_FILE, unique
 from bucketline.ingest.importers.formats import (
     ai_toolkit,
     diffusion_pipe,
@@ -20,7 +22,7 @@ from bucketline.ingest.importers.formats import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import Importer
+    from bucketline.ingest.importers.cache import Importer, Listing, ListRequest
 
 _MODULES = (kohya, musubi, simpletuner, onetrainer, ai_toolkit, diffusion_pipe, mds, nemo, fastvideo)
 IMPORTERS: dict[str, Importer] = {one.IMPORTER.kind: one.IMPORTER for one in _MODULES}
@@ -50,5 +52,20 @@ def importer_of(kind: str, source: Path) -> Importer:
 def _is_here(importer: Importer, source: Path) -> bool:
     try:
         return importer.is_here(source)
-    except SourceError:  # a JSON file that is damaged, or of something else
+    except (SourceError, *BY_A_FILE):  # a JSON file that is damaged, or of something else
         return False
+
+
+def listed(importer: Importer, request: ListRequest) -> Listing:
+    """Return a cache's entries, each id once.
+
+    Raises:
+        SourceError: if the files that describe the cache do not hold what the trainer writes.
+    """
+    try:
+        return unique(importer.listed(request))
+    except (RejectedError, *BY_A_FILE) as error:
+        raise SourceError(
+            f"{request.source}: the files that list this cache of {importer.kind} are not as the trainer writes them "
+            f"({type(error).__name__}: {error!s:.150}); cache it again, or restore them"
+        ) from error

@@ -19,7 +19,7 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.account import ImportAccount, ImportPlan, ImportResult, joined
 from bucketline.ingest.importers.cache import Cached, Entry
 from bucketline.ingest.importers.captions import CaptionSource, most_captions
-from bucketline.ingest.importers.changes import not_stored, read_entry, stamp_of
+from bucketline.ingest.importers.changes import not_stored, odd_files_rejected, read_entry, stamp_of
 from bucketline.ingest.importers.destination import Destination
 from bucketline.ingest.importers.planning import Planned, plan_import
 from bucketline.ingest.importers.registry import IMPORTERS
@@ -205,7 +205,8 @@ class _Import:
         def read(entry: Entry) -> tuple[Row, Cached] | RejectedError:
             try:
                 cached = read_entry(importer, config.source, entry, plan.variant)
-                return row_of(entry, cached, rules, config, stamp_of(config.source, entry)), cached
+                with odd_files_rejected(entry):
+                    return row_of(entry, cached, rules, config, stamp_of(config.source, entry)), cached
             except RejectedError as error:
                 return error
 

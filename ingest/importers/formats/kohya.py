@@ -14,8 +14,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    import torch
     from numpy.typing import NDArray
 
 
@@ -110,11 +109,11 @@ def _one_each(entries: list[cache.Entry]) -> list[cache.Entry]:
 def _read(source: Path, entry: cache.Entry, variant: str) -> cache.Cached:
     arrays, suffix = read_npz(source, entry.path), str(entry.at[0])
     width, height = _original(arrays, suffix, entry)
-    flipped = arrays.get(f"latents_flipped{suffix}")
+    flipped = f"latents_flipped{suffix}"
     mask = next((name for name in (f"alpha_mask{suffix}", "alpha_mask") if name in arrays), None)
     return cache.Cached(
         latent=cache.squeezed(as_tensor(arrays, f"latents{suffix}")),
-        flipped=None if flipped is None else cache.squeezed(torch.from_numpy(flipped), "flipped latent"),
+        flipped=None if flipped not in arrays else cache.squeezed(as_tensor(arrays, flipped), "flipped latent"),
         geometry=cache.Geometry(original=(height, width)),
         texts=_texts(source, entry, variant),
         columns={} if mask is None else {"mask": as_tensor(arrays, mask)},
@@ -125,7 +124,7 @@ def _original(arrays: Mapping[str, NDArray[Any]], suffix: str, entry: cache.Entr
     """Return the original's width and height, as the file has them, else as its name does."""
     for name in (f"original_size{suffix}", "original_size"):
         if name in arrays:
-            return cache.pair(arrays[name].reshape(-1).tolist(), "original_size")
+            return cache.pair(arrays[name].reshape(-1)[:3].tolist(), "original_size")
     match = _NAME.fullmatch(entry.path.rpartition("/")[2])
     if match is None:
         raise cache.damaged(f"it has no original_size, only {', '.join(sorted(arrays))[:200]}")

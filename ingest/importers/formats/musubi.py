@@ -145,7 +145,7 @@ def _texts(tensors: Mapping[str, Tensor], caption: str, arch: str) -> tuple[cach
     if not caption:
         return ()
     if arch == "fk":
-        tokens, pooled = flux_text(own("t5_vec"), own("clip_l_vec", "clipL"))
+        tokens, pooled = flux_text(own("t5_vec"), own("clip_l_pooler"))
         return (cache.Text(caption=caption, tokens=tokens, fixed={POOLED: pooled}),)
     if arch == "wan":
         return (cache.Text(caption=caption, tokens=tokens_of(own("varlen_t5"))),)

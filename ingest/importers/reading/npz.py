@@ -7,6 +7,7 @@ times as long as reading a latent, and hold up other threads meanwhile. Whatever
 from __future__ import annotations
 
 import io
+import lzma
 import math
 import re
 import struct
@@ -22,19 +23,28 @@ from numpy.typing import NDArray
 
 from bucketline.ingest.importers.cache import damaged
 from bucketline.ingest.importers.reading.read_files import MAX_UNPACKED_BYTES, read_whole
+from bucketline.ingest.importers.reading.zip_members import stored_members
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _NPY = ".npy"
 _ZIP = b"PK"
-_END, _ENTRY, _LOCAL = b"PK\x05\x06", b"PK\x01\x02", b"PK\x03\x04"
-_END_BYTES, _ENTRY_BYTES, _LOCAL_BYTES = 22, 46, 30
-_ENCRYPTED, _IN_ZIP64 = 1, 0xFFFFFFFF
 _HEADER = re.compile(
     rb"\{'descr': '([<>|=]?[A-Za-z]\d{1,3})', 'fortran_order': (True|False), 'shape': \(([0-9L, ]{0,400})\),? *\} *\n?"
 )
 _MAGIC = b"\x93NUMPY"
+_DAMAGE = (
+    ValueError,
+    KeyError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    struct.error,
+    lzma.LZMAError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 class Npz(Mapping[str, NDArray[Any]]):
@@ -51,7 +61,7 @@ class Npz(Mapping[str, NDArray[Any]]):
         if not data.startswith(_ZIP):
             raise damaged(f"{path} is not an npz file")
         with self._explaining():
-            places = _stored_members(data)
+            places = stored_members(data)
             if places is None:
                 self._zip = zipfile.ZipFile(io.BytesIO(data))
                 places = {info.filename: (0, info.file_size, 0) for info in self._zip.infolist()}
@@ -66,9 +76,9 @@ class Npz(Mapping[str, NDArray[Any]]):
         """
         member, begin, length, crc = self._places[name]
         with self._explaining():
-            if length > MAX_UNPACKED_BYTES:
-                raise ValueError(f"{name} has more than {MAX_UNPACKED_BYTES} bytes")
             if self._zip is not None:
+                if length > MAX_UNPACKED_BYTES:
+                    raise ValueError(f"{name} has more than {MAX_UNPACKED_BYTES} bytes")
                 return _npy(memoryview(self._zip.read(member)))
             data = memoryview(self._data)[begin : begin + length]
             if zlib.crc32(data) != crc:
@@ -88,40 +98,8 @@ class Npz(Mapping[str, NDArray[Any]]):
     def _explaining(self) -> Iterator[None]:
         try:
             yield
-        except (ValueError, KeyError, EOFError, OSError, RuntimeError, struct.error, zipfile.BadZipFile, zlib.error) as error:
+        except _DAMAGE as error:
             raise damaged(f"{self._path} is damaged or holds a pickle, which is never read ({error!s:.100})") from error
-
-
-def _stored_members(data: bytes) -> dict[str, tuple[int, int, int]] | None:
-    """Return offset, length and CRC-32 of each member of a zip; None if `zipfile` has to read it.
-
-    Raises:
-        ValueError: if a member is not where the zip's directory says.
-    """
-    end = len(data) - _END_BYTES
-    if end < 0 or data[end : end + 4] != _END:
-        return None  # it has a comment, or is damaged
-    number, size, at = struct.unpack_from("<10xHII", data, end)
-    if at + size > end:
-        return None
-    found: dict[str, tuple[int, int, int]] = {}
-    for _ in range(number):
-        if data[at : at + 4] != _ENTRY:
-            raise ValueError(f"its directory has no entry at {at}")
-        flags, method, crc, packed, length, name_bytes, extra_bytes, note_bytes, local = struct.unpack_from(
-            "<8xHH4xIIIHHH8xI", data, at
-        )
-        if method != zipfile.ZIP_STORED or flags & _ENCRYPTED or packed != length or _IN_ZIP64 in (length, local):
-            return None
-        name = data[at + _ENTRY_BYTES : at + _ENTRY_BYTES + name_bytes].decode("utf-8")
-        at += _ENTRY_BYTES + name_bytes + extra_bytes + note_bytes
-        if data[local : local + 4] != _LOCAL:
-            raise ValueError(f"{name:.80} is not at {local}")
-        begin = local + _LOCAL_BYTES + sum(struct.unpack_from("<26xHH", data, local))
-        if begin + length > end or name in found:
-            raise ValueError(f"{name:.80} ends at {begin + length} of {end} bytes, or is there twice")
-        found[name] = begin, length, crc
-    return found
 
 
 def _npy(data: memoryview) -> NDArray[Any]:

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import pickle
+import struct
+import zipfile
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import torch
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import damaged
+from bucketline.ingest.importers.reading.zip_members import stored_members
 from bucketline.ingest.sources.local_files import _opened, open_file, read_small_file, refuse_too_large
 from bucketline.ingest.sources.source import MAX_FILE_BYTES
 
@@ -23,8 +26,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-MAX_UNPACKED_BYTES = 1 << 30  # of a compressed file
-_GZIP = b"\x1f\x8b"
+MAX_UNPACKED_BYTES = 256 << 20  # of a compressed file, or a compressed member of one
+_GZIP, _ZIP = b"\x1f\x8b", b"PK"
 
 
 def read_whole(source: Path, path: str) -> bytes:
@@ -50,7 +53,7 @@ def read_torch(source: Path, path: str) -> Any:  # noqa: ANN401 - tensors in wha
 
 
 def loaded(data: bytes, what: str) -> Any:  # noqa: ANN401 - as above
-    """Return what `torch.save` wrote into `data`; as `read_torch`."""
+    """Return what `torch.save` wrote into `data`; as `read_torch`. Its tensors have values of their own, in memory."""
     if data.startswith(_GZIP):
         unpacking = zlib.decompressobj(zlib.MAX_WBITS | 16)
         try:
@@ -59,13 +62,59 @@ def loaded(data: bytes, what: str) -> Any:  # noqa: ANN401 - as above
             raise damaged(f"{what} is damaged gzip ({error!s:.100})") from error
         if not unpacking.eof:
             raise damaged(f"{what} is truncated, or has more than {MAX_UNPACKED_BYTES} bytes uncompressed")
+    if data.startswith(_ZIP):
+        _refuse_packed(data, what)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         first = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), "")
         raise damaged(f"{what} needs unpickling beyond tensors, which is never done ({first or error!s:.150})") from error
     except Exception as error:
         raise damaged(f"{what} is damaged ({type(error).__name__}: {error!s:.100})") from error
+    if isinstance(found, dict):
+        return {
+            name: _plain(value, f"{what}, {name!s:.80}", len(data)) if isinstance(value, torch.Tensor) else value
+            for name, value in found.items()
+        }
+    return _plain(found, what, len(data)) if isinstance(found, torch.Tensor) else found
+
+
+def _refuse_packed(data: bytes, what: str) -> None:
+    """Check that a zip's members together have no more bytes than the file, as `torch.save` stores them.
+
+    Raises:
+        RejectedError: if they have.
+    """
+    try:
+        places = stored_members(data)
+        if places is None:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                total = sum(info.file_size for info in archive.infolist())
+        else:
+            total = sum(length for _, length, _ in places.values())
+    except (ValueError, struct.error, NotImplementedError, zipfile.BadZipFile) as error:
+        raise damaged(f"{what} is a damaged zip ({error!s:.100})") from error
+    if total > len(data):
+        raise damaged(f"{what} has more bytes unpacked, {total}, than it has itself, {len(data)}; save it by torch.save")
+
+
+def _plain(value: Tensor, what: str, num_bytes: int) -> Tensor:
+    """Return a tensor whose values a file of `num_bytes` holds.
+
+    Raises:
+        RejectedError: if it is of another kind (sparse, quantised, without values), or repeats values by its strides.
+    """
+    value = value.detach()  # of a parameter, a plain tensor
+    is_plain = type(value) is torch.Tensor and not value.is_nested and not value.is_quantized
+    if not is_plain or value.layout is not torch.strided or value.device.type != "cpu":
+        kind = f"{value.device.type} {'nested' if value.is_nested else value.layout} {value.dtype}".replace("torch.", "")
+        raise damaged(f"{what} is a tensor of another kind ({kind}), expected one with all its values")
+    if value.numel() * value.itemsize > num_bytes:
+        raise damaged(
+            f"{what} has the shape {list(value.shape)}, {value.numel() * value.itemsize} bytes, and its file {num_bytes}; "
+            "save it by tensor.contiguous()"
+        )
+    return value
 
 
 def read_safetensors(source: Path, path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -95,7 +144,7 @@ def read_metadata(source: Path, path: str) -> dict[str, str]:
     with open_file(f"{source}/{path}", source) as file:
         length = int.from_bytes(file.read(8), "little")
         try:
-            metadata = json.loads(file.read(min(length, MAX_UNPACKED_BYTES)))["__metadata__"]
+            metadata = json.loads(file.read(min(length, os.fstat(file.fileno()).st_size)))["__metadata__"]
             return {str(name): str(value) for name, value in metadata.items()}
         except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
             raise damaged(f"{path} is damaged, or has no metadata ({error!s:.100})") from error
@@ -126,8 +175,11 @@ def as_tensor(values: Mapping[str, Any], name: str) -> Tensor:
     value = values.get(name)
     if isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.isnative:
-        return torch.from_numpy(value)
+    if isinstance(value, np.ndarray):
+        try:
+            return torch.from_numpy(value)
+        except (TypeError, ValueError):  # text, other byte orders, long doubles
+            raise damaged(f"its {name} is {value.dtype} {list(value.shape)}, expected an array of numbers") from None
     raise damaged(f"it has no array {name!r}, only {', '.join(sorted(map(str, values)))[:200] or 'nothing'}")
 
 

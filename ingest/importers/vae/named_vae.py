@@ -114,6 +114,17 @@ class NamedVae:
             values = (values.reshape(channels, -1) / self.scale + self.shift).reshape(values.shape)
         return unpacked(values) if scaling is Scaling.PACKED else values
 
+    def is_wide(self, values: NDArray[Any]) -> bool:
+        """Return True if the spread of an unscaled latent is so far over the VAE's that `stored` rejects it.
+
+        Raises:
+            RejectedError: if it is not finite.
+        """
+        moments = Moments.of(values)
+        if not np.isfinite(moments.squares).all() and not np.isfinite(values).all():
+            raise RejectedError(Reason.LATENT, "latent: NaN or infinite")
+        return self.expected.factor_of(moments) > MAX_FACTOR_OF_ONE
+
     def stored(self, latent: torch.Tensor, scaling: Scaling, dtype: str, *, may_be_off: bool = False) -> NDArray[Any]:
         """Return a cache's latent as the VAE made it, in a stored dtype, of BF16 its bits.
 

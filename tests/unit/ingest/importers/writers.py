@@ -96,7 +96,7 @@ def musubi(folder: Path, known: Known, arch: str = "fk") -> Path:
         text = {"architecture": arch, "caption1": sample.caption, "format_version": "1.0.1"}
         if arch == "fk":
             assert sample.pooled is not None
-            embeds = {"t5_vec_float32": tensor(sample.tokens), "clip_l_vec_float32": tensor(sample.pooled)}
+            embeds = {"t5_vec_float32": tensor(sample.tokens), "clip_l_pooler_float32": tensor(sample.pooled)}
         elif arch == "wan":
             embeds = {"varlen_t5_float32": tensor(sample.tokens)}
         else:
