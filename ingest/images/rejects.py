@@ -30,6 +30,7 @@ class Reason(StrEnum):
     OTHER_VAE = "latent of another VAE"
     SCALE = "wrongly scaled latent"
     TEXT = "unusable text embedding"
+    PLACEMENT = "crop unknown or impossible"
 
 
 class RejectedError(Exception):

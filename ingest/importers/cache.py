@@ -49,6 +49,7 @@ class Entry:
     path: str  # of the file with its latent, from the source's folder
     at: tuple[str | int, ...] = ()  # its place in that file, and whatever else the importer needs to find it
     text_path: str | None = None  # of the file with its text embedding
+    is_text_older: bool = False  # than its caption file, and nothing else says of which caption it is
     captions: tuple[str, ...] | None = None  # None: they come with the values
     problem: str | None = None  # why it cannot be imported, if the listing shows it
     caption_problem: str | None = None  # why its caption file cannot be used
@@ -71,6 +72,7 @@ class Text:
     caption: str
     tokens: Tensor  # [T, D]
     fixed: Mapping[str, Tensor] = field(default_factory=dict)  # such as `pooled` [D']
+    is_older: bool = False  # than the caption's file, so that it may be of another caption: it is encoded again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

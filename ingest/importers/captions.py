@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from bucketline.command_line import counted
 from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.encoders.families.class_labels import ClassLabels
 from bucketline.ingest.encoders.families.family import TextFamily
@@ -62,7 +63,11 @@ def text_plan(config: ImportConfig, model: ModelFolder | None, listing: Listing)
         raise SourceError(
             f"{config.source} has {what}, those of {config.model} are {own}; leave --text out to encode the captions"
         )
-    if config.text is None and can_keep:
+    if can_keep and config.text != ENCODE:
+        if older := sum(entry.is_text_older for entry in listing.entries):
+            listing.notes.append(
+                f"{counted(older, 'text cache')} older than the caption file, perhaps of another caption: encoded by --model"
+            )
         return SOURCE
     if config.text is None and all(entry.captions == () for entry in listing.entries):
         return NONE
@@ -128,7 +133,7 @@ class CaptionSource:
         Raises:
             SourceError: if one is unlike it.
         """
-        texts = {text.caption: text for cached in samples for text in cached.texts}
+        texts = {text.caption: text for cached in samples for text in cached.texts if not text.is_older}
         for text in list(texts.values())[:COMPARED]:
             self._compare(text.caption, text.tokens)
 
@@ -146,7 +151,7 @@ class CaptionSource:
             StoreError: as `PartWriter.add_record`.
         """
         waiting = _Waiting(row=row, cached=cached)
-        if self._plan == SOURCE:
+        if self._plan == SOURCE and not any(text.is_older for text in cached.texts):
             self._write(waiting, {caption: self._from_source(caption, waiting) for caption in row.record.captions})
         elif self._plan == NONE:
             self._write(waiting, dict.fromkeys(row.record.captions, _NO_TOKENS))

@@ -122,7 +122,7 @@ def _boxes(found: Geometry, bucket: Size, crops: Crops) -> tuple[tuple[int, int]
         unknown = (*UNKNOWN_BOX[:2], bucket.height_px, bucket.width_px)
         return original or (0, 0), placed.resized if placed else (0, 0), unknown, UNKNOWN_BOX
     if placed is None:
-        raise RejectedError(Reason.CROP, "its cache does not have the size of the original; --crop unknown imports it")
+        raise RejectedError(Reason.PLACEMENT, "its cache does not have the size of the original; --crop unknown imports it")
     if crops is Crops.SOURCE:
         placed = _as_recorded(found, placed)
     return placed.source, placed.resized, placed.crop, placed.crop_in_source
@@ -142,13 +142,13 @@ def _as_recorded(found: Geometry, placed: Placement) -> Placement:
             whose resized size follows from the original's, has no form for it.
     """
     if found.crop is None:
-        raise RejectedError(Reason.CROP, "its cache does not record the crop; --crop unknown imports it")
+        raise RejectedError(Reason.PLACEMENT, "its cache does not record the crop; --crop unknown imports it")
     resized = found.resized or placed.resized
     bounds = [size - own for size, own in zip(placed.resized, (placed.bucket.height_px, placed.bucket.width_px), strict=True)]
     is_other = any(abs(own - other) > ROUNDING_PX for own, other in zip(placed.resized, resized, strict=True))
     if is_other or any(at > most + ROUNDING_PX for at, most in zip(found.crop, bounds, strict=True)):
         raise RejectedError(
-            Reason.CROP,
+            Reason.PLACEMENT,
             f"cropped at {found.crop[0]}, {found.crop[1]} of {resized[0]}x{resized[1]} px, expected one resized to just cover "
             f"its bucket of {placed.bucket}, {placed.resized[0]}x{placed.resized[1]} px; --crop unknown imports it",
         )

@@ -3,7 +3,8 @@
 `NAME_WWWWxHHHH_MODEL.npz`, or `NAME.npz` of SD and SDXL, has a latent; W and H are the original's size, never the bucket's.
 SD3, FLUX and later models append `_{h}x{w}` to each key, and may have several sizes in a file: each becomes a sample.
 `crop_ltrb` is what the trainer computed, not what it cropped, so it is not read. The text is in a file of its own, its caption
-only in the caption file next to the image. Source: `strategy_base.py` and `strategy_*.py` of version 0.10.1.
+only in the caption file next to the image, so that the text may be of an older caption if that file is newer. Source:
+`strategy_base.py` and `strategy_*.py` of version 0.10.1.
 """
 
 from __future__ import annotations
@@ -66,13 +67,16 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
         sample_id = folder + cache.named_image(stem, own)
         text = f"{stem}{_TEXTS[variant]}.npz" if family else ""
         texts, problem = captions.of(sample_id, stem=folder + stem)
+        text_path = folder + text if text in own else None
+        is_older = text_path is not None and captions.is_newer(sample_id, request.source / text_path, stem=folder + stem)
         suffixes = _suffixes(request.source, folder + name) if variant in _SEVERAL_SIZES else [""]
         entries += [
             cache.Entry(
                 id=sample_id if len(suffixes) == 1 else f"{sample_id}/{suffix.removeprefix('_')}",
                 path=folder + name,
                 at=(suffix,),
-                text_path=folder + text if text in own else None,
+                text_path=text_path,
+                is_text_older=is_older,
                 captions=texts,
                 caption_problem=problem,
             )
@@ -150,7 +154,7 @@ def _texts(source: Path, entry: cache.Entry, variant: str) -> tuple[cache.Text, 
         tokens, pooled = sd3_text(own("lg_out"), own("t5_out"), own("lg_pooled"))
     else:
         tokens, pooled = flux_text(own("t5_out"), own("l_pooled"))
-    return (cache.Text(caption=entry.captions[0], tokens=tokens, fixed={POOLED: pooled}),)
+    return (cache.Text(caption=entry.captions[0], tokens=tokens, fixed={POOLED: pooled}, is_older=entry.is_text_older),)
 
 
 IMPORTER = cache.Importer(kind="kohya", is_here=_is_here, listed=_listed, read=_read)

@@ -1,17 +1,20 @@
 """Caches of OneTrainer: `image/GROUP/variation-V/I.pt` and `aggregate.pt`, a list that has the images' paths.
 
-A group is a folder of the user's, called by a hash; a variation is one pass with its own random crop. Latents are the VAE's
-mean, unscaled. The text cache has neither caption nor path: only counting pairs it with the images, so it is not
-imported. Source: `DiskCache.py` of mgds, `DataLoaderText2ImageMixin.py` of OneTrainer, both of August 2026.
+A group is a folder of the user's, called by a hash of its settings, so that after a change of these an image is in two, and
+the newest has it. A variation is one pass with its own random crop. Latents are the VAE's mean, unscaled. The text cache has
+neither caption nor path: only counting pairs it with the images, so it is not imported. Source: `DiskCache.py` of mgds,
+`DataLoaderText2ImageMixin.py` of OneTrainer, both of August 2026.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
@@ -36,6 +39,8 @@ def _is_here(source: Path) -> bool:
 def _listed(request: cache.ListRequest) -> cache.Listing:
     captions = None if request.captions is None else CaptionFolder(request)
     found: list[tuple[str, int, int, str]] = []  # folder, variation, number, image
+    groups: dict[str, set[str]] = {}  # by image
+    made_ns: Counter[str] = Counter()  # by group
     notes = []
     for folder, names in cache.files_below(request.source):
         if any(_NEWER.fullmatch(name) for name in names):
@@ -51,6 +56,14 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
             notes.append(f"{folder} has no image paths: a text cache, which cannot be paired with images, is not imported")
             continue
         found += [(folder, int(match["number"]), number, image) for number, image in enumerate(images)]
+        made_ns[match["group"]] = max(made_ns[match["group"]], (request.source / folder / _AGGREGATE).stat().st_mtime_ns)
+        for image in images:
+            groups.setdefault(image, set()).add(match["group"])
+    if several := sum(len(own) > 1 for own in groups.values()):
+        notes.append(
+            f"{counted(several, 'image')} {'is' if several == 1 else 'are'} in several groups: the newest has its latent"
+        )
+    found.sort(key=lambda one: -made_ns[one[0].rpartition("/variation-")[0]])  # stable: the first of an id is imported
     if not found:
         raise SourceError(f"{request.source} has no latents in OneTrainer's format; name the folder of its cache")
     ids = ids_of_paths(sorted({image for *_, image in found}))

@@ -11,6 +11,8 @@ from bucketline.ingest.sources.captions.caption_text import EXTENSIONS
 from bucketline.ingest.sources.options import SourceOptions
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bucketline.ingest.importers.cache import ListRequest
 
 
@@ -36,6 +38,19 @@ class CaptionFolder:
 
     def of(self, sample_id: str, *, stem: str | None = None) -> tuple[tuple[str, ...], str | None]:
         """Return a sample's captions, and why they cannot be used if they cannot; `stem`: the id without extension."""
-        name = f"{stem}." if stem is not None else sample_id if "." in sample_id.rpartition("/")[2] else f"{sample_id}."
-        (captions, problem), _ = self._files.find(name)
+        (captions, problem), _ = self._files.find(_name(sample_id, stem))
         return captions, problem
+
+    def is_newer(self, sample_id: str, path: Path, *, stem: str | None = None) -> bool:
+        """Return True if one of a sample's caption files is newer than this file."""
+        try:
+            made_ns = path.stat().st_mtime_ns
+            own = self._files.candidates(_name(sample_id, stem))
+            return any((self._files.folder / name).stat().st_mtime_ns > made_ns for name in own)
+        except OSError:  # reading it says why
+            return False
+
+
+def _name(sample_id: str, stem: str | None) -> str:
+    """Return the name of an image by which its caption files are found."""
+    return f"{stem}." if stem is not None else sample_id if "." in sample_id.rpartition("/")[2] else f"{sample_id}."

@@ -148,7 +148,7 @@ def test_a_crop_of_a_larger_image_is_rejected_unless_crops_are_unknown(known: Ca
     first["intermediary_size"] = [2 * side for side in first["intermediary_size"]]
     path.write_text(json.dumps(metadata), encoding="utf-8")
     summary = imported(run_import("simpletuner", source, tmp_path / "s.store", own))
-    assert summary["rejected_by_reason"] == {"too much cropped away": 1}
+    assert summary["rejected_by_reason"] == {"crop unknown or impossible": 1}
     assert "--crop unknown imports it" in summary["rejects"][0]["detail"]
     imported(run_import("simpletuner", source, tmp_path / "other.store", own, "--crop", "unknown"))
     assert_as_packed(tmp_path / "other.store", own, has_text=True)

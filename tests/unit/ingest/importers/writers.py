@@ -215,7 +215,8 @@ def ai_toolkit_file(folder: Path, known: Known, sample: Sample, space: str, **ch
     embeds = {"text_embed": tensor(sample.tokens)[None]}
     if sample.pooled is not None:
         embeds["pooled_embed"] = tensor(sample.pooled)[None]
-    text = image.parent / "_t_e_cache" / f"{image.stem}_{_hashed({'caption': sample.caption})}.safetensors"
+    told = {"caption": sample.caption, "text_embedding_space_version": "flux" if space == "flux1" else space}
+    text = image.parent / "_t_e_cache" / f"{image.stem}_{_hashed({**told, 'text_embedding_version': 1})}.safetensors"
     text.parent.mkdir(exist_ok=True)
     save_file(embeds, text, {"version": "1"})
     return path
