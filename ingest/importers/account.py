@@ -26,6 +26,7 @@ class ImportResult:
     variant: str
     found: int
     imported: int
+    replaced: int  # of those, samples that the store had, with other values or captions
     unchanged: int
     rejected: int
     rejected_by_reason: dict[str, int]

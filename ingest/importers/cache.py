@@ -47,6 +47,7 @@ class Entry:
 
     id: str
     path: str  # of the file with its latent, from the source's folder
+    image: str | None = None  # path of its image on the machine that cached it, if ids are made of these paths
     at: tuple[str | int, ...] = ()  # its place in that file, and whatever else the importer needs to find it
     text_path: str | None = None  # of the file with its text embedding
     is_text_older: bool = False  # than its caption file, and nothing else says of which caption it is

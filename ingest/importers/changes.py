@@ -39,8 +39,8 @@ BY_A_FILE = (
 )
 
 
-def unique(listing: Listing) -> Listing:
-    """Return the listing; a second entry of an id is one that cannot be imported."""
+def unique(listing: Listing) -> None:
+    """Mark a second entry of an id as one that cannot be imported."""
     seen: dict[str, Entry] = {}
     entries = []
     for entry in listing.entries:
@@ -49,7 +49,6 @@ def unique(listing: Listing) -> Listing:
             entry = replace(entry, id=f"{entry.id} ({entry.path})", problem=problem)  # noqa: PLW2901 - its only form
         entries.append(entry)
     listing.entries = entries
-    return listing
 
 
 def not_stored(entries: Sequence[Entry], store: Store | None, source: Path, max_captions: int) -> list[Entry]:

@@ -62,6 +62,11 @@ class ImportConfig(ChangingArguments):
     columns: Annotated[str | None, tyro.conf.arg(metavar="ROLES")] = None
     """Columns to store next to the latents where the cache has them: mask, control/NAME, separated by commas, or none. Default:
     those of the samples that are checked first."""
+    prefix: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Import as NAME/ID: for a second cache whose files have the names of one that the store has."""
+    replace: bool = False
+    """Replace rows of the store that came from another folder or other images. Those of this cache are always replaced if its
+    files have changed."""
     trust_scale: bool = False
     """Import latents whose spread differs from the VAE's by a factor of two or more."""
     val_fraction: float = 0.0
@@ -110,6 +115,8 @@ class ImportConfig(ChangingArguments):
             threads=self.threads,
         )
         reject_limit(self.max_rejects)
+        if self.prefix is not None and (not self.prefix.strip("/") or {"", ".", ".."} & set(self.prefix.strip("/").split("/"))):
+            raise UsageError(f"--prefix {self.prefix!r:.80}: expected the name of a folder, such as photos")
         if self.text in ("source", "encode") and self.model is None:
             raise UsageError(f"--text {self.text} needs --model, whose encoders make the empty caption; add it")
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.packing.target import working_store
+from bucketline.store import Store
 from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.lost_files import files_of
@@ -36,6 +37,10 @@ class Destination:
             LockedError, StoreError: as `WorkingStore.held`.
         """
         return nullcontext() if self._working is None else self._working.held()
+
+    def open(self, manifest: Manifest) -> Store:
+        """Return a generation of the store; the records of what is only in object storage are got when they are read."""
+        return Store(self.path, manifest) if self._working is None else self._working.open(manifest)
 
     def adopt(self, manifest: Manifest) -> None:
         """Send the shards that an interrupted run has left. On rank 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,9 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.account import ImportPlan
 from bucketline.ingest.importers.cache import Crops, ListRequest
 from bucketline.ingest.importers.captions import SOURCE, CaptionSource, most_captions, text_plan
-from bucketline.ingest.importers.changes import not_stored, odd_files_rejected, read_entry
+from bucketline.ingest.importers.changes import not_stored, odd_files_rejected, read_entry, unique
 from bucketline.ingest.importers.columns import ColumnRules, as_frames, named_roles, side_columns, stored_columns
+from bucketline.ingest.importers.origins import named_as_stored, refuse_other_origin
 from bucketline.ingest.importers.registry import importer_of, listed
 from bucketline.ingest.importers.vae.named_vae import named_vae
 from bucketline.ingest.importers.vae.round_trip import SAMPLES, refuse_other_vae
@@ -29,7 +30,7 @@ from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.write.newest import newest_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -72,13 +73,17 @@ class _Checked:
         self.latents.append(latent)
 
 
-def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int) -> Planned:
+def plan_import(
+    config: ImportConfig, model: ModelFolder | None, local_rank: int, records: Callable[[Manifest], Store]
+) -> Planned:
     """List the cache, compare it with the store, and check new samples.
+
+    `records` opens a generation with the records of its rows.
 
     Raises:
         UsageError: if source and store overlap, or options contradict each other or lack the VAE.
-        SourceError: if the cache cannot be listed, no sample can be read, the latents' spread is not the VAE's, or the text is
-            of other encoders.
+        SourceError: if the cache cannot be listed, no sample can be read, the latents' spread is not the VAE's, the text is of
+            other encoders, or rows of another cache would be replaced.
         ModelError, FingerprintError, StoreError: as `import_cache`.
     """
     importer = importer_of(config.kind, config.source)
@@ -86,23 +91,21 @@ def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int
         if path is not None:
             refuse_overlap(path, config.store)
     roles = named_roles(config.columns)
+    manifest, store = _opened(config)
     listing = listed(importer, ListRequest(source=config.source, variant=config.variant, captions=config.captions))
+    _name(listing, config, None if store is None else records(store.manifest))
     crops = Crops(config.crop or ("source" if listing.has_crops else "unknown"))
     if crops is Crops.SOURCE and not listing.has_crops:
         raise UsageError(f"--crop source: {importer.kind} does not record crops; say center or unknown")
     vae = named_vae(model, config.vae, config.dtype, listing.latents)
     vae.refuse_scaling(listing.scaling, str(config.source))
-    manifest, store = newest_manifest(config.store), None
-    if manifest is not None:
-        refuse_lost_shards(config.store, manifest)  # by its index, every sample of one would be unchanged
-        if "import" not in manifest.rules:
-            raise FingerprintError(f"{config.store} was packed, not imported; import into a new store")
-        store = Store(config.store, manifest)
     text = text_plan(config, model, listing)
     at_most = most_captions(config, text)
     if at_most < max((len(entry.captions or ()) for entry in listing.entries), default=0):
         listing.notes.append(f"of a sample's captions at most {at_most} can be stored, the first")
     changed = not_stored(listing.entries, store, config.source, at_most)
+    if store is not None and not config.replace:
+        refuse_other_origin(changed, records(store.manifest), config.source)
     spread, round_trip, captions, columns = None, None, None, _columns_of(manifest)
     if changed and (checked := _read_some(config, importer, listing, changed, vae, is_first=manifest is None)):
         if not config.trust_scale:
@@ -147,6 +150,31 @@ def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int
         round_trip=round_trip,
         captions=captions,
     )
+
+
+def _opened(config: ImportConfig) -> tuple[Manifest, Store] | tuple[None, None]:
+    """Return the newest generation of the store, if there is one.
+
+    Raises:
+        FingerprintError: if it was packed.
+        StoreError: if it has lost shards.
+    """
+    manifest = newest_manifest(config.store)
+    if manifest is None:
+        return None, None
+    refuse_lost_shards(config.store, manifest)  # by its index, every sample of one would be unchanged
+    if "import" not in manifest.rules:
+        raise FingerprintError(f"{config.store} was packed, not imported; import into a new store")
+    return manifest, Store(config.store, manifest)
+
+
+def _name(listing: Listing, config: ImportConfig, store: Store | None) -> None:
+    """Set the ids of entries to those that they have in the store, each once."""
+    prefix = "" if config.prefix is None else f"{config.prefix.strip('/')}/"
+    listing.entries = [replace(entry, id=prefix + entry.id) for entry in listing.entries] if prefix else listing.entries
+    if store is not None:
+        listing.entries = named_as_stored(listing.entries, store, prefix)
+    unique(listing)
 
 
 def _rules(

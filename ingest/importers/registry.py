@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers.changes import BY_A_FILE, unique
+from bucketline.ingest.importers.changes import BY_A_FILE
 from bucketline.ingest.importers.formats import (
     ai_toolkit,
     diffusion_pipe,
@@ -57,13 +57,13 @@ def _is_here(importer: Importer, source: Path) -> bool:
 
 
 def listed(importer: Importer, request: ListRequest) -> Listing:
-    """Return a cache's entries, each id once.
+    """Return a cache's entries.
 
     Raises:
         SourceError: if the files that describe the cache do not hold what the trainer writes.
     """
     try:
-        return unique(importer.listed(request))
+        return importer.listed(request)
     except (RejectedError, *BY_A_FILE) as error:
         raise SourceError(
             f"{request.source}: the files that list this cache of {importer.kind} are not as the trainer writes them "

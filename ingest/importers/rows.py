@@ -14,6 +14,7 @@ from bucketline.ingest.images.geometry import Placement, place
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Crops, damaged
 from bucketline.ingest.importers.columns import ColumnRules, as_frames
+from bucketline.ingest.importers.origins import origin_of
 from bucketline.ingest.rules import held_out
 from bucketline.store import SampleRecord
 from bucketline.store.format.columns import FLIPPED_SUFFIX, TARGET
@@ -75,7 +76,7 @@ def row_of(entry: Entry, cached: Cached, rules: RowRules, config: ImportConfig, 
         bucket=bucket_name(split, *frames, bucket.height_px, bucket.width_px),
         row=0,
         split=split,
-        source=entry.path,
+        source=origin_of(entry, config.source),
         source_bytes=num_bytes,
         source_mtime_ns=storable_mtime_ns(mtime_ns),
         # a digest of checksums: BLAKE2b of the values would take as long as reading them from the cache

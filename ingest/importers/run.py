@@ -71,10 +71,13 @@ def import_cache(
         world_size = local_world_size = 1
         if not isinstance(config.place, Path):
             from bucketline.store.sync.mirror import mirrored
+            from bucketline.store.sync.working import WorkingStore
 
-            with mirrored(config.objects(config.place)) as mirror:
+            objects = config.objects(config.place)
+            with mirrored(objects) as mirror, pack_session(0, 1, local_rank, 1) as session:
                 mirror.refresh()
-                return import_cache(replace(config, place=mirror.path, work=None), local_rank=local_rank)
+                here = replace(config, place=mirror.path, work=None)
+                return _Import(here, session, WorkingStore(objects, mirror.path).open).run()
     keep_freed_memory()  # values of a sample are allocated and freed in threads, each time as new mappings
     with pack_session(rank, world_size, local_rank, local_world_size) as session:
         return _Import(config, session).run()
@@ -83,7 +86,8 @@ def import_cache(
 class _Import:
     """One run of the command on one rank."""
 
-    def __init__(self, config: ImportConfig, session: PackSession) -> None:
+    def __init__(self, config: ImportConfig, session: PackSession, records: Callable[[Manifest], Store] | None = None) -> None:
+        """Read and write nothing yet; `records` opens a generation whose folder stands for a store in object storage."""
         self._config, self._session, self._ranks = config, session, session.ranks
         self._started = time.monotonic()
         self._model = None if config.model is None else open_model(config.model, config.model_config)
@@ -91,6 +95,7 @@ class _Import:
         self._changed: list[Entry] = []
         self._store: Store | None = None  # as it was before
         self._destination = Destination(config)
+        self._records = records or self._destination.open
         self._vae: NamedVae
 
     def run(self) -> ImportResult | None:
@@ -124,7 +129,7 @@ class _Import:
     def _plan(self, held: ExitStack) -> ImportPlan:
         if not self._config.dry_run:
             held.enter_context(self._destination.held())
-        planned = self._planned = plan_import(self._config, self._model, self._session.local_rank)
+        planned = self._planned = plan_import(self._config, self._model, self._session.local_rank, self._records)
         self._changed, self._store = planned.changed, planned.store
         return planned.plan
 
@@ -252,10 +257,11 @@ class _Import:
         elif now is not None:  # an interrupted run may have imported everything, and not committed it
             self._destination.adopt(now)
             now, num_bytes = self._destination.commit(now)
-        kept = gone = 0
+        kept = gone = replaced = 0
         if before is not None:
             index = PackedIndex(before)
             kept = sum(one is not None for one in index.find_all([reject.id for reject in account.rejects]))
+            replaced = sum(one is not None for one in index.find_all([entry.id for entry in self._changed])) - kept
             listed = sum(one is not None for one in index.find_all([entry.id for entry in listing.entries]))
             gone = before.manifest.samples - listed
         return ImportResult(
@@ -263,6 +269,7 @@ class _Import:
             variant=plan.variant,
             found=len(listing.entries),
             imported=account.imported,
+            replaced=replaced,
             unchanged=len(listing.entries) - account.imported - len(account.rejects),
             rejected=len(account.rejects),
             rejected_by_reason=dict(Counter(reject.reason for reject in account.rejects).most_common()),

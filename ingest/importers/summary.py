@@ -37,6 +37,7 @@ def print_import(result: ImportResult, config: ImportConfig) -> None:
     for bucket, count in result.buckets.items():
         print(f"  {bucket}: {counted(count, 'sample')}")
     for what, count in (
+        ("replaced, which the store had with other values or captions", result.replaced),
         ("without a caption", result.without_caption),
         ("rejected now, with the row that the store has kept", result.kept),
         ("no longer in the cache, with the row that the store has kept", result.not_in_source),

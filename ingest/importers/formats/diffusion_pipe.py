@@ -64,6 +64,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
         entries.append(
             cache.Entry(
                 id=sample_id if taken[sample_id] == 1 else f"{sample_id}/{size}",  # of several resolutions
+                image=image,
                 path=place.shard,
                 at=(place.offset, place.length),
                 captions=own,

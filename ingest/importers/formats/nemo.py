@@ -57,6 +57,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
         entries.append(
             cache.Entry(
                 id=sample_id,
+                image=item["image_path"],
                 path=path or item["cache_file"].rpartition("/")[2],
                 captions=own,
                 problem=None if path else f"{item['cache_file']} is not below {source}",

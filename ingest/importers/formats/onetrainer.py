@@ -73,6 +73,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
         entries.append(
             cache.Entry(
                 id=ids[image] if variation == 0 else f"{ids[image]}/variation-{variation}",
+                image=image,
                 path=f"{folder}{number}.pt",
                 captions=own,
                 caption_problem=problem,

@@ -81,6 +81,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
         entries.append(
             cache.Entry(
                 id=ids[path],
+                image=path,
                 path=found or "",
                 at=tuple(_numbers(fields)),
                 text_path=text,

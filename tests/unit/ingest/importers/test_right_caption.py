@@ -76,7 +76,7 @@ def test_of_two_groups_of_onetrainers_the_newest_has_the_image(
     own = known("sd")
     source = onetrainer(tmp_path / "cache", own)
     (group,) = (source / "image").iterdir()
-    halved = replace(own, samples=tuple(replace(sample, latent=sample.latent / 2) for sample in own.samples))
+    halved = replace(own, samples=tuple(replace(sample, latent=sample.latent / np.float32(2)) for sample in own.samples))
     (other,) = (onetrainer(tmp_path / "other", halved) / "image").iterdir()
     names = sorted(("a" * 64, "b" * 64), reverse=newest == 1)
     group = group.rename(source / "image" / names[0])

@@ -225,6 +225,7 @@ def test_captions_beyond_the_most_that_a_row_has_do_not_make_it_look_changed(own
 def test_of_several_captions_the_first_is_the_one_that_the_cache_has_embedded(own: Known, source: Path, tmp_path: Path) -> None:
     for path in source.rglob("*.txt"):
         path.write_text(path.read_text(encoding="utf-8") + "\nanother caption\n", encoding="utf-8")
+        os.utime(path, ns=(1, 1))
     ran = run_import("kohya", source, tmp_path / "s.store", own)
     assert ran.code == 0, ran.err
     assert ran.json["notes"] == ["of a sample's captions at most 1 can be stored, the first"]

@@ -1,0 +1,94 @@
+"""Several imports into one store: of another folder, of a folder that was moved, of a data set that has grown."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
+from tests.unit.ingest.importers.writers import WRITERS, kohya
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.unit.ingest.importers.known import Known
+
+
+def brighter(own: Known) -> Known:
+    """Return other images of the same names."""
+    return replace(own, samples=tuple(replace(one, latent=one.latent * np.float32(1.25)) for one in own.samples))
+
+
+def dated(folder: Path, seconds: int) -> None:
+    for path in folder.rglob("*"):
+        os.utime(path, ns=(seconds * 10**9, seconds * 10**9))
+
+
+def test_rows_of_another_folder_are_not_replaced_unless_the_user_says_so(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own, store = known("sdxl"), tmp_path / "s.store"
+    first, second = kohya(tmp_path / "first", own), kohya(tmp_path / "second", brighter(own))
+    dated(first, 1)
+    assert run_import("kohya", first, store, own).json["replaced"] == 0
+    refused = run_import("kohya", second, store, own)
+    assert refused.code == 1
+    assert "6 rows of the store would be replaced by other files of the same names: 'cats/1.png' came from" in refused.err
+    assert "--prefix" in refused.err
+    assert_as_packed(store, own, has_text=True)
+    dry = run_import("kohya", second, store, own, "--dry-run")
+    assert dry.code == 1
+    both = run_import("kohya", second, store, own, "--prefix", "b")
+    assert both.code == 0, both.err
+    assert (both.json["imported"], both.json["replaced"]) == (6, 0)
+    assert {one.id for one in read_store(store)} == {f"{start}{one.id}" for one in own.samples for start in ("", "b/")}
+    again = run_import("kohya", second, store, own, "--prefix", "b")
+    assert (again.json["imported"], again.json["unchanged"]) == (0, 6)
+    replaced = run_import("kohya", second, store, own, "--replace")
+    assert replaced.code == 0, replaced.err
+    assert (replaced.json["imported"], replaced.json["replaced"]) == (6, 6)
+
+
+def test_what_was_cached_again_is_replaced_and_counted_and_a_moved_folder_is_unchanged(
+    known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    own, store = known("sdxl"), tmp_path / "s.store"
+    source = kohya(tmp_path / "cache", own)
+    assert run_import("kohya", source, store, own).code == 0
+    shutil.copytree(source, tmp_path / "moved")
+    moved = run_import("kohya", tmp_path / "moved", store, own)
+    assert moved.code == 0, moved.err
+    assert moved.json["unchanged"] == 6
+    dated(source, 2)
+    again = run_import("kohya", source, store, own)
+    assert again.code == 0, again.err
+    assert (again.json["imported"], again.json["replaced"]) == (6, 6)
+    shown = run_import("kohya", source, store, own)
+    assert (shown.json["unchanged"], shown.json["replaced"]) == (6, 0)
+
+
+@pytest.mark.parametrize("kind", ["simpletuner", "onetrainer", "diffusion-pipe", "nemo"])
+def test_a_folder_added_to_a_data_set_changes_no_ids(kind: str, known: Callable[[str], Known], tmp_path: Path) -> None:
+    own, store, source = known(WRITERS[kind][1]), tmp_path / "s.store", tmp_path / "cache"
+    cats = replace(own, samples=tuple(one for one in own.samples if one.id.startswith("cats/")))
+    options: tuple[Any, ...] = ("--text", "none", "--captions", tmp_path / "captions")
+    (tmp_path / "captions").mkdir()
+    WRITERS[kind][0](source, cats)
+    dated(source, 1)
+    first = run_import(kind, source, store, own, *options)
+    assert first.code == 0, first.err
+    before = {one.id for one in read_store(store)}
+    assert before == {one.id.removeprefix("cats/") for one in cats.samples}
+    shutil.rmtree(source)
+    WRITERS[kind][0](source, own)
+    dated(source, 1)
+    grown = run_import(kind, source, store, own, *options)
+    assert grown.code == 0, grown.err
+    assert grown.json["not_in_source"] == 0
+    assert {one.id for one in read_store(store)} == before | {one.id for one in own.samples if one.id.startswith("dogs/")}
+    again = run_import(kind, source, store, own, *options)
+    assert (again.json["imported"], again.json["unchanged"]) == (0, 6)
