@@ -1,4 +1,4 @@
-"""The places of a zip's members, if all are stored as they are: read in place, in a fraction of the time that `zipfile` takes."""
+"""The places of a zip's members, if all are stored as they are: found in a fraction of the time that `zipfile` takes."""
 
 from __future__ import annotations
 
