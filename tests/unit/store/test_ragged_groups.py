@@ -205,10 +205,12 @@ def test_long_entries_do_not_wait_for_their_rows_to_fill_a_block(tmp_path: Path,
 
 
 def test_what_a_killed_part_had_committed_is_adopted_with_its_entries(tmp_path: Path) -> None:
-    with writer_of(tmp_path / "s", SCHEMA) as writer:
-        part = pickle.loads(pickle.dumps(writer.part("r0")))
-        add_all(part, SCHEMA, ITEMS, commit_every=len(ITEMS))
-        part.close()
+    writer = writer_of(tmp_path / "s", SCHEMA).__enter__()
+    part = pickle.loads(pickle.dumps(writer.part("r0")))
+    add_all(part, SCHEMA, ITEMS, commit_every=len(ITEMS))
+    part.close()
+    with pytest.warns(UserWarning, match="has not been sealed"):
+        writer.__exit__(None, None, None)
     with writer_of(tmp_path / "s", SCHEMA):
         pass
     assert not faults(tmp_path / "s")
