@@ -45,6 +45,8 @@ class Export(ReadingArguments):
     columns: Annotated[str | None, tyro.conf.arg(metavar="ROLES")] = None
     """Of kohya and mds: columns to write next to the latents, such as mask,control/depth, or none. Default: all; one that the
     format cannot hold is refused by name."""
+    images: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Of kohya: folder of the images, to read sizes that the store does not know. Its scripts look for caches by size."""
     dry_run: bool = False
     """Print the number of samples, files and bytes without writing them."""
     json: bool = False
@@ -80,6 +82,10 @@ class Export(ReadingArguments):
             if wanted not in (ExportFormat.KOHYA, ExportFormat.MDS):
                 raise UsageError(f"--columns {self.columns!r:.80}: --format {wanted} writes all columns; leave it out")
             columns = () if self.columns.strip() == NO_COLUMNS else tuple(role.strip() for role in self.columns.split(","))
+        if self.images is not None and wanted is not ExportFormat.KOHYA:
+            raise UsageError(f"--images {self.images}: --format {wanted} does not need the images; leave it out")
+        if self.images is not None and not self.images.is_dir():
+            raise UsageError(f"--images {self.images} is not a folder; name the folder of the images")
         default = MDS_SHARD_SIZE if wanted is ExportFormat.MDS else SHARD_SIZE
         return ExportRequest(
             output=self.output,
@@ -87,6 +93,7 @@ class Export(ReadingArguments):
             selection=Selection(split=self.split, bucket=self.bucket),
             shard_bytes=parse_bytes(self.shard_size or default, "--shard-size"),
             columns=columns,
+            images=self.images,
         )
 
     def _print(self, plan: ExportPlan) -> None:

@@ -51,6 +51,7 @@ class ExportRequest:
     selection: Selection
     shard_bytes: int  # maximum size of a tar or a shard of MDS
     columns: tuple[str, ...] | None = None  # of a trainer's cache: roles to write next to the latents; None: all
+    images: Path | None = None  # of kohya's: folder of the images, for sizes that the store does not know
 
 
 class ExportPlan(Protocol):
@@ -147,7 +148,7 @@ def export(store: Store, request: ExportRequest, plan: ExportPlan, on_bytes: Cal
 def _plan(store: Store, request: ExportRequest) -> tuple[ExportPlan, Callable[[Listed, Sequence[int]], int]]:
     """Return an empty plan, and the function that tells what it counts: bytes by a sample and its captions' token counts."""
     if request.format is ExportFormat.KOHYA:
-        kohya = KohyaForm(store, request.columns)
+        kohya = KohyaForm(store, request.columns, request.images)
         return KohyaPlan(kohya), kohya.num_bytes
     if request.format is ExportFormat.MDS:
         mds = MdsForm(store, request.shard_bytes, request.columns)
@@ -178,7 +179,7 @@ def _ragged_tokens(store: Store, listed: Listed) -> RaggedTokens:
 
 def _writer(folder: Path, store: Store, request: ExportRequest) -> ExportWriter:
     if request.format is ExportFormat.KOHYA:
-        return KohyaWriter(folder, store, request.columns)
+        return KohyaWriter(folder, KohyaForm(store, request.columns, request.images))
     if request.format is ExportFormat.MDS:
         return MdsWriter(folder, store, request.shard_bytes, request.columns)
     if request.format is ExportFormat.SAFETENSORS:

@@ -1,20 +1,20 @@
 """Export as the cache of kohya's scripts: npz files named after the images, to be copied next to them.
 
-Of each sample `NAME_WWWWxHHHH_MODEL.npz` with its latent, and its mask if it has one; `NAME.txt` with its captions; and if the
-model has a text cache, the embedding of its first caption. Source: `strategy_base.py`, `strategy_sd.py`, `strategy_sdxl.py`,
-`strategy_sd3.py`, `strategy_flux.py` of sd-scripts 0.10.1.
+Of each sample `NAME_WWWWxHHHH_MODEL.npz` with its latent, and its mask if it has one, several sizes of an image together; of
+each image `NAME.txt` with its captions, and if the model has a text cache, the embedding of the first. Source:
+`strategy_base.py`, `strategy_sd.py`, `strategy_sdxl.py`, `strategy_sd3.py`, `strategy_flux.py` of sd-scripts 0.10.1.
 """
 
 from __future__ import annotations
 
 import io
 import zipfile
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.errors import StoreError
+from bucketline.store.export.kohya_names import KohyaNames
 from bucketline.store.export.sample_arrays import MASK, form_of, mask_shape, num_values, size_of
 from bucketline.store.format.hashing import text_bytes
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from bucketline.store.export.kohya_names import KohyaName
     from bucketline.store.export.sample_arrays import SampleArrays
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.read.iter_samples import Listed
@@ -42,8 +43,10 @@ _MEMBER_BYTES, _END_BYTES = 30 + 46, 22  # of a zip archive: the two headers of 
 class KohyaForm:
     """A store's samples in the form of these files."""
 
-    def __init__(self, store: Store, columns: Sequence[str] | None = None) -> None:
+    def __init__(self, store: Store, columns: Sequence[str] | None = None, images: Path | None = None) -> None:
         """Read what the samples have in common; `columns` are roles to write next to the latents, None for all.
+
+        `images`: folder of the images, whose sizes are read if the store does not know them.
 
         Raises:
             StoreError: if the store is not of one of the models, or one of its columns has no place in these files.
@@ -64,49 +67,61 @@ class KohyaForm:
                 f"{store.path} has the text family {self.form.family or 'none'!r}; kohya's caches are written for "
                 f"{', '.join(MODELS)}: use --format safetensors"
             )
-        self._taken: dict[str, str] = {}
+        self._names = KohyaNames(store, self.form.family, images)
+        self.num_files = 0  # of the samples so far
 
     def num_bytes(self, listed: Listed, num_tokens: Sequence[int]) -> int:
-        """Return the length of a sample's files from its first caption's token count, without reading values."""
-        record, has_mask = listed.record, MASK in self.form.side_of(self._store, listed)
-        total = _npz_bytes(self._latent_shapes(record, has_mask=has_mask)) + len(_caption_lines(record))
-        return total + (_npz_bytes(self._text_shapes(num_tokens[0])) if self._has_text(record) else 0)
-
-    def num_files(self, record: SampleRecord) -> int:
-        """Return the number of a sample's files."""
-        return 1 + bool(record.captions) + self._has_text(record)
-
-    def files(self, record: SampleRecord, data: bytes) -> dict[str, bytes]:
-        """Return a sample's files by path, from its safetensors file.
+        """Return the bytes that a sample adds, from its first caption's token count, without reading values.
 
         Raises:
-            StoreError: if its id is not the path of a file in the folder, or another sample has the same path.
+            StoreError: as `KohyaNames.name`.
         """
-        stem, arrays = self._stem(record), self.form.arrays(record, data)
-        width, height = _original(record)
-        found = {f"{stem}_{width:04d}x{height:04d}_{self.form.family}.npz": _npz(self._latents(record, arrays))}
-        if record.captions:
-            found[f"{stem}.txt"] = _caption_lines(record)
-        if self._has_text(record):
-            found[f"{stem}{_SUFFIX[self.form.family]}.npz"] = _npz(self._texts(arrays))
-        return found
+        record, has_mask = listed.record, MASK in self.form.side_of(self._store, listed)
+        name = self._name(record)
+        total = _npz_bytes(self._latent_shapes(record, has_mask=has_mask)) - (0 if name.is_first_of_file else _END_BYTES)
+        if not name.is_first_of_image:
+            return total
+        return (
+            total
+            + len(_caption_lines(record))
+            + (_npz_bytes(self._text_shapes(num_tokens[0])) if self._has_text(record) else 0)
+        )
+
+    def write(self, folder: Path, record: SampleRecord, data: bytes) -> int:
+        """Write a sample's files from its safetensors file, and return the bytes that were added.
+
+        Raises:
+            StoreError: as `KohyaNames.name`.
+        """
+        name, arrays = self._name(record), self.form.arrays(record, data)
+        path = folder / name.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = 0 if name.is_first_of_file else path.stat().st_size
+        with zipfile.ZipFile(path, "w" if name.is_first_of_file else "a", zipfile.ZIP_STORED) as archive:
+            _add(archive, self._latents(record, arrays, name.original_wh))
+        total = path.stat().st_size - before
+        others: dict[str, bytes] = {}
+        if name.is_first_of_image and record.captions:
+            others[f"{name.stem}.txt"] = _caption_lines(record)
+        if name.is_first_of_image and self._has_text(record):
+            others[f"{name.stem}{_SUFFIX[self.form.family]}.npz"] = _npz(self._texts(arrays))
+        for own, content in others.items():
+            (folder / own).write_bytes(content)
+            total += len(content)
+        return total
+
+    def _name(self, record: SampleRecord) -> KohyaName:
+        name = self._names.name(record, self._key_end(record))
+        self.num_files += name.is_first_of_file
+        if name.is_first_of_image:
+            self.num_files += bool(record.captions) + self._has_text(record)
+        return name
 
     def _has_text(self, record: SampleRecord) -> bool:
         has_columns = self.form.token_width is not None and self.form.pooled_width is not None
         return bool(record.captions) and has_columns and self.form.family in _SUFFIX
 
-    def _stem(self, record: SampleRecord) -> str:
-        path = PurePosixPath(record.id)
-        stem = str(path.with_suffix("")) if path.name else ""
-        parts = stem.split("/")
-        is_safe = stem.isprintable() and "\\" not in stem and not {"", ".", ".."} & set(parts)
-        if not is_safe or path.is_absolute() or max(len(text_bytes(part)) for part in parts) > 200:
-            raise StoreError(f"sample {record.id!r:.200} cannot be a file's name, as kohya's caches are called; leave it out")
-        if (other := self._taken.setdefault(stem, record.id)) != record.id:
-            raise StoreError(f"samples {record.id!r:.200} and {other!r:.200} have one name in kohya's caches; leave one out")
-        return stem
-
-    def _latents(self, record: SampleRecord, arrays: SampleArrays) -> dict[str, NDArray[Any]]:
+    def _latents(self, record: SampleRecord, arrays: SampleArrays, original_wh: tuple[int, int]) -> dict[str, NDArray[Any]]:
         def own(latent: NDArray[np.float32]) -> NDArray[np.float32]:
             return self.form.fed(latent) if self.form.family == "flux" else latent
 
@@ -115,7 +130,7 @@ class KohyaForm:
             top, left = (max(0, (whole - part) // 2) for whole, part in zip(record.resized, (height, width), strict=True))
         values: dict[str, NDArray[Any]] = {
             "latents": own(arrays.latent),
-            "original_size": np.array(_original(record), dtype="<i8"),
+            "original_size": np.array(original_wh, dtype="<i8"),
             "crop_ltrb": np.array([left, top, left + width, top + height], dtype="<i8"),
         }
         if arrays.flipped is not None:
@@ -180,47 +195,39 @@ class KohyaPlan:
     """Size of the folder."""
 
     def __init__(self, form: KohyaForm) -> None:
-        self.num_samples = self.num_files = self.num_bytes = 0
+        self.num_samples = self.num_bytes = 0
         self._form = form
 
-    def add(self, record: SampleRecord, file_bytes: int) -> None:
-        """Count a sample whose files have `file_bytes` bytes together."""
+    @property
+    def num_files(self) -> int:
+        return self._form.num_files
+
+    def add(self, _record: SampleRecord, file_bytes: int) -> None:
+        """Count a sample that adds `file_bytes` bytes."""
         self.num_samples += 1
-        self.num_files += self._form.num_files(record)
         self.num_bytes += file_bytes
 
 
 class KohyaWriter:
     """Writes the folder."""
 
-    def __init__(self, folder: Path, store: Store, columns: Sequence[str] | None) -> None:
-        self._folder, self._form = folder, KohyaForm(store, columns)
-        self.plan = KohyaPlan(self._form)
+    def __init__(self, folder: Path, form: KohyaForm) -> None:
+        self._folder, self._form = folder, form
+        self.plan = KohyaPlan(form)
 
     def add(self, record: SampleRecord, data: bytes) -> None:
         """Write a sample's files.
 
         Raises:
-            StoreError: as `KohyaForm.files`.
+            StoreError: as `KohyaForm.write`.
         """
-        files = self._form.files(record, data)
-        for name, content in files.items():
-            path = self._folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        self.plan.add(record, sum(map(len, files.values())))
+        self.plan.add(record, self._form.write(self._folder, record, data))
 
     def __enter__(self) -> KohyaWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Do nothing: every file is closed."""
-
-
-def _original(record: SampleRecord) -> tuple[int, int]:
-    """Return the original's width and height; where they are unknown, those of the bucket."""
-    height, width = record.original_size if all(record.original_size) else record.crop[2:]
-    return width, height
 
 
 def _caption_lines(record: SampleRecord) -> bytes:
@@ -231,9 +238,13 @@ def _npz(arrays: dict[str, NDArray[Any]]) -> bytes:
     """Return an npz file, as numpy reads it: stored, without times."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for name, array in arrays.items():
-            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), _npy_header(array.dtype.str, array.shape) + array.tobytes())
+        _add(archive, arrays)
     return buffer.getvalue()
+
+
+def _add(archive: zipfile.ZipFile, arrays: dict[str, NDArray[Any]]) -> None:
+    for name, array in arrays.items():
+        archive.writestr(zipfile.ZipInfo(f"{name}.npy"), _npy_header(array.dtype.str, array.shape) + array.tobytes())
 
 
 def _npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
