@@ -32,6 +32,7 @@ class FileLock:
             StoreError: if the folder is not writable.
         """
         self.path = path
+        self._pid = os.getpid()
         try:
             self._fd = _open_own(path)
         except OSError as error:
@@ -62,10 +63,10 @@ class FileLock:
         return self._fd < 0
 
     def release(self) -> None:
-        """Release the lock; idempotent."""
+        """Release the lock; idempotent. In a forked child, the lock stays its parent's."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):  # read-only disk: closing the descriptor releases the lock
-                if os.fstat(self._fd).st_nlink == 1:
+                if self._pid == os.getpid() and os.fstat(self._fd).st_nlink == 1:
                     os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self._fd = -1

@@ -9,11 +9,12 @@ from bucketline.errors import UsageError
 from bucketline.store.format.hashing import caption_digest, sample_digest
 from bucketline.store.format.layout import pending_path, shard_paths
 from bucketline.store.read.store import Store
+from bucketline.store.write.one_at_a_time import OneAtATime
 from bucketline.store.write.row_form import new_record
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.text_block import Caption, Entry
     from bucketline.store.write.arrays import Arrays
     from bucketline.store.write.row_form import RowForm
 
@@ -32,7 +34,8 @@ class PartWriter:
     """Writes shards of its own, for a `StoreWriter` to publish. `StoreWriter.part` makes it; it can be pickled before use.
 
     Leaving its `with` block seals the last shard, which the store's writer then publishes. After an error, what was committed
-    stays pending for the next writer of the store, and what was not is lost. Use it from one thread.
+    stays pending for the next writer of the store, and what was not is lost. Any thread of the process that uses it first may
+    use it, one at a time; a process that is forked from it then is refused.
     """
 
     def __init__(self, path: Path, form: RowForm, shard_names: str, shard_bytes: int, manifest: Manifest | None = None) -> None:
@@ -49,6 +52,7 @@ class PartWriter:
         self._added: set[bytes] = set()  # digests of ids
         self._specs: dict[str, BlockSpec] = {}
         self._shard: ShardWriter | None = None
+        self._turn = OneAtATime(path)
 
     def __enter__(self) -> PartWriter:
         return self
@@ -125,25 +129,35 @@ class PartWriter:
         ragged: Mapping[str, Any],
     ) -> None:
         item, digest = _item(record.id), sample_digest(record.id)
-        if digest in self._added:
-            raise UsageError(f"{item} was added before; ids must be unique: give this one another id, or leave it out")
         spec = self._spec(record.bucket)
         if record.split != spec.bucket.partition("/")[0]:
             raise UsageError(f"{item} has the split {record.split!r}, expected that of its bucket, {record.bucket}; change one")
         entries = self._form.ragged.of_row(item, ragged)
-        shard = self._shard_with_room()
-        for text in record.captions:
-            if not shard.has_caption(caption_digest(text)):
+        with self._turn:
+            if digest in self._added:
+                raise UsageError(f"{item} was added before; ids must be unique: give this one another id, or leave it out")
+            shard = self._shard_with_room()
+            new = self._new_captions(item, shard, record.captions, captions)
+            try:
+                digests = [caption_digest(text) for text in record.captions or ("",)]
+                latents = self._form.with_presence(spec, values)
+                shard.add(spec=spec, latents=latents, record=record, captions=digests, entries=entries, new=new)
+            except ValueError as error:
+                raise UsageError(f"{item}: {error}; convert it, or write to a store whose columns it fits") from error
+            self._added.add(digest)
+
+    def _new_captions(
+        self, item: str, shard: ShardWriter, texts: Sequence[str], captions: Mapping[str, Arrays]
+    ) -> list[tuple[Caption, Mapping[str, Entry]]]:
+        """Return those of a row's captions that a shard does not have yet."""
+        new = {}
+        for text in texts:
+            digest = caption_digest(text)
+            if digest not in new and not shard.has_caption(digest):
                 if text not in captions:
                     raise UsageError(f"{item} has the caption {text!r:.80} without an embedding; give one for each caption")
-                shard.add_caption(*self._form.caption(item, text, captions[text]))
-        try:
-            digests = [caption_digest(text) for text in record.captions or ("",)]
-            latents = self._form.with_presence(spec, values)
-            shard.add(spec=spec, latents=latents, record=record, captions=digests, entries=entries)
-        except ValueError as error:
-            raise UsageError(f"{item}: {error}; convert it, or write to a store whose columns it fits") from error
-        self._added.add(digest)
+                new[digest] = self._form.caption(item, text, captions[text])
+        return list(new.values())
 
     def commit(self) -> None:
         """Write all added rows durably: they survive `kill -9` and a power failure from here on.
@@ -151,8 +165,9 @@ class PartWriter:
         Raises:
             StoreError: if the disk is full or the store is not writable; rows of earlier commits are kept.
         """
-        if self._shard is not None:
-            self._shard.commit()
+        with self._turn:
+            if self._shard is not None:
+                self._shard.commit()
 
     def seal(self) -> None:
         """Commit and seal the current shard; the next row begins another.
@@ -160,15 +175,19 @@ class PartWriter:
         Raises:
             StoreError: if the disk is full; what was committed stays pending.
         """
-        shard, self._shard = self._shard, None
-        if shard is not None and shard.seal():
-            self.sealed.append(shard.name)
+        with self._turn:
+            shard, self._shard = self._shard, None
+            if shard is not None and shard.seal():
+                self.sealed.append(shard.name)
 
     def close(self) -> None:
         """Abandon the current shard: what was committed stays pending for the next writer, the rest is discarded."""
-        if self._shard is not None:
-            self._shard.close()
-            self._shard = None
+        if self._turn.is_inherited:  # the file and its lock are another process's
+            return
+        with self._turn:
+            if self._shard is not None:
+                self._shard.close()
+                self._shard = None
 
     def _spec(self, bucket: str) -> BlockSpec:
         if bucket not in self._specs:

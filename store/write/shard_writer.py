@@ -155,19 +155,22 @@ class ShardWriter:
         record: SampleRecord,
         captions: Sequence[bytes],
         entries: Mapping[str, Entry | None] = MappingProxyType({}),
+        new: Sequence[tuple[Caption, Mapping[str, Entry]]] = (),
     ) -> None:
         """Add a sample. It is written with its block, by `commit` at the latest.
 
         `latents` holds the bucket's own columns, `[C, h, w]` each; they are copied. `captions` are digests of captions in this
-        shard (`has_caption`); those beyond V are stored only in the record. `entries` are the row's of all ragged groups of
-        rows, None of those of which it has none.
+        shard (`has_caption`) or of `new` ones, which are added with the row as `add_caption` does; those beyond V are stored
+        only in the record. `entries` are the row's of all ragged groups of rows, None of those of which it has none. Nothing
+        is added if the row is refused.
 
         Raises:
             ValueError: if a column's shape or dtype differs from the bucket's.
             StoreError: if the record has a value that the index cannot hold.
         """
         refuse_unsealable(record)
-        caption_rows = tuple(self._caption_rows[digest] for digest in captions)
+        rows = {caption.digest: row for row, (caption, _) in enumerate(new, len(self._caption_rows))}
+        caption_rows = tuple(self._caption_rows.get(digest, rows.get(digest, -1)) for digest in captions)
         max_captions = spec.column(CAPTIONS).shape[0]
         padded = (caption_rows + (-1,) * max_captions)[:max_captions]
         numbers = {name: self._number_of(name, entry) for name, entry in entries.items()}
@@ -180,7 +183,9 @@ class ShardWriter:
             ID: np.frombuffer(sample_digest(record.id), dtype="<u8"),
         }
         sample = _Taken(spec=spec, row=make_row(spec, values), record=replace(record, caption_rows=caption_rows))
-        for name, entry in entries.items():  # not before the row is known to be sound
+        for caption, of_caption in new:  # not before the row is known to be sound
+            self.add_caption(caption, of_caption)
+        for name, entry in entries.items():
             if entry is not None and numbers[name] == self._num_entries[name]:
                 self._num_entries[name] += 1
                 if name in self._entry_rows:

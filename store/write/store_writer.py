@@ -23,6 +23,7 @@ from bucketline.store.format.text_block import TextSpec
 from bucketline.store.read.store import Store
 from bucketline.store.remote.urls import is_url
 from bucketline.store.write.newest import is_published, newest_manifest
+from bucketline.store.write.one_at_a_time import OneAtATime
 from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter
 from bucketline.store.write.publish import FOLDERS, Contents, adopt, lock_store, new_manifest, prepare_store, publish, unlisted
 from bucketline.store.write.ragged_form import checked_groups
@@ -53,7 +54,8 @@ class StoreWriter(PartWriter):
 
     Entering the block takes the store's lock and publishes what a killed writer had committed. Leaving it seals and publishes;
     after an error, what was committed stays for the next writer to publish, and what was not is lost. A sample replaces the
-    one of the same id that was published before. Use it from one thread; `part` makes writers for other processes.
+    one of the same id that was published before. Threads may share it, and wait for one another; `part` makes writers for other
+    processes, and a child that is forked within the block is refused.
     """
 
     manifest: Manifest  # the newest generation
@@ -146,7 +148,9 @@ class StoreWriter(PartWriter):
                 refuse_difference({"buckets": {bucket.name: stored}}, {"buckets": {bucket.name: own}})
             self._take_over(manifest)
             self._forget_added()
-            self._shard_names = self._wanted_names or f"g{manifest.generation + 1:06d}-{secrets.token_hex(4)}-{{:04d}}"
+            self._turn = OneAtATime(self.path)
+            with self._turn:  # from here on, forked children are refused
+                self._shard_names = self._wanted_names or f"g{manifest.generation + 1:06d}-{secrets.token_hex(4)}-{{:04d}}"
             self._held = held.pop_all()
         return self
 
@@ -179,23 +183,25 @@ class StoreWriter(PartWriter):
         Raises:
             StoreError: if the disk is full or a shard's files are missing; what was committed is kept for the next writer.
         """
-        self._refuse_outside()
-        self.seal()
-        self._begun = []  # even if publishing fails, the new generation may have been written: these shards must stay
-        theirs = unlisted(self.path, self.manifest, tuple(self._parts))
-        self._take_over(publish(self.path, self.manifest, {*self.sealed, *sealed, *theirs}, ()))
-        self._forget_added()
-        return self.manifest
+        with self._turn:
+            self._refuse_outside()
+            self.seal()
+            self._begun = []  # even if publishing fails, the new generation may have been written: these shards must stay
+            theirs = unlisted(self.path, self.manifest, tuple(self._parts))
+            self._take_over(publish(self.path, self.manifest, {*self.sealed, *sealed, *theirs}, ()))
+            self._forget_added()
+            return self.manifest
 
     def discard(self) -> None:
         """Remove what this writer added since it last published, committed or not."""
-        self._refuse_outside()
-        self.close()
-        for name in self._begun:
-            paths = shard_paths(self.path, name)
-            for path in (pending_path(self.path, name), paths.lmdb, paths.extents, paths.index):
-                path.unlink(missing_ok=True)
-        self._forget_added()
+        with self._turn:
+            self._refuse_outside()
+            self.close()
+            for name in self._begun:
+                paths = shard_paths(self.path, name)
+                for path in (pending_path(self.path, name), paths.lmdb, paths.extents, paths.index):
+                    path.unlink(missing_ok=True)
+            self._forget_added()
 
     def part(self, name: str) -> PartWriter:
         """Return a writer for another process, with shards of its own; `name` is made of letters, digits, `-` and `_`.
@@ -207,9 +213,10 @@ class StoreWriter(PartWriter):
         Raises:
             UsageError: if the name cannot be part of a shard's name.
         """
-        self._refuse_outside()
-        names = _checked_names(self._shard_names.replace("{", f"{name}-{{"))
-        self._parts.add(names.partition("{")[0])
+        with self._turn:
+            self._refuse_outside()
+            names = _checked_names(self._shard_names.replace("{", f"{name}-{{"))
+            self._parts.add(names.partition("{")[0])
         return PartWriter(self.path, self._form, names, self._shard_bytes, self.manifest)
 
     def _shard_with_room(self) -> ShardWriter:
