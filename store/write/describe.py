@@ -17,7 +17,7 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.regular_file import read_regular
 from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.hashing import file_digest
-from bucketline.store.format.layout import shard_paths
+from bucketline.store.format.layout import pending_path, shard_paths
 from bucketline.store.format.manifest_entries import (
     BucketEntry,
     FileEntry,
@@ -108,7 +108,8 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
             num_bytes, digest = file_digest(path)
         except FileNotFoundError as error:
             raise StoreError(
-                f"{path} is missing, although its shard exists; move {paths.lmdb} elsewhere and pack again"
+                f"{path} is missing, although its shard exists; move {paths.lmdb} to {pending_path(store, name)} and rerun the "
+                "command, which seals it again"
             ) from error
         files.append(FileEntry(num_bytes=num_bytes, digest=digest))
     extents = PagedFile(paths.extents, files[1].num_bytes, EXTENTS_FORMAT)

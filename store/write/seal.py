@@ -81,8 +81,9 @@ def seal(store: Path, name: str) -> bool:
     pending, paths = pending_path(store, name), shard_paths(store, name)
     copy = pending.with_suffix(".sealing")
     if os.path.lexists(paths.lmdb):
-        _refuse_another(pending, paths, name)
-        _remove(pending)
+        if os.path.lexists(pending):  # if not, a sealer that outlived its command has just finished
+            _refuse_another(pending, paths, name)
+            _remove(pending)
         return True
     try:
         paths.folder.mkdir(exist_ok=True)
@@ -134,7 +135,8 @@ def _refuse_another(pending: Path, paths: ShardPaths, name: str) -> None:
     if not is_same:
         raise StoreError(
             f"{paths.lmdb} exists and differs from what {pending} would become; a sealed shard never changes: "
-            "move one of the two elsewhere and rerun the command"
+            f"rename the pending file to {pending.with_stem(f'{name}-2').name}, or another name that no shard has, and rerun "
+            "the command, which adopts it as a shard of its own"
         )
 
 

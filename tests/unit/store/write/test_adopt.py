@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from bucketline.errors import StoreError
+from bucketline.errors import LockedError, StoreError
+from bucketline.files.locks import FileLock
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.format.manifest import read_manifest, write_manifest
@@ -91,10 +93,62 @@ def test_a_pending_shard_stays_where_the_sealed_one_of_its_name_is_another(kind:
     elif kind == "without sidecars":
         shutil.copy(pending, tmp_path / "shards" / "a.lmdb")
     before = tree(tmp_path / "shards")
-    with pytest.raises(StoreError, match=r"shards/a\.lmdb .*move one of the two elsewhere"):
+    with pytest.raises(StoreError, match=r"shards/a\.lmdb .*rename the pending file to a-2\.lmdb"):
         adopt(tmp_path, manifest)
     assert pending.exists()
     assert tree(tmp_path / "shards") == before
+
+
+def test_what_the_message_about_two_shards_of_one_name_advises_loses_no_row(tmp_path: Path) -> None:
+    empty_store(tmp_path)
+    left_behind(tmp_path, prefix="other/")
+    seal(tmp_path, "a")
+    pending = left_behind(tmp_path)
+    pending.rename(pending.with_stem("a-2"))
+    with changing(tmp_path) as manifest:
+        assert manifest.samples == 10
+    assert verify(Store.open(tmp_path), lambda _: None).corrupt == ()
+
+
+@pytest.mark.parametrize("kind", ["extents", "index"])
+def test_a_sealed_shard_without_a_sidecar_is_sealed_again_where_the_message_says(tmp_path: Path, kind: str) -> None:
+    empty_store(tmp_path)
+    left_behind(tmp_path)
+    seal(tmp_path, "a")
+    (tmp_path / "shards" / f"a.{kind}").unlink()
+    with pytest.raises(
+        StoreError, match=rf"a\.{kind} is missing, .*move {tmp_path}/shards/a.lmdb to {tmp_path}/pending/a.lmdb "
+    ):
+        changing(tmp_path).__enter__()
+    (tmp_path / "shards" / "a.lmdb").rename(tmp_path / "pending" / "a.lmdb")
+    with changing(tmp_path) as manifest:
+        assert manifest.samples == 5
+
+
+def test_a_sealer_that_outlived_its_command_and_ends_first_is_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command was killed, and its sealing process takes the shard's lock before the next command's does."""
+    manifest = empty_store(tmp_path)
+    left_behind(tmp_path)
+    run = subprocess.run
+
+    def late(*arguments: Any, **more: Any) -> Any:
+        assert run(*arguments, **more).returncode == 0
+        return run(*arguments, **more)
+
+    monkeypatch.setattr(subprocess, "run", late)
+    assert adopt(tmp_path, manifest) == ["a"]
+    assert publish(tmp_path, manifest, ["a"], ()).samples == 5
+    assert tree(tmp_path / "pending") == {}
+
+
+def test_a_sealer_that_is_still_at_work_is_waited_for_by_its_user(tmp_path: Path) -> None:
+    manifest = empty_store(tmp_path)
+    pending = left_behind(tmp_path)
+    with FileLock(pending.with_suffix(".lock")), pytest.raises(LockedError, match="wait until it has finished"):
+        adopt(tmp_path, manifest)
+    assert adopt(tmp_path, manifest) == ["a"]
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, 8191])
