@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.shard.reader import SealedShard
 
-_WILD = re.compile(r"[*?\[]")
+_WILD = re.compile(r"[*?]")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Selection:
 
     split: str | None = None
     buckets: tuple[str, ...] = ()
-    ids: tuple[str, ...] = ()  # patterns of fnmatch, `boats/*.png`; or ids
+    ids: tuple[str, ...] = ()  # ids, or patterns of * and ?, `boats/*.png`; brackets are themselves, as in many files' names
 
     @property
     def is_all(self) -> bool:
@@ -78,4 +78,4 @@ class Selection:
 
     @cached_property
     def _patterns(self) -> list[re.Pattern[str]]:
-        return [re.compile(fnmatch.translate(pattern)) for pattern in self.ids]
+        return [re.compile(fnmatch.translate(pattern.replace("[", "[[]"))) for pattern in self.ids]

@@ -29,7 +29,7 @@ class Pull(ChangingArguments):
     bucket: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
     """Only rows of this bucket, such as train/1024x768, into a new store. Repeatable."""
     ids: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATTERN")] = ()
-    """Only samples with this id, or whose id matches this pattern (boats/*.png), into a new store. Repeatable."""
+    """Only samples with this id, or whose id matches this pattern of * and ? (boats/*.png), into a new store. Repeatable."""
     generation: int | None = None
     """Generation to get. Default: the newest."""
     jobs: int = 4

@@ -24,7 +24,7 @@ from bucketline.store.sync.push import PUSHED, push
 from bucketline.store.sync.selection import Selection
 from bucketline.store.sync.transfer import download, upload
 from bucketline.store.verify.verify import verify
-from tests.building import Sample, add_samples, flip_bit, make_store, samples_of, store_writer, tree
+from tests.building import Sample, add_samples, flip_bit, make_sample, make_store, samples_of, store_writer, tree
 from tests.commands import call
 from tests.free_columns import IMAGE_COLUMNS, items_of, make_free_store
 from tests.object_storage import SECRET, in_memory
@@ -363,7 +363,7 @@ def test_storage_that_ignores_put_if_absent_is_refused(own: Path, monkeypatch: p
         (Selection(split="val"), lambda name: "val/" in name),
         (Selection(buckets=("train/96x64", "train/64x128")), lambda name: "96x64" in name or "64x128" in name),
         (Selection(ids=("second/*",)), lambda name: name.startswith("second/")),
-        (Selection(split="train", ids=("first/*/[12].png", "second/train/96x64/0.png")), None),
+        (Selection(split="train", ids=("first/*/1.png", "first/*/2.png", "second/train/96x64/0.png")), None),
         (Selection(ids=("first/train/64x64/5.png",)), lambda name: name == "first/train/64x64/5.png"),
     ],
 )
@@ -385,6 +385,17 @@ def test_some_rows_are_pulled(
     assert all(is_sample(row, expected[row.record.id]) for row in held)
     assert (done.samples, found.manifest.generation) == (len(names), 1)
     assert found.manifest.store_id != Store.open(own).manifest.store_id
+
+
+def test_an_id_with_brackets_is_itself(tmp_path: Path) -> None:
+    names = ("photo[1].png", "photo1.png", "photo[2].png", "photo[12].png")
+    own = make_store(tmp_path / "own.store", [make_sample(name, "train/64x64") for name in names]).path
+    folder = in_memory()
+    push(own, folder)
+    for n, (ids, wanted) in enumerate(((names[:1], names[:1]), (("photo[?].png", "*1.png"), (names[0], names[2], names[1])))):
+        pull(folder, tmp_path / f"{n}.store", Selection(ids=ids))
+        rows = everything(expect_whole(tmp_path / f"{n}.store"))["train/64x64"]
+        assert sorted(row.record.id for row in rows) == sorted(wanted)
 
 
 def test_whole_shards_are_pulled_where_all_rows_are_wanted(own: Path, tmp_path: Path) -> None:
