@@ -36,13 +36,14 @@ class FolderPlan:
 
 
 class FolderWriter:
-    """Writes the folder."""
+    """Writes the folder. Use it in a `with` block."""
+
+    _samples: TextIO
 
     def __init__(self, folder: Path) -> None:
         self.plan = FolderPlan()
         self._folder = folder
         self._made: set[str] = set()
-        self._samples: TextIO = (folder / SAMPLES).open("w", encoding="ascii")
 
     def add(self, record: SampleRecord, data: bytes) -> None:
         """Write a sample's file and its line."""
@@ -54,6 +55,7 @@ class FolderWriter:
         self.plan.add(record, len(data))
 
     def __enter__(self) -> FolderWriter:
+        self._samples = (self._folder / SAMPLES).open("w", encoding="ascii")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

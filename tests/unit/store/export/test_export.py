@@ -20,6 +20,7 @@ from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
 from bucketline.files.atomic_folder import staged_folder, staging_path
 from bucketline.store import Store
 from bucketline.store.export.export import ExportFormat, ExportPlan, ExportRequest, export, plan_export
+from bucketline.store.export.safetensors_folder import FolderWriter
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.write.publish import lock_store, publish
@@ -376,3 +377,11 @@ def test_the_console_command_exports_a_name_of_raw_bytes(small: tuple[Store, lis
     assert ran.code == 0, ran.err
     assert (tmp_path / "out\udcff" / "000000.tar").is_file()
     assert "out\\udcff: 27 samples, 1 file," in ran.out
+
+
+def test_the_writer_of_a_folder_opens_nothing_before_its_block(tmp_path: Path) -> None:
+    writer = FolderWriter(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with writer:
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
