@@ -113,6 +113,7 @@ class PlanCommand(BatchOptions):
             {"path": str(share.store.place), "generation": share.store.manifest.generation, "repeats": share.repeats}
             for share in shares
         ]
+        report["small_buckets"] = plan.small_buckets(can_drop=False)  # who reads the report may have no --remainder
         if self.list_batches:
             report["batches"] = [self._batch(store, plan, step) for step in range(steps)]
         if self.machines is not None:

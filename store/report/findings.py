@@ -60,8 +60,8 @@ def findings(
         *_of_captions(facts, lists),
         *_of_rejects(facts, lists),
     ]
-    if plan.warning:
-        found.append(Finding(level="warning", title="Small buckets", detail=plan.warning, anchor="plan"))
+    if plan.small_buckets is not None:
+        found.append(Finding(level="warning", title="Small buckets", detail=plan.small_buckets, anchor="plan"))
     order = ("error", "warning", "good")
     return sorted(found, key=lambda one: order.index(one.level))
 

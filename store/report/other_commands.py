@@ -35,7 +35,7 @@ class PlanFacts:
     """The output of `loader plan`; `problem`: why it printed nothing."""
 
     report: Mapping[str, Any]
-    warning: str
+    small_buckets: str | None  # what the plan says of buckets that are too small for a batch
     problem: str
 
 
@@ -76,10 +76,10 @@ def plan_of(store: str, batch_size: int, more: Sequence[str] = ()) -> PlanFacts:
     """Return what `loader plan` says about an epoch."""
     arguments = ["bucketline.loader.cli", "plan", store, "--batch-size", str(batch_size), "--json", *more]
     done = _spawn(arguments, b"")
-    messages = done.stderr.decode("utf-8", "replace").strip()
     if done.returncode:
-        return PlanFacts(report={}, warning="", problem=_last_line(messages))
-    return PlanFacts(report=json.loads(done.stdout), warning=messages.removeprefix("warning: "), problem="")
+        return PlanFacts(report={}, small_buckets=None, problem=_last_line(done.stderr.decode("utf-8", "replace")))
+    report = json.loads(done.stdout)
+    return PlanFacts(report=report, small_buckets=report["small_buckets"], problem="")
 
 
 def _run(arguments: Sequence[str], stdin: bytes) -> bytes:

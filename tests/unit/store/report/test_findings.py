@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bucketline.pages.page import Finding
     from bucketline.store import Store
 
-NO_PLAN = PlanFacts(report={}, warning="", problem="")
+NO_PLAN = PlanFacts(report={}, small_buckets=None, problem="")
 
 
 def found_in(store: Store, most: int = 1000) -> list[Finding]:

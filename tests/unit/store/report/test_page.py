@@ -85,6 +85,15 @@ def test_a_store_without_scaled_latents_of_a_vae_is_reported_too(tmp_path: Path)
     assert "false colours" in parsed(tmp_path / "r.html").text
 
 
+def test_the_report_names_small_buckets_and_no_option_that_a_trainer_lacks(tmp_path: Path) -> None:
+    make_store(tmp_path / "s", samples_of({"train/64x96": 2, "train/64x64": 30}))
+    ran = call("store", "report", tmp_path / "s", "-o", tmp_path / "r.html", "--json", "--batch-size", 16)
+    assert ran.code == 0, ran.err
+    (found,) = [one for one in ran.json["findings"] if one["title"] == "Small buckets"]
+    assert found["detail"].startswith("train/64x96 (2 images) ")
+    assert found["detail"].endswith("; use a smaller batch or fewer ranks, or pack with a coarser --grid")
+
+
 STRANGE = (
     "</script><script>alert(1)</script>",
     "a\nb\t\x00",
