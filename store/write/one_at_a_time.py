@@ -30,7 +30,7 @@ class OneAtATime:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process was forked from the one that uses it."""
+        """True if this process was forked from the one that uses it."""
         return self._pid not in (None, os.getpid())
 
     def __enter__(self) -> None:
