@@ -22,7 +22,7 @@ from bucketline.store import Store
 from bucketline.store.format.hashing import bytes_digest
 from tests.building import add, make_sample, make_store, open_writer, samples_of
 from tests.commands import BIN
-from tests.fault.apart import Apart, How
+from tests.fault.apart import Apart, How, apart
 from tests.fault.ground import COMMAND_S, ENDS, Ground, commanding, judged
 from tests.fault.record import Kind, Outcome, Record
 from tests.models import write_images
@@ -38,6 +38,7 @@ SAMPLES = samples_of({BUCKET: 6, "val/8x8": 2})
 ID = SAMPLES[1].id
 BAIT = ("precious", "x.123.tmp", "x.0123abcd.tmp", "left.sealing", "copy-000001-aa.lmdb", "copy-000001-aa.index", "7.json")
 USES = ("batch", "pack", "info", "verify", "get", "drop", "gc", "dry gc", "export", "merge")
+URL_USES = ("gc", "drop", "restore", "push", "pull", "verify")
 KINDS = ("link to a file", "link to a copy", "link to a folder", "link to nothing", "link to a device", "pipe", "folder")
 PLANTED = ("link to a folder", "link to a file", "folder with links", "another user's folder")
 MODULES = ("numpy", "lmdb", "msgpack", "xxhash", "safetensors", "rich", "tyro", "torch", "PIL", "diffusers", "transformers")
@@ -55,6 +56,8 @@ def linked_stores(asked: Asked) -> Iterator[Record]:
     ground = Ground.prepare(asked)
     ground.most = asked.of(24, 500)  # of two thousand, drawn
     yield links_in_stores(ground)
+    ground.most = asked.of(8, 200)  # of a thousand, drawn
+    yield links_at_urls(ground)
     ground.most = 3 if asked.is_quick else None
     yield shared_folders(ground)
     yield current_folders(ground)
@@ -89,6 +92,55 @@ def links_in_stores(ground: Ground) -> Record:
         record.add(outcome, f"{use} with {name} a {kind}: {said}")
         shutil.rmtree(folder)
     return record
+
+
+def links_at_urls(ground: Ground) -> Record:
+    """Each name in a store at `file://` replaced by a link, or a link added, then each command that takes a URL."""
+    record = Record(fault="links under the names of a store at file://", kind=Kind.HOSTILE)
+    sound, own = ground.fresh() / "sound", ground.fresh() / "own"
+    make_store(own, SAMPLES)
+    if apart(partial(_pushed_twice, own, sound), COMMAND_S).how is not How.DONE:
+        record.add(Outcome.DEFECT, "the sound store could not be pushed")
+        return record
+    names = [str(path.relative_to(sound)) for path in sorted(sound.rglob("*"))]
+    names += [f"{folder}/{name}" for folder in ("shards", "pending", "generations") for name in ("more", "g7.lmdb", "9.json")]
+    names += ["pending", "prompts", "prompts/more", "rejects.jsonl"]
+    cases = [(name, kind, use) for name in names for kind in KINDS if kind.startswith("link") for use in URL_USES]
+    for name, kind, use in ground.some(cases):
+        folder = ground.fresh()
+        store, outside = folder / "bucket" / "s", folder / "outside"
+        shutil.copytree(sound, store)
+        (store / name).parent.mkdir(exist_ok=True)
+        _replace(store / name, outside, kind)
+        for path in outside.rglob("*"):
+            os.utime(path, (0, 0), follow_symlinks=False)
+        before, url = _contents(outside), f"file://{store}"
+        arguments: dict[str, tuple[object, ...]] = {
+            "gc": ("compact", url, "--gc", "--older-than", "0s"),
+            "drop": ("drop", url, ID),
+            "restore": ("restore", url, 1),
+            "push": ("push", own, url),
+            "pull": ("pull", url, folder / "out"),
+            "verify": ("verify", url),
+        }
+        outcome, said = _judged(commanding("store", *arguments[use]).ended(COMMAND_S))
+        if changed := sorted(n for n, data in _contents(outside).items() ^ before.items()):
+            outcome, said = Outcome.OUTSIDE, str(changed[:2])
+        record.add(outcome, f"{use} with {name} a {kind}: {said}")
+        shutil.rmtree(folder)
+    return record
+
+
+def _pushed_twice(own: Path, place: Path) -> None:
+    """Push a store, drop a sample and push again; in a process of its own, since the client must not be used before a fork."""
+    from bucketline.store.change.drop import drop
+    from bucketline.store.remote.objects import ObjectFolder
+    from bucketline.store.sync.push import push
+
+    folder = ObjectFolder.open(f"file://{place}")
+    push(own, folder)
+    drop(own, [SAMPLES[0].id])
+    push(own, folder)
 
 
 def _sound_store(path: Path) -> Path:
