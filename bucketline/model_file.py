@@ -31,7 +31,7 @@ PREFIXES = {
 """How the names of a part's weights begin in a file; an encoder that is a T5 has `T5_PREFIX` instead."""
 T5_PREFIX = "text_encoders.t5xxl."
 _DEFAULT_KIND = "v1"  # what diffusers takes a file for that it does not know
-_UNET_PREFIX = "model.diffusion_model."
+_UNET_PREFIX = "model.diffusion_model.input_blocks."  # another model in the same wrapping has other blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,8 @@ def _inferred_config(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
     is_default = name == DIFFUSERS_DEFAULT_PIPELINE_PATHS[_DEFAULT_KIND]["pretrained_model_name_or_path"]
     if is_default and not any(name.startswith(_UNET_PREFIX) for name in shapes):
         raise ModelError(
-            f"{path} holds no model whose layout diffusers knows; expected a checkpoint with the UNet or transformer"
+            f"{path} holds no model whose layout diffusers knows; expected a checkpoint with the UNet or transformer; name its "
+            "configuration by --model-config"
         )
     missing = (
         f"{path}: its configuration, that of {name}, is not in the hub's cache; give --model-config {name} once to download "

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Dtype = Literal["F16", "BF16", "F32"]
 TextDtype = Literal["I8", "F8_E4M3", "F16", "BF16", "F32"]
 LatentsOption = Literal["mode", "sample", "moments"]
+PackText = Literal["plain"]
 Engine = Literal["ray"]
 
 
@@ -168,6 +169,9 @@ class PackConfig(SourceArguments, ChangingArguments):
     """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
     """Also store the latent of each horizontally flipped image."""
+    text: PackText | None = None
+    """plain: store the last hidden state of the model's only text encoder, also if its pipeline is not known and may encode
+    captions in another way. Default: as the pipeline that model_index.json names."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Token limit per caption for the T5 of SD3, Flux and PixArt, or an encoder of no known family; default: its own limit."""
     batch_size: int = 8
@@ -302,6 +306,8 @@ class ScanConfig(SourceArguments):
     """Stored form of the VAE's distribution; moments take twice the space."""
     flip: bool = False
     """Also count the latent of each horizontally flipped image."""
+    text: PackText | None = None
+    """plain: the last hidden state of the only text encoder, as for `ingest pack`; requires --model."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Token limit per caption, as for `ingest pack`; requires --model."""
     full: bool = False
@@ -317,6 +323,8 @@ class ScanConfig(SourceArguments):
         _check_shared(self)
         if self.max_tokens is not None and self.model is None:
             raise UsageError(f"--max-tokens {self.max_tokens} requires --model, whose tokenizers count the tokens; add it")
+        if self.text is not None and self.model is None:
+            raise UsageError(f"--text {self.text} requires --model, whose text encoder it is about; add it")
         if self.model_config is not None and self.model is None:
             raise UsageError(f"--model-config {self.model_config} requires a .safetensors --model; add it")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.fingerprint import config_hash
+from bucketline.ingest.encoders.families.registry import family_of
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import text_spec
 from bucketline.ingest.encoders.vae import refuse_latents
@@ -97,6 +98,7 @@ def _dry_run(config: PackConfig, working: WorkingStore | None) -> DryRun:
     model = open_model(config.model, config.model_config)
     kind, downscale, _ = latent_sizes(model)
     refuse_latents(kind, LatentKind(config.latents))
+    family_of(model, is_plain=config.text is not None)  # refuses a model whose captions a pack could not encode
     grid = model_grid(config.grid, model, downscale)
     store = _store(config, model, grid, kind)
     if working is not None:

@@ -16,7 +16,7 @@ from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.pipeline.batch_encoder import as_caption
 from bucketline.store.format.block import IMAGE_AXES
 from bucketline.store.format.hashing import caption_digest
-from bucketline.store.format.pack_options import pack_options
+from bucketline.store.format.pack_options import PLAIN_FAMILY, pack_options
 from bucketline.store.prompts.prompt_file import MAX_PROMPTS, Prompt, encode_prompts
 from bucketline.store.prompts.prompt_sets import checked_name, write_set
 from bucketline.typed_json import first_difference
@@ -182,6 +182,7 @@ def settings_of(manifest: Manifest, text: dict[str, Json]) -> TextSettings:
         stored_dtype=str(text.get("stored_dtype")),
         encode_dtype=dtypes[0] if dtypes else "F32",
         max_tokens=int(lengths[0]) if lengths else None,
+        is_plain=text.get("family") == PLAIN_FAMILY,
     )
 
 

@@ -200,7 +200,9 @@ def _shape(config: ScanConfig) -> _Shape:
     kind, downscale, channels = latent_sizes(model)
     refuse_latents(kind, LatentKind(config.latents))
     grid = model_grid(config.grid, model, downscale)
-    settings = TextSettings(stored_dtype=config.text_dtype or config.dtype, max_tokens=config.max_tokens)
+    settings = TextSettings(
+        stored_dtype=config.text_dtype or config.dtype, max_tokens=config.max_tokens, is_plain=config.text is not None
+    )
     lengths = open_caption_lengths(model, settings)
     if lengths.family == CLASS_LABELS:
         config.caption_rules.refuse_for_classes(model.name)

@@ -24,6 +24,7 @@ class ModelFolder:
     name: str  # as the user gave it
     path: Path  # folder of all its files, or of its configurations if the hub can be reached
     hub_files: tuple[str, ...] | None = None  # paths of all files on the hub; None if `path` has all that there is
+    is_unreached: bool = False  # of a hub that could not be reached: `path` has what its cache has, and others may be missing
     file: ModelFile | None = None  # if its weights are in one file; `path` has the configurations then
 
     def part(self, name: str) -> dict[str, Any]:
@@ -67,7 +68,7 @@ class ModelFolder:
             return None
         if self.file.has(name):
             return self.file.load(name)
-        if not self._has_weights(name):
+        if not self.has_weights(name):
             raise ModelError(
                 f"{self.name} has no {name}, and {self.path / name} no weights; name a folder that has them by --model-config"
             )
@@ -87,11 +88,26 @@ class ModelFolder:
         if index:
             entry = index.get(name)
             is_named = isinstance(entry, list) and entry[:1] != [None]
-            return is_named and (self.file is None or self.file.has(name) or self._has_weights(name))
+            return is_named and (self.file is None or self.file.has(name) or self.has_weights(name))
         return (self.path / name).is_dir()
 
-    def _has_weights(self, name: str) -> bool:
-        return any(path.name.startswith((*DIFFUSERS, *TRANSFORMERS)) for path in (self.path / name).glob("*.*"))
+    def has_weights(self, name: str) -> bool:
+        """Return True if the model has the weights of a part in a folder of its own, also if a hub has yet to send them.
+
+        Raises:
+            ModelError: if the hub that tells cannot be reached, and its cache lacks them.
+        """
+        files = self.hub_files
+        if files is None:
+            files = tuple(f"{name}/{path.name}" for path in (self.path / name).glob("*.*"))
+        beginnings = tuple(f"{name}/{base}" for base in (*DIFFUSERS, *TRANSFORMERS))
+        is_there = any(file.startswith(beginnings) for file in files)
+        if self.is_unreached and not is_there:
+            raise ModelError(
+                f"{redacted(self.name)}: the weights of {name}/ are not in the hub's cache, and the hub could not be reached; "
+                "run it once with network access, or name a model's folder"
+            )
+        return is_there
 
     def _read_json(self, name: str, part: str | None) -> Mapping[str, Any] | None:
         path = self.path / (part or "") / name
@@ -128,4 +144,4 @@ def open_model(name: str, config: str | None = None) -> ModelFolder:
             ", a .safetensors file, or a hub name such as owner/model"
         )
     found = snapshot(name)
-    return ModelFolder(name=name, path=found.path, hub_files=found.files)
+    return ModelFolder(name=name, path=found.path, hub_files=found.files, is_unreached=found.files is None)

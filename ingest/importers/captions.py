@@ -10,15 +10,17 @@ import numpy as np
 import torch
 
 from bucketline.command_line import counted
-from bucketline.errors import SourceError, UsageError
+from bucketline.errors import ModelError, SourceError, UsageError
 from bucketline.ingest.encoders.families.class_labels import ClassLabels
 from bucketline.ingest.encoders.families.family import TextFamily
-from bucketline.ingest.encoders.families.registry import family_of, load_caption_encoder
+from bucketline.ingest.encoders.families.pipelines import CLASS_CONDITIONAL
+from bucketline.ingest.encoders.families.registry import family_of, is_known, load_caption_encoder
 from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.encoders.text_columns import Padding, TextSettings
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.model.device import chosen_device
-from bucketline.store.format.columns import TOKENS
+from bucketline.store.format.columns import CLASS_LABELS, TOKENS
+from bucketline.store.format.pack_options import PLAIN_FAMILY
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.text_block import TextSpec
     from bucketline.typed_json import Json
 
-SOURCE, ENCODE, NONE = "source", "encode", "none"
+SOURCE, ENCODE, PLAIN, NONE = "source", "encode", "plain", "none"
 KEPT_BYTES = 256 << 20  # of embeddings that a later sample may have too
 COMPARED = 4  # captions whose embeddings are compared with the encoder's
 LEAST_COSINE = 0.9  # of those; encoders that compute in BF16 or FP8 reach 0.99, other encoders' are near 0
@@ -41,20 +43,24 @@ _NO_TOKENS = {TOKENS: np.zeros((0, 1), dtype="u1")}
 
 
 def text_plan(config: ImportConfig, model: ModelFolder | None, listing: Listing) -> str:
-    """Return where the text embeddings come from: `source`, `encode` or `none`.
+    """Return where the text embeddings come from: `source`, `encode`, `plain` or `none`.
 
     Raises:
+        ModelError: if captions are to be encoded and how the model's pipeline does that is not known.
         SourceError: if the cache does not have the embeddings that the user wants, or no embedding of its model can be stored.
         UsageError: if the model has no text encoders.
     """
     if listing.text_refused is not None:
-        if config.text in (SOURCE, ENCODE):
+        if config.text in (SOURCE, ENCODE, PLAIN):
             raise SourceError(f"--text {config.text}: {listing.text_refused}; leave it out to store the captions only")
         listing.notes.append(f"captions are stored without embeddings: {listing.text_refused}")
         return NONE
-    own = None if model is None else _family_of(model)
+    if config.text == NONE:
+        return NONE
+    has_captions = any(entry.captions != () for entry in listing.entries)
+    own = None if model is None else _family_of(model, config.text, listing.family, has_captions=has_captions)
     can_keep = listing.family is not None and own == listing.family
-    if config.text == NONE or (config.text is None and own is None):
+    if config.text is None and own is None:
         return NONE
     if own is None:
         raise UsageError(f"--text {config.text}: {config.model} has no text encoder; name a model that has")
@@ -63,13 +69,13 @@ def text_plan(config: ImportConfig, model: ModelFolder | None, listing: Listing)
         raise SourceError(
             f"{config.source} has {what}, those of {config.model} are {own}; leave --text out to encode the captions"
         )
-    if can_keep and config.text != ENCODE:
+    if can_keep and config.text not in (ENCODE, PLAIN):
         if older := sum(entry.is_text_older for entry in listing.entries):
             listing.notes.append(
                 f"{counted(older, 'text cache')} older than the caption file, perhaps of another caption: encoded by --model"
             )
         return SOURCE
-    if config.text is None and all(entry.captions == () for entry in listing.entries):
+    if config.text is None and not has_captions:
         return NONE
     return config.text or ENCODE
 
@@ -79,15 +85,24 @@ def most_captions(config: ImportConfig, plan: str) -> int:
     return 1 if plan == SOURCE else config.max_captions
 
 
-def _family_of(model: ModelFolder) -> str | None:
-    """Return the name of a model's text family; None if it has no text encoder."""
+def _family_of(model: ModelFolder, asked: str | None, of_cache: str | None, *, has_captions: bool) -> str | None:
+    """Return the name of a model's text family; None if it has no text encoder, or none is needed.
+
+    Embeddings of a cache that are plain may be kept with a model of any pipeline, since they are compared with its encoder's.
+    """
     has_text = any(model.has(name) for name in ("text_encoder", "text_encoder_2"))
-    family = family_of(model) if has_text or model.index().get("_class_name") == "DiTPipeline" else None
-    if family is None:
+    if not has_text and model.index().get("_class_name") != CLASS_CONDITIONAL:
         return None
+    keeps = of_cache == PLAIN_FAMILY and asked in (None, SOURCE) and not is_known(model)
+    if asked is None and not keeps and not has_captions and of_cache is None:
+        return None
+    try:
+        family = family_of(model, is_plain=keeps or asked == PLAIN)
+    except ModelError as error:
+        raise ModelError(f"{error}; --text none imports the captions without embeddings") from error
     if isinstance(family, TextFamily):
         return family.name
-    return "class_labels" if family is ClassLabels else "transformers"
+    return CLASS_LABELS if family is ClassLabels else PLAIN_FAMILY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +135,10 @@ class CaptionSource:
         if plan == NONE or model is None:
             return
         self._settings = TextSettings(
-            stored_dtype=config.text_dtype or config.dtype, encode_dtype=config.encode_dtype, max_tokens=config.max_tokens
+            stored_dtype=config.text_dtype or config.dtype,
+            encode_dtype=config.encode_dtype,
+            max_tokens=config.max_tokens,
+            is_plain=plan == PLAIN or (plan == SOURCE and not is_known(model)),
         )
         self._encoder = load_caption_encoder(model, chosen_device(config.device, local_rank), self._settings)
         self._encode = OomRetry(self._encoder.encode, "caption")

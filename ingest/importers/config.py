@@ -19,7 +19,7 @@ Kind = Literal[
     "auto", "kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo", "fastvideo"
 ]
 VaeName = Literal["sd", "sdxl", "sd3", "flux", "wan", "qwen-image", "hunyuan-video"]
-TextOption = Literal["source", "encode", "none"]
+TextOption = Literal["source", "encode", "plain", "none"]
 CropOption = Literal["source", "center", "unknown"]
 
 
@@ -54,7 +54,8 @@ class ImportConfig(ChangingArguments):
     captions: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder of caption files (NAME.txt, .caption, .json) by the samples' names, for caches without captions."""
     text: TextOption | None = None
-    """Text embeddings: those of the cache (source), or of the captions by --model's encoders (encode). Default: source if the
+    """Text embeddings: those of the cache (source), or of the captions by --model's encoders (encode; plain: as for `ingest
+    pack`, if its pipeline is not known). Default: source if the
     cache has those of --model's family, else encode if there are captions and --model has text encoders, else none."""
     crop: CropOption | None = None
     """Crop of the images: as the cache records it (source), at the centre because you know that it was (center), or unknown.
@@ -117,7 +118,7 @@ class ImportConfig(ChangingArguments):
         reject_limit(self.max_rejects)
         if self.prefix is not None and (not self.prefix.strip("/") or {"", ".", ".."} & set(self.prefix.strip("/").split("/"))):
             raise UsageError(f"--prefix {self.prefix!r:.80}: expected the name of a folder, such as photos")
-        if self.text in ("source", "encode") and self.model is None:
+        if self.text in ("source", "encode", "plain") and self.model is None:
             raise UsageError(f"--text {self.text} needs --model, whose encoders make the empty caption; add it")
 
     @property

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _TEXT = {
     "source": "text embeddings are those of the cache",
     "encode": "captions are encoded by the text encoders of --model",
+    "plain": "captions are stored as the last hidden state of --model's text encoder",
     "none": "no text embeddings are stored, only the captions",
 }
 

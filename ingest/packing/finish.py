@@ -24,6 +24,7 @@ from bucketline.ingest.summary import (
     without_caption_as_lines,
 )
 from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.pack_options import PLAIN_FAMILY
 from bucketline.store.read.info import joined_error
 from bucketline.store.shard.reader import as_keys
 
@@ -127,7 +128,7 @@ def finish(packed: Packed) -> PackResult:
         rejected=len(account.rejects),
         without_caption=account.without_caption,
         captions_from=outline.captions_from,
-        notes=outline.notes,
+        notes=[*outline.notes, *_notes_about_text(packed)],
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         captions_truncated=account.captions_truncated,
@@ -158,6 +159,18 @@ def finish(packed: Packed) -> PackResult:
         stage_seconds=stages,
         slowest_stage=slowest_of(stages, on_shared_cores=packed.on_shared_cores),
     )
+
+
+def _notes_about_text(packed: Packed) -> list[str]:
+    """Return a note if captions became the last hidden state of the model's only encoder without the user's saying so."""
+    text = packed.manifest.encoders.get("text_encoder")
+    is_plain = isinstance(text, dict) and text.get("family") == PLAIN_FAMILY
+    if not is_plain or not packed.account.packed or packed.config.text is not None:
+        return []
+    assert isinstance(text, dict)
+    return [
+        f"captions are the last hidden state of a {text['class']!s:.80}; if that is what the model takes, --text plain says so"
+    ]
 
 
 def _write_long_captions(store: Store, sealed: list[str], account: RunSummary) -> None:

@@ -15,6 +15,8 @@ Values: TypeAlias = "tuple[str, ...]"
 FLAG = ""
 _VAE, _TEXT = "encoders.vae", "encoders.text_encoder"
 _PARTS = tuple(f"{_TEXT}.parts.text_encoder{number}" for number in ("", "_2", "_3"))
+PLAIN_FAMILY = "transformers"
+"""The family of captions that are stored as the last hidden state of a model's only text encoder."""
 _FIXED_LENGTH = ("sd", "sdxl", "class_labels")  # families without `--max-tokens`
 _LENGTH = "--max-tokens"  # stands for a field: what the option said, derived from the recorded lengths
 
@@ -50,6 +52,7 @@ _OPTIONS: dict[str, tuple[tuple[str, ...], Callable[[Json], Values]]] = {
     "--latents": ((f"{_VAE}.latents",), _plain),
     "--dtype": ((f"{_VAE}.stored_dtype", f"{_TEXT}.stored_dtype"), _plain),
     "--text-dtype": ((f"{_TEXT}.stored_dtype",), _plain),
+    "--text": ((f"{_TEXT}.family",), lambda recorded: ("plain",) if recorded == PLAIN_FAMILY else ()),
     # the VAE's comes last, since some VAEs compute in F32 whatever the option says
     "--encode-dtype": ((f"{_TEXT}.dtype", *(f"{part}.dtype" for part in _PARTS), f"{_VAE}.dtype"), _plain),
     "--max-tokens": ((_LENGTH, f"{_TEXT}.max_tokens", *(f"{part}.max_tokens" for part in _PARTS)), _plain),

@@ -13,6 +13,7 @@ import torch
 from bucketline.errors import UsageError
 from bucketline.ingest.encoders.text_columns import Cut, Embedding, Padding, TextSettings, text_spec
 from bucketline.ingest.encoders.text_model import cut_of, load_text_part, token_counts
+from bucketline.store.format.pack_options import PLAIN_FAMILY
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
 
-TRANSFORMERS = "transformers"
 MAX_TOKENS = 512  # if neither tokenizer nor encoder sets a limit
 
 
@@ -64,7 +64,7 @@ class TextEncoder:
         self.width = int(self.encode([""])[0].tokens.shape[1])
         self.columns = text_spec(settings.stored_dtype, self.width, {})
         self.provenance: dict[str, Json] = {
-            "family": TRANSFORMERS,
+            "family": PLAIN_FAMILY,
             **self._part.provenance,
             "stored_dtype": settings.stored_dtype,
             "layer": "last_hidden_state",

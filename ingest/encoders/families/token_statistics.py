@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.ingest.encoders.families.any_transformer import TRANSFORMERS, tokens_taken
+from bucketline.ingest.encoders.families.any_transformer import tokens_taken
 from bucketline.ingest.encoders.families.class_labels import ClassLabels, refuse_length
 from bucketline.ingest.encoders.families.family import TextFamily
 from bucketline.ingest.encoders.families.registry import family_of
@@ -13,6 +13,7 @@ from bucketline.ingest.encoders.families.token_limits import PromptLengths, make
 from bucketline.ingest.encoders.text_columns import CaptionLength, Padding, TextSettings, text_spec
 from bucketline.ingest.encoders.text_model import load_tokenizer_part, token_counts
 from bucketline.store.format.columns import CLASS_LABELS
+from bucketline.store.format.pack_options import PLAIN_FAMILY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,10 +38,10 @@ def open_caption_lengths(model: ModelFolder, settings: TextSettings) -> CaptionL
     """Load a model's tokenizers, or its classes.
 
     Raises:
-        ModelError: if a part is missing or cannot be loaded, or the model has several text encoders and no known family.
+        ModelError: if a part is missing or cannot be loaded, or how its pipeline encodes captions is not known.
         UsageError: if the model does not support the requested length.
     """
-    kind = family_of(model)
+    kind = family_of(model, is_plain=settings.is_plain)
     if isinstance(kind, TextFamily):
         return _of_family(kind, model, settings)
     if kind is ClassLabels:
@@ -56,7 +57,7 @@ def open_caption_lengths(model: ModelFolder, settings: TextSettings) -> CaptionL
         ]
 
     return CaptionLengths(
-        family=TRANSFORMERS,
+        family=PLAIN_FAMILY,
         columns=text_spec(settings.stored_dtype, int(part.config.get_text_config().hidden_size), {}),
         max_tokens=most,
         padding=Padding.MAX_LENGTH if part.is_clip else Padding.VALID,

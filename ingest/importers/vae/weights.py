@@ -47,8 +47,12 @@ DOWNSCALED_BY_LEVELS = {  # and the field that lists them
 
 
 def has_weights(model: ModelFolder) -> bool:
-    """Return True if the model has the weights of its VAE, not only its configuration."""
-    return model.file is not None or model._has_weights("vae")
+    """Return True if the model has the weights of its VAE, not only its configuration.
+
+    Raises:
+        ModelError: if they are on a hub that cannot be reached, and not in its cache.
+    """
+    return model.file is not None or model.has_weights("vae")
 
 
 def batch_norm(model: ModelFolder) -> Json:

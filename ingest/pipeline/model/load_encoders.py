@@ -38,6 +38,9 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
     latents, encode_dtype = LatentKind(config.latents), config.encode_dtype
     vae = VaeEncoder(model, device, config.dtype, latents=latents, encode_dtype=encode_dtype)
     settings = TextSettings(
-        stored_dtype=config.text_dtype or config.dtype, encode_dtype=encode_dtype, max_tokens=config.max_tokens
+        stored_dtype=config.text_dtype or config.dtype,
+        encode_dtype=encode_dtype,
+        max_tokens=config.max_tokens,
+        is_plain=config.text is not None,
     )
     return Encoders(vae=vae, text=load_caption_encoder(model, device, settings))

@@ -66,7 +66,15 @@ def model_state(config: PackConfig, model: ModelFolder) -> ModelState | None:
         return None
     if files is None:
         return None
-    options = [config.dtype, config.text_dtype, config.encode_dtype, config.latents, config.max_tokens, config.device]
+    options = [
+        config.dtype,
+        config.text_dtype,
+        config.encode_dtype,
+        config.latents,
+        config.max_tokens,
+        config.device,
+        config.text,
+    ]
     places = [os.path.realpath(path) for path in (model.path, *([model.file.path] if model.file else []))]
     libraries = [__version__, *map(_version, _LIBRARIES)]
     newest = max((changed_ns for _, _, changed_ns, _ in files.values()), default=now)

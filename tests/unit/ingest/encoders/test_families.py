@@ -250,7 +250,7 @@ def test_several_text_encoders_of_a_pipeline_that_is_not_known_are_refused(folde
     index.write_text(
         index.read_text(encoding="utf-8").replace("StableDiffusionXLPipeline", "HunyuanDiTPipeline"), encoding="utf-8"
     )
-    with pytest.raises(ModelError, match="its pipeline HunyuanDiTPipeline has several text encoders"):
+    with pytest.raises(ModelError, match=r"its pipeline is HunyuanDiTPipeline.*has several text encoders"):
         family_of(open_model(str(folder)))
 
 

@@ -121,5 +121,7 @@ def test_an_architecture_that_does_not_suit_is_an_error_in_words(architecture: s
 
 def test_a_configuration_that_says_nothing_is_an_error_in_words(own: Path) -> None:
     (own / "text_encoder" / "config.json").write_text(json.dumps({"architectures": ["Trainer"]}), encoding="ascii")
-    with pytest.raises(ModelError, match=r"cannot be loaded"):
+    with pytest.raises(ModelError, match="its text encoder a Trainer, and how that encodes captions is not known"):
         load_caption_encoder(open_model(str(own)), CPU, TextSettings())
+    with pytest.raises(ModelError, match=r"cannot be loaded"):
+        load_caption_encoder(open_model(str(own)), CPU, TextSettings(is_plain=True))

@@ -97,7 +97,17 @@ def make_known(folder: Path, name: str, count: int = 6) -> Known:
         if step == "packed.store":
             scale, shift = describe_vae(model, [one.latent for one in read], has_shift=family in ("flux", "sd3"))
         packed = folder / step
-        asked = ("--model", model, "--grid", grid, "--min-size-px", 8, "--dtype", "F32")
+        asked = (
+            "--model",
+            model,
+            "--grid",
+            grid,
+            "--min-size-px",
+            8,
+            "--dtype",
+            "F32",
+            *(("--text", "plain") if family == "t5" else ()),
+        )
         ran = call("ingest", "pack", images, packed, *asked)
         assert ran.code == 0, ran.err
         read = read_store(packed)

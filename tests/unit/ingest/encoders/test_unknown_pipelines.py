@@ -1,0 +1,131 @@
+"""A model whose pipeline is not known is refused by name, by each command that would encode its captions."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bucketline.errors import ModelError
+from bucketline.ingest.encoders.families import flux, pixart, sd, sd3, sdxl
+from bucketline.ingest.encoders.families.any_transformer import TextEncoder
+from bucketline.ingest.encoders.families.pipelines import FAMILY_OF
+from bucketline.ingest.encoders.families.registry import family_of
+from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.store import Store
+from tests.commands import call
+from tests.models import write_images, write_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NOVEL = {"_class_name": "NovelImagePipeline", "text_encoder": ["transformers", "BertModel"], "vae": ["diffusers", "x"]}
+ASKED = ("--grid", "16x16", "--min-size-px", 8)
+FAMILIES = {one.name: one for one in (sd.FAMILY, sdxl.FAMILY, sd3.FAMILY, flux.FAMILY, pixart.ALPHA, pixart.SIGMA)}
+
+
+def named(model: Path, folder: Path, **index: object) -> Path:
+    """Copy a model, and name its pipeline."""
+    shutil.copytree(model, folder)
+    (folder / "model_index.json").write_text(json.dumps({**NOVEL, **index}), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def novel(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a pipeline that nobody knows."""
+    return named(model, tmp_path_factory.mktemp("novel") / "model")
+
+
+def test_pack_scan_and_dry_run_refuse_it_and_plain_packs_it(novel: Path, tmp_path: Path) -> None:
+    write_images(tmp_path / "images", 2)
+    asked = (*ASKED, "--model", novel)
+    for command in (
+        ("pack", tmp_path / "images", tmp_path / "s", *asked),
+        ("pack", tmp_path / "images", tmp_path / "s", *asked, "--dry-run"),
+        ("scan", tmp_path / "images", *asked),
+    ):
+        ran = call("ingest", *command)
+        assert ran.code == 1, ran.out
+        for word in ("NovelImagePipeline", "StableDiffusionXLPipeline", "FluxPipeline", "--text plain"):
+            assert word in ran.err
+        assert not (tmp_path / "s" / "manifest.json").exists()
+        meant = call("ingest", *command, "--text", "plain")
+        assert meant.code == 0, meant.err
+        assert "if that is what the model takes" not in meant.out
+        shutil.rmtree(tmp_path / "s", ignore_errors=True)
+
+
+def test_a_store_remembers_that_plain_was_meant_and_its_prompts_are_plain(novel: Path, tmp_path: Path) -> None:
+    write_images(tmp_path / "images", 2)
+    asked = ("ingest", "pack", tmp_path / "images", tmp_path / "s", *ASKED, "--model", novel)
+    assert call(*asked, "--text", "plain").code == 0
+    assert "--text plain" in call("store", "info", tmp_path / "s").out
+    (tmp_path / "prompts.txt").write_text("a cat\n", encoding="utf-8")
+    ran = call("ingest", "prompts", tmp_path / "prompts.txt", tmp_path / "s", "--model", novel)
+    assert ran.code == 0, ran.err
+    write_images(tmp_path / "images", 3)
+    assert "NovelImagePipeline" in call(*asked).err  # there is an image to encode now
+    assert len(Store.open(tmp_path / "s").manifest.shards) == 1
+
+
+def test_a_model_that_names_no_pipeline_says_what_its_captions_became(model: Path, tmp_path: Path) -> None:
+    write_images(tmp_path / "images", 2)
+    ran = call("ingest", "pack", tmp_path / "images", tmp_path / "s", *ASKED, "--model", model)
+    assert ran.code == 0
+    assert "captions are the last hidden state of a BertModel" in ran.out
+
+
+def test_the_nearest_pipeline_is_named(model: Path, tmp_path: Path) -> None:
+    near = named(model, tmp_path / "model", _class_name="StableDifusionXLPipeline")
+    with pytest.raises(ModelError, match="the nearest is StableDiffusionXLPipeline"):
+        family_of(open_model(str(near)))
+
+
+@pytest.mark.parametrize(
+    ("part", "config", "words"),
+    [
+        ("transformer", {"_class_name": "QwenImageTransformer2DModel"}, "its transformer is a QwenImageTransformer2DModel"),
+        ("unet", {"_class_name": "Kandinsky3UNet"}, "its unet is a Kandinsky3UNet"),
+        ("text_encoder", {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "a Qwen2_5_VLForConditionalGeneration"),
+        ("text_encoder_2", {"architectures": ["LlamaForCausalLM"]}, "several text encoders"),
+        ("text_encoder_4", {"architectures": ["LlamaForCausalLM"]}, "several text encoders"),
+    ],
+)
+def test_a_folder_without_an_index_is_refused_by_the_part_that_is_not_known(
+    part: str, config: dict[str, Any], words: str, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / part).mkdir(exist_ok=True)
+    (tmp_path / "model" / part / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ModelError, match=words):
+        family_of(open_model(str(tmp_path / "model")))
+
+
+def test_a_known_pipeline_with_a_language_model_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = named(model, tmp_path / "model", _class_name="StableDiffusionPipeline")
+    (folder / "text_encoder" / "config.json").write_text('{"architectures": ["LlamaModel"]}', encoding="utf-8")
+    with pytest.raises(ModelError, match="its text encoder a LlamaModel"):
+        family_of(open_model(str(folder)))
+
+
+def test_plain_is_refused_of_several_text_encoders(model: Path, tmp_path: Path) -> None:
+    folder = named(model, tmp_path / "model", text_encoder_2=["transformers", "BertModel"])
+    with pytest.raises(ModelError, match="has several text encoders"):
+        family_of(open_model(str(folder)), is_plain=True)
+    assert family_of(open_model(str(write_model(tmp_path / "one"))), is_plain=True) is TextEncoder
+
+
+@pytest.mark.parametrize("name", sorted(FAMILY_OF))
+def test_a_known_pipeline_encodes_prompts_by_the_same_code_as_its_familys(name: str) -> None:
+    import diffusers
+
+    def code(pipeline: str) -> list[str]:
+        methods = ("encode_prompt", "_get_clip_prompt_embeds", "_get_t5_prompt_embeds")
+        found = (getattr(getattr(diffusers, pipeline), method, None) for method in methods)
+        return ["" if method is None else inspect.getsource(method).rpartition('"""')[2] for method in found]
+
+    assert code(name) == code(FAMILIES[FAMILY_OF[name]].pipeline)

@@ -1,0 +1,62 @@
+"""What an import checks and records of a hub's model does not depend on what of it was downloaded before."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bucketline.errors import ModelError
+from bucketline.ingest.encoders.model_folder import ModelFolder
+from bucketline.ingest.importers.vae.weights import has_weights
+from bucketline.store import Store
+from tests.commands import BIN, spawn
+from tests.models import write_model
+from tests.unit.ingest.encoders.test_model_folder import away, hub_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WEIGHTS = "vae/diffusion_pytorch_model.fp16.safetensors"
+
+
+def test_weights_that_a_hub_has_are_there_before_they_are_downloaded(tmp_path: Path) -> None:
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text("{}", encoding="ascii")
+    names = ("vae/config.json", WEIGHTS)
+    assert has_weights(ModelFolder(name="owner/model", path=tmp_path, hub_files=names))
+    assert not has_weights(ModelFolder(name="owner/model", path=tmp_path, hub_files=names[:1]))
+    assert not has_weights(ModelFolder(name=str(tmp_path), path=tmp_path))
+    unreached = ModelFolder(name="owner/model", path=tmp_path, is_unreached=True)
+    with pytest.raises(ModelError, match=r"owner/model: the weights of vae/ are not in the hub's cache, and the hub could not"):
+        has_weights(unreached)
+    (tmp_path / WEIGHTS).touch()
+    assert has_weights(unreached)
+
+
+@pytest.mark.slow
+def test_an_import_records_the_same_vae_whatever_the_hubs_cache_has(tmp_path: Path) -> None:
+    folder, cache = write_model(tmp_path / "model"), tmp_path / "cache"
+    cache.mkdir()
+    latents = np.random.default_rng(0).normal(size=(4, 8, 12)).astype("f4")
+    np.savez(cache / "a_0024x0016_sd.npz", latents=latents, original_size=np.array([24, 16]))
+    asked = ("--model", "owner/model", "--text", "none", "--trust-scale")
+    shutil.rmtree(folder / "text_encoder")
+    recorded = []
+    with hub_of(folder) as (url, fetched):
+        for name in ("empty", "downloaded"):
+            ran = spawn([BIN / "ingest", "import", "kohya", cache, tmp_path / name, *asked], **away(tmp_path, url))
+            assert ran.code == 0, ran.err
+            recorded.append(Store.open(tmp_path / name).manifest.encoders["vae"])
+    assert "vae/diffusion_pytorch_model.safetensors" in fetched
+    assert recorded[0] == recorded[1]
+    assert isinstance(recorded[0], dict)
+    assert recorded[0]["weights_hash"] is not None
+    for weights in (tmp_path / "hub").rglob("diffusion_pytorch_model.safetensors"):
+        weights.unlink()
+    ran = spawn([BIN / "ingest", "import", "kohya", cache, tmp_path / "none", *asked], **away(tmp_path))
+    assert ran.code == 1
+    assert "the weights of vae/ are not in the hub's cache" in ran.err
+    assert not (tmp_path / "none").exists()
