@@ -120,6 +120,11 @@ def _depths(photo: Image.Image, number: int) -> Iterator[_Made]:
     yield "sixteen bits.png", profiles.deep_png(deep), eight
     yield "sixteen bits grey.png", encoded(Image.fromarray(deep[..., 0].copy()), "PNG"), eight_grey
     yield "sixteen bits grey.tif", encoded(Image.fromarray(deep[..., 0].copy()), "TIFF"), eight_grey
+    whole = np.asarray(crop_of(number, 280, 300).convert("L")).astype("<u2") * 257
+    truth = Image.fromarray((whole / 257).round().astype("u1")).convert("RGB")
+    yield "large sixteen bits grey.tif", encoded(Image.fromarray(whole), "TIFF"), truth
+    turned = Image.frombytes("I;16B", (300, 280), whole.astype(">u2").tobytes())
+    yield "large sixteen bits grey big endian.tif", encoded(turned, "TIFF"), truth
     negative = profiles.grey_tiff(*photo.size, (65535 - deep[..., 0]).tobytes(), bits=16, white_is_zero=True)
     yield "sixteen bits white is zero.tif", negative, eight_grey
     indexed = photo.quantize(64)

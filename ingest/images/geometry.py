@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from bucketline.store.format.crop_share import box_in_source, kept_share
+
 if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid, Size
 
@@ -41,9 +43,7 @@ class Placement:
     @property
     def crop_in_source(self) -> tuple[int, int, int, int]:
         """The same box in the source image: top, left, height and width, rounded outwards to whole pixels."""
-        top, bottom = _outwards(self.top, self.bucket.height_px, self.source[0], self.resized[0])
-        left, right = _outwards(self.left, self.bucket.width_px, self.source[1], self.resized[1])
-        return top, left, bottom - top, right - left
+        return box_in_source(self.crop, self.resized, self.source)
 
     @property
     def enlarged(self) -> bool:
@@ -57,7 +57,7 @@ class Placement:
     @property
     def cropped_share(self) -> Fraction:
         """`cropped_away`, exactly."""
-        return 1 - Fraction(*_kept(self.bucket, *self.source))
+        return 1 - Fraction(*kept_share(self.bucket.height_px, self.bucket.width_px, *self.source))
 
 
 def place(
@@ -102,7 +102,7 @@ def _choose(height_px: int, width_px: int, grid: Grid, max_upscale: Fraction | N
             raise NoBucketError(min(_enlarging(size, height_px, width_px) for size in grid.sizes))
     bucket = sizes[0]
     for size in sizes[1:]:
-        kept, best = _kept(size, height_px, width_px), _kept(bucket, height_px, width_px)
+        kept, best = (kept_share(one.height_px, one.width_px, height_px, width_px) for one in (size, bucket))
         share, best_share = kept[0] * best[1], best[0] * kept[1]
         if (share, size.height_px * size.width_px) > (best_share, bucket.height_px * bucket.width_px):
             bucket = size
@@ -119,16 +119,6 @@ def _offset(slack_px: int, draw: int | None) -> int:
     return slack_px // 2 if draw is None else (draw * (slack_px + 1)) >> DRAW_BITS
 
 
-def _kept(size: Size, height_px: int, width_px: int) -> tuple[int, int]:
-    """Return the share of the image that the bucket keeps, as numerator and denominator."""
-    across, down = size.width_px * height_px, size.height_px * width_px
-    return (across, down) if across <= down else (down, across)
-
-
 def _round(numerator: int, denominator: int) -> int:
     """Divide and round half up. The result is never below the quotient's floor, so the image still covers its bucket."""
     return (2 * numerator + denominator) // (2 * denominator)
-
-
-def _outwards(begin: int, length: int, source: int, resized: int) -> tuple[int, int]:
-    return begin * source // resized, min(source, -(-(begin + length) * source // resized))

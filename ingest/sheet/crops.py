@@ -113,12 +113,8 @@ def thumbnail(source: Source, item: SourceItem, placement: Placement) -> Thumbna
     """
     height_px, width_px = placement.source
     known = Thumbnail(id=item.id, height_px=height_px, width_px=width_px, lost=placement.cropped_away)
-    scale = min(1.0, THUMBNAIL_PX / max(height_px, width_px))
-    size = Size(max(1, round(scale * height_px)), max(1, round(scale * width_px)))
     try:
-        # a grid of this one size: decoded as for packing, only smaller
-        framing = Framing(grid=Grid(name=str(size), sizes=(size,)), jpeg_draft=True)
-        pixels = decode(source.read(item).data, framing, item.id).pixels
+        pixels = whole_image(source.read(item).data, placement.source, THUMBNAIL_PX)
     except RejectedError as error:
         return replace(known, problem=str(error))
     shown = Image.fromarray(pixels)
@@ -128,6 +124,19 @@ def thumbnail(source: Source, item: SourceItem, placement: Placement) -> Thumbna
     file = io.BytesIO()
     Image.fromarray(drawn).save(file, "JPEG", quality=JPEG_QUALITY, subsampling=0)
     return replace(known, jpeg=file.getvalue(), shown_px=drawn.shape[:2])
+
+
+def whole_image(data: bytes, source: tuple[int, int], longest: int) -> NDArray[np.uint8]:
+    """Decode a file as for packing, only to a size of at most `longest` px a side; `source`: its upright height and width.
+
+    Raises:
+        RejectedError: if packing would reject it, with the reason.
+    """
+    scale = min(1.0, longest / max(source))
+    height_px, width_px = (max(1, round(scale * side)) for side in source)
+    size = Size(height_px, width_px)
+    framing = Framing(grid=Grid(name=str(size), sizes=(size,)), jpeg_draft=True)  # a grid of this one size
+    return decode(data, framing, "").pixels
 
 
 def with_crop(pixels: NDArray[np.uint8], placement: Placement) -> NDArray[np.uint8]:

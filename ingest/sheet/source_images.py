@@ -14,17 +14,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from bucketline.ingest.sheet.crops import with_box
+from bucketline.ingest.images.bucket_grid import Grid, Size
+from bucketline.ingest.images.crop import Framing
+from bucketline.ingest.images.decode import FORMATS, placed_by_header
+from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.sheet.crops import whole_image, with_box
 from bucketline.ingest.sources.open_source import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from bucketline.typed_json import Json
 
 THUMBNAIL_PX = 160  # the longer side
 JPEG_QUALITY = 82
 MAX_PIXELS = 200_000_000  # of an image that is decoded only to be shown
+_ANY_SIZE = Framing(grid=Grid(name="1x1", sizes=(Size(1, 1),)))
+_STILL_SHOWN = frozenset({Reason.ANIMATED, Reason.MODE})
 
 
 def source_images(source_name: str, boxes: Mapping[str, Sequence[int] | None]) -> dict[str, Json]:
@@ -48,23 +56,43 @@ def source_images(source_name: str, boxes: Mapping[str, Sequence[int] | None]) -
 
 
 def thumbnail(data: bytes, box: Sequence[int] | None, longest: int = THUMBNAIL_PX) -> bytes:
-    """Return an image file's content as an upright JPEG of at most `longest` px; `box`: the crop, or None if there is none."""
-    with Image.open(io.BytesIO(data)) as opened:
+    """Return an image file's content as an upright JPEG of at most `longest` px; `box`: the crop, or None if there is none.
+
+    The image is decoded as for packing, so that it looks as it was packed, and a file that cannot be packed is not shown as one
+    that can. What packing rejects for another reason than damage (animated, 32-bit values) is shown as Pillow reads it.
+
+    Raises:
+        RejectedError: if the file is damaged or not an image.
+    """
+    try:
+        upright = placed_by_header(io.BytesIO(data), _ANY_SIZE, "").source
+        pixels = whole_image(data, upright, longest)
+    except RejectedError as error:
+        if error.reason not in _STILL_SHOWN:
+            raise
+        upright, pixels = _by_pillow(data, longest)
+    return as_jpeg(pixels if box is None else with_box(pixels, box, upright))
+
+
+def as_jpeg(pixels: NDArray[np.uint8]) -> bytes:
+    """Return an image's pixels, `[h, w, 3]`, as a JPEG file."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=JPEG_QUALITY)
+    return file.getvalue()
+
+
+def _by_pillow(data: bytes, longest: int) -> tuple[tuple[int, int], NDArray[np.uint8]]:
+    """Return height, width and a reduced copy of the first image in a file."""
+    with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
         if opened.width * opened.height > MAX_PIXELS:
             raise ValueError(f"{opened.width}x{opened.height} px are too many")
-        opened.draft("RGB", (2 * longest, 2 * longest))
         image = ImageOps.exif_transpose(opened)
-        upright = image.size  # width, height; a JPEG may be decoded at a fraction of it
+        width, height = image.size
         image = image.convert("RGBA") if "transparency" in image.info else image
         image.thumbnail((longest, longest))
         if image.mode in ("RGBA", "LA", "PA"):
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-        pixels = np.asarray(image.convert("RGB"))
-    if box is not None:
-        pixels = with_box(pixels, box, (upright[1], upright[0]))
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=JPEG_QUALITY)
-    return file.getvalue()
+        return (height, width), np.asarray(image.convert("RGB"))
 
 
 def main() -> int:

@@ -14,8 +14,8 @@ from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Framing, crop_limit
 from bucketline.ingest.images.decode import placed_by_header
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.sheet.crops import refuse_sheet
-from bucketline.ingest.sheet.source_images import thumbnail
+from bucketline.ingest.sheet.crops import refuse_sheet, whole_image, with_crop
+from bucketline.ingest.sheet.source_images import THUMBNAIL_PX, as_jpeg
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.pages.page import Card, Section, document, gallery, percent
@@ -110,11 +110,10 @@ def _card(source: Source, item: SourceItem, framing: Framing, options: SheetOpti
             raise RejectedError(Reason.CAPTION, item.caption_error)
         data = source.read(item).data
         placement = placed_by_header(io.BytesIO(data), framing, item.id)
-        image = thumbnail(data, placement.crop_in_source)
+        pixels = whole_image(data, placement.source, THUMBNAIL_PX)
     except RejectedError as error:
         return REJECTED, Card(images=[], title=item.id, problem=str(error), captions=captions)
-    except (OSError, ValueError, SyntaxError) as error:  # of Pillow, about damage after the header
-        return REJECTED, Card(images=[], title=item.id, problem=f"cannot be decoded: {error!s:.200}", captions=captions)
+    image = as_jpeg(with_crop(pixels, placement))
     height, width = placement.source
     notes = [
         f"{height}x{width} px, {percent(placement.cropped_away)} cropped away" + (", enlarged" if placement.enlarged else "")

@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from bucketline.store.format.crop_share import cropped_away
 from bucketline.store.format.hashing import draw
-from bucketline.store.format.sample_record import UNKNOWN_BOX
 from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.report.latents import Place
 
@@ -46,7 +46,7 @@ class Shown:
     @property
     def loss(self) -> float | None:
         """Share of the source image that the crop removed; None if it is unknown."""
-        return crop_loss(self.record)
+        return cropped_away(self.record)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,14 +78,6 @@ class Facts:
     words: Counter[str] = field(default_factory=Counter)  # STOP_WORDS left out
     lengths: Counter[int] = field(default_factory=Counter)  # words of a caption
     longest: list[tuple[int, int, str, str]] = field(default_factory=list)  # a heap: words, order, id, caption
-
-
-def crop_loss(record: SampleRecord) -> float | None:
-    """Return the share of the source image that the crop removed, 0 to 1; None if it is unknown."""
-    height, width = record.original_size
-    if record.crop_in_source == UNKNOWN_BOX or height * width <= 0:
-        return None
-    return max(0.0, 1.0 - record.crop_in_source[2] * record.crop_in_source[3] / (height * width))
 
 
 def collect(store: Store, cards_of_each: int) -> Facts:

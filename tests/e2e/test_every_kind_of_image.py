@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from PIL import Image
 
 from bucketline.ingest.images.rejects import Reason
 from bucketline.store import Store
+from bucketline.store.report.collect import collect
 from tests.commands import call
 from tests.kinds_of_images import BACKGROUND, ImageCase, Refused, images, refused
 
@@ -98,6 +101,39 @@ def test_a_scan_of_headers_refuses_nothing_that_is_packed_and_gives_the_same_rea
     assert foretold <= set(rejects_of(run))
     behind = {reason for _, reason, _ in set(rejects_of(run)) - foretold}
     assert behind <= {str(Reason.DAMAGED), str(Reason.TOO_LARGE)}, behind
+
+
+def test_a_dry_run_counts_as_a_scan_of_headers(run: Run, model: Path, tmp_path: Path) -> None:
+    dry = call("ingest", "pack", run.photos, tmp_path / "none", "--model", model, *RULES, "--dry-run", "--json")
+    scanned = call("ingest", "scan", run.photos, "--model", model, *RULES, "--json")
+    assert (dry.code, scanned.code) == (0, 0), dry.err + scanned.err
+    assert {name: dry.json[name] for name in ("found", "rejected", "rejected_by_reason")} == {
+        name: scanned.json[name] for name in ("found", "rejected", "rejected_by_reason")
+    }
+    assert dry.json["buckets"] == {bucket["name"]: bucket["samples"] for bucket in scanned.json["buckets"]}
+
+
+def test_peek_shows_what_is_packed_and_rejects_what_is_rejected(run: Run, tmp_path: Path) -> None:
+    rules = ("--grid", GRID, "--min-size-px", 16, "--samples", 10_000)
+    ran = call("ingest", "peek", run.photos, *rules, "-o", tmp_path / "page.html", "--json")
+    assert ran.code == 0, ran.err
+    by_peek = {sample_id for sample_id, problem in problems_of(tmp_path / "page.html").items() if problem}
+    assert len(by_peek) == ran.json["rejected"]
+    # only the largest enlargement is not an option of peek
+    small = {name for name, reason in run.rejected.items() if reason is Reason.TOO_SMALL_FOR_BUCKET}
+    assert by_peek - small == set(run.rejected) - small
+
+
+def problems_of(page: Path) -> dict[str, bool]:
+    """Return by the sample's id whether its card has a problem instead of an image."""
+    figures = re.findall(r"<figure>(.*?)<b>(.*?)</b>", page.read_text(encoding="utf-8"), re.DOTALL)
+    return {html.unescape(sample_id): 'class="none"' in image for image, sample_id in figures}
+
+
+def test_a_report_loses_as_much_to_crops_as_packing_did(run: Run) -> None:
+    found = collect(Store.open(run.store), 1).buckets.values()
+    losses = {b.name: {"images": b.with_crop, "mean": round(b.mean_loss, 6), "max": round(b.most, 6)} for b in found}
+    assert losses == run.report["crop_loss"]
 
 
 def rejects_of(run: Run) -> list[tuple[str, str, str]]:

@@ -108,9 +108,10 @@ def test_pack_refuses_a_grid_that_a_dit_would_turn_into_squares_before_anything_
     for part in model.iterdir():
         (folder / part.name).symlink_to(part)
     write(folder, transformer=DIT)
-    ran = call("ingest", "pack", source, tmp_path / "s", "--model", folder, "--grid", "16x24,24x16", "--min-size-px", "8")
+    asked = ("--model", folder, "--min-size-px", "8", "--text", "plain")
+    ran = call("ingest", "pack", source, tmp_path / "s", *asked, "--grid", "16x24,24x16")
     assert ran.code == 2
     assert "--grid '16x24,24x16' has the size 16x24, and the model is a DiTTransformer2DModel" in ran.err
     assert not (tmp_path / "s").exists()
-    ran = call("ingest", "pack", source, tmp_path / "s", "--model", folder, "--grid", "square:16", "--min-size-px", "8")
+    ran = call("ingest", "pack", source, tmp_path / "s", *asked, "--grid", "square:16")
     assert ran.code == 0, ran.err

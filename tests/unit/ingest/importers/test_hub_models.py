@@ -1,4 +1,4 @@
-"""What an import checks and records of a hub's model does not depend on what of it was downloaded before."""
+"""The checks and the record of a hub model's VAE do not depend on the part of it that was downloaded before."""
 
 from __future__ import annotations
 
