@@ -93,7 +93,7 @@ def _with_messages(run: Any, command: str) -> int:  # noqa: ANN401
         with extra_named(command):
             return int(run() or 0)
     except BucketlineError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -104,7 +104,10 @@ def _with_messages(run: Any, command: str) -> int:  # noqa: ANN401
         if error.errno != errno.ENAMETOOLONG:
             raise
         # any path check may raise it, so it is handled once, here
-        print(f"error: {str(error.filename)[:80]}… is not a usable path: {error.strerror}; use a shorter one", file=sys.stderr)
+        print(
+            f"error: {printable(str(error.filename)[:80])}… is not a usable path: {error.strerror}; use a shorter one",
+            file=sys.stderr,
+        )
         return 1
 
 
@@ -127,15 +130,35 @@ def print_json_line(value: object) -> None:
     print(json.dumps(value, ensure_ascii=True))
 
 
+def print_error(error: BaseException) -> None:
+    """Print an error's message on stderr, each of its lines as `printable`."""
+    lines = error.args if isinstance(error, BucketlineError) else [str(error)]
+    print(
+        "\n".join(["error: " + printable(str(lines[0] if lines else "")), *(printable(str(line)) for line in lines[1:])]),
+        file=sys.stderr,
+    )
+
+
+def printable(text: str) -> str:
+    r"""Return a message on one line: characters that a terminal would act on become Python escapes, so that no name forges one.
+
+    >>> printable("a\nb\x1b[2J \u202e")
+    'a\\nb\\x1b[2J \\u202e'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 def one_line(text: str) -> str:
-    r"""Return the text on one line: unprintable characters and backslashes become Python escapes.
+    r"""Return a name for the terminal, on one line: unprintable characters and backslashes become Python escapes.
+
+    Every name that a command prints goes through this, or `printable` if it is within a message.
 
     >>> one_line("boats/a\nb.png")
     'boats/a\\nb.png'
     """
-    if text.isprintable() and "\\" not in text:
-        return text
-    return "".join(c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode("ascii") for c in text)
+    return printable(text.replace("\\", "\\\\"))
 
 
 def parse_bytes(text: str, option: str) -> int:

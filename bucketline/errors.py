@@ -7,7 +7,13 @@ from __future__ import annotations
 
 
 class BucketlineError(Exception):
-    """Base class of all Bucketline errors. A command prints the message and exits with 1."""
+    """Base class of all Bucketline errors. A command prints the message and exits with 1.
+
+    Each argument is a line of the message. A line break within one came with a name, and a command prints it escaped.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class UsageError(BucketlineError):

@@ -14,6 +14,7 @@ from bucketline.command_line import (
     one_line,
     print_json,
     print_json_line,
+    printable,
     run_one_of,
     torchrun_ranks,
 )
@@ -111,10 +112,12 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         else:
             _print_captions_and_notes({}, result.notes, None)
             if result.why_not_readable is None:
-                what = ", ".join(f"{name} x {repeats}" for name, repeats in result.repeats.items())
-                print(f"{self.store}: the loader and the trainer read it as one store ({what})")
+                what = ", ".join(f"{one_line(name)} x {repeats}" for name, repeats in result.repeats.items())
+                print(f"{shown(self.store)}: the loader and the trainer read it as one store ({what})")
         if result.why_not_readable is not None:
-            print(f"error: {self.store} cannot be read as one store: {result.why_not_readable}", file=sys.stderr)
+            print(
+                f"error: {shown(self.store)} cannot be read as one store: {printable(result.why_not_readable)}", file=sys.stderr
+            )
         return 0 if result.is_good else 1
 
 
@@ -154,7 +157,7 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
 
     def _print_sheet(self) -> None:
         if self.output is not None:
-            print(f"{self.output}: contact sheet of the crops that lose most")
+            print(f"{shown(self.output)}: contact sheet of the crops that lose most")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +213,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     for reason, count in summary.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
     if summary.rejected:
-        print(f"  each with its reason in {config.store / 'rejects.jsonl'}")
+        print(f"  each with its reason in {shown(config.store / 'rejects.jsonl')}")
     beyond = f" with more than {config.max_captions} captions (the others are not used in training)"
     counts = (
         (summary.latents_kept, "image", " unchanged but for a caption or mtime (its latents are kept)"),
@@ -225,7 +228,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         (summary.generations_meanwhile, "generation", " published during packing"),
     )
     if summary.recaptioned:
-        print(f"  captions are made by other rules: {summary.recaptioned}; only their text is encoded")
+        print(f"  captions are made by other rules: {printable(summary.recaptioned)}; only their text is encoded")
     for count, noun, what in counts:
         if count:
             print(f"  {counted(count, noun)}{what}")
@@ -233,13 +236,13 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         print(f"  {counted(number, 'caption')} cut by {encoder}")
     if summary.captions_cut:
         first = ", ".join(map(one_line, summary.captions_cut_ids))
-        print(f"  images with cut captions: {first}; each with what was cut in {config.store / LONG_CAPTIONS}")
-    ids_are_in = f"each in {config.store / WITHOUT_CAPTION}" if summary.without_caption else None
+        print(f"  images with cut captions: {first}; each with what was cut in {shown(config.store / LONG_CAPTIONS)}")
+    ids_are_in = f"each in {shown(config.store / WITHOUT_CAPTION)}" if summary.without_caption else None
     _print_captions_and_notes(summary.captions_from, summary.notes, ids_are_in)
     for line in crop_losses_as_lines(summary.crop_loss):
         print(f"  {line}")
     for sample_id in summary.captions_beyond[:10]:
-        print(f"  more captions than kept: {sample_id}")
+        print(f"  more captions than kept: {one_line(sample_id)}")
     print_warnings(summary.captions_without_image, summary.passed_over)
     _print_dropped_and_kept(summary)
     if summary.text_error is not None:
@@ -267,7 +270,7 @@ def _print_dry_run(report: DryRun) -> None:
     if report.too_many_rejects:
         print("  more rejects than --max-rejects allows: nothing would be dropped, and the exit code would be 1")
     if report.not_pruned:
-        print(f"  not pruned: {report.not_pruned}")
+        print(f"  not pruned: {printable(report.not_pruned)}")
     _print_ids(
         ("would be dropped, because rejected now", report.dropped, report.dropped_ids),
         ("would be dropped, because no longer in the source", report.pruned, report.pruned_ids),
@@ -287,12 +290,13 @@ def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
         print(
             f"error: {summary.rejected} of {counted(summary.found, 'image')} were rejected ({by_reason}), "
             f"--max-rejects allows {config.max_rejects}; the other images are packed, and no sample was dropped; "
-            f"each reject's reason is in {config.store / 'rejects.jsonl'}",
+            f"each reject's reason is in {shown(config.store / 'rejects.jsonl')}",
             file=sys.stderr,
         )
     if summary.not_pruned_beyond_limit:
         print(
-            f"error: nothing was pruned: {summary.not_pruned}. If a disk or a folder of the source is missing, bring it back; "
+            f"error: nothing was pruned: {printable(str(summary.not_pruned))}. If a disk or a folder of the source is "
+            "missing, bring it back; "
             f"if these images were deleted, add --max-prune {summary.not_pruned_beyond_limit}",
             file=sys.stderr,
         )
@@ -301,13 +305,13 @@ def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
 def _entry_line(entry: DatasetEntry) -> str:
     from bucketline.files.redact import redacted
 
-    return f"{entry.name} x {entry.repeats}: {redacted(entry.path)}"
+    return f"{one_line(entry.name)} x {entry.repeats}: {one_line(str(redacted(entry.path)))}"
 
 
 def _print_dropped_and_kept(summary: PackResult) -> None:
     """Print what happened to rows whose images were rejected, unreadable or missing."""
     if summary.not_pruned:
-        print(f"  not pruned: {summary.not_pruned}")
+        print(f"  not pruned: {printable(summary.not_pruned)}")
     _print_ids(
         ("dropped, because rejected now", summary.dropped, summary.dropped_ids),
         ("dropped, because no longer in the source", summary.pruned, summary.pruned_ids),
@@ -324,7 +328,7 @@ def _print_ids(*counts: tuple[str, int, list[str]]) -> None:
         if count:
             print(f"  {what}: {counted(count, 'sample')}")
         for sample_id in named:
-            print(f"    {sample_id}")
+            print(f"    {one_line(sample_id)}")
 
 
 def _print_scan(report: ScanReport) -> None:
@@ -332,7 +336,7 @@ def _print_scan(report: ScanReport) -> None:
     for reason, count in report.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
     for reject in report.rejects[:10]:
-        print(f"    {reject.id}: {reject.reason} ({reject.detail})")
+        print(f"    {one_line(reject.id)}: {reject.reason} ({printable(reject.detail)})")
     if (more := len(report.rejects) - 10) > 0:
         print(f"    and {more} more; --json names all")
     if report.smallest and report.median and report.largest:
@@ -376,7 +380,7 @@ def _print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[
     if without is not None:
         print(f"  images without a caption: {without}")
     if captions_from:
-        print(f"  captions from {'; '.join(f'{place} ({count})' for place, count in captions_from.items())}")
+        print(f"  captions from {'; '.join(f'{one_line(place)} ({count})' for place, count in captions_from.items())}")
     for note in notes:
         print(f"  note: {one_line(note)}")
 
@@ -391,7 +395,7 @@ def print_warnings(captions_without_image: list[str], passed_over: list[str]) ->
     """Print the first ten captions without an image and the first ten skipped images."""
     for what, names in (("caption without an image", captions_without_image), ("image skipped", passed_over)):
         for name in names[:10]:
-            print(f"  warning: {what}: {name}")
+            print(f"  warning: {what}: {one_line(name)}")
         if (more := len(names) - 10) > 0:
             print(f"  warning: and {more} more: {what}")
 

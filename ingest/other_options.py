@@ -50,7 +50,7 @@ def refuse_other_options(config: PackConfig, stored: Manifest, contents: Content
         lines = [f"{config.store} was made with other options than this run has:"]
         lines += [f"  {_shown(name, old)}, this run has {_shown(name, new)}" for name in changed]
         lines += [f"  {field} = {stored_value!s:.200}, this run has {value!s:.200}" for field, stored_value, value in others]
-        raise FingerprintError("\n".join([*lines, *_way_back({name: old.get(name, ()) for name in changed}, others)]))
+        raise FingerprintError(*lines, *_way_back({name: old.get(name, ()) for name in changed}, others))
 
 
 def _shown(name: str, options: dict[str, Values]) -> str:

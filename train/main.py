@@ -21,7 +21,7 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     from importlib import metadata
 
     from bucketline.allocator import set_up_torch
-    from bucketline.command_line import hide_warnings_of_torchao, torchrun_ranks
+    from bucketline.command_line import hide_warnings_of_torchao, print_error, torchrun_ranks
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
     from bucketline.train.config import parse_on
@@ -50,7 +50,7 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
         except OtherRankFailedError:  # the other rank has printed the reason
             sys.exit(1)
     except BucketlineError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     if ranks.is_main:
         print(summary)

@@ -12,7 +12,7 @@ from bucketline.command_line import counted, one_line, print_json, refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.config import SourceArguments
 from bucketline.ingest.images.crop import Crop
-from bucketline.store.commands.place import ReadingArguments, store_place
+from bucketline.store.commands.place import ReadingArguments, shown, store_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Peek(SourceArguments, ReadingArguments):
             print_json(asdict(peeked))
         else:
             size = f"{peeked.height_px}x{peeked.width_px}"
-            print(f"{self.output}: {one_line(peeked.id)} of {peeked.bucket}, {size} px, height first")
+            print(f"{shown(self.output)}: {one_line(peeked.id)} of {peeked.bucket}, {size} px, height first")
         return 0
 
     def _sheet(self) -> int:
@@ -98,5 +98,5 @@ class Peek(SourceArguments, ReadingArguments):
         if self.json:
             print_json(asdict(found))
         else:
-            print(f"{self.output}: {found.shown} of {counted(found.found, 'image')}, {found.rejected} of them rejected")
+            print(f"{shown(self.output)}: {found.shown} of {counted(found.found, 'image')}, {found.rejected} of them rejected")
         return 0

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from bucketline.command_line import counted, print_json, refuse_below
-from bucketline.store.commands.place import ReadingArguments, StorePlace
+from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Previews(ReadingArguments):
         if self.json:
             print_json(asdict(found))
             return 0
-        print(f"{self.output}: {counted(found.samples, 'sample')} next to their decoded images")
+        print(f"{shown(self.output)}: {counted(found.samples, 'sample')} next to their decoded images")
         published = "no factors are published for this VAE"
         if found.published_rms is not None:
             published = f"published factors of {found.published}: error {found.published_rms:.1f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from bucketline.command_line import counted, human_bytes, human_number, one_line
+from bucketline.command_line import counted, human_bytes, human_number, one_line, printable
 from bucketline.store.commands.place import shown
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def print_import(result: ImportResult, config: ImportConfig) -> None:
     rate = human_number(result.imported / max(result.seconds, 1e-9))
     took = "dry run, nothing is written: " if is_dry else ""
     print(f"{took}{counted(result.found, 'sample')} found = {sums}, in {result.seconds:.1f} s ({rate} per s)")
-    variant = f" of {result.variant}" if result.variant else ""
+    variant = f" of {one_line(result.variant)}" if result.variant else ""
     print(f"  format {result.kind}{variant}; VAE: {one_line(result.vae)}, as you say; scaling undone: {result.scaling_undone}")
     _print_checks(result)
     print(f"  crops: {result.crop}; {_TEXT[result.text]}; captions from {one_line(result.captions_from)}")
@@ -42,14 +42,14 @@ def print_import(result: ImportResult, config: ImportConfig) -> None:
         ("without a caption", result.without_caption),
         ("rejected now, with the row that the store has kept", result.kept),
         ("no longer in the cache, with the row that the store has kept", result.not_in_source),
-        *((f"with {what}, which is not imported", count) for what, count in result.left_out.items()),
+        *((f"with {one_line(what)}, which is not imported", count) for what, count in result.left_out.items()),
     ):
         if count:
             print(f"  {counted(count, 'sample')} {what}")
     for reason, count in result.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
     for reject in result.rejects[:10]:
-        print(f"    {one_line(reject.id)}: {one_line(reject.detail)}")
+        print(f"    {one_line(reject.id)}: {printable(reject.detail)}")
     if result.rejected and not is_dry:
         print(f"  each with its reason in {shown(config.place)}/rejects.jsonl")
     for note in result.notes:

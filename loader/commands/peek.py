@@ -10,6 +10,7 @@ import tyro
 
 from bucketline.command_line import counted, print_json
 from bucketline.loader.config import SHUFFLE_WINDOW, BatchOptions, Remainder
+from bucketline.store.commands.place import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,5 +85,5 @@ class Peek(BatchOptions):
                 }
             )
         else:
-            print(f"{self.output}: step {self.step}, {batches[0].bucket}, {counted(rows, 'row')}")
+            print(f"{shown(self.output)}: step {self.step}, {batches[0].bucket}, {counted(rows, 'row')}")
         return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from bucketline.command_line import counted, human_bytes, print_json
+from bucketline.command_line import counted, human_bytes, one_line, print_json, printable
 from bucketline.errors import PlanError, UsageError
 from bucketline.loader.config import BatchOptions, Remainder, Shuffle
 from bucketline.typed_json import encode
@@ -123,7 +123,7 @@ class PlanCommand(BatchOptions):
         else:
             _print_report(report)
         if (small := plan.small_buckets()) is not None:
-            print(f"warning: {small}", file=sys.stderr)
+            print(f"warning: {printable(small)}", file=sys.stderr)
         return 0
 
     def _report(self, plan: Plan, steps: int) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def _print_report(report: dict[str, Any]) -> None:
     console = Console()
     if len(report["stores"]) > 1 or report["stores"][0]["repeats"] > 1:
         for store in report["stores"]:
-            console.print(f"{store['path']} x {store['repeats']}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{one_line(str(store['path']))} x {store['repeats']}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"{counted(report['steps'], 'step')}, {counted(report['rows'], 'row')} delivered")
     headings = ("bucket", "rows", "global batch", "batches", "carried", "repeats")
     table = Table(*headings, *(["columns per micro-batch"] if "columns" in report else []))
@@ -223,7 +223,7 @@ def _print_report(report: dict[str, Any]) -> None:
     for batch in report.get("batches", []):
         console.print(f"step {batch['step']} (epoch {batch['epoch']}) {batch['bucket']}", highlight=False)
         for rank, ids in enumerate(batch["ranks"]):
-            console.print(f"  rank {rank}: {', '.join(ids)}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"  rank {rank}: {', '.join(map(one_line, ids))}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_bill(console: Console, bill: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from bucketline.command_line import counted, one_line, print_json, print_json_line
+from bucketline.command_line import counted, one_line, print_json, print_json_line, printable
 from bucketline.errors import UsageError
 from bucketline.files.regular_file import why_unread
 from bucketline.store.remote.arguments import RemoteArguments
@@ -67,9 +67,9 @@ class SeenCommand(RemoteArguments):
         else:
             self._print_each(seen)
         for one in seen.doubtful:
-            print(f"warning: {_steps(one)}: {one.why}", file=sys.stderr)
+            print(f"warning: {printable(f'{_steps(one)}: {one.why}')}", file=sys.stderr)
         for one in seen.unknown:
-            print(f"error: {_steps(one)} cannot be told: {one.why}", file=sys.stderr)
+            print(f"error: {printable(f'{_steps(one)} cannot be told: {one.why}')}", file=sys.stderr)
         return 1 if seen.unknown else 0
 
     def _ids(self) -> list[str]:
@@ -99,7 +99,7 @@ class SeenCommand(RemoteArguments):
             where = f"in {', '.join(buckets)}" if buckets else "in no generation that the run read"
             print(f"{one_line(sample_id)}: seen {_times(_count(sightings))} in {counted(seen.run.state.step, 'step')}, {where}")
             for one in sightings:
-                print(f"  {_said(one)}")
+                print(f"  {printable(_said(one))}")
 
     def _print_all(self, seen: Seen) -> None:
         counts = seen.counts()

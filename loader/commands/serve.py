@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from bucketline.files.redact import redacted
+from bucketline.store.commands.place import shown
 from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Serve(RemoteArguments):
             if listener is not None:
                 service.network = listener.sent.stats
             signals, sock = using.enter_context(_signals()), using.enter_context(listen(self.socket))
-            print(f"serving {', '.join(map(redacted, self.stores))} at {self.socket}", file=sys.stderr, flush=True)
+            print(f"serving {', '.join(map(shown, self.stores))} at {shown(str(self.socket))}", file=sys.stderr, flush=True)
             if listener is not None:
                 print(f"batches for other machines at port {listener.port}", file=sys.stderr, flush=True)
             if port is not None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from bucketline.command_line import printable
 from bucketline.errors import BucketlineError, DeliveryError, StoreError, UsageError
 from bucketline.loader.loader import Loader
 from bucketline.loader.mixture import WeightedStore, open_shares, parse_stores
@@ -210,7 +211,7 @@ class Listener:
             self._handshake(connection)
         except Exception as error:  # noqa: BLE001 - whatever a client sends, the server continues
             if not isinstance(error, OSError | BucketlineError):
-                print(f"a client's connection failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                print(printable(f"a client's connection failed: {type(error).__name__}: {error}"), file=sys.stderr, flush=True)
         finally:
             connection.sock.close()
             with self._lock:

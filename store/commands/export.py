@@ -10,7 +10,7 @@ import tyro
 
 from bucketline.command_line import counted, human_bytes, parse_bytes, print_json
 from bucketline.errors import UsageError
-from bucketline.store.commands.place import ReadingArguments, StorePlace
+from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
     from bucketline.store.export.export import ExportPlan, ExportRequest
@@ -110,4 +110,4 @@ class Export(ReadingArguments):
             return
         would = "would take" if self.dry_run else "takes"
         what = f"{counted(plan.num_samples, 'sample')}, {counted(plan.num_files, 'file')}"
-        print(f"{self.output}: {what}, {would} {human_bytes(plan.num_bytes)}")
+        print(f"{shown(self.output)}: {what}, {would} {human_bytes(plan.num_bytes)}")

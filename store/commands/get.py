@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from bucketline.command_line import counted, one_line, print_json
-from bucketline.store.commands.place import ReadingArguments, StorePlace
+from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,5 +38,5 @@ class Get(ReadingArguments):
             print_json(report)
         else:
             captions = counted(len(report["captions"]), "caption")
-            print(f"{self.output}: {one_line(report['id'])} of {report['bucket']}, {captions}")
+            print(f"{shown(self.output)}: {one_line(report['id'])} of {report['bucket']}, {captions}")
         return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from bucketline.command_line import counted, human_bytes, human_number, print_json
+from bucketline.command_line import counted, human_bytes, human_number, print_json, printable
 from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 from bucketline.store.format.columns import LATENT
 from bucketline.store.remote.urls import is_url
@@ -59,7 +59,7 @@ class Info(ReadingArguments):
 
 def _print_lost(store: str, lost: Sequence[LostShard]) -> None:
     for shard in lost:
-        print(f"lost: {shard}", file=sys.stderr)
+        print(f"lost: {printable(str(shard))}", file=sys.stderr)
     if lost:
         samples = counted(sum(shard.samples for shard in lost), "sample")
         advice = f"`store repair {store}` keeps the samples that can still be read and drops the others"
@@ -89,12 +89,14 @@ def _print_info(report: dict[str, Any]) -> None:
     for name, encoder in report["encoders"].items():
         shown = {key: " + ".join(value) if isinstance(value, dict) else value for key, value in encoder.items()}
         about = ", ".join(f"{key} {value}" for key, value in shown.items() if not key.endswith("hash"))
-        console.print(f"{name}: {about}", highlight=False, soft_wrap=True, markup=False)
+        console.print(printable(f"{name}: {about}"), highlight=False, soft_wrap=True, markup=False)
     if isinstance(imported := report["rules"].get("import"), dict):
         about = ", ".join(f"{key} {value}" for key, value in imported.items() if key != "split")
-        console.print(f"imported: {about}", highlight=False, soft_wrap=True, markup=False)
+        console.print(printable(f"imported: {about}"), highlight=False, soft_wrap=True, markup=False)
     elif report["pack_options"]:
-        console.print(f"options: {shlex.join(report['pack_options'])}", highlight=False, soft_wrap=True, markup=False)
+        console.print(
+            printable(f"options: {shlex.join(report['pack_options'])}"), highlight=False, soft_wrap=True, markup=False
+        )
     if report["text_error"] is not None:
         error = TextError(**report["text_error"])
         about = f"error of the quantised text, {counted(error.captions, 'caption')}: {error}"
@@ -107,10 +109,10 @@ def _print_info(report: dict[str, Any]) -> None:
         about = (
             f"ragged {name}: {group['entries']} entries of {group['of']}, {', '.join(columns)}, T at most {group['max_tokens']}"
         )
-        console.print(about.replace("'", ""), highlight=False, soft_wrap=True, markup=False)
+        console.print(printable(about.replace("'", "")), highlight=False, soft_wrap=True, markup=False)
     for own in report["prompts"]:
         about = f"{counted(own['prompts'], 'prompt')}, {human_bytes(own['num_bytes'])}" if own["prompts"] else own["problem"]
-        console.print(f"prompts {own['name']}: {about}", highlight=False, soft_wrap=True, markup=False)
+        console.print(printable(f"prompts {own['name']}: {about}"), highlight=False, soft_wrap=True, markup=False)
     table = Table("bucket", "rows", "column", "shape", "dtype")
     for bucket in report["buckets"]:
         first = [bucket["name"], str(bucket["rows"])]

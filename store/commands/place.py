@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from bucketline.command_line import one_line
 from bucketline.errors import UsageError
 from bucketline.files.redact import redacted
 from bucketline.store.remote.arguments import ObjectArguments, RemoteArguments
@@ -123,5 +124,5 @@ def objects_at(url: Path | str, options: RemoteOptions) -> ObjectFolder:
 
 
 def shown(place: Path | str) -> str:
-    """Return a store's place for messages: a URL without user and password."""
-    return redacted(place) if isinstance(place, str) else str(place)
+    """Return a store's place for the terminal, on one line: a URL without user and password."""
+    return one_line(redacted(place) if isinstance(place, str) else str(place))

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from bucketline.command_line import human_bytes, print_json, refuse_below
-from bucketline.store.commands.place import ReadingArguments, StorePlace
+from bucketline.command_line import human_bytes, print_json, printable, refuse_below
+from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class Report(ReadingArguments):
         if self.json:
             print_json({"page": str(self.output), "findings": [asdict(one) for one in found]})
             return 0
-        print(f"{self.output}: {human_bytes(self.output.stat().st_size)}")
+        print(f"{shown(self.output)}: {human_bytes(self.output.stat().st_size)}")
         for finding in found:
             if finding.level != "good":
-                print(f"  {finding.level}: {finding.title}. {finding.detail}")
+                print(f"  {finding.level}: {printable(finding.title)}. {printable(finding.detail)}")
         return 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.command_line import counted, one_line, print_json, refuse_below
+from bucketline.command_line import counted, one_line, print_json, printable, refuse_below
 from bucketline.store.commands.place import ChangingArguments, StorePlace
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ class Verify(ChangingArguments):
                 fields = {name: value for name, value in asdict(fault).items() if name not in ("error", "samples")}
                 named = {name: value for name, value in fields.items() if value is not None}
                 place = ", ".join(f"{name} {one_line(str(value))}" for name, value in named.items())
-                print(f"corrupt: {place or 'the store'}: {fault.error}{_listed(fault.samples)}")
+                print(f"corrupt: {place or 'the store'}: {printable(fault.error)}{_listed(fault.samples)}")
             for stray in result.strays:
-                print(f"not in the store: {one_line(stray.path)}: {stray.what}")
+                print(f"not in the store: {one_line(stray.path)}: {printable(stray.what)}")
             read = f"{counted(result.blocks, 'block')} and {counted(result.rows, 'row')} read"
             print(f"{read}, {counted(len(result.corrupt), 'fault')}")
         return 1 if result.corrupt else 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.command_line import human_bytes, print_json
+from bucketline.command_line import human_bytes, print_json, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,5 +57,5 @@ def main(args: Sequence[str], prog: str) -> int:
     print(f"{asked.output}: {human_bytes(len(data))}")
     for finding in findings:
         if finding.level != "good":
-            print(f"  {finding.level}: {finding.title}. {finding.detail}".rstrip())
+            print(printable(f"  {finding.level}: {finding.title}. {finding.detail}".rstrip()))
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.command_line import counted, human_bytes, print_json, refuse_below
+from bucketline.command_line import counted, human_bytes, one_line, print_json, refuse_below
 from bucketline.errors import UsageError
 from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
@@ -91,7 +91,7 @@ def _print_collected(collected: Collected, older_than: str, *, is_dry: bool) -> 
         f"{human_bytes(collected.disk_bytes)}"
     )
     for name in collected.files:
-        print(f"    {name}")
+        print(f"    {one_line(name)}")
     if collected.waiting:
         last = max(waiting.until for waiting in collected.waiting)
         until = dt.datetime.fromtimestamp(last).astimezone().isoformat(" ", "minutes")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.command_line import counted, one_line, print_json, refuse_below
+from bucketline.command_line import counted, one_line, print_json, printable, refuse_below
 from bucketline.errors import UsageError
 from bucketline.store.commands.place import StorePlace, shown
 
@@ -57,10 +57,10 @@ class Repair:
 
     def _print(self, done: Repaired) -> None:
         if not done.shards:
-            print(f"{self.store}: nothing to repair, all of {counted(done.samples, 'sample')} can be read")
+            print(f"{shown(self.store)}: nothing to repair, all of {counted(done.samples, 'sample')} can be read")
             return
         for shard in done.shards:
-            print(f"  shard {shard.shard}: {self._what(shard)}")
+            print(f"  shard {one_line(shard.shard)}: {printable(self._what(shard))}")
             for sample_id in shard.dropped_ids[:NAMED]:
                 print(f"    dropped: {one_line(sample_id)}")
             if (more := shard.dropped - min(len(shard.dropped_ids), NAMED)) > 0:
@@ -69,7 +69,8 @@ class Repair:
                 print(f"    dropped: {counted(more, 'more sample') if shard.dropped_ids else counted(more, 'sample')}{of_them}")
         would = "would be dropped" if self.dry_run else "dropped"
         stay = "would stay" if self.dry_run else "stay"
-        print(f"{self.store}: {counted(done.dropped, 'sample')} {would}, {done.samples} {stay}; generation {done.generation}")
+        dropped = f"{counted(done.dropped, 'sample')} {would}"
+        print(f"{shown(self.store)}: {dropped}, {done.samples} {stay}; generation {done.generation}")
         if self.dry_run:
             return
         if done.dropped:

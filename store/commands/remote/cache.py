@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from bucketline.command_line import counted, default_cache, human_bytes, print_json
+from bucketline.store.commands.place import shown
 
 if TYPE_CHECKING:
     from bucketline.store.remote.cache.folder import CachedStore
@@ -44,10 +45,11 @@ class Cache:
             print_json({"cache": str(path), "stores": list(map(asdict, kept)), "removed": list(map(asdict, removed))})
             return 0
         for store in removed:
-            print(f"removed {store.url} ({store.folder}): {human_bytes(store.num_bytes)}")
+            print(f"removed {shown(store.url)} ({shown(store.folder)}): {human_bytes(store.num_bytes)}")
         for store in kept:
             use = "open" if store.is_open else "not open"
             pinned, ring = human_bytes(store.pinned_bytes), human_bytes(store.ring_bytes)
-            print(f"{store.url} ({store.folder}): {human_bytes(store.num_bytes)}, {pinned} pinned, {ring} in the ring, {use}")
-        print(f"{path}: {counted(len(kept), 'store')}, {human_bytes(sum(store.num_bytes for store in kept))}")
+            about = f"{human_bytes(store.num_bytes)}, {pinned} pinned, {ring} in the ring, {use}"
+            print(f"{shown(store.url)} ({shown(store.folder)}): {about}")
+        print(f"{shown(path)}: {counted(len(kept), 'store')}, {human_bytes(sum(store.num_bytes for store in kept))}")
         return 0

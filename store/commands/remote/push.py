@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import tyro
 
 from bucketline.command_line import counted, human_bytes, print_json, refuse_below
-from bucketline.store.commands.place import ChangingArguments, LocalStore, StoreUrl
+from bucketline.store.commands.place import ChangingArguments, LocalStore, StoreUrl, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,9 @@ class Push(ChangingArguments):
             print_json(asdict(done))
             return 0
         if done.is_ahead:
-            print(f"{folder.url}: nothing sent, it has generation {done.generation}, which is newer; `store pull` gets it")
+            print(
+                f"{shown(folder.url)}: nothing sent, it has generation {done.generation}, which is newer; `store pull` gets it"
+            )
             return 0
         there = f", {human_bytes(done.sent.bytes_there)} were there" if done.sent.files_there else ""
         committed = "" if done.committed else ", which was there"
