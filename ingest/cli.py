@@ -305,7 +305,7 @@ def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
 def _entry_line(entry: DatasetEntry) -> str:
     from bucketline.files.redact import redacted
 
-    return f"{one_line(entry.name)} x {entry.repeats}: {one_line(str(redacted(entry.path)))}"
+    return f"{one_line(str(entry.name))} x {entry.repeats}: {one_line(str(redacted(entry.path)))}"
 
 
 def _print_dropped_and_kept(summary: PackResult) -> None:
