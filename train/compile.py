@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -27,20 +28,24 @@ from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
 from bucketline.train.step import loss_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
 
     from bucketline.loader import Batch, Loader
-    from bucketline.store.read.store import OpenShards
+    from bucketline.store import Bucket
     from bucketline.train.config import TrainConfig
     from bucketline.train.models import ModelFamily
     from bucketline.train.step import Training
 
 COUNTED_SIZES = 3
+STATIC_SIZES = 4  # of batches, up to which blocks are compiled for each; SDXL has 14 graphs of blocks for each
 CAPTURED_AFTER = 3  # passes: inductor runs the first one as it is, and captures the second
 MOST_GRAPHS = 4096  # of one function: the noising has one for each bucket, a UNet's blocks of one class and shape about 20
+
+
+Shapes = tuple[torch.Size, ...]
 
 
 def expect_graphs(config: TrainConfig, device: torch.device, *, shards: bool) -> None:
@@ -62,32 +67,40 @@ def expect_graphs(config: TrainConfig, device: torch.device, *, shards: bool) ->
             raise UsageError(f"--compile is graphs, and {message}; use --compile on")
 
 
-def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor", *, graphs: bool = False) -> None:
-    """Compile a model's blocks in place (the full model if it has none), one graph per shape.
+def compile_blocks(
+    model: nn.Module, backend: str | Callable[..., Any] = "inductor", *, graphs: bool = False, num_sizes: int = 1
+) -> None:
+    """Compile a model's blocks in place (the full model if it has none).
 
-    More graphs than dynamo's recompile limit are then an error; by default, dynamo silently falls back to eager mode.
+    Up to `STATIC_SIZES` sizes of batches there is one graph per shape. With more, a block's second shape is compiled with the
+    dimensions that differ as symbols, for all that follow: slower by some per cent, but compiled once and not for each size.
+    More graphs than dynamo's recompile limit are an error; by default, dynamo silently falls back to eager mode.
 
     `graphs`: compile the full model, and have inductor capture its passes as CUDA graphs, which share a pool of memory. They
     write gradients there too, so `.grad` must have memory of its own before the second pass.
     """
     import torch._dynamo.config as dynamo
+    import torch.fx.experimental._config as fx
 
-    dynamo.automatic_dynamic_shapes = False  # else the second bucket compiles a dynamic-shape graph, slower for all
+    is_dynamic = num_sizes > STATIC_SIZES and not graphs  # a captured graph has one size
+    dynamo.automatic_dynamic_shapes = is_dynamic
+    fx.use_duck_shape = not is_dynamic  # else height and width of a square would be one symbol, compiled again for others
     dynamo.fail_on_recompile_limit_hit = True
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = MOST_GRAPHS
     dynamo.optimize_ddp = False  # else DDP cuts each block's graph at 25 MiB; its hooks overlap blocks with the exchange anyway
 
     # Dynamo keeps the graphs of a code object in one list, which each call searches from its front. With one list for all
-    # blocks and buckets, a block's call would cost more the more buckets there are (`make gpu CHECKS=dispatch`).
+    # blocks and buckets, a block's call would cost more the more buckets there are (`make gpu CHECKS=dispatch`). With graphs
+    # for all sizes, a list is of the blocks with weights of the same shapes, which are no symbols.
     @functools.cache
-    def compiled(plain: Any, _shapes: tuple[torch.Size, ...]) -> Callable[..., Any]:  # noqa: ANN401 - any block's `forward`
+    def compiled(plain: Any, _shapes: Shapes) -> Callable[..., Any]:  # noqa: ANN401 - any block's `forward`
         own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
         own.__kwdefaults__ = plain.__kwdefaults__
         options: dict[str, Any] = {"options": {"triton.cudagraphs": True}} if graphs and backend == "inductor" else {}
-        return torch.compile(own, dynamic=False, backend=backend, **options)
+        return torch.compile(own, dynamic=None if is_dynamic else False, backend=backend, **options)
 
-    def forward(plain: Any, block: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - likewise
-        shapes = tuple(value.shape for value in (*args, *named.values()) if isinstance(value, torch.Tensor))
+    def forward(plain: Any, weights: Shapes, block: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - likewise
+        shapes = weights or tuple(value.shape for value in (*args, *named.values()) if isinstance(value, torch.Tensor))
         run = compiled(plain, shapes)
         if not graphs:
             return run(block, *args, **named)
@@ -95,7 +108,8 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
         return tuple(result.clone() for result in run(block, *args, **named))  # the next pass overwrites them
 
     for part in (not graphs and repeated_blocks(model)) or [model]:
-        part.forward = functools.partial(forward, type(part).forward, part)
+        weights = tuple(weight.shape for weight in part.parameters()) if is_dynamic else ()
+        part.forward = functools.partial(forward, type(part).forward, weights, part)
 
 
 def share_cores_of_compiler(num_ranks: int) -> None:
@@ -105,11 +119,11 @@ def share_cores_of_compiler(num_ranks: int) -> None:
     inductor.compile_threads = max(1, (inductor.compile_threads or 1) // num_ranks)
 
 
-def example_batches(loader: Loader, rows: OpenShards) -> dict[str, Batch]:
-    """Return an example batch per bucket, by name: the values of one batch in the shapes of each bucket."""
+def example_batches(loader: Loader, buckets: Iterable[Bucket]) -> dict[str, Batch]:
+    """Return an example batch per bucket, by name: the values of one batch in the shapes of each bucket, of any split."""
     first = next(iter(loader))
     examples = {}
-    for bucket in rows.buckets(loader.config.split):
+    for bucket in buckets:
         shape = bucket.spec.column(LATENT).shape
         num_rows = loader.config.rows_of(bucket)
         values = torch.arange(num_rows * math.prod(shape), device=first.device) % first.latents.numel()
@@ -124,38 +138,52 @@ def example_batches(loader: Loader, rows: OpenShards) -> dict[str, Batch]:
 
 
 def warm_up(
-    training: Training, batches: Sequence[Batch], say: Callable[[str], None] | None = None, *, evaluates: bool = False
+    training: Training,
+    batches: Sequence[Batch],
+    say: Callable[[str], None] | None = None,
+    *,
+    validated: Sequence[Batch] = (),
+    turn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> None:
     """Run forward and backward on each batch and drop the gradients; weights, optimizer and averages stay unchanged.
 
-    With DDP, ranks exchange nothing, so that they may take turns. `say` is told which bucket is next. `evaluates`: also run the
-    forward pass of a validation. With `--compile graphs`, gradients get memory of their own, and stay there.
+    With DDP, ranks exchange nothing, so that they may take turns, a `turn` for each bucket. `say` is told which is next.
+    `validated`: batches of which only the forward pass of a validation is run, with the weights as they are, since exchanging
+    them would change no graph. With `--compile graphs`, gradients get memory of their own, and stay there.
 
     Raises:
         TrainError: if a bucket cannot be compiled.
     """
     make_moments(training.optimizer)
     captures = training.config.compile is Compile.GRAPHS
-    for number, batch in enumerate(batches, 1):
+    every = [*((batch, True) for batch in batches), *((batch, False) for batch in validated)]
+    for number, (batch, is_trained) in enumerate(every, 1):
         if say is not None:
-            say(f"compiling for bucket {number} of {len(batches)}, {batch.bucket}")
+            say(f"compiling for bucket {number} of {len(every)}, {batch.bucket}")
         for _ in range(CAPTURED_AFTER if captures else 1):
-            try:
+            with turn(), _compiler_named(batch):
+                if not is_trained:
+                    with torch.no_grad(), training.evaluating():
+                        loss_of(training, batch)
+                    continue
                 # FSDP would keep whole gradients if it did not reduce them.
                 with without_sync(training.model, is_last=isinstance(training.model, FSDPModule)):
                     loss_of(training, batch).backward()  # type: ignore[no-untyped-call]
-                if evaluates:
-                    with torch.no_grad(), training.averaged():
-                        loss_of(training, batch)
-            except BackendCompilerFailed as error:
-                raise TrainError(
-                    f"the model's blocks cannot be compiled for {batch.bucket}: {error.inner_exception!s:.300}; install "
-                    "a C++ compiler and Python's headers (python3-dev), or use --compile off"
-                ) from error
-            for parameter in training.model.parameters():
+            for parameter in training.trained:
                 parameter.grad = torch.zeros_like(parameter) if captures and parameter.grad is not None else None
     if captures and (skipped := counters["inductor"]["cudagraph_skips"]) and say is not None:
         say(f"{skipped} compiled graphs cannot be captured as CUDA graphs, and run as with --compile on")
+
+
+@contextlib.contextmanager
+def _compiler_named(batch: Batch) -> Iterator[None]:
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        raise TrainError(
+            f"the model's blocks cannot be compiled for {batch.bucket}: {error.inner_exception!s:.300}; install "
+            "a C++ compiler and Python's headers (python3-dev), or use --compile off"
+        ) from error
 
 
 def make_moments(optimizer: Optimizer) -> None:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.train.config import Ema
+from bucketline.train.outputs.host_copy import CHUNK_BYTES, copy_through, in_memory_order
 from bucketline.train.parallel import local
 from bucketline.train.rounding import Rounding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -38,6 +39,7 @@ class Average:
         # Keep the parameters, not their storage: Accelerate replaces the storage when it prepares the model.
         self._sources: list[Tensor] = [tensor for tensor in model.parameters() if tensor.requires_grad and self.is_kept]
         self._averages: list[Tensor] = [self._copied(local(tensor.detach())) for tensor in self._sources]
+        self._pinned: list[Tensor] = []
         self._by_id = {id(source): average for source, average in zip(self._sources, self._averages, strict=True)}
 
     def _copied(self, weight: Tensor) -> Tensor:
@@ -57,10 +59,33 @@ class Average:
             torch._foreach_lerp_(self._averages, sources, share)
             return
         self._rounding.begin(step)
-        for average, source in zip(self._averages, sources, strict=True):
-            moved = average.float().lerp_(source.to(average.device).float(), share)  # in place if it has 32 bits
+
+        def move(average: Tensor, source: Tensor) -> None:
+            moved = average.float().lerp_(source.float(), share)  # in place if it has 32 bits
             if moved is not average:
                 self._rounding.round_(average, moved)
+
+        if any(source.is_cuda for source in sources) and self._place is Ema.CPU:
+            copy_through(self._chunks(), self._pairs(), lambda _, average, chunk: move(average, chunk))
+            return
+        for average, source in zip(self._averages, sources, strict=True):
+            move(average, source)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each weight and its average as values in the order of memory, which is the same for both."""
+        for source, average in zip(self._sources, self._averages, strict=True):
+            weight = local(source.detach())
+            assert weight.stride() == average.stride(), "an average has its weight's layout"
+            yield in_memory_order(weight), in_memory_order(average)
+
+    def _chunks(self) -> list[Tensor]:
+        """Return memory that weights pass through: next to an average on the device, else two pinned parts on the host."""
+        if not self._averages or not self._averages[0].is_pinned():
+            size = max((average.nbytes for average in self._averages), default=0)
+            return [torch.empty(size, dtype=torch.uint8, device=average.device) for average in self._averages[:1]]
+        if not self._pinned:
+            self._pinned = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        return self._pinned
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return the average of a trained parameter, or of its shard, sharing memory; None for any other tensor."""
@@ -70,19 +95,17 @@ class Average:
     def applied(self) -> Iterator[None]:
         """Exchange the weights with their averages, in place and to the bit, while the body runs."""
         # Memory may end in the body, and half of the weights must not stay exchanged: the way back allocates nothing.
-        sizes = {average.device: average.nbytes for average in sorted(self._averages, key=lambda one: one.nbytes)}
-        spare = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in sizes.items()}
-        self._exchange(spare)
+        chunks = self._chunks()
+        self._exchange(chunks)
         try:
             yield
         finally:
-            self._exchange(spare)
+            self._exchange(chunks)
 
     @torch.no_grad()
-    def _exchange(self, spare: Mapping[torch.device, Tensor]) -> None:
-        for average, source in zip(self._averages, self._sources, strict=True):
-            weight = local(source)
-            kept = spare[average.device][: weight.nbytes].view(weight.dtype).as_strided(weight.shape, weight.stride())
-            kept.copy_(weight)
+    def _exchange(self, chunks: Sequence[Tensor]) -> None:
+        def turn(weight: Tensor, average: Tensor, chunk: Tensor) -> None:
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(chunk)
+
+        copy_through(chunks, self._pairs(), turn)

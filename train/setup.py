@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+from torch.nn.parallel import DistributedDataParallel
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
+from bucketline.store.format.columns import LATENT
 from bucketline.train.compile import (
     compile_blocks,
     example_batches,
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from bucketline.loader import Batch, Loader, WeightedStore
-    from bucketline.store import Store
+    from bucketline.store import Bucket, Store
     from bucketline.store.read.store import OpenShards
     from bucketline.train.models import ModelFamily
     from bucketline.train.noise_schedule import ModelSchedule
@@ -101,13 +103,7 @@ def start_processes(config: TrainConfig) -> Accelerator:
         return Accelerator(
             cpu=not on_gpu,
             mixed_precision="no",  # the step has its own autocast
-            kwargs_handlers=[
-                # No family changes a buffer, and SD3's position embeddings are 226 MB.
-                DistributedDataParallelKwargs(
-                    gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=GPU_BUCKET_MB if on_gpu else 25
-                ),
-                InitProcessGroupKwargs(timeout=timedelta(minutes=10) if on_gpu else DISK_TIME),
-            ],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=10) if on_gpu else DISK_TIME)],
             log_with=list(config.track_with) or None,
             project_config=ProjectConfiguration(logging_dir=str(config.output_dir / TRACKED)),
         )
@@ -116,7 +112,7 @@ def start_processes(config: TrainConfig) -> Accelerator:
 def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainConfig:
     """Return the configuration with the precision that `auto` means, the schedule's horizon and the optimizer's learning rate.
 
-    On a GPU, let fp32 use TF32.
+    On a GPU, let fp32 use TF32, and cuDNN search for its fastest convolutions.
     """
     if config.learning_rate is None:
         config = replace(config, learning_rate=KINDS[config.optimizer].learning_rate)
@@ -129,6 +125,8 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
         config = replace(config, precision=Precision(str(before or (Precision.BF16 if has_bf16 else Precision.FP32))))
     if config.precision is Precision.FP8:
         expect_float8(config, device)
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # convolutions of each size are timed once, in the warm-up
     if config.precision is Precision.FP32 and device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         log.warning("--precision is fp32: products are computed in TF32, at half the speed of bf16 at best")
@@ -170,7 +168,7 @@ def build(
     training = Training(
         config=config,
         family=family,
-        model=accelerator.prepare_model(model) if ranks.world_size > 1 and not is_sharded(config, ranks) else model,
+        model=replicated(model, config, device) if ranks.world_size > 1 and not is_sharded(config, ranks) else model,
         optimizer=optimizer,
         average=average_of(config, model, optimizer) or average,
         prep=Prep(
@@ -185,6 +183,21 @@ def build(
         in_backward=StepInBackward(optimizer) if config.optimizer_in_backward else None,
     )
     return training, schedule, weights
+
+
+def replicated(model: nn.Module, config: TrainConfig, device: torch.device) -> DistributedDataParallel:
+    """Return a placed model whose ranks average their gradients; each has the same weights by now, which are not sent again."""
+    on_gpu = device.type == "cuda"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # torch before 2.13 has no other name
+        return DistributedDataParallel(
+            model,
+            device_ids=[device] if on_gpu else None,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # no family changes a buffer, and SD3's position embeddings are 226 MB
+            bucket_cap_mb=GPU_BUCKET_MB if on_gpu else 25,
+            init_sync=loads_alone(config),
+        )
 
 
 def _load_model(
@@ -248,28 +261,42 @@ def expect_same_optimizer(config: TrainConfig, before: Mapping[str, object], che
         )
 
 
-def count_work(training: Training, ranks: TrainRanks, loader: Loader, rows: OpenShards, say: Callable[[str], None]) -> Scale:
+Ready = dict[str, tuple[int, ...]]
+"""Buckets that a run has been compiled for, with the shape of their batches."""
+
+
+def count_work(
+    training: Training, ranks: TrainRanks, loader: Loader, rows: OpenShards, say: Callable[[str], None], ready: Ready
+) -> Scale:
     """Compile for every bucket before timing starts, and tell `say`; on a GPU, also count the FLOPs of a step per bucket.
 
-    The first rank of each machine compiles first: the others find its kernels in inductor's cache. Sharded ranks need each
-    other, so they compile at the same time, with their share of the cores.
+    Buckets that are `ready`, from a generation before, are left out, and the others are added there. Of each bucket, the first
+    rank of each machine compiles first: the others find its kernels in inductor's cache. Sharded ranks need each other, so they
+    compile at the same time, with their share of the cores.
     """
     config, compiled, on_gpu = training.config, training.prep.compiled, loader.device.type == "cuda"
     examples: dict[str, Batch] = {}
     flops: dict[str, float] = {}
     peak = None
-    if compiled or on_gpu:
+    trained, validated = (
+        [bucket for bucket in rows.buckets(split) if ready.get(bucket.name) != _batch_shape(bucket, loader)]
+        for split in ("train", "val")
+    )
+    if (compiled or on_gpu) and (trained or validated):
         one_ahead = replace(config, service=IN_PROCESS, prefetch_bytes=1 << 20)
         with open_loader(one_ahead, ranks, loader.shares, loader.device) as one:
-            examples = example_batches(one, rows)
-    if compiled:
+            examples = example_batches(one, [*trained, *validated])
+        ready.update({bucket.name: _batch_shape(bucket, loader) for bucket in (*trained, *validated)})
+    if compiled and examples:
+        batches, evaluated = ([examples[bucket.name] for bucket in buckets] for buckets in (trained, validated))
         if is_sharded(config, ranks):
             share_cores_of_compiler(torchrun_ranks()["local_world_size"])
-        with contextlib.nullcontext() if is_sharded(config, ranks) else first_of_each_machine_first(ranks):
-            warm_up(training, list(examples.values()), say, evaluates=bool(rows.buckets("val")))
-    if on_gpu:
+        turn = contextlib.nullcontext if is_sharded(config, ranks) else functools.partial(first_of_each_machine_first, ranks)
+        warm_up(training, batches, say, validated=evaluated, turn=turn)
+    if on_gpu and trained:
         per_step = config.accumulation * ranks.world_size
-        counted = flops_of_buckets(training.bare_model, training.family, examples)
+        own = {bucket.name: examples[bucket.name] for bucket in trained}
+        counted = flops_of_buckets(training.bare_model, training.family, own)
         flops = {name: per_step * each for name, each in counted.items()}
         name = torch.cuda.get_device_name(loader.device)
         if config.precision is not Precision.BF16:
@@ -278,6 +305,11 @@ def count_work(training: Training, ranks: TrainRanks, loader: Loader, rows: Open
             log.warning("no MFU: the bf16 peak of %s is unknown", name)
     samples = {bucket.name: bucket.global_batch for bucket in loader.plan.buckets}
     return Scale(num_devices=ranks.world_size, samples=samples, flops=flops, peak_flops=peak)
+
+
+def _batch_shape(bucket: Bucket, loader: Loader) -> tuple[int, ...]:
+    """Return the shape of a bucket's latents in a batch."""
+    return (loader.config.rows_of(bucket), *bucket.spec.column(LATENT).shape)
 
 
 def latent_scale(store: Store, device: torch.device) -> LatentScale:

@@ -69,8 +69,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, gathered: torch.dtype = torch.floa
     32-bit; autocast casts what it needs to. `keeps_gathered`: from the forward to the backward pass.
     """
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for part in (*separate_blocks(model), model):  # the others belong to the root, gathered for the full forward pass
+    for part in separate_blocks(model):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_gathered)
+    # The others belong to the root, gathered for the full forward pass, and first in the backward pass: they stay in between.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -100,6 +102,17 @@ def loads_alone(config: TrainConfig) -> bool:
 def layout_on(device: torch.device) -> torch.memory_format:
     """Return the memory layout of convolutions' weights on a device."""
     return torch.channels_last if device.type == "cuda" else torch.contiguous_format
+
+
+def keep_layout(model: nn.Module, layout: torch.memory_format) -> None:
+    """Let a model compute convolutions in a layout, that of their inputs, though FSDP2 gathers weights without one."""
+
+    def laid_out(_module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return given[0].contiguous(memory_format=layout), *given[1:]
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_pre_hook(laid_out)
 
 
 def place(
@@ -134,6 +147,8 @@ def place(
         if is_sharded(config, ranks):  # FSDP2 takes only contiguous parameters
             gathered = torch.bfloat16 if config.autocasts else torch.float32
             shard(model, shard_mesh(device, shard_ranks_of(config, ranks)), gathered, keeps_gathered=config.keep_gathered)
+            if layout is torch.channels_last:
+                keep_layout(model, layout)
         else:
             torch.nn.Module.to(model, memory_format=layout)  # type: ignore[call-overload]
         model.to_empty(device=device)

@@ -43,6 +43,10 @@ class Training:
     mean_weight: float = 1.0  # of the stores' rows in the loss, by --store-weight
     in_backward: StepInBackward | None = None  # updates the weights, if there is one
     before_exchange: list[Callable[[], None]] = field(default_factory=list)  # called before `averaged` changes the weights
+    trained: tuple[nn.Parameter, ...] = field(init=False)  # of the model, which takes milliseconds to look through
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trained", tuple(one for one in self.model.parameters() if one.requires_grad))
 
     @property
     def bare_model(self) -> nn.Module:
@@ -54,11 +58,16 @@ class Training:
         """Return the model for evaluation, with the averaged weights (the last ones without an average) while the body runs."""
         for wait in self.before_exchange:
             wait()
-        with self.average.applied():
-            try:
-                yield self.bare_model.eval()
-            finally:
-                free_gathered(self.bare_model.train())
+        with self.average.applied(), self.evaluating() as model:
+            yield model
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """Return the model for evaluation, with its weights as they are, while the body runs."""
+        try:
+            yield self.bare_model.eval()
+        finally:
+            free_gathered(self.bare_model.train())
 
     def predict(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         """Return the model's prediction, [B, C, h, w], in the precision of training."""
@@ -102,11 +111,11 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
     if training.in_backward is not None:
         grad_norm = training.in_backward.finish()
     else:
-        parameters = list(model.parameters())
-        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        # Of shards, it is reduced over the ranks here, once, whatever uses it.
+        grad_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in training.trained if p.grad is not None]))
         if config.clip_norm is not None and not clips_in_step(training.optimizer, grad_norm, config.clip_norm):
-            torch.nn.utils.clip_grads_with_norm_(parameters, config.clip_norm, grad_norm)
-        update_weights(training.optimizer, whole(grad_norm))
+            torch.nn.utils.clip_grads_with_norm_(training.trained, config.clip_norm, grad_norm)
+        update_weights(training.optimizer, grad_norm)
         training.optimizer.zero_grad(set_to_none=config.compile is not Compile.GRAPHS)  # see `compile_blocks`
     training.average.update(step)
     learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found

@@ -32,7 +32,7 @@ from bucketline.train.outputs.run_lock import RunLock
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.refusals import refuse_stores
-from bucketline.train.setup import build, count_work, resolved, start_processes, warn_of_assumptions
+from bucketline.train.setup import Ready, build, count_work, resolved, start_processes, warn_of_assumptions
 from bucketline.train.step import train_step
 from bucketline.typed_json import encode
 
@@ -146,7 +146,8 @@ class Trainer:
         self._prompts = load_prompts(config, self.loader.shares, self.training.family)
         warn_of_assumptions(start, self.training, self.loader)
         self._follower = data.Follower(config, ranks, self.loader)
-        self.scale = count_work(self.training, ranks, self.loader, self.rows, self._progress.say)
+        self._ready: Ready = {}
+        self.scale = count_work(self.training, ranks, self.loader, self.rows, self._progress.say, self._ready)
         self.steps_done = self._steps_before = start.steps_done
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
@@ -234,7 +235,7 @@ class Trainer:
         refuse_stores(self.config, self.loader.shares)
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
         self.rows = join(self.loader.shares)
-        found = count_work(self.training, self.ranks, self.loader, self.rows, self._progress.say)
+        found = count_work(self.training, self.ranks, self.loader, self.rows, self._progress.say, self._ready)
         self.scale.samples.update(found.samples)  # a window may have steps of both generations
         self.scale.flops.update(found.flops)
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)

@@ -31,7 +31,7 @@ def families(*names: str) -> None:
             torch._dynamo.reset()
             exact = tiny_training(name, bf16=False, lora=lora)
             fast = tiny_training(name, compiled=Compile.ON, bf16=True, checkpointing=checkpointing, lora=lora)
-            warm_up(fast, batches, evaluates=True)
+            warm_up(fast, batches, validated=batches)
             warm, off, problem = graphs_compiled(), [], None
             if ON_GPU:
                 train_step(fast, iter([batches[0]]), 0), train_step(exact, iter([batches[0]]), 0)
@@ -135,7 +135,7 @@ def graphs(*names: str) -> None:
             for compiled in (Compile.ON, Compile.GRAPHS):
                 own = tiny_training(name, compiled=compiled, bf16=True, lora=lora, accumulation=2)
                 try:
-                    warm_up(own, batches, evaluates=True)
+                    warm_up(own, batches, validated=batches)
                     warm, recorded = graphs_compiled(), counters["inductor"]["cudagraph_recorded_non_static_inputs"]
                     found[compiled] = _losses(own, batches, 8)
                     times[compiled] = _ms_per_step(own, batches)
@@ -178,7 +178,7 @@ def fp8() -> None:
         torch._dynamo.reset()
         own = tiny_training("flux", compiled=Compile.ON, bf16=True, float8=float8, **sizes)
         layers = sum(type(module).__name__ == "Float8Linear" for module in own.model.modules())
-        warm_up(own, batches, evaluates=True)
+        warm_up(own, batches, validated=batches)
         warm = graphs_compiled()
         found[float8] = _losses(own, batches, 8)
         times["fp8" if float8 else "bf16"] = _ms_per_step(own, batches)

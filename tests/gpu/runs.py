@@ -111,7 +111,7 @@ def shared() -> None:
                     own.model, gradient_as_bucket_view=True, broadcast_buffers=False, device_ids=[0] if ON_GPU else None
                 )
                 own = dataclasses.replace(own, model=wrapped)
-            warm_up(own, batches, evaluates=True)
+            warm_up(own, batches, validated=batches)
             warm, off, problem = graphs_compiled(), [], None
             try:
                 for step in range(6):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from bucketline.train.rounding import Rounding
 
@@ -61,7 +62,7 @@ def clips_in_step(optimizer: Optimizer, norm: Tensor, clip_norm: float) -> bool:
 
     It divides by `grad_scale`, the inverse of what `clip_grads_with_norm_` multiplies by: the last bit can differ.
     """
-    if not (takes_found_inf(optimizer) and is_whole_on_gpu(norm)):
+    if not (takes_found_inf(optimizer) and is_whole_on_gpu(optimizer.param_groups[0]["params"][0])):
         return False
     optimizer.grad_scale = ((norm.float() + 1e-6) / clip_norm).clamp(min=1.0)  # type: ignore[attr-defined]
     return True
@@ -69,7 +70,7 @@ def clips_in_step(optimizer: Optimizer, norm: Tensor, clip_norm: float) -> bool:
 
 def is_whole_on_gpu(tensor: Tensor) -> bool:
     """Return whether a tensor is on a GPU and not one of FSDP's."""
-    return tensor.is_cuda and type(tensor) is torch.Tensor
+    return tensor.is_cuda and not isinstance(tensor, DTensor)
 
 
 class StepInBackward:

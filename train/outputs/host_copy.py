@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
     from torch import Tensor
@@ -73,25 +74,41 @@ class HostCopies:
         return copies
 
 
-def copy_through(chunks: list[Tensor], pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy each source to its host tensor in parts of a chunk's size, on the current stream; return when all are there."""
-    filled: deque[tuple[Tensor, Tensor, torch.cuda.Event | None]] = deque()
+Give = Callable[["Tensor", "Tensor", "Tensor"], object]
+"""Called with a part of a source, of its target, and the chunk with the copy of the source's, of one shape and dtype each."""
+
+
+def copy_through(
+    chunks: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]], give: Give = lambda _, target, chunk: target.copy_(chunk)
+) -> None:
+    """Copy each source to chunks, in parts of a chunk's size, on the current stream, and `give` each to its target's part.
+
+    A part on a GPU reaches a chunk in host memory while the host gives the one before. Return when all are given.
+    """
+    filled: deque[tuple[Tensor, Tensor, Tensor, torch.cuda.Event | None]] = deque()
 
     def empty() -> None:
-        chunk, target, copied = filled.popleft()
+        part, place, chunk, copied = filled.popleft()
         if copied is not None:
             copied.synchronize()
-        target.copy_(chunk)
+        give(part, place, chunk)
 
     turns = cycle(chunks)
     for source, target in pairs:
         # channels_last weights are turned on the device, one at a time
-        parts, targets = (torch.split(one.contiguous().view(-1).view(torch.uint8), len(chunks[0])) for one in (source, target))
-        for part, place in zip(parts, targets, strict=True):
+        count = len(chunks[0]) // source.element_size()
+        parts, places = (torch.split(one.contiguous().view(-1), count) for one in (source, target))
+        for part, place in zip(parts, places, strict=True):
             if len(filled) == len(chunks):
                 empty()
-            chunk = next(turns)[: len(part)].copy_(part, non_blocking=True)
-            copied = torch.cuda.current_stream(part.device).record_event() if part.is_cuda else None
-            filled.append((chunk, place, copied))
+            chunk = next(turns)[: part.nbytes].view(part.dtype).copy_(part, non_blocking=True)
+            waits = part.is_cuda and not chunk.is_cuda
+            copied = torch.cuda.current_stream(part.device).record_event() if waits else None
+            filled.append((part, place, chunk, copied))
     while filled:
         empty()
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a tensor's values as one dimension, which shares its memory; its values are next to each other, in any layout."""
+    return tensor.as_strided((tensor.numel(),), (1,))

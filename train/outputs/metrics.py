@@ -20,7 +20,6 @@ from bucketline.errors import TrainError
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.run_marker import METRICS
 from bucketline.train.compile import seconds_between
-from bucketline.train.parallel import whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,7 +117,7 @@ class WindowRecorder:
             NotFiniteError: if a loss is not finite, or too many gradients in a row are not.
         """
         window = self._open = self._open or _Window(state=WindowState(first_step=step))
-        window.on_device.append((outcome.loss, whole(outcome.grad_norm)))
+        window.on_device.append((outcome.loss, outcome.grad_norm))
         window.took.append(took)
         window.state.buckets.append(outcome.bucket)
         window.state.wait_s += wait_s
@@ -171,9 +170,9 @@ class WindowRecorder:
         if window.copied is not None:
             window.copied.synchronize()
         norms, losses = window.in_flight[0], window.in_flight[1:]
-        is_bad = losses.isfinite().logical_not().T  # [n, W]
-        for norm, loss, bad in zip(norms.tolist(), losses.double().mean(0).tolist(), is_bad, strict=True):
-            is_taken = self._is_taken(window.state, loss, norm, bad.nonzero().flatten().tolist() or range(len(bad)))
+        for norm, loss, each in zip(norms.tolist(), losses.double().mean(0).tolist(), losses.T.tolist(), strict=True):
+            bad = [rank for rank, own in enumerate(each) if not math.isfinite(own)]
+            is_taken = self._is_taken(window.state, loss, norm, bad or range(len(each)))
             window.state.losses.append(loss if is_taken else None)
             window.state.grad_norms.append(norm if is_taken else None)
         window.state.step_s += [seconds_between(begin, end) for begin, end in window.took]

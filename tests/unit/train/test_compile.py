@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -16,21 +17,26 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from bucketline.errors import TrainError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
+from bucketline.train import data, setup
 from bucketline.train.compile import compile_blocks, count_flops, example_batches, flops_of_buckets, graphs_compiled, warm_up
+from bucketline.train.config import Compile
+from bucketline.train.ema import Average
 from bucketline.train.evaluation.prompts import DrawingBatch
 from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.evaluation.validation import validate
 from bucketline.train.noise_schedule import load_schedule
-from bucketline.train.noising import sample_noise
+from bucketline.train.noising import Prep, sample_noise
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import loss_of, train_step
+from bucketline.train.trainer import train
 from tests.unit.train.test_step import make_training
-from tests.unit.train.tiny_run import make_batch
+from tests.unit.train.tiny_run import ALONE, add_to_store, config, make_batch, make_training_store, samples, write_unet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from bucketline.loader import Batch
     from bucketline.train.step import Training
 
 
@@ -123,7 +129,7 @@ def test_examples_are_like_what_will_come_of_every_bucket(folder: Path, sizes: d
     asked = LoaderConfig(**sizes)  # type: ignore[arg-type]
     store = Store.open(folder / "tiny.store")
     with Loader(store, asked) as loader:
-        examples = example_batches(loader, store)
+        examples = example_batches(loader, store.buckets("train"))
     assert sorted(examples) == ["train/128x128", "train/192x128"]
     with Loader(store, asked) as loader:
         for _, batch in zip(range(8), loader, strict=False):
@@ -209,6 +215,67 @@ def test_the_warm_up_says_which_bucket_is_next(tmp_path: Path) -> None:
     assert said == ["compiling for bucket 1 of 2, train/64x64", "compiling for bucket 2 of 2, train/96x64"]
 
 
+def test_the_warm_up_leaves_the_average_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --ema cpu, an exchange moves all weights between host and device, and changes no graph."""
+    exchanged: list[int] = []
+    monkeypatch.setattr(Average, "_exchange", lambda *_: exchanged.append(1))
+    warm_up(make_training(tmp_path, accumulation=1), [make_batch(2)], validated=[make_batch(2), make_batch(2, height=12)])
+    assert exchanged == []
+
+
+def test_ranks_take_turns_for_each_bucket(tmp_path: Path) -> None:
+    """So that no rank waits for another one's whole warm-up, whose time has a limit."""
+    said: list[str] = []
+
+    @contextlib.contextmanager
+    def turn() -> Iterator[None]:
+        said.append("begin")
+        yield
+        said.append("end")
+
+    warm_up(make_training(tmp_path, accumulation=1), [make_batch(2)], validated=[make_batch(2, height=12)], turn=turn)
+    assert said == ["begin", "end"] * 2
+
+
+def compiled_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], list[str]]]:
+    """Note the buckets that runs are compiled for, and those of a validation, instead of compiling."""
+    found: list[tuple[list[str], list[str]]] = []
+
+    def note(_training: object, batches: list[Batch], _say: object, *, validated: list[Batch], turn: object) -> None:
+        found.append(([one.bucket for one in batches], [one.bucket for one in validated]))
+
+    monkeypatch.setattr(setup, "warm_up", note)
+    monkeypatch.setattr(setup, "compile_blocks", lambda *_, **__: None)
+    monkeypatch.setattr(Prep, "_noise", property(lambda prep: prep._eager))
+    return found
+
+
+def test_buckets_that_only_the_held_out_samples_have_are_compiled_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_training_store(tmp_path / "tiny.store", {"train/128x128": 6, "val/128x128": 2, "val/192x128": 1})
+    write_unet(tmp_path / "model")
+    found = compiled_for(monkeypatch)
+    train(config(tmp_path, max_steps=1, compile=Compile.ON), ALONE)
+    assert found == [(["train/128x128"], ["val/128x128", "val/192x128"])]
+
+
+def test_a_newer_generation_is_compiled_for_only_where_it_has_other_buckets(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = compiled_for(monkeypatch)
+    asked = config(folder, max_steps=6, compile=Compile.ON)
+    for more in ({"train/128x128": 2}, {"train/128x192": 5, "val/128x192": 1}):
+        add_to_store(folder / "tiny.store", samples(more, str(more)))
+    due = {0: (1,), 2: (2,), 4: (3,)}
+    monkeypatch.setattr(data, "_read_schedule", lambda *_: tuple(due.items()))
+    run = train(dataclasses.replace(asked, follow_schedule=folder), ALONE)
+    assert run.steps_done == 6
+    (first, validated), later = found[0], found[1:]
+    assert (sorted(first), sorted(validated)) == (["train/128x128", "train/192x128"], ["val/128x128", "val/192x128"])
+    assert later == [(["train/128x192"], ["val/128x192"])]
+
+
 def test_a_compiler_that_is_missing_is_an_error_that_says_what_to_do(tmp_path: Path, dynamo: object) -> None:
     def failing(_graph: object, _inputs: object) -> Any:
         raise OSError("Python.h: No such file or directory")
@@ -237,7 +304,7 @@ def test_a_validation_runs_the_graphs_of_the_warm_up(tmp_path: Path, dynamo: obj
     counting = CountsCalls()
     training = make_training(tmp_path, accumulation=1)
     compile_blocks(training.model, backend=counting)
-    warm_up(training, [make_batch(2)], evaluates=True)
+    warm_up(training, [make_batch(2)], validated=[make_batch(2)])
     warm, counting.calls = graphs_compiled(), 0
     validate(training, [make_batch(2, first=5)], lambda sums: sums)
     assert graphs_compiled() == warm
@@ -253,7 +320,7 @@ def test_images_run_the_graphs_of_their_shape_and_compile_none(tmp_path: Path, d
             next(one.model.parameters()).add_(0.1)  # now the average differs
     schedule = load_schedule(tmp_path, torch.device("cpu"))
     compile_blocks(training.model, backend=counting)
-    warm_up(training, [make_batch(2)], evaluates=True)
+    warm_up(training, [make_batch(2)], validated=[make_batch(2)])
     before = copy.deepcopy(training.model.state_dict())
     warm = graphs_compiled()
     each = len(repeated_blocks(training.model))

@@ -67,7 +67,7 @@ def test_accumulated_gradients_and_guided_images_survive_the_next_pass(tmp_path:
     plain, calls = make_training(tmp_path, accumulation=2), [0]
     own = captured(make_training(tmp_path, accumulation=2), in_a_pool(calls))
     before = graphs_compiled()
-    warm_up(own, [make_batch(2)], evaluates=True)
+    warm_up(own, [make_batch(2)], validated=[make_batch(2)])
     assert graphs_compiled() == before + 2  # the full model, in training and in evaluation
     addresses = [parameter.grad.data_ptr() for parameter in own.model.parameters() if parameter.grad is not None]
     assert len(addresses) == len(list(own.model.parameters()))

@@ -49,6 +49,7 @@ def test_auto_is_the_resumed_runs_or_bf16_where_a_gpu_has_it(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bf16)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     assert resolved(config(tmp_path), start(before), device).precision is meant
 
 
@@ -57,6 +58,7 @@ def test_fp32_on_a_gpu_uses_tf32_and_says_so(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     plain = config(tmp_path, precision=Precision.FP32)
     with caplog.at_level(logging.WARNING):
         resolved(plain, start(None), CPU)
@@ -64,6 +66,15 @@ def test_fp32_on_a_gpu_uses_tf32_and_says_so(
         resolved(plain, start(None), CUDA)
     assert (asked, len(caplog.messages)) == (["high"], 1)
     assert "TF32" in caplog.text
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_cudnn_searches_for_its_fastest_convolutions_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    resolved(config(tmp_path, precision=Precision.BF16), start(None), device)
+    assert torch.backends.cudnn.benchmark is (device == CUDA)
 
 
 def test_a_resume_keeps_the_precision_of_its_run_without_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import distributed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.errors import UsageError
-from bucketline.train.config import Precision, Sharding
+from bucketline.train.config import Ema, Precision, Sharding
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
+from bucketline.train.models.stable_diffusion import StableDiffusion
+from bucketline.train.noise_schedule import NoiseSchedule, Objective
+from bucketline.train.noising import LatentScale, Prep
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshot, Snapshots
 from bucketline.train.outputs.weights import Weights, weights_of
-from bucketline.train.parallel import TrainRanks, free_gathered, repeated_blocks, without_sync
+from bucketline.train.parallel import TrainRanks, free_gathered, repeated_blocks, separate_blocks, without_sync
 from bucketline.train.parallel import whole as whole_tensor
-from bucketline.train.sharding import fill_from_rank_zero, place, shard, shard_mesh, shard_ranks_of, tensors_of
-from bucketline.train.step import Training
+from bucketline.train.setup import replicated
+from bucketline.train.sharding import fill_from_rank_zero, keep_layout, place, shard, shard_mesh, shard_ranks_of, tensors_of
+from bucketline.train.step import Training, train_step
 from tests.unit.train.forked import fork_ranks
 from tests.unit.train.models.test_families import offered, write_model
 from tests.unit.train.outputs.test_checkpoint import state
@@ -139,6 +147,97 @@ def test_rank_zero_fills_a_sharded_model_that_the_other_has_no_weights_of(tmp_pa
         with torch.no_grad():
             found, wanted = (predicted(family, one, batch) for one in (model, expected))
         torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
+
+    write_unet(tmp_path / "model")
+    fork_ranks(tmp_path, body)
+
+
+def test_convolutions_with_weights_of_no_layout_follow_the_one_of_a_gpu(tmp_path: Path) -> None:
+    """FSDP2 gathers weights without a layout, and attention's output has none either."""
+    write_unet(tmp_path / "model")
+    family, model = load(tmp_path / "model", facts(), 0)
+    with torch.no_grad():
+        expected = predicted(family, model, make_batch())
+    keep_layout(model, torch.channels_last)
+    seen: list[bool] = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            assert module.weight.is_contiguous()
+            module.register_forward_hook(
+                lambda _, given, output: seen.extend(
+                    one.is_contiguous(memory_format=torch.channels_last) for one in (given[0], output)
+                )
+            )
+    with torch.no_grad():
+        found = predicted(family, model, make_batch())
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)
+    assert len(seen) > 20
+    assert all(seen)
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the collectives of a step by name, those within operations on shards as well."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # its own operations come here
+        if "c10d" in func.namespace and "wait" not in func.name():
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_sharded_step_gathers_the_root_and_reduces_the_norm_once(tmp_path: Path) -> None:
+    """Blocks are gathered for either pass; what is outside them once for both."""
+
+    def body(ranks: TrainRanks) -> None:
+        family, model = sharded("unet", tmp_path / "model", ranks)
+        training = Training(
+            config=config(tmp_path, accumulation=1, clip_norm=0.01),
+            family=family,
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), fused=True),
+            average=Average(model, 0.9),
+            prep=Prep(
+                scale=LatentScale(scale=0.5, shift=0.25),
+                schedule=NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), CPU),
+                objective=Objective.V_PREDICTION,
+            ),
+            autocast=torch.autocast("cpu", torch.bfloat16),
+        )
+        for step in range(2):
+            with Collectives() as seen:
+                outcome = train_step(training, iter([dataclasses.replace(make_batch(2), step=step)]), step)
+            counts = seen.counts
+            blocks = len(separate_blocks(model))
+            gathered = sum(count for name, count in counts.items() if "allgather" in name)
+            reduced = sum(count for name, count in counts.items() if "all_reduce" in name)
+            assert type(outcome.grad_norm) is torch.Tensor
+            assert (gathered, reduced) == (2 * blocks + 1, 1), counts
+
+    write_unet(tmp_path / "model")
+    fork_ranks(tmp_path, body)
+
+
+def test_ranks_that_have_the_weights_are_not_sent_them_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(ranks: TrainRanks) -> None:
+        _, model = load(tmp_path / "model", facts(), 0, on_meta=not ranks.is_main)
+        asked = config(tmp_path, ema=Ema.OFF)
+        weights = weights_of(StableDiffusion({}, facts()), adapters=False)
+        place(model, asked, ranks, CPU, weights, None, partial(Average, decay=0.9, place=Ema.OFF))
+        sent: list[object] = []
+        monkeypatch.setattr(distributed, "_sync_module_states", lambda **given: sent.append(given))
+        wrapped = replicated(model, asked, CPU)
+        assert sent == []
+        more: dict[str, Any] = {"lora_rank": 2, "gradient_checkpointing": True, "offload_blocks": 2}
+        replicated(model, config(tmp_path, **more), CPU)
+        assert len(sent) == 1, "ranks that have each read a model for themselves make sure"
+        _, expected = load(tmp_path / "model", facts(), 0)
+        wanted = tensors_of(expected)
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in tensors_of(wrapped.module).items())
 
     write_unet(tmp_path / "model")
     fork_ranks(tmp_path, body)
