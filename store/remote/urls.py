@@ -12,7 +12,7 @@ from typing import Literal
 
 from bucketline.command_line import default_cache
 from bucketline.errors import UsageError
-from bucketline.files.redact import redacted, without_userinfo
+from bucketline.files.redact import has_password, redacted, without_userinfo
 
 Kind = Literal["s3", "gcs", "azure", "http", "file", "memory"]
 SCHEMES: dict[str, Kind] = {
@@ -27,6 +27,8 @@ SCHEMES: dict[str, Kind] = {
 KNOWN = "s3://, gs://, az://, https:// (read only), file://"
 NEAR = {"gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "wasb": "az", "s3a": "s3", "s3n": "s3"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_AUTHORITY = re.compile(r"[^:]*://[^/?#]*")
+_NOT_IN_HOST = re.compile(r"""[\s'"`<>\\^{|}\x00-\x1f\x7f]""")
 _ONE_SLASH = re.compile(r"(s3|gs|az|https?|file|memory):/(?!/)(.*)", re.IGNORECASE | re.DOTALL)
 _SECRET = re.compile(r"secret|password|token|bearer|credential|(access|account|master|storage|customer)_key|^sas|proxy_url")
 
@@ -96,9 +98,14 @@ def refuse_misspelt(text: str) -> None:
     """
     match = _ONE_SLASH.match(text)
     if match and not Path(text).exists():
-        raise UsageError(f"{redacted(text)} has one slash after the scheme; write {match[1]}://{redacted(match[2])}")
+        shown = redacted(f"{match[1]}://{match[2]}")
+        raise UsageError(f"{redacted(text)} has one slash after the scheme; write {shown}")
     if is_url(text):
         parse_url(text)
+    elif has_password(text) and not Path(text).exists():
+        raise UsageError(
+            f"{redacted(text)} is neither a path nor a URL such as https://host/photos.store; begin it with its scheme"
+        )
 
 
 def working_name(url: str) -> str:
@@ -173,8 +180,11 @@ def parse_url(url: str) -> Address:
     try:
         parts = urllib.parse.urlsplit(url)
         _ = parts.port
-    except ValueError as error:
-        raise UsageError(f"{redacted(url)} is not a URL: {error}") from None
+    except ValueError as error:  # whose words may have the password
+        why = "port" if "port" in str(error).lower() else "host"
+        raise UsageError(f"{redacted(url)} is not a URL: its {why} cannot be one") from None
+    if _NOT_IN_HOST.search(_AUTHORITY.match(url)[0]):  # type: ignore[index]  # it has a scheme
+        raise UsageError(f"{redacted(url)} has a character before its path that a URL cannot have there; write it as %XX")
     if parts.query or parts.fragment:
         raise UsageError(f"{redacted(url)} has a query; a store's URL ends with its folder, and requests are signed")
     path = urllib.parse.unquote(parts.path)

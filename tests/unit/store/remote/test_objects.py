@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 
 from bucketline.errors import StoreError, UsageError
+from bucketline.files.redact import redacted
 from bucketline.store.remote import objects
 from bucketline.store.remote.objects import MissingObjectError, ObjectFolder, RemoteOptions, is_url
 from bucketline.store.remote.urls import identity_of, parse_url, refuse_misspelt
+from tests.commands import call
 from tests.object_storage import SECRET, in_memory
 
 if TYPE_CHECKING:
@@ -167,6 +169,61 @@ def test_a_url_that_cannot_be_a_stores_is_refused_in_words(url: str, message: st
         ObjectFolder.open(url)
     assert message in str(raised.value)
     assert "hidden" not in str(raised.value)
+
+
+PASSWORDS = (
+    *("https:/me:hidden@host/a", "HTTPS:/me:hidden@host/a", "https:///me:hidden@host/a", "s4:/me:hidden@host/a"),
+    *("https://me:hid/hidden@host/a", "https://me:hid?hidden@host/a", "https://me:hid#hidden@host/a"),
+    *("https://me:hidden/x@host/a", "https://me:hidden?x@host/a", "https://me:hidden#x@host/a", "https://me:hidden/host/a"),
+    *(
+        "https:me:hidden@host/a",
+        "//me:hidden@host/a",
+        "me:hidden@host/a",
+        "https//me:hidden@host/a",
+        "https;//me:hidden@host/a",
+    ),
+    *(
+        "https ://me:hidden@host/a",
+        "https:\\\\me:hidden@host/a",
+        "https://me:hidden\uff20host/a",
+        "https://me:hidden@host:port/a",
+    ),
+    *(
+        "https://me:hidden@[::1/a",
+        "https://me:hid hidden@host/a",
+        "https://me:hid'hidden@host/a",
+        'https://me:hid"hidden@host/a',
+    ),
+    *("https://me:hid\thidden@host/a", "https://me:hi::hidden@host/a", "https://me:hidden@", "https://:hidden@host/a?q"),
+    *("s3://me:hidden@bucket/a", "https/me:hidden@host/a", "https://me:hidden@host/../a"),
+)
+
+
+@pytest.mark.parametrize("url", PASSWORDS)
+def test_no_form_of_a_url_prints_its_password(url: str) -> None:
+    ran = call("store", "info", url, "--deadline", 0.1)
+    assert ran.code in (1, 2)
+    assert ran.err.startswith("error: ")
+    assert "hidden" not in ran.err + ran.out
+    assert "hidden" not in redacted(url)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "/data/a:b@c/x.png",
+            "photos/a:b@2x.png",
+            "photos@2x.png",
+            "https://host:80/a@b/c.tar",
+            "https://[::1]:80/a",
+            "a:b/c",
+        ),
+        *("s3://bucket/a@b", "C:x", "https://[::1]/a@b", "file:///data/me@home/a", "memory://a"),
+    ],
+)
+def test_what_has_no_password_is_shown_as_it_is(text: str) -> None:
+    assert redacted(text) == text
 
 
 @pytest.mark.parametrize(
