@@ -124,6 +124,16 @@ def decode_prompts(manifest: Manifest, data: bytes, where: str) -> PromptSet:
     return PromptSet(prompts=prompts, spec=spec, text=block, rows=rows)
 
 
+def refuse_other_file(begin: bytes, where: str) -> None:
+    """Check the beginning of a file, which has its header, before the rest is read.
+
+    Raises:
+        CorruptError: if it is not a file of prompts.
+    """
+    if PROMPTS_FORMAT.encode() not in begin:
+        raise CorruptError(f"{where} is not a file of prompts; remove it, or write it again by `ingest prompts`")
+
+
 def proof_bytes(data: bytes, where: str) -> int:
     """Return the length of the beginning of a file that holds its header and the checksums of all that follows.
 

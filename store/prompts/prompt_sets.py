@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from bucketline.errors import CorruptError, StoreError, UsageError
 from bucketline.files.atomic_write import explaining, write_or_explain
 from bucketline.files.regular_file import read_regular
-from bucketline.store.prompts.prompt_file import decode_prompts, proof_bytes
+from bucketline.store.prompts.prompt_file import decode_prompts, proof_bytes, refuse_other_file
 from bucketline.store.remote.objects import DeniedError, MissingObjectError, ObjectFolder
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FOLDER, SUFFIX = "prompts", ".safetensors"
 DEFAULT = "default"  # name of a set; the only one that is found on a web server unless it is named
 MAX_BYTES = 2 << 30
+LARGE_BYTES = 1 << 20  # of one that is looked at before it is read whole, in object storage
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 Place: TypeAlias = "Path | ObjectFolder"
 
@@ -180,6 +181,8 @@ def _read(place: Place, name: str) -> bytes | None:
                 return None
             if num_bytes > MAX_BYTES:
                 raise CorruptError(f"{_where(place, name)} has {num_bytes} bytes, at most {MAX_BYTES} are accepted")
+            if num_bytes > LARGE_BYTES:
+                refuse_other_file(place.read_range(file_of(name), 0, LARGE_BYTES), _where(place, name))
             return place.read(file_of(name), num_bytes)
         except (MissingObjectError, DeniedError):  # without the right to list a bucket, what is missing is denied
             return None

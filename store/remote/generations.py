@@ -8,6 +8,7 @@ stores that are pushed to one place at the same time, one wins. No lock, and no 
 from __future__ import annotations
 
 import secrets
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,8 @@ from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, parse
 from bucketline.store.remote.objects import DeniedError, MissingObjectError
 from bucketline.store.remote.retries import asked_again
 
-MAX_AHEAD = (
-    1000  # generations after that of `manifest.json`, which falls behind by those whose writers died before they wrote it
-)
+FEW_AHEAD = 10  # generations after that of `manifest.json`: it lacks those whose writers died before they wrote it
+MAX_AHEAD = 1000  # of them, and no more than are found within the deadline once there are not few
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +55,10 @@ def find_newest(folder: ObjectFolder, on_hint: Callable[[Manifest], None] | None
         return None
     if on_hint is not None:
         on_hint(newest)
-    for _ in range(MAX_AHEAD):
+    end = time.monotonic() + folder.options.deadline_s
+    for count in range(MAX_AHEAD):
+        if count > FEW_AHEAD and time.monotonic() > end:
+            break
         name = generation_name(newest.generation + 1)
         try:
             found = _read(folder, name)
@@ -63,7 +66,7 @@ def find_newest(folder: ObjectFolder, on_hint: Callable[[Manifest], None] | None
             return newest
         newest = _checked(folder, name, found, newest.store_id, newest.generation + 1)
     raise CorruptError(
-        f"{folder.url} has more than {MAX_AHEAD} generations after that of {MANIFEST}, which is written again at each commit; "
+        f"{folder.url} has {count} or more generations after that of {MANIFEST}, which is written again at each commit; "
         f"if it is a store of yours, copy {folder.place(generation_name(newest.generation))} over {folder.place(MANIFEST)}"
     )
 

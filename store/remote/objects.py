@@ -13,6 +13,7 @@ from base64 import b64encode
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
@@ -81,6 +82,14 @@ def _entry(meta: ObjectMeta) -> ObjectEntry:
     return ObjectEntry(str(meta["path"]), int(meta["size"]), meta["last_modified"].timestamp(), meta["e_tag"])
 
 
+def _joined(chunks: Iterable[bytes]) -> bytes:
+    """Return the bytes of an answer; each chunk is freed once it is copied."""
+    whole = BytesIO()
+    for chunk in chunks:
+        whole.write(chunk)
+    return whole.getvalue()  # not another copy
+
+
 class ObjectFolder:
     """A store's folder in object storage. Names are relative to it, such as `shards/a.lmdb`. Safe for several threads.
 
@@ -145,7 +154,7 @@ class ObjectFolder:
         import obstore
 
         with self._explaining("read", name):
-            return b"".join(self._bounded(name, obstore.get(self._client(), name), most_bytes))
+            return _joined(self._bounded(name, obstore.get(self._client(), name), most_bytes))
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
         """Return the bytes from `begin` up to, not including, `end`; fewer if the object ends first.
@@ -153,7 +162,7 @@ class ObjectFolder:
         The caller compares the length. The range must not be empty and must begin within the object.
         """
         with self._explaining("read", name):
-            return b"".join(self._range(name, begin, end))
+            return _joined(self._range(name, begin, end))
 
     def _range(self, name: str, begin: int, end: int) -> Iterator[bytes]:
         import obstore
@@ -194,7 +203,7 @@ class ObjectFolder:
             found = obstore.get(self._client(), name)
             entry = _entry(found.meta)
             check(entry)
-            return b"".join(self._bounded(name, found, entry.num_bytes)), entry
+            return _joined(self._bounded(name, found, entry.num_bytes)), entry
 
     def fetch_range(self, name: str, begin: int, end: int) -> tuple[bytes, ObjectEntry]:
         """Return the bytes from `begin` up to, not including, `end`, and what the object is; see `read_range`."""
@@ -202,7 +211,7 @@ class ObjectFolder:
 
         with self._explaining("read", name):
             found = obstore.get(self._client(), name, options={"range": (begin, end)})
-            return b"".join(self._bounded(name, found, end - begin, is_part=True)), _entry(found.meta)
+            return _joined(self._bounded(name, found, end - begin, is_part=True)), _entry(found.meta)
 
     def download(self, name: str, path: Path) -> None:
         """Write an object to a new file."""

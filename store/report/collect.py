@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.read.store import Store
 
+MAX_LINE_BYTES = 1 << 20  # of a list; a longer one is left out
+MAX_REASONS, OTHER_REASONS = 200, "other reasons"  # a packer has some dozens
 MAX_POINTS = 1500  # of the scatter charts
 WORST = 8  # crops that a bucket shows
 CROP_BUCKETS = 12  # buckets that show them
@@ -135,9 +137,11 @@ def list_of(store: Store, name: str) -> Iterator[Mapping[str, Any]]:
     if store.source is not None or not path.is_file():
         return
     with path.open("rb") as file:
-        for line in file:
+        is_whole = True  # whether what came before ended with its line
+        while file.tell() < MAX_LIST_BYTES and (line := file.readline(MAX_LINE_BYTES)):
+            was_whole, is_whole = is_whole, line.endswith(b"\n")
             try:
-                entry = json.loads(line)
+                entry = json.loads(line) if was_whole else None
             except (ValueError, RecursionError):
                 continue
             if isinstance(entry, dict):
@@ -166,12 +170,16 @@ def collect_lists(store: Store) -> ListFacts:
     heaps: dict[str, list[tuple[int, tuple[str, str]]]] = {}
     for entry in list_of(store, "rejects.jsonl"):
         reason, name = str(entry.get("reason")), str(entry.get("id"))
+        if reason not in facts.rejects and len(facts.rejects) >= MAX_REASONS:
+            reason = OTHER_REASONS
         facts.rejects[reason] += 1
         _keep(heaps.setdefault(reason, []), (-draw(name, "page"), (name, str(entry.get("detail")))), EXAMPLES)
     facts.reject_examples = {reason: [one for _, one in sorted(heap, reverse=True)] for reason, heap in heaps.items()}
     cut: list[tuple[int, tuple[str, str, int, int, str]]] = []
     for entry in list_of(store, "long_captions.jsonl"):
         encoder, name = str(entry.get("encoder")), str(entry.get("id"))
+        if encoder not in facts.cuts and len(facts.cuts) >= MAX_REASONS:
+            encoder = OTHER_REASONS
         facts.cuts[encoder] += 1
         numbers = (entry.get("tokens"), entry.get("limit"))
         tokens, limit = (value if isinstance(value, int) else 0 for value in numbers)

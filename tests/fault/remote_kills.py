@@ -67,6 +67,7 @@ class Reader:
     config: LoaderConfig
     rank: int = 0
     world_size: int = 1
+    cache_bytes: int = CACHE_BYTES
 
     def noted(self) -> list[str]:
         """Return the digests so far; a line that a kill cut in two does not count."""
@@ -76,7 +77,7 @@ class Reader:
 
     def read(self) -> int:
         """Be the process: continue where the notes end."""
-        options = RemoteOptions(cache=self.cache, cache_bytes=CACHE_BYTES, deadline_s=DEADLINE_S)
+        options = RemoteOptions(cache=self.cache, cache_bytes=self.cache_bytes, deadline_s=DEADLINE_S)
         own = self.noted()
         self.notes.write_text("".join(f"{line}\n" for line in own), encoding="ascii")
         config = reaching(self.config, options)

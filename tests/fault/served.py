@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -166,14 +167,15 @@ def check_batch(batch: Batch, step: int, expected: list[str]) -> None:
         raise WrongPassError(f"differs: step {step} has other bytes than the local store's")
 
 
-def check_cache(cache: Path, store: Path) -> int:
-    """Compare every line that the cache holds with the local store's file; return how many there are.
+def check_cache(cache: Path, store: Path, url: str | None = None) -> int:
+    """Compare every line that the cache holds with the local store's file; return how many there are. `url`: only of this one.
 
     Raises:
         WrongPassError: if one differs.
     """
     count = 0
-    found_in = [(folder, entry) for entry in read_manifest(store).shards for folder in cache.iterdir() if folder.is_dir()]
+    folders = [path.parent for path in cache.glob("*/store.json") if url in (None, json.loads(path.read_bytes())["url"])]
+    found_in = [(folder, entry) for entry in read_manifest(store).shards for folder in folders]
     for folder, entry in found_in:
         path = cached_paths(folder, entry).lmdb
         if not path.with_suffix(LISTS).exists():

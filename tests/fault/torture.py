@@ -77,6 +77,8 @@ FAMILIES = {
     "threads": Family(module="changed_at_urls", function="threads", limit_s=900),
     "server": Family(module="remote_faults", function="failing_servers", limit_s=1800),
     "server-kills": Family(module="remote_kills", function="killed_readers", limit_s=1200),
+    "copies": Family(module="copies_in_one_cache", function="copied_stores", limit_s=1200),
+    "server-lies": Family(module="hostile_servers", function="hostile_servers", limit_s=1800),
     "server-disk": Family(module="full_cache", function="full_caches", limit_s=600),
 }
 

@@ -157,7 +157,7 @@ def test_generations_without_end_are_refused(folder: Path, tmp_path: Path, monke
     with RangeServer(folder, made=endless) as server:
         ran = call("store", "info", f"{server.url}/a", "--cache", tmp_path / "cache")
         assert ran.code == 1
-        assert "has more than 20 generations after that of manifest.json" in ran.err
+        assert "or more generations after that of manifest.json" in ran.err
         assert server.reset().gets.total() == 21
 
 
@@ -169,6 +169,35 @@ def test_one_cut_answer_of_the_next_generation_does_not_end_an_opening(fault: Fa
         store = Store.open(f"{server.url}/a", remote=RemoteOptions(cache=tmp_path / "cache", deadline_s=20.0))
         assert store.manifest.generation == 2
         assert once.given == 1
+
+
+def test_generations_that_take_longer_than_the_deadline_are_refused(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = Store.open(made / "a.store").manifest
+    asked: list[str] = []
+
+    def endless(_: ObjectFolder, name: str, *__: object) -> bytes:
+        asked.append(name)
+        return dump_manifest(sealed(dataclasses.replace(manifest, generation=manifest.generation + len(asked))))
+
+    monkeypatch.setattr(ObjectFolder, "read", endless)
+    begun = time.monotonic()
+    with pytest.raises(CorruptError, match="or more generations after that of manifest"):
+        generations.newest_generation(ObjectFolder.open(f"file://{tmp_path}", RemoteOptions(deadline_s=0.2)))
+    assert generations.FEW_AHEAD < len(asked) < generations.MAX_AHEAD
+    assert time.monotonic() - begun < 5.0
+
+
+def test_a_large_file_that_is_not_of_prompts_is_not_read_whole(folder: Path, tmp_path: Path) -> None:
+    (folder / "a" / "prompts").mkdir()
+    with (folder / "a" / "prompts" / "default.safetensors").open("wb") as file:
+        file.truncate(1 << 30)
+    with RangeServer(folder) as server:
+        store = Store.open(f"{server.url}/a", remote=RemoteOptions(cache=tmp_path / "cache"))
+        (found,) = describe_sets(store.folder, store.manifest)
+        assert "is not a file of prompts" in (found.problem or "")
+        assert server.reset().num_bytes < 4 << 20
 
 
 def test_a_list_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import subprocess
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from PIL import Image
 from bucketline.pages.charts import Bar, Line, bars, lines
 from bucketline.pages.png import png, reduced
 from bucketline.store import RowColumn, StoreWriter
+from bucketline.store.report import other_commands
+from bucketline.store.report.collect import MAX_REASONS, OTHER_REASONS, collect_lists
 from tests.building import make_sample, make_store, samples_of
 from tests.commands import call
 from tests.pages import parsed
@@ -232,3 +235,29 @@ def test_charts_take_what_is_degenerate() -> None:
     assert "<circle" in lines([Line(name="a", xs=[3], ys=[0.0], colour=0)], "loss")
     many = lines([Line(name="a", xs=range(10_000), ys=[float(n) for n in range(10_000)], colour=9)], "loss")
     assert many.count(",") < 1500
+
+
+def test_the_deadline_reaches_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path / "a.store", samples_of({"train/64x64": 4}))
+    ran: list[list[str]] = []
+
+    def spawn(arguments: list[str], stdin: bytes) -> subprocess.CompletedProcess[bytes]:
+        ran.append(arguments)
+        return subprocess.CompletedProcess(arguments, 1, b"", stdin)
+
+    monkeypatch.setattr(other_commands, "_spawn", spawn)
+    out = tmp_path / "report.html"
+    assert call("store", "report", store.path, "-o", out, "--deadline", 2.5, "--store-option", "region=x").code == 0
+    assert ran[0][ran[0].index("--deadline") + 1] == "2.5"
+
+
+def test_lists_without_end_take_little_memory(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "a.store", samples_of({"train/64x64": 4}))
+    entries = [json.dumps({"reason": f"reason {number}", "id": "x"}) for number in range(1000)]
+    entries += [json.dumps({"reason": "long", "id": "x" * (3 << 20)}), json.dumps({"reason": "reason 5", "id": "y"})]
+    (store.path / "rejects.jsonl").write_text("\n".join(entries) + "\n")
+    found = collect_lists(store)
+    assert found.rejects["reason 5"] == 2
+    assert found.rejects[OTHER_REASONS] == 800
+    assert len(found.rejects) == MAX_REASONS + 1
+    assert "long" not in found.rejects
