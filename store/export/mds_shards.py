@@ -1,8 +1,9 @@
 """Export as MDS, the format of MosaicML Streaming: a folder for each bucket, with `index.json` and shards.
 
 The columns are those of mosaicml/diffusion: `latents_512` of a square bucket, `latents_HEIGHTxWIDTH` of another, in F16 and as
-the model is fed; `caption_latents`, F16. Of other columns there are `mask`, U8 of `mask_shape`, and `control/NAME`, as the
-latents are; both are empty for samples that lack them. A folder for each bucket, since a batch of a stream has one shape.
+the model is fed; the same with `/flipped` after the name of the mirrored image, if the store has it; `caption_latents`, F16. Of
+other columns there are `mask`, U8 of `mask_shape`, and `control/NAME`, as the latents are; both are empty for samples that lack
+them. A folder for each bucket, since a batch of a stream has one shape.
 Source: `streaming/base/format/mds/`, `precompute_latents.py`.
 """
 
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bucketline.errors import StoreError
 from bucketline.store.export.sample_arrays import CONTROL, MASK, form_of, mask_shape, num_values, size_of
-from bucketline.store.format.columns import LATENT
+from bucketline.store.format.columns import FLIPPED_SUFFIX, LATENT
 from bucketline.store.format.hashing import text_bytes
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class MdsForm:
         found: dict[str, tuple[str, int | None]] = dict.fromkeys(_TEXTS, ("str", None))
         found |= dict.fromkeys(_INTEGERS, ("int", 8))
         found[latents_name(bucket)] = ("bytes", None)
+        if self.form.flip:
+            found[latents_name(bucket) + FLIPPED_SUFFIX] = ("bytes", None)
         if self.form.token_width is not None:
             found["caption_latents"] = ("bytes", None)
         if self.form.pooled_width is not None:
@@ -79,7 +82,8 @@ class MdsForm:
         """Return the length of a sample in its shard, without reading values."""
         record, own = listed.record, self.form.side_of(self._store, listed)
         shape = self.form.latent_shape(self._store, record)
-        lengths = [2 * num_values(shape), len(_shape_text(shape)), len(text_bytes(record.id)), len(_caption(record))]
+        lengths = [2 * num_values(shape)] * (2 if self.form.flip else 1)
+        lengths += [len(_shape_text(shape)), len(text_bytes(record.id)), len(_caption(record))]
         if self.form.token_width is not None:
             lengths.append(2 * num_tokens[0] * self.form.token_width)
         if self.form.pooled_width is not None:
@@ -104,6 +108,7 @@ class MdsForm:
         values |= {"key": text_bytes(record.id), "caption": _caption(record), "latents_shape": _shape_text(shape)}
         for name, array in (
             (latents_name(record.bucket), self.form.fed(arrays.latent)),
+            (latents_name(record.bucket) + FLIPPED_SUFFIX, None if arrays.flipped is None else self.form.fed(arrays.flipped)),
             ("caption_latents", arrays.tokens),
             ("caption_pooled", arrays.pooled),
             *((role, self.form.fed(control)) for role, control in arrays.controls.items()),

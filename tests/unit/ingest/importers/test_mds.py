@@ -1,0 +1,214 @@
+"""MDS as Streaming writes it: merged indexes, compressed shards, arrays by their dtype; and indexes that are damaged."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import struct
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from bucketline.errors import SourceError
+from bucketline.ingest.importers.cache import ListRequest
+from bucketline.ingest.importers.formats.mds import IMPORTER
+from bucketline.store import Store
+from tests.commands import call
+from tests.models import SMALL, write_images
+from tests.unit.ingest.importers.known import run_import
+from tests.unit.ingest.importers.writers import mds_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+SHAPE = (4, 32, 32)
+ASKED = ("--vae", "sd", "--trust-scale", "--dtype", "F32", "--json")
+
+
+def values(number: int, dtype: str = "<f2") -> NDArray[Any]:
+    latent: NDArray[Any] = np.random.default_rng(number).standard_normal(SHAPE).astype(dtype)
+    return latent
+
+
+def written(folder: Path, latents: list[bytes], kind: str = "bytes", **more: bytes) -> Path:
+    kinds = {"latents_256": kind, "key": "str"}
+    mds_shard(
+        folder, [{"latents_256": one, "key": f"{folder.name}-{n}".encode(), **more} for n, one in enumerate(latents)], kinds
+    )
+    return folder
+
+
+def stored(path: Path) -> dict[str, NDArray[Any]]:
+    bucket = Store.open(path).bucket("train/256x256")
+    rows = np.arange(bucket.num_rows)
+    return dict(zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True))
+
+
+def assert_imported(source: Path, expected: list[NDArray[Any]]) -> None:
+    ran = run_import("mds", source, source.parent / "s.store", None, *ASKED)
+    assert ran.code == 0, ran.err
+    found = stored(source.parent / "s.store")
+    assert len(found) == len(expected)
+    for n, latent in enumerate(expected):
+        assert np.array_equal(found[f"{source.name}-{n}"], (latent.astype("f4").astype("f8") / 0.18215).astype("f4"))
+
+
+def array_prefix(dtype: int | None, shape: tuple[int, ...] | None) -> bytes:
+    """Return what Streaming writes before an array whose column does not say its dtype or shape."""
+    head = b"" if dtype is None else bytes([dtype])
+    return head if shape is None else head + bytes([len(shape) << 2, *shape])
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "prefix"),
+    [
+        ("bytes", "<f2", b""),
+        ("bytes", "<f4", b""),
+        ("ndarray:float16:4,32,32", "<f2", b""),
+        ("ndarray:float32", "<f4", array_prefix(None, SHAPE)),
+        ("ndarray", "<f4", array_prefix(34, SHAPE)),
+        ("ndarray", "<f2", array_prefix(18, SHAPE)),
+    ],
+)
+def test_latents_are_read_by_the_dtype_that_was_written(kind: str, dtype: str, prefix: bytes, tmp_path: Path) -> None:
+    expected = [values(n, dtype) for n in range(3)]
+    assert_imported(written(tmp_path / "cache", [prefix + one.tobytes() for one in expected], kind), expected)
+
+
+@pytest.mark.parametrize("kind", ["ndarray:uint16:4,32,32", "ndarray:uint16", "ndarray:int8", "uint16", "jpeg"])
+def test_what_may_be_the_bits_of_bf16_is_refused_by_its_column(kind: str, tmp_path: Path) -> None:
+    bits = [(values(n, "<f4").view("<u4") >> 16).astype("<u2").tobytes() for n in range(3)]
+    ran = run_import("mds", written(tmp_path / "cache", bits, kind), tmp_path / "s.store", None, *ASKED)
+    assert ran.code == 1
+    assert f"its column latents_256 is {kind}" in ran.err
+    assert not (tmp_path / "s.store").exists()
+
+
+def test_bits_of_bf16_of_which_only_the_sample_says_are_a_reject(tmp_path: Path) -> None:
+    good, bits = values(0, "<f4"), (values(1, "<f4").view("<u4") >> 16).astype("<u2")
+    latents = [array_prefix(34, SHAPE) + good.tobytes(), array_prefix(16, SHAPE) + bits.tobytes()]
+    ran = run_import("mds", written(tmp_path / "cache", latents, "ndarray"), tmp_path / "s.store", None, *ASKED)
+    assert (ran.json["imported"], ran.json["rejected"]) == (1, 1)
+    assert "is an ndarray of uint16" in ran.json["rejects"][0]["detail"]
+
+
+def test_a_merged_index_is_imported_once(tmp_path: Path) -> None:
+    """As `streaming.base.util.merge_index` writes it, next to the indexes of the folders."""
+    source, shards = tmp_path / "cache", []
+    for part in "ab":
+        folder = written(source / part, [values(n).tobytes() for n in range(2)])
+        (shard,) = json.loads((folder / "index.json").read_text(encoding="utf-8"))["shards"]
+        shard["raw_data"]["basename"] = f"{part}/{shard['raw_data']['basename']}"
+        shards.append(shard)
+    (source / "index.json").write_text(json.dumps({"version": 2, "shards": shards}), encoding="utf-8")
+    ran = run_import("mds", source, tmp_path / "s.store", None, *ASKED)
+    assert ran.code == 0, ran.err
+    assert sorted(stored(tmp_path / "s.store")) == ["a-0", "a-1", "b-0", "b-1"]
+    shards[0]["samples"] = 1
+    (source / "index.json").write_text(json.dumps({"version": 2, "shards": shards}), encoding="utf-8")
+    ran = run_import("mds", source, tmp_path / "t.store", None, *ASKED)
+    assert "remove the index that is not current" in ran.err
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "zstd:7": lambda data: pa.compress(data, codec="zstd", asbytes=True),
+    "br": lambda data: pa.compress(data, codec="brotli", asbytes=True),
+    "snappy": lambda data: pa.compress(data, codec="snappy", asbytes=True),
+}
+
+
+def packed(folder: Path, compression: str, data: bytes) -> None:
+    """Replace the shard of a folder by a compressed one."""
+    path = folder / "shard.00000.mds"
+    path.unlink()
+    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    name = f"{path.name}.{compression.partition(':')[0]}"
+    index["shards"][0] |= {"compression": compression, "zip_data": {"basename": name, "bytes": len(data), "hashes": {}}}
+    (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
+    (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("compression", list(PACKERS))
+def test_compressed_shards_are_unpacked(compression: str, tmp_path: Path) -> None:
+    expected = [values(n) for n in range(3)]
+    source = written(tmp_path / "cache", [one.tobytes() for one in expected])
+    packed(source, compression, PACKERS[compression]((source / "shard.00000.mds").read_bytes()))
+    assert_imported(source, expected)
+
+
+@pytest.mark.parametrize("compression", ["gz", "zstd:7"])
+def test_a_compressed_shard_that_is_damaged_or_larger_than_it_says_is_named(compression: str, tmp_path: Path) -> None:
+    source = written(tmp_path / "cache", [values(n).tobytes() for n in range(3)])
+    whole = PACKERS[compression]((source / "shard.00000.mds").read_bytes())
+    for number, data in enumerate((whole[: len(whole) // 2], PACKERS[compression](bytes(1 << 20)), b"", bytes(40))):
+        own = written(tmp_path / str(number), [values(n).tobytes() for n in range(3)])
+        packed(own, compression, data)
+        ran = run_import("mds", own, tmp_path / "s.store", None, *ASKED)
+        assert ran.code == 1
+        assert f"shard.00000.mds.{compression.partition(':')[0]} is not the shard of 3 samples" in ran.err
+
+
+def test_an_unknown_compression_is_refused_by_name(tmp_path: Path) -> None:
+    source = written(tmp_path / "cache", [values(0).tobytes()])
+    packed(source, "lzma", b"\xfd7zXZ\0")
+    ran = run_import("mds", source, tmp_path / "s.store", None, *ASKED)
+    assert ran.code == 1
+    assert "is compressed by 'lzma', expected one of zstd, br, snappy, gz, bz2" in ran.err
+
+
+ODD: tuple[Any, ...] = (None, -1, 10**30, 1.5, "", "x", "\0", "../../x", "/etc/passwd", [], {}, True, "\ud800")
+
+
+@pytest.mark.parametrize("field", ["samples", "column_names", "column_encodings", "column_sizes", "raw_data", "zip_data"])
+def test_an_index_of_odd_values_is_an_error_in_words(field: str, tmp_path: Path) -> None:
+    source = written(tmp_path / "cache", [values(0).tobytes()])
+    index = json.loads((source / "index.json").read_text(encoding="utf-8"))
+    old = index["shards"][0][field]
+    inner: tuple[Any, ...] = tuple({"basename": odd, "bytes": 10} for odd in ODD) + tuple([odd, odd] for odd in ODD)
+    sizes = tuple({"basename": "shard.00000.mds", "bytes": odd} for odd in ODD)
+    for odd in (*ODD, *inner, *sizes):
+        index["shards"][0][field] = odd
+        (source / "index.json").write_text(json.dumps(index), encoding="utf-8")
+        if field == "zip_data":  # not needed while the shard itself is there
+            with suppress(SourceError):
+                IMPORTER.listed(ListRequest(source=source))
+        elif odd != old:
+            with pytest.raises(SourceError):
+                IMPORTER.listed(ListRequest(source=source))
+
+
+def test_a_samples_lengths_that_do_not_add_up_are_a_reject(tmp_path: Path) -> None:
+    source = written(tmp_path / "cache", [values(n).tobytes() for n in range(2)])
+    path = source / "shard.00000.mds"
+    data = bytearray(path.read_bytes())
+    _, first = struct.unpack("<II", data[:8])
+    data[first : first + 4] = struct.pack("<I", 0xFFFFFFF0)
+    path.write_bytes(data)
+    ran = run_import("mds", source, tmp_path / "s.store", None, *ASKED)
+    assert (ran.json["imported"], ran.json["rejected"]) == (1, 1)
+
+
+def test_an_export_has_the_mirrored_images_latents_and_they_come_back(model: Path, tmp_path: Path) -> None:
+    write_images(tmp_path / "images", 3)
+    packing = ("--model", model, *SMALL, "--flip", "--dtype", "F32")
+    assert call("ingest", "pack", tmp_path / "images", tmp_path / "s", *packing).code == 0
+    assert call("store", "export", tmp_path / "s", tmp_path / "out", "--format", "mds").code == 0
+    ran = run_import("mds", tmp_path / "out", tmp_path / "t", None, "--model", model, "--trust-scale", "--text", "none")
+    assert ran.code == 0, ran.err
+    before, after = Store.open(tmp_path / "s"), Store.open(tmp_path / "t")
+    assert before.buckets()
+    for bucket in before.buckets():
+        other, rows = after.bucket(bucket.name), np.arange(bucket.num_rows)
+        place = {sample_id: row for row, sample_id in enumerate(other.sample_ids(rows))}
+        order = np.array([place[sample_id] for sample_id in bucket.sample_ids(rows)])
+        for column in ("latent", "latent_flipped"):
+            assert np.allclose(bucket.read(rows, column), other.read(order, column), rtol=2e-3, atol=2e-3)
