@@ -25,6 +25,8 @@ from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.train.outputs.checkpoint import VERSION, RunState, TrainedStore
 from bucketline.typed_json import encode
 from tests.building import make_sample, make_store
+from tests.fault.fuzz import IMPORT, IMPORTS
+from tests.fault.small_caches import write_cache
 from tests.free_columns import items_of, make_free_store
 from tests.ragged import AUDIO, LLAMA, Schema, make_ragged
 
@@ -97,6 +99,9 @@ def sound() -> Iterator[tuple[str, bytes]]:
     yield "checkpoint/digests.json", b'{"files": {"state.json": {"num_bytes": 1, "digest": "00"}}}'
     yield "captions/lines.txt", "a red barn\r\n\n  snow \u2028 ü\n".encode()
     yield "captions/list.json", b'{"text": ["a", "b"], "caption": "c"}'
+    for kind in IMPORTS:
+        with tempfile.TemporaryDirectory() as folder:
+            yield f"{IMPORT}{kind}/sound", write_cache(kind, Path(folder))
     tar = _tar()
     yield from (
         ("tar/plain.tar", tar),

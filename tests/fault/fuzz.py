@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 INSTRUMENTED = [
     "bucketline.store",
     "bucketline.ingest.sources",
+    "bucketline.ingest.importers",
     "bucketline.train.outputs.checkpoint",
     "tarfile",
     "json.decoder",
 ]
-PARSERS = ("manifest", "sidecar", "block", "record", "checkpoint", "captions", "tar")
+IMPORT = "import-"  # and the kind of another trainer's cache
+IMPORTS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo", "fastvideo")
+PARSERS = ("manifest", "sidecar", "block", "record", "checkpoint", "captions", "tar", *(IMPORT + kind for kind in IMPORTS))
 SECONDS, QUICK_SECONDS = 120, 3
 LIMIT_S = 10
 MAX_BYTES = 1 << 16
@@ -69,7 +72,7 @@ def fuzzed(asked: Asked) -> Iterator[Record]:
             record.not_run = "the package atheris is not installed (run `make torture`, which installs it)"
             yield record
             continue
-        seconds = asked.of(QUICK_SECONDS, SECONDS)
+        seconds = asked.of(QUICK_SECONDS, SECONDS // 4 if parser.startswith(IMPORT) else SECONDS)
         command = [sys.executable, "-m", "tests.fault.fuzz", parser, "--seconds", str(seconds), "--seed", str(asked.seed)]
         with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else asked.folder) as folder:
             ran = subprocess.run(

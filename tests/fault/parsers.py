@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import BucketlineError
+from bucketline.ingest.importers.registry import IMPORTERS
 from bucketline.ingest.sources.captions.caption_text import captions_of_json, captions_of_text
 from bucketline.ingest.sources.tar.tar_reader import Tar
 from bucketline.store.format.hashing import bytes_digest, checksum
@@ -28,6 +29,8 @@ from bucketline.store.shard.sidecar import PAGE_BYTES, PAGE_CHECKSUM, PagedFile
 from bucketline.train.outputs.checkpoint import RunState, damage, read_state
 from bucketline.typed_json import decode
 from tests.building import TEXT
+from tests.fault.fuzz import IMPORT
+from tests.fault.small_caches import read_cache
 from tests.ragged import AUDIO
 
 if TYPE_CHECKING:
@@ -146,6 +149,15 @@ def tar(data: bytes, _folder: Path) -> None:
                     break
 
 
+def importer(kind: str) -> Callable[[bytes, Path], None]:
+    """Return what imports a small cache of another trainer, up to its rows."""
+
+    def parse(data: bytes, folder: Path) -> None:
+        read_cache(kind, data, folder)
+
+    return parse
+
+
 PARSERS: dict[str, Callable[[bytes, Path], None]] = {
     "manifest": manifest,
     "sidecar": sidecar,
@@ -154,4 +166,5 @@ PARSERS: dict[str, Callable[[bytes, Path], None]] = {
     "checkpoint": checkpoint,
     "captions": captions,
     "tar": tar,
+    **{IMPORT + kind: importer(kind) for kind in IMPORTERS},
 }

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+from bucketline.ingest.importers.registry import IMPORTERS
 from tests.fault import fuzz
 from tests.fault.corpus import inputs, mutated, sound
 from tests.fault.parsers import PARSERS
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.fault.small_caches import read_cache
 
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_a_changed_file_is_read_or_is_an_error_of_ours(parser: str, tmp_path: Path) -> None:
-    count = 0
-    for data in mutated(parser, 400, seed=5):
+    count, changed = 0, 100 if parser.startswith(fuzz.IMPORT) else 400
+    peak = memory("VmRSS", reset=True)
+    for data in mutated(parser, changed, seed=5):
         PARSERS[parser](data, tmp_path)
         count += 1
-    assert count == 400 + len(inputs(parser))
+    assert count == changed + len(inputs(parser))
+    assert memory("VmHWM") - peak < 1 << 30
+
+
+def memory(name: str, *, reset: bool = False) -> int:
+    """Return a number of bytes of this process; `reset` lets its peak begin again."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
+
+
+@pytest.mark.parametrize("kind", IMPORTERS)
+def test_a_sound_cache_of_the_corpus_is_imported(kind: str, tmp_path: Path) -> None:
+    (data,) = inputs(fuzz.IMPORT + kind)
+    assert read_cache(kind, data, tmp_path) == 2
 
 
 def test_every_parser_is_fuzzed_and_its_seeds_are_small() -> None:

@@ -78,8 +78,9 @@ class Moments:
         """Return the sums of one latent, `[C, …]`."""
         flat = latent.reshape(len(latent), -1)
         # not by BLAS, whose own threads would compete with those that read
-        squares = np.einsum("ij,ij->i", flat, flat)
-        return cls(number=flat.shape[1], sums=flat.sum(axis=1).astype(np.float64), squares=squares.astype(np.float64))
+        with np.errstate(all="ignore"):  # what is not finite is seen in the sums
+            squares, sums = np.einsum("ij,ij->i", flat, flat), flat.sum(axis=1)
+        return cls(number=flat.shape[1], sums=sums.astype(np.float64), squares=squares.astype(np.float64))
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(number=self.number + other.number, sums=self.sums + other.sums, squares=self.squares + other.squares)

@@ -1,0 +1,156 @@
+"""Small caches of other trainers as one file each: seeds of the importers' fuzzer, and what an importer makes of a changed one.
+
+A cache is written as a line of JSON with names and lengths, then the content of its files. Where a change breaks the checksums
+of a zip, they are made right again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import BucketlineError
+from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.importers.cache import Crops, ListRequest
+from bucketline.ingest.importers.changes import odd_files_rejected, read_entry, stamp_of
+from bucketline.ingest.importers.columns import ColumnRules
+from bucketline.ingest.importers.config import ImportConfig
+from bucketline.ingest.importers.registry import IMPORTERS, _is_here, listed
+from bucketline.ingest.importers.rows import RowRules, row_of
+from bucketline.ingest.importers.vae.named_vae import named_vae
+from bucketline.store import SampleRecord
+from tests.models import png
+from tests.unit.ingest.importers.known import Known, Sample
+from tests.unit.ingest.importers.writers import WRITERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_VARIANTS = {"mds": "latents_256"}
+_MAX_BYTES = 1 << 20
+_ENTRY, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"
+
+
+def write_cache(kind: str, folder: Path) -> bytes:
+    """Return a cache of two images."""
+    known = _known(folder / "known", WRITERS[kind][1])
+    source = WRITERS[kind][0](folder / "cache", known)
+    found = {str(path.relative_to(source)): path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file()}
+    found = {name: data for name, data in found.items() if not name.endswith(".png")}
+    return json.dumps([[name, len(data)] for name, data in found.items()]).encode() + b"\n" + b"".join(found.values())
+
+
+def _known(folder: Path, family: str) -> Known:
+    """Return two images with random latents and embeddings; of MDS, whose columns say it, of 256 px."""
+    side, tokens_td = (32, (77, 4)) if "256" in family else (4, (3, 16))
+    samples = []
+    for n, name in enumerate(("cats/1.png", "dogs/0.png")):
+        random = np.random.default_rng(n)
+        path = folder / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(8 * side, 8 * side, seed=n))
+        path.with_suffix(".txt").write_text(f"image {n}\n", encoding="utf-8")
+        size, box = (8 * side, 8 * side), (0, 0, 8 * side, 8 * side)
+        record = SampleRecord(
+            id=name,
+            bucket=f"train/{size[0]}x{size[1]}",
+            row=n,
+            split="train",
+            source=name,
+            source_bytes=1,
+            source_mtime_ns=1,
+            content=bytes(16),
+            original_size=size,
+            resized=size,
+            crop=box,
+            crop_in_source=box,
+            captions=(f"image {n}",),
+            caption_rows=(),
+        )
+        latent = random.standard_normal((4, side, side)).astype("f4")
+        tokens, pooled = random.standard_normal(tokens_td).astype("f4"), random.standard_normal(8).astype("f4")
+        samples.append(Sample(id=name, caption=f"image {n}", latent=latent, record=record, tokens=tokens, pooled=pooled))
+    return Known(
+        family=family.partition(" ")[0], images=folder / "images", model=folder, samples=tuple(samples), scale=1.0, shift=0.0
+    )
+
+
+def read_cache(kind: str, data: bytes, folder: Path) -> int:
+    """Import a cache as far as its rows, as a run does; return how many there are.
+
+    Raises:
+        Exception: if it is neither a reject nor an error of ours.
+    """
+    source = folder / f"cache-{kind}"
+    shutil.rmtree(source, ignore_errors=True)
+    source.mkdir(parents=True)
+    for name, content in _files(data):
+        path = source / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    importer, number = IMPORTERS[kind], 0
+    _is_here(importer, source)
+    try:
+        listing = listed(importer, ListRequest(source=source, variant=_VARIANTS.get(kind)))
+        vae = named_vae(None, "sd", "F16", listing.latents)
+        rules = RowRules(
+            vae=vae,
+            scaling=listing.scaling,
+            crops=Crops.UNKNOWN,
+            columns=ColumnRules(declined=True),
+            dtype="F16",
+            max_captions=8,
+            may_be_off=True,
+        )
+        config = ImportConfig(kind=kind, source=source, place=folder / "s", vae="sd")  # type: ignore[arg-type]
+        for entry in listing.entries:
+            try:
+                cached = read_entry(importer, source, entry, listing.variant)
+                with odd_files_rejected(entry):
+                    row_of(entry, cached, rules, config, stamp_of(source, entry))
+                    number += 1
+            except RejectedError:
+                continue
+    except BucketlineError:
+        return number
+    return number
+
+
+def _files(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield names and contents, names outside the folder left out."""
+    head, _, rest = data.partition(b"\n")
+    try:
+        for name, length in json.loads(head):
+            own, rest = rest[:length], rest[length:]
+            path = PurePosixPath(name)
+            if path.parts and not path.is_absolute() and ".." not in path.parts and len(own) < _MAX_BYTES and "\0" not in name:
+                yield name, right_crcs(own)
+    except (ValueError, TypeError, UnicodeError, RecursionError):
+        return
+
+
+def right_crcs(data: bytes) -> bytes:
+    """Return a zip with the checksums of stored members made right in its directory and before them; other data as it is."""
+    if not data.startswith(_LOCAL):
+        return data
+    found, at = bytearray(data), data.find(_ENTRY)
+    while at >= 0 and at + 46 <= len(data):
+        size, names, extra, note, local = (
+            *struct.unpack_from("<I", data, at + 20),
+            *struct.unpack_from("<HHH", data, at + 28),
+            *struct.unpack_from("<I", data, at + 42),
+        )
+        if data[local : local + 4] == _LOCAL and local + 30 <= len(data):
+            begin = local + 30 + sum(struct.unpack_from("<HH", data, local + 26))
+            crc = struct.pack("<I", zlib.crc32(data[begin : begin + size]))
+            found[at + 16 : at + 20] = crc
+            if any(found[local + 14 : local + 18]):
+                found[local + 14 : local + 18] = crc
+        at = data.find(_ENTRY, at + 46 + names + extra + note)
+    return bytes(found)
