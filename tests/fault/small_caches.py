@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _VARIANTS = {"mds": "latents_256"}
-_MAX_BYTES = 1 << 20
+_MAX_BYTES, _MAX_NAME = 1 << 20, 100
 _ENTRY, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"
 
 
@@ -129,7 +129,8 @@ def _files(data: bytes) -> Iterator[tuple[str, bytes]]:
         for name, length in json.loads(head):
             own, rest = rest[:length], rest[length:]
             path = PurePosixPath(name)
-            if path.parts and not path.is_absolute() and ".." not in path.parts and len(own) < _MAX_BYTES and "\0" not in name:
+            is_name = path.parts and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+            if is_name and len(own) < _MAX_BYTES and max(map(len, path.parts)) < _MAX_NAME:
                 yield name, right_crcs(own)
     except (ValueError, TypeError, UnicodeError, RecursionError):
         return

@@ -111,7 +111,8 @@ class NamedVae:
             raise RejectedError(Reason.OTHER_VAE, f"it has {latent.shape[0]} channels, the VAE of {self.name} has {channels}")
         values: NDArray[Any] = latent.float().numpy()
         if scaling is not Scaling.NONE:
-            values = (values.reshape(channels, -1) / self.scale + self.shift).reshape(values.shape)
+            with np.errstate(all="ignore"):  # what is not finite is rejected, not warned about
+                values = (values.reshape(channels, -1) / self.scale + self.shift).reshape(values.shape)
         return unpacked(values) if scaling is Scaling.PACKED else values
 
     def is_wide(self, values: NDArray[Any]) -> bool:
