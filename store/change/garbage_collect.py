@@ -7,7 +7,9 @@ is left in between is known to be retired and is never adopted.
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import tempfile
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,14 +50,17 @@ class Collected:
 def collect(store: Path, newest: Manifest, older_than_s: float, *, dry_run: bool = False) -> Collected:
     """Remove generations superseded more than `older_than_s` ago, then files that no other generation lists.
 
-    Call under the store's lock. A dry run needs none, and may fail if another process collects at the same time. The newest
+    Call under the store's lock. A dry run needs none, and may fail if another process collects at the same time; it writes
+    nothing, so it goes by this machine's clock, and otherwise ages are by the clock that dates the files. The newest
     generation is kept, and so are shards that no generation lists yet, which the next run may adopt. A reader with a removed
     generation open gets an error at the first file that it has not mapped yet.
 
     Raises:
         StoreError: if a generation to keep is damaged: its files are unknown.
     """
-    old, waiting = _superseded(store, newest, older_than_s)
+    here = time.time()
+    now = here if dry_run else _disk_time(store)
+    old, waiting = _superseded(store, newest, older_than_s, now, here - now)
     kept = [newest, *(_read(store, n) for n in generations(store) if n not in old and n != newest.generation)]
     gone = [manifest for n in old if (manifest := _read_if_whole(store, n)) is not None]
     live = {shard.name for manifest in kept for shard in manifest.shards}
@@ -93,16 +98,27 @@ def _disk_bytes(path: Path) -> int:
         return 0
 
 
-def _superseded(store: Path, newest: Manifest, older_than_s: float) -> tuple[list[int], tuple[Waiting, ...]]:
-    """Return the generations whose successor is old enough, and those that wait."""
-    old, waiting, now = list[int](), list[Waiting](), time.time()
+def _disk_time(store: Path) -> float:
+    """Return the Unix time by the clock that dates a store's files, which may be a file server's."""
+    with tempfile.TemporaryFile(dir=store / "pending") as file:
+        return os.fstat(file.fileno()).st_mtime
+
+
+def _superseded(
+    store: Path, newest: Manifest, older_than_s: float, now: float, behind_s: float
+) -> tuple[list[int], tuple[Waiting, ...]]:
+    """Return the generations whose successor is old enough, and those that wait, until a time of this machine's.
+
+    `now` is the time of the disk, which is `behind_s` behind this machine's.
+    """
+    old, waiting = list[int](), list[Waiting]()
     for number, successor in itertools.pairwise(generations(store)):
         if number < newest.generation:
             superseded = min(now, generation_path(store, successor).stat().st_mtime)
             if now - superseded >= older_than_s:
                 old.append(number)
             else:
-                waiting.append(Waiting(generation=number, until=superseded + older_than_s))
+                waiting.append(Waiting(generation=number, until=superseded + older_than_s + behind_s))
     return old, tuple(waiting)
 
 

@@ -34,8 +34,11 @@ def begin_attempts(store: Path, run: str) -> None:
     Raises:
         StoreError: if it cannot be created.
     """
+    folder = attempt_path(store, run, "")
+    if folder.parent.is_symlink():
+        raise StoreError(f"{folder.parent} is a link; attempts are made only in a folder of the store's own: remove the link")
     with explaining(store):
-        attempt_path(store, run, "").mkdir(parents=True)
+        folder.mkdir(parents=True)
 
 
 def begin_attempt(store: Path, run: str, name: str) -> Path:

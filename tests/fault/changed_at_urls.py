@@ -276,7 +276,7 @@ def _written(path: Path, samples: list[Sample], seed: int) -> None:
 
 
 def _misuse(writer: PartWriter, number: int, sample: Sample) -> None:
-    """Be a forked child that goes on with its parent's writer: it must be refused, and must not end the parent's."""
+    """Be a forked child that continues with its parent's writer: it must be refused, and must not end the parent's."""
     if number == 0:
         with suppress(UsageError):
             add_samples(writer, [sample])

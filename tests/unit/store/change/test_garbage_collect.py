@@ -73,6 +73,18 @@ def test_a_generation_goes_when_its_successor_is_old_enough_and_its_files_with_i
         Store.open(tmp_path, 3)
 
 
+@pytest.mark.parametrize("ahead_s", [48 * HOUR_S, -48 * HOUR_S])
+def test_ages_are_by_the_clock_that_dates_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
+    """A file server's clock may differ from this machine's."""
+    newest, now = changed_store(tmp_path), time.time
+    monkeypatch.setattr(time, "time", lambda: now() + ahead_s)
+    found = collect(tmp_path, newest, 24 * HOUR_S)
+    assert (found.generations, found.files) == ((), ())
+    assert all(abs(waiting.until - (time.time() + 24 * HOUR_S)) < 60 for waiting in found.waiting)
+    assert collect(tmp_path, newest, 0).generations == (0, 1, 2, 3, 4)
+    assert {path.name for path in (tmp_path / "pending").iterdir()} <= {"writer.lock"}
+
+
 def test_with_no_age_at_all_the_newest_generation_alone_stays(tmp_path: Path) -> None:
     newest = changed_store(tmp_path)
     held = everything(Store.open(tmp_path))

@@ -87,3 +87,13 @@ def test_what_a_stopped_attempt_had_committed_is_sealed(tmp_path: Path) -> None:
 def test_a_machine_that_does_not_see_the_runs_folder_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"pending/attempts/run is not on .*must be on a disk that all machines share"):
         begin_attempt(tmp_path / "s", "run", "a0")
+
+
+def test_attempts_are_not_made_through_a_link(tmp_path: Path) -> None:
+    store, outside = tmp_path / "s", tmp_path / "outside"
+    outside.mkdir()
+    with IMAGES.writer(store):
+        (store / "pending" / "attempts").symlink_to(outside)
+        with pytest.raises(StoreError, match="pending/attempts is a link"):
+            begin_attempts(store, "run")
+    assert list(outside.iterdir()) == []
