@@ -37,7 +37,7 @@ def main(store: str, folder: str) -> None:
     accelerator.register_for_checkpointing(loader)  # it has `state_dict` and `load_state_dict`
 
     def train(steps: int) -> None:
-        for batch in loader:
+        for batch in loader.forever():  # counted in steps; a `for batch in loader` is one epoch
             with accelerator.accumulate(model):
                 latents = batch.latents.float()
                 noise = normal(batch.keys, Purpose.NOISE, tuple(latents.shape[1:]))  # the same on any number of ranks

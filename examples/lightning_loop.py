@@ -1,10 +1,10 @@
-"""A training loop with Lightning, stopped and resumed.
+"""A training loop with Lightning and validation, stopped and resumed.
 
     python examples/lightning_loop.py photos.store
 
 Lightning takes any iterable. A loader has `state_dict` and `load_state_dict`, so Lightning's own checkpoints store its
-position. Set `epochs` on the loader and run the trainer for one epoch: Lightning reads an endless loader one batch ahead, so
-the saved position would be one batch too far.
+position. Lightning reads the length of an epoch once: with `partial` (or `drop`) all epochs are as long. A loader for
+validation rewinds, so that each validation sees the same batches, also after the sanity check and with `limit_val_batches`.
 """
 
 import sys
@@ -13,7 +13,7 @@ import pytorch_lightning as lightning
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from bucketline.loader import Batch, Loader, LoaderConfig
+from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store import Store
 
@@ -29,15 +29,29 @@ class Denoiser(lightning.LightningModule):  # type: ignore[misc]
 
     def train_dataloader(self) -> Loader:
         """Return this rank's loader; the ranks and the device are known here."""
-        config = LoaderConfig(batch_size=2, epochs=2, caption_dropout=0.1)
+        return self._loader(LoaderConfig(batch_size=2, remainder=Remainder.PARTIAL, caption_dropout=0.1))
+
+    def val_dataloader(self) -> Loader:
+        """Return this rank's loader of the held-out samples."""
+        return self._loader(LoaderConfig(batch_size=2, remainder=Remainder.PARTIAL, split="val", rewind=True))
+
+    def _loader(self, config: LoaderConfig) -> Loader:
         return Loader(self.store, config, rank=self.trainer.global_rank, world_size=self.trainer.world_size, device=self.device)
 
     def training_step(self, batch: Batch, _: int) -> torch.Tensor:
         """Return the loss of a batch."""
         self.steps.append(batch.step)
+        return self._loss(batch)
+
+    def validation_step(self, batch: Batch, _: int) -> None:
+        """Log the loss of a batch."""
+        self.log("val_loss", self._loss(batch), batch_size=len(batch.ids))
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
         latents = batch.latents.float()
         noise = normal(batch.keys, Purpose.NOISE, tuple(latents.shape[1:]))
-        loss: torch.Tensor = (self.model(latents + noise) - noise).square().mean()
+        error = (self.model(latents + noise) - noise).square().mean(dim=(1, 2, 3))
+        loss: torch.Tensor = (error * batch.weight).sum() / batch.weight.sum().clamp(min=1)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -51,7 +65,7 @@ def main(store: str, folder: str) -> None:
     for max_steps, saved in ((4, None), (8, f"{folder}/step=4.ckpt")):
         module = Denoiser(store, channels)
         trainer = lightning.Trainer(
-            max_epochs=1,
+            max_epochs=3,
             max_steps=max_steps,
             accelerator="auto",
             devices=1,

@@ -35,8 +35,9 @@ class Remainder(StrEnum):
     """How to handle the rows of a pass that do not fill a global batch.
 
     `carry`: they start the next batch, and the next pass completes it. No row is dropped, and none repeats within a pass.
-    After E epochs every row has been delivered E times, short by fewer than G deliveries in the bucket. A bucket smaller than
-    a batch has one batch in some epochs and none in others. A batch that spans two passes may hold a row twice.
+    After E epochs every row has been delivered E times, short by fewer than G deliveries in the bucket; with finite `epochs`,
+    the last epoch completes these batches with rows of weight 0, and none is short. A bucket smaller than a batch has one batch
+    in some epochs and none in others. A batch that spans two passes may hold a row twice.
 
     `drop`: a pass has floor(n / G) batches of distinct rows and leaves n mod G rows out. Each pass leaves out different rows,
     unless the order is `none`. A bucket smaller than a batch is never read.
@@ -189,7 +190,7 @@ class ReadOptions(BatchOptions):
 _DECIDE_NOTHING_ALONE = frozenset(
     {
         *("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation"),
-        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "ragged", "text", "row_weights"),
+        *("epochs", "rewind", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "ragged", "text", "row_weights"),
         *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     }
 )
@@ -197,20 +198,61 @@ _DECIDE_NOTHING_ALONE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderConfig(ReadOptions):
-    """Size, order and captions of the batches that a loader delivers."""
+    """Size, order and captions of the batches that a loader delivers. Set one of the three sizes; the rest has defaults.
+
+    Size of a batch:
+        batch_size: Rows of a rank's micro-batch. The global batch is ranks x this x `accumulation`.
+        batch_pixels: Instead: as many rows of a bucket as fit this many pixels (height x width x rows, of video x frames).
+        batch_tokens: Instead: as many rows of a bucket as fit this many latent positions (h x w x rows).
+        batch_multiple: Round the rows of `batch_pixels` and `batch_tokens` down to a multiple of this, which is also the least.
+        accumulation: Micro-batches of an optimizer step, all of one bucket.
+
+    Rows and their order:
+        split: The split to read: "train", or "val" for the held-out rows.
+        epochs: Number of epochs in all. The last one completes its batches with rows of weight 0, so that each row was
+            delivered as often as there are epochs; a `for` after it is an error. None: no end.
+        rewind: Each `for` reads the same epoch from its first batch, with the same draws, also after a break: for validation.
+        remainder: What becomes of rows that do not fill a global batch: "carry" (they open the next epoch), "drop", or
+            "partial" (padded with weight 0 in each epoch); see `Remainder`.
+        seed: Seed of the order and of every draw.
+        shuffle: "full", "blocks" (for slow disks), "lines" (for object storage) or "none" (as stored); see `Shuffle`.
+        shuffle_window: Rows that "blocks" mixes at a time, and each lane of "lines". None: 4096, or by the cache.
+        lanes: Equal parts of each global batch that "lines" deals the shards to. None: one for each machine.
+        row_weights: `batch.weight` of each store's rows, in the order of the stores. (): 1.
+
+    What a row has:
+        caption_dropout: Probability that a caption is replaced by the empty one (of classes: the null class).
+        flip: Probability of the mirrored image, of a store that was packed with flips.
+        columns: Roles of the columns to read. The others are not read.
+        ragged: Names of the ragged groups to read. The others are not read.
+        pad_to: Tokens of each caption, padding included. None: the store's longest caption.
+        pad_multiple: Instead: round each batch's longest caption up to a multiple of this, and its longest entry of each ragged
+            group; shapes then vary.
+        text: Quantised tokens "dequantised" to float16 by the prefetch threads, or as "stored"; see `TextForm`.
+
+    Reading:
+        verify: Compare the checksum of every row and caption that is read; the first mismatch raises `CorruptError`.
+        plain_reads: Read with `preadv` instead of a memory map: slower, but a failing disk raises an error.
+        threads: Prefetch threads; 1 or 2 are enough.
+        prefetch_bytes: Limit on prefetched batches, in bytes, used up only once the caller had to wait; at least two batches.
+        cache: Folder that caches stores in object storage. None: BUCKETLINE_CACHE, or the user's cache directory.
+        cache_bytes: Size of that cache, all of its stores together, such as "500GiB". None: 80 % of the free space.
+        endpoint: Address of an S3-compatible service.
+        store_option: "KEY=VALUE" pairs for the client of object storage, such as "region=eu-central-1".
+        deadline: Seconds after which an unanswered request to object storage fails.
+    """
 
     split: str = "train"
     remainder: Remainder = Remainder.CARRY
-    epochs: int | None = None  # None: endless
-    plain_reads: bool = False  # read with `preadv` instead of a memory map: slower, but a failing disk raises an error
-    columns: tuple[str, ...] = ("target",)  # roles of the columns that are read; the others are not
-    ragged: tuple[str, ...] = ()  # names of the ragged groups that are read; the others are not
-    pad_to: int | None = None  # tokens per caption, padding included; None: the store's longest caption
-    # instead of `pad_to`: round each batch's longest caption up to this, and its longest entry of each ragged group, which is
-    # else padded to the store's longest; shapes then vary
+    epochs: int | None = None
+    rewind: bool = False
+    plain_reads: bool = False
+    columns: tuple[str, ...] = ("target",)
+    ragged: tuple[str, ...] = ()
+    pad_to: int | None = None
     pad_multiple: int | None = None
-    row_weights: tuple[float, ...] = ()  # `weight` of each store's rows, in the order of the stores; (): 1
-    text: TextForm = TextForm.DEQUANTISED  # or `stored`, for a caller that dequantises on the device
+    row_weights: tuple[float, ...] = ()
+    text: TextForm = TextForm.DEQUANTISED
 
     def __post_init__(self) -> None:
         ReadOptions.__post_init__(self)
@@ -222,9 +264,17 @@ class LoaderConfig(ReadOptions):
         if self.pad_to is not None and self.pad_multiple is not None:
             raise UsageError(f"pad_to is {self.pad_to} and pad_multiple is {self.pad_multiple}, expected one of them")
 
+        if self.rewind and self.epochs not in (None, 1):
+            raise UsageError(f"rewind is set and epochs is {self.epochs}; each `for` reads the same epoch, so leave out epochs")
+
     @staticmethod
     def _named(field: str) -> str:
         return field
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Return the number of epochs after which the plan ends; None if it is endless."""
+        return 1 if self.rewind else self.epochs
 
     def rows_of(self, bucket: Bucket) -> int:
         """Return the number of rows in a rank's micro-batch of a bucket; it never varies."""

@@ -54,6 +54,7 @@ class PlanMark:
     stores: StoreMarks
     generations: tuple[int, ...]  # of all stores; empty in states of earlier versions, which name those of the first
     plan: str  # digest
+    epochs: int | None  # after which the plan ends; None: endless, or not known (earlier versions), which reads the same steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

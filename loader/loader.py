@@ -1,32 +1,29 @@
 """The loader: batches of one bucket each, in the plan's order, prefetched by threads of this process or by a service.
 
 with Loader("photos.store", LoaderConfig(batch_size=8), device=torch.device("cuda")) as loader:
-    for batch in loader:
-        ...
+    for epoch in range(10):
+        for batch in loader:
+            ...
 """
 
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from bucketline.errors import StateError, StoreError, UsageError
-from bucketline.loader.batch import Batch, as_fields
 from bucketline.loader.collate.batch_builder import BatchBuilder
-from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.config import Shuffle
 from bucketline.loader.follow import GenerationWatch, at_generations, expect_readable
 from bucketline.loader.history import short
+from bucketline.loader.iteration import CLOSED, EpochLoader, device_of
 from bucketline.loader.mixture import WeightedStore, open_shares
 from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.plan import asked_window, plan_of
-from bucketline.loader.prefetch.threads import QueueStats, ThreadBackend
+from bucketline.loader.prefetch.threads import ThreadBackend
 from bucketline.loader.service.client import AUTO, ServiceBackend, ServiceStream
 from bucketline.loader.service.protocol import PROTOCOL, Request, StoreOf
 from bucketline.loader.state import (
@@ -39,27 +36,53 @@ from bucketline.loader.state import (
     parse_state,
     saved_choices,
 )
-from bucketline.loader.stats import LoaderStats, Meter
 from bucketline.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from torch import Tensor
+    import torch
 
-    from bucketline.loader.collate.buffer_pool import FilledBuffer
+    from bucketline.loader.batch import Batch
     from bucketline.loader.config import LoaderConfig
-    from bucketline.loader.history import PastSteps
     from bucketline.loader.mixture import Stores
     from bucketline.loader.prefetch.threads import ThreadStream
+    from bucketline.loader.stats import LoaderStats
     from bucketline.store.format.columns import LatentKind
 
 
-class Loader:
-    """An iterable of one rank's micro-batches. It has one iterator at a time: a second one ends the first.
+class Loader(EpochLoader):
+    """An iterable of one rank's micro-batches. One `for` is one epoch: each row once, in a new order, with new draws.
 
-    A loader may be passed to a forked or spawned process. That process iterates independently, from the state at that time.
+    Train for E epochs; `len(loader)` is the number of batches of this epoch, and `batch.epoch` its number:
+
+        loader = Loader("photos.store", LoaderConfig(batch_size=8), device="cuda")
+        for epoch in range(E):
+            for batch in loader:
+                ...
+
+    Validate: the same batches every time, also after a `break`:
+
+        held_out = LoaderConfig(batch_size=8, split="val", remainder="partial", rewind=True)
+        validation = Loader("photos.store", held_out, device="cuda")
+        for batch in validation:
+            ...  # rows of `batch.weight` 0 only fill the last batch of a bucket
+
+    Resume: the first `for` reads what remains of its epoch.
+
+        state = loader.state_dict()  # after any batch; JSON; it counts what the loop has had
+        loader.load_state_dict(state)  # of a new loader, also on another number of ranks
+        for epoch in range(loader.epoch, E):
+            for batch in loader:
+                ...
+
+    After a `break` or an exception in the loop, the next `for` reads the next epoch. `loader.forever()` iterates over all
+    epochs, for loops that count steps; stopped, it continues where it was. After the last of `epochs`, another `for` is an
+    error: the rows that were left over have been padded to batches, and more epochs would repeat them.
+
+    A loader has one iterator at a time; one that another has replaced raises an error. It may be passed to a forked or spawned
+    process, which iterates independently, from the state at that time.
     """
 
     def __init__(
@@ -69,7 +92,7 @@ class Loader:
         *,
         rank: int = 0,
         world_size: int = 1,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         service: Path | str | None = None,
         follow: bool = False,
     ) -> None:
@@ -80,6 +103,8 @@ class Loader:
 
         `service`: the socket of a `loader serve` that reads this store, or "auto" for a child process that does. Without it,
         threads of this process read. The batches are the same.
+
+        `device`: of the batches; the number of a CUDA device, or None for host memory.
 
         `follow`: take up newer generations of the stores while iterating, between steps (see `take_up`). Of one rank only:
         several must agree on the step, by `newer` on one of them and `take_up` on all.
@@ -93,28 +118,19 @@ class Loader:
         """
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
-        if follow and (world_size > 1 or config.epochs is not None):
+        if follow and (world_size > 1 or config.num_epochs is not None):
             raise UsageError(
-                f"follow is set, with {world_size} ranks and epochs={config.epochs}; expected one rank and epochs=None "
+                f"follow is set, with {world_size} ranks and epochs={config.num_epochs}; expected one rank and epochs=None "
                 "(several ranks agree on a step by newer() and take_up())"
             )
         self._follows, self._watch = follow, GenerationWatch(config, world_size, is_served=service is not None)
         chosen = ("lanes", "shuffle_window") if config.shuffle is Shuffle.LINES else ()
         self._chosen = [name for name in chosen if getattr(config, name) is None]  # a state may set them
-        self.device = torch.device(device or "cpu")
-        if self.device.type not in ("cpu", "cuda"):
-            raise UsageError(f"device is {self.device}, expected cpu or cuda")
+        self.device = device_of(device)
         self._rank, self._world_size, self._service = rank, world_size, service
         self._backend: ThreadBackend | ServiceBackend | None = None
         self._open(open_shares(stores, config.remote()), config)
-        num_steps = None if config.epochs is None else self.plan.steps_before(config.epochs)
-        self._cursor = Cursor(step=0, micro_step=0, num_steps=num_steps)
-        self._past: tuple[PastSteps, ...] = ()  # what was consumed before the present plan and ranks
-        self._since = (0, 0)  # step and micro step at which these began
-        self._stream: ThreadStream | ServiceStream | None = None
-        self._iterator: object = None  # the present one
-        self._num_taken_up = 0
-        self._meter, self._queue_stats = Meter(), QueueStats(ready=0, depth=0, buffers=0)
+        self._begin_at_first_epoch()
 
     def _open(self, shares: tuple[WeightedStore, ...], config: LoaderConfig) -> None:
         """Make the plan over stores, and read by it."""
@@ -131,7 +147,7 @@ class Loader:
         if self._chosen:
             window = config.shuffle_window or asked_window(self._rows, config, plan.buckets, self._world_size)
             config = replace(config, lanes=plan.lanes, shuffle_window=window)
-        self.config = config
+        self.config, self._steps = config, plan.epoch_steps
 
     def _set_backend(self) -> None:
         """Let the present plan's batches be read: by the service that read before, or by new threads."""
@@ -157,62 +173,25 @@ class Loader:
             pid=os.getpid(),
         )
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Continue from the current state. After the last of `epochs`, the next iteration starts over."""
-        self._end()
-        self.start_over_at_end()
-        self._meter = Meter()
-        stream, pid, taken_up = self._begin(), os.getpid(), self._num_taken_up
-        self._iterator = mine = object()
-        try:
-            while True:
-                if self._follows and self._cursor.micro_step == 0 and (newer := self.newer()) is not None:
-                    self.take_up(newer)
-                # the loop continues in a process that was forked inside it, or with newer generations
-                if os.getpid() != pid or (taken_up != self._num_taken_up and self._iterator is mine):
-                    stream, pid, taken_up = self._begin(), os.getpid(), self._num_taken_up
-                asked = time.perf_counter()
-                if (delivered := stream.next()) is None:
-                    return
-                filled = delivered[0]
-                batch = batch_of(*delivered, self._latent_kind)
-                self._meter.note(asked, filled)
-                after = self._cursor.after(filled.step, filled.micro_step, self.config.accumulation)
-                del delivered, filled  # or the generator would hold the buffer until the next one
-                self._cursor = after  # last, so that Ctrl-C before this skips no batch
-                yield batch
-                del batch
-        finally:
-            if self._stream is stream:
-                self._end()
-            else:  # it has already ended, and its counts were saved
-                stream.close()
+    def _before_batch(self) -> None:
+        if self._follows and self._cursor.micro_step == 0 and (newer := self.newer()) is not None:
+            self.take_up(newer)
 
-    def _begin(self) -> ThreadStream | ServiceStream:
+    def _begin_stream(self) -> ThreadStream | ServiceStream:
         sources = [share.store.source for share in self.shares if share.store.source is not None]
         if isinstance(self._backend, ThreadBackend) and any(source.is_inherited for source in sources):
             # object storage cannot be read in a forked process
             self._backend = ServiceBackend(AUTO, self._request(), self.device)
         assert self._backend is not None
-        self._stream = self._backend.begin(self._cursor)
-        return self._stream
-
-    def start_over_at_end(self) -> None:
-        """Move to the first step if the last of `epochs` is done, as the next iteration does."""
-        if self._cursor.step == self._cursor.num_steps:
-            self._jump(0)
+        return self._backend.begin(self._cursor)
 
     def stream(self) -> ThreadStream:
         """Begin an iteration of filled buffers, for a sender, of a loader whose own threads read. Its state stays as it is."""
-        self._end()
-        stream = self._begin()
+        self._end_stream()
+        stream = self._begin_stream()
         assert not isinstance(stream, ServiceStream)
+        self._stream = stream
         return stream
-
-    @property
-    def num_steps(self) -> int | None:
-        """Number of steps in all `epochs`; None if the loader is endless."""
-        return self._cursor.num_steps
 
     @property
     def latent_kind(self) -> LatentKind:
@@ -223,35 +202,6 @@ class Loader:
         """Size of the largest batch, of a loader whose own threads read."""
         assert isinstance(self._backend, ThreadBackend)
         return self._backend.buffer_bytes
-
-    def __len__(self) -> int:
-        """Return the number of micro-batches in all `epochs`.
-
-        Raises:
-            TypeError: if the loader is endless.
-        """
-        if self._cursor.num_steps is None:
-            raise TypeError("a loader with epochs=None has no length")
-        return self._cursor.num_steps * self.config.accumulation
-
-    def set_epoch(self, epoch: int) -> None:
-        """Move to the first step of an epoch, counted from 0. The next iteration starts there and continues past its end.
-
-        Raises:
-            UsageError: if the loader ends before that epoch.
-        """
-        if epoch < 0 or (self.config.epochs is not None and epoch >= self.config.epochs):
-            expected = "0 or more" if self.config.epochs is None else f"0 to {self.config.epochs - 1}"
-            raise UsageError(f"epoch is {epoch}, expected {expected}")
-        self._end()
-        self._jump(self.plan.steps_before(epoch))
-
-    def _jump(self, step: int) -> None:
-        """Move to a step; what was consumed is part of the state."""
-        if (step, 0) != (self._cursor.step, self._cursor.micro_step):
-            self._past = self._state().consumed()
-            self._since = (step, 0)
-            self._cursor = self._cursor.at(step)
 
     def names(self, batch: Batch) -> list[str]:
         """Return the sample ids of a batch's rows (paths in the source, with extension), `[B]`; reads each sample's record.
@@ -275,17 +225,20 @@ class Loader:
     def state_dict(self) -> dict[str, object]:
         """Return the state as JSON values. It counts the micro-batches that the caller has consumed.
 
-        It has under 1 KB, and some 100 bytes for each time that the number of ranks changed, or the generation.
+        It has under 1 KB, and some 100 bytes for each time that the number of ranks changed, the generation, or the
+        epoch before its end.
         """
         return as_json(self._state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Resume from a saved state at the next iteration, with its lanes and window if the configuration names none.
+        """Resume from a saved state, with its lanes and window if the configuration names none.
+
+        The next `for` reads what remains of the state's epoch; at an epoch's end, the one that follows.
 
         Raises:
             StateError: if it belongs to another plan; the message names the field, its saved and its current value.
         """
-        self._end()
+        self._end_iteration("load_state_dict() was called")
         if self._follows and (generations := parse_state(state).generations) and len(generations) == len(self.shares):
             self._open(at_generations(self.shares, generations, self.config), self.config)
         saved = {name: value for name, value in saved_choices(state, self.plan).items() if name in self._chosen}
@@ -293,10 +246,7 @@ class Loader:
             self._set_plan(replace(self.config, **saved))  # type: ignore[arg-type]
             self._set_backend()
         found = check_state(state, self._state(), self.plan.earlier_digest)
-        if self._cursor.num_steps is not None and found.step > self._cursor.num_steps:
-            raise StateError(
-                f"the state is at step {found.step}, this loader ends after {self._cursor.num_steps} steps; give more epochs"
-            )
+        self._expect_position(found)
         self._resume(found)
 
     def newer(self) -> tuple[int, ...] | None:
@@ -326,10 +276,10 @@ class Loader:
         past = self._state().consumed()
         shares = at_generations(self.shares, generations, self.config)
         expect_readable(shares, self.config, self._world_size, is_served=self._service is not None)
-        self._end()
+        self._end_stream()
         self._open(shares, self.config)
         self._past, self._since = past, (self._cursor.step, 0)
-        self._num_taken_up += 1
+        self._replan()
 
     def start_anew(self, state: Mapping[str, object]) -> None:
         """Continue at a saved state's step by this loader's own plan, whatever plan the state has; keep the state's history.
@@ -343,22 +293,15 @@ class Loader:
                 f"the state was saved within a step (micro-batch {found.micro_step} of {found.accumulation}), and a new plan "
                 "begins between steps; resume it by its own plan"
             )
-        self._end()
+        self._end_iteration("start_anew() was called")
         self._resume(found)
-
-    def _resume(self, found: LoaderState) -> None:
-        self._cursor = self._cursor.at(found.step, found.micro_step)
-        here = (found.step, found.micro_step)
-        now = self._state()
-        is_same = (found.world_size, found.accumulation, found.plan) == (now.world_size, now.accumulation, now.plan)
-        self._past = found.past() if is_same else found.consumed()
-        self._since = min((found.since[0], found.since[1]), here) if is_same else here
 
     def _state(self) -> LoaderState:
         now = LoaderState(
             version=STATE_VERSION,
             step=self._cursor.step,
             micro_step=self._cursor.micro_step,
+            epoch=self._epoch_of_state(),
             accumulation=self.config.accumulation,
             world_size=self._world_size,
             batch=self.config.sizing(),
@@ -367,24 +310,18 @@ class Loader:
             stores=self._marks,
             generations=tuple(share.store.manifest.generation for share in self.shares),
             plan=self.plan.digest,
+            epochs=self.plan.epochs,
             since=self._since,
             history=(),
         )
         return replace(now, history=short(self._past, now)) if self._past else now
 
-    def _end(self) -> None:
-        """End the current iteration."""
-        if self._stream is not None:
-            stream, self._stream = self._stream, None
-            self._queue_stats = stream.queue_stats()
-            stream.close()
-
     def close(self) -> None:
         """End the current iteration and a private service. Threads and processes are gone when this returns.
 
-        Batches still held stay valid, and a later iteration resumes where this one stopped.
+        Batches still held stay valid. As after a `break`, the next `for` reads the next epoch.
         """
-        self._end()
+        self._end_iteration(CLOSED)
         if self._backend is not None:
             self._backend.close()
 
@@ -402,7 +339,7 @@ class Loader:
         """Return what another process needs to resume from this state; a spawned process opens the store itself."""
         stores = [(share.store.absolute, share.store.manifest.generation, share.repeats) for share in self.shares]
         ranks = (self._rank, self._world_size, self.device, self._service, self._follows)
-        return _again, (stores, self.config, ranks, self.state_dict())
+        return _again, (stores, self.config, ranks, self.state_dict(), self._is_begun)
 
 
 def _again(
@@ -410,6 +347,7 @@ def _again(
     config: LoaderConfig,
     ranks: tuple[int, int, torch.device, Path | str | None, bool],
     state: dict[str, object],
+    is_begun: bool,  # noqa: FBT001 - given by position, as pickle does
 ) -> Loader:
     """Rebuild another process's loader, in its state."""
     rank, world_size, device, service, follow = ranks
@@ -419,16 +357,5 @@ def _again(
     ]
     loader = Loader(shares, config, rank=rank, world_size=world_size, device=device, service=service, follow=follow)
     loader.load_state_dict(state)
+    loader._is_begun = is_begun
     return loader
-
-
-def batch_of(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind) -> Batch:
-    """Make a batch from a filled buffer's description and its bytes on the caller's device."""
-    return Batch(
-        step=filled.step,
-        micro_step=filled.micro_step,
-        epoch=filled.epoch,
-        bucket=filled.bucket,
-        latent_kind=latent_kind,
-        **as_fields(carve(flat, filled.fields)),
-    )

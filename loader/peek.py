@@ -56,7 +56,7 @@ def read_step(stores: Sequence[str], config: LoaderConfig, step: int, world_size
     for rank in range(world_size):
         with Loader(tuple(stores), config, rank=rank, world_size=world_size) as loader:
             loader.load_state_dict({**loader.state_dict(), "step": step, "micro_step": 0})
-            for batch, _ in zip(loader, range(config.accumulation), strict=False):
+            for batch, _ in zip(loader.forever(), range(config.accumulation), strict=False):
                 found.append(_peeked(loader, batch, rank))
     return found
 

@@ -190,7 +190,7 @@ class Seen:
         self.doubtful: list[Unknown] = []  # recorded by an earlier version, which kept no history
         opened: dict[tuple[object, ...], Part | str] = {}
         for past in run.state.consumed():
-            key = (past.plan, past.generations)
+            key = (past.plan, past.generations, past.epochs)
             if key not in opened:
                 try:
                     opened[key] = self._opened(past)
@@ -207,7 +207,8 @@ class Seen:
 
     def _opened(self, past: PastSteps) -> Part:
         shares = self._shares(past)
-        config = LoaderConfig(**self._sizes(past), **past.settings, accumulation=past.accumulation)  # type: ignore[arg-type]
+        sizes = self._sizes(past)
+        config = LoaderConfig(**sizes, **past.settings, accumulation=past.accumulation, epochs=past.epochs)  # type: ignore[arg-type]
         rows = join(shares)
         plan = make_plan(rows, config, world_size=past.world_size)
         if plan.earlier_digest == past.plan:

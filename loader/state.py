@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from bucketline.loader.mixture import WeightedStore
     from bucketline.loader.plan.plan import Plan
 
-STATE_VERSION = 3
-WITHOUT_HISTORY = 2  # version of states that do not have it
+STATE_VERSION = 4
+WITHOUT_EPOCH, WITHOUT_HISTORY = 3, 2  # versions of states that do not have it
 SPELT_OUT = 3  # stores listed in full; the rest only enter a digest, which keeps a state below 1 KB
 
 
@@ -30,6 +30,7 @@ class LoaderState(PlanMark):
     version: int
     step: int  # optimizer step of the next micro-batch
     micro_step: int  # its index within the step
+    epoch: int | None  # that the next micro-batch belongs to; None in states of earlier versions: the one that has the step
     global_batch: int | str  # of every bucket; if buckets differ, the smallest, the largest and a digest of all
     since: tuple[int, ...]  # step and micro step at which the present plan and ranks began
     history: tuple[dict[str, Json], ...]  # what was consumed before that, as `history.short` returns it
@@ -84,17 +85,20 @@ def _short_digest(value: object) -> str:
 
 
 def parse_state(saved: Mapping[str, object]) -> LoaderState:
-    """Return a saved state, also one of the version before, which kept no history.
+    """Return a saved state, also of versions before, which had no epoch, or kept no history.
 
     Raises:
         StateError: if it is of another version, or damaged.
     """
     version = saved.get("version")
-    if type(version) is not int or version not in (WITHOUT_HISTORY, STATE_VERSION):
+    if type(version) is not int or version not in (WITHOUT_HISTORY, WITHOUT_EPOCH, STATE_VERSION):
         raise StateError(
-            f"the saved loader state has version {version!r}, expected version {WITHOUT_HISTORY} or {STATE_VERSION}"
+            f"the saved loader state has version {version!r}, expected version {WITHOUT_HISTORY}, {WITHOUT_EPOCH} or "
+            f"{STATE_VERSION}"
         )
     entries = dict(saved)
+    if version != STATE_VERSION:
+        entries |= {"epoch": None, "epochs": None}
     if version == WITHOUT_HISTORY:
         entries |= {"batch": {}, "generations": [], "since": [0, 0], "history": []}
     try:

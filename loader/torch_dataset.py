@@ -17,7 +17,7 @@ from bucketline.loader.batch import Batch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from bucketline.loader.loader import Loader
+    from bucketline.loader.iteration import EpochLoader
 
 _REMEDY = "create the DataLoader with num_workers=0: the loader has its own prefetch thread, and copies no batch"
 
@@ -25,14 +25,16 @@ _REMEDY = "create the DataLoader with num_workers=0: the loader has its own pref
 class BatchDataset(IterableDataset[Batch]):
     """A loader's complete batches, for `DataLoader(…, batch_size=None)` without workers.
 
-    `DataLoader` has no state: save `state_dict` of this dataset (or of the loader), which counts what was consumed.
+    One `for` over the `DataLoader` is one epoch of the loader. `DataLoader` has no state: save `state_dict` of this dataset (or
+    of the loader), which counts what was consumed. There is no `set_epoch`: the loader counts its epochs, and Accelerate would
+    set those that it has counted itself, also after a resume.
     """
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: EpochLoader) -> None:
         self.loader = loader
 
     def __iter__(self) -> Iterator[Batch]:
-        """Continue from the loader's state.
+        """Iterate over one epoch; see `Loader`.
 
         Raises:
             UsageError: if called in a worker process, because each worker would read all batches again.
@@ -42,11 +44,7 @@ class BatchDataset(IterableDataset[Batch]):
         return iter(self.loader)
 
     def __len__(self) -> int:
-        """Return the length of the loader.
-
-        Raises:
-            TypeError: if the loader is endless.
-        """
+        """Return the length of the loader's epoch."""
         return len(self.loader)
 
     def state_dict(self) -> dict[str, object]:
@@ -54,7 +52,7 @@ class BatchDataset(IterableDataset[Batch]):
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Resume from a saved state at the next iteration.
+        """Resume from a saved state; see `Loader.load_state_dict`.
 
         Raises:
             StateError: if it belongs to another plan.

@@ -34,7 +34,7 @@ def rows_of(loaders: Sequence[Loader], max_batches: int | None = None) -> dict[s
     """Return one pass of some loaders, by bucket, without the rows that only complete a batch."""
     parts: dict[str, list[Rows]] = {}
     for loader in loaders:
-        for batch in islice(loader, max_batches):
+        for batch in islice(loader.forever(), max_batches):
             real = batch.weight.numpy() > 0
             parts.setdefault(batch.bucket, []).append({name: as_stored(own)[real] for name, own in batch.by_name().items()})
     return {bucket: {name: np.concatenate([part[name] for part in own]) for name in own[0]} for bucket, own in parts.items()}

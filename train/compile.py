@@ -121,7 +121,7 @@ def share_cores_of_compiler(num_ranks: int) -> None:
 
 def example_batches(loader: Loader, buckets: Iterable[Bucket]) -> dict[str, Batch]:
     """Return an example batch per bucket, by name: the values of one batch in the shapes of each bucket, of any split."""
-    first = next(iter(loader))
+    first = next(loader.forever())
     examples = {}
     for bucket in buckets:
         shape = bucket.spec.column(LATENT).shape

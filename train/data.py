@@ -165,7 +165,7 @@ def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None
         fail_together(),
         open_loader(replace(config, prefetch_bytes=1 << 20), ranks, shares, torch.device("cpu")) as loader,
     ):
-        next(iter(loader))
+        next(loader.forever())
 
 
 def _read_schedule(config: TrainConfig, ranks: TrainRanks) -> Schedule:

@@ -186,7 +186,7 @@ class Trainer:
 
     def _loop(self, stop: StopRequest) -> str | None:
         """Train until the last step or a signal, whose name is returned."""
-        batches, waited = iter(self.loader), 0.0
+        batches, waited = self.loader.forever(), 0.0
         self._progress.begin(self.steps_done)
         self.saver.restart_clock()
         began = mark(self._device)

@@ -58,7 +58,7 @@ class BatchParts(Case):
         )
         store = Store.open(kept_store(folder, shape))
         with Loader(store, LoaderConfig(batch_size=self.batch_size)) as loader:
-            buffer_bytes = sum(tensor.nbytes for tensor in next(iter(loader)).tensors())
+            buffer_bytes = sum(tensor.nbytes for tensor in next(loader.forever()).tensors())
             copies = RingCopies(buffer_bytes, loader.stats().depth + 2, store.manifest.payload_bytes)
             parts = _Parts(self, store, loader, copies)
             subjects = [Subject(name=name, measure=parts.of(name), limit=None if name == MEMCPY else MEMCPY) for name in PARTS]
@@ -144,7 +144,7 @@ class _Parts:
 
     def _taken(self) -> float:
         """Take batches that are ready; return the seconds that `batches` of them would take."""
-        batches = iter(self._loader)
+        batches = self._loader.forever()
         seconds, taken = 0.0, 0
         next(batches)
         while taken < self._config.batches:

@@ -67,7 +67,7 @@ class BusyTrainer(Case):
         return results
 
     def _subjects(self, loader: Loader, name: str, *, is_served: bool) -> tuple[list[Subject], list[Subject]]:
-        batches = iter(loader)
+        batches = loader.forever()
 
         def take() -> int:
             num_bytes = 0

@@ -77,7 +77,7 @@ def _subjects(config: Delivery, store: Store) -> list[Subject]:
         threads = f"{n} thread{'s' if n > 1 else ''}"
         asked = LoaderConfig(batch_size=config.batch_size, prefetch_bytes=config.prefetch_mib << 20, threads=n)
         with Loader(store, asked) as loader:
-            buffer_bytes = sum(tensor.nbytes for tensor in next(iter(loader)).tensors())
+            buffer_bytes = sum(tensor.nbytes for tensor in next(loader.forever()).tensors())
             copies = RingCopies(buffer_bytes, loader.stats().depth + 2, store.manifest.payload_bytes)
         limit, mark = f"memcpy, {threads}", Mark(bound=0.85)
         subjects += [
@@ -104,7 +104,7 @@ def delivering(config: Delivery, store: Store, asked: LoaderConfig, service: str
             if file.is_file():
                 file.read_bytes()
         with Loader(store, asked, service=service) as loader:
-            batches = iter(loader)
+            batches = loader.forever()
             for _ in range(WARM_AFTER + one_pass):
                 next(batches)
             while loader.stats().ready:

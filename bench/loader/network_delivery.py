@@ -72,7 +72,7 @@ class NetworkDelivery(Case):
             said = using.enter_context(started(path, temporary / "s", "--listen", "0"))
             address = f"127.0.0.1:{said.split()[-1]}"
             with RemoteLoader(address, config) as loader:
-                batches = iter(loader)
+                batches = loader.forever()
                 num_bytes = sum(tensor.nbytes for tensor in next(batches).tensors())
                 for _ in range(self.num_shards * self.rows_per_shard // self.batch_size):  # the server's pages
                     next(batches)
@@ -119,7 +119,7 @@ class NetworkDelivery(Case):
         loader = RemoteLoader(address, config)
 
         def run() -> int:
-            batches = iter(loader)
+            batches = loader.forever()
             total = sum(sum(t.nbytes for t in next(batches).tensors()) for _ in range(self.batches))
             loader.close()
             return total

@@ -117,7 +117,7 @@ class QuantisedText(Case):
             for file in path.rglob("*.lmdb"):  # some systems drop pages that nobody has read for a minute
                 file.read_bytes()
             with Loader(Store.open(path), asked) as loader:
-                batches = iter(loader)
+                batches = loader.forever()
                 for _ in range(math.ceil(self.rows / self.batch_size) + loader.stats().depth):
                     next(batches)
                 while loader.stats().ready:

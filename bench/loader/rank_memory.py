@@ -154,7 +154,7 @@ def _rank(store: str, socket: str, rank: int, batch_size: int, prefetch_mib: int
     config = LoaderConfig(batch_size=batch_size, prefetch_bytes=prefetch_mib << 20)
     print(json.dumps("imported"), flush=True)
     with Loader(store, config, rank=rank, world_size=num_ranks, service=socket or None) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         batch = next(batches)
         for _ in range(loader.plan.steps_before(epochs) - 1):
             batch = next(batches)

@@ -128,7 +128,7 @@ def _end_to_end(config: HotGather, store: Store, asked: LoaderConfig) -> Callabl
     loader = Loader(store, asked)
 
     def run() -> int:
-        num_bytes = sum(sum(tensor.nbytes for tensor in batch.tensors()) for batch in islice(loader, config.batches))
+        num_bytes = sum(sum(tensor.nbytes for tensor in batch.tensors()) for batch in islice(loader.forever(), config.batches))
         loader.close()
         return num_bytes
 

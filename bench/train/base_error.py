@@ -64,7 +64,7 @@ class BaseError(Case):
             compile=Compile.OFF,
         )
         plain = _trainer(config, None)
-        batches = list(itertools.islice(iter(plain.loader), self.repeats))
+        batches = list(itertools.islice(plain.loader.forever(), self.repeats))
         figures = {NONE: _measured(plain, plain, batches)}
         for base in Base:
             quantised = _trainer(config, base)

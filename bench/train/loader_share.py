@@ -117,7 +117,7 @@ class Windows:
         from bucketline.train.data import open_loader
 
         self._training, self._loader, self._steps = trainer.training, trainer.loader, steps
-        self._batches, self._taken = iter(trainer.loader), 0
+        self._batches, self._taken = trainer.loader.forever(), 0
         self.device = trainer.loader.device
         in_process = replace(trainer.config, service="none")
         with open_loader(in_process, trainer.ranks, trainer.loader.shares, self.device) as one:

@@ -174,7 +174,7 @@ def loader(run: ColdRun, plan: Plan) -> Prepared:
 
     store = Store.open(run.store)
     config = LoaderConfig(
-        batch_size=run.batch_size, threads=run.threads, epochs=1, seed=int(plan["seed"]), text=TextForm(run.text)
+        batch_size=run.batch_size, threads=run.threads, rewind=True, seed=int(plan["seed"]), text=TextForm(run.text)
     )
     ours = Loader(store, config)
     last: list[Batch] = []

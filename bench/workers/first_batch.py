@@ -23,7 +23,7 @@ def main() -> int:
     with Loader(path, LoaderConfig(batch_size=batch_size)) as loader:
         if share > 0:
             loader.load_state_dict({**loader.state_dict(), "step": int(share * loader.plan.steps_before(1))})
-        batch = next(iter(loader))
+        batch = next(loader.forever())
         took_s = time.perf_counter() - begin
     print(json.dumps({"took_s": took_s, "step": batch.step}))
     return 0

@@ -36,7 +36,7 @@ class _Taker:
 
     def __init__(self, loader: Loader, step_s: float) -> None:
         self._step_s = step_s
-        self._loader, self._batches = loader, iter(loader)
+        self._loader, self._batches = loader, loader.forever()
         self._ready = 0
         self.buffers = 0
 

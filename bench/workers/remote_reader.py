@@ -238,7 +238,7 @@ def first_batch(run: RemoteRun) -> list[Part]:
     control(run.server)
     clock = _Clock()
     with Loader(run.url, run.config(Path(run.cache))) as opened:
-        batch = next(iter(opened))
+        batch = next(opened.forever())
         end = time.monotonic()
         part = clock.part(sum(tensor.nbytes for tensor in batch.tensors()))
         sent = control(run.server)
@@ -272,7 +272,7 @@ def local(run: RemoteRun) -> list[Part]:
 def _steady(run: RemoteRun, store: Store) -> list[Part]:
     with Loader(store, LoaderConfig(batch_size=run.batch_size, shuffle=Shuffle(run.shuffle))) as opened:
         one_pass = opened.plan.steps_before(1)
-        batches = iter(opened)
+        batches = opened.forever()
         for _ in range(2 * one_pass):
             next(batches)
         while opened.stats().ready:

@@ -101,7 +101,7 @@ class PlanCommand(BatchOptions):
 
         shares = open_shares(self.stores, self.remote())
         store = join(shares)
-        config = self.for_loader(columns=self._roles(), ragged=names_in(self.ragged))
+        config = self.for_loader(epochs=None, columns=self._roles(), ragged=names_in(self.ragged))
         plan = make_plan(store, config, world_size=self.world_size)
         steps = plan.steps_before(self.epochs)
         if steps == 0:

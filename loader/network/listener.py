@@ -261,8 +261,6 @@ class Listener:
             )
         if wanted.state is not None:
             loader.load_state_dict(wanted.state)
-        if wanted.starts_over:
-            loader.start_over_at_end()
         return loader, wanted
 
     def _serve(self, connection: _Connection, loader: Loader, wanted: RemoteRequest) -> None:
@@ -271,8 +269,7 @@ class Listener:
         assert isinstance(state, dict)
         answer = RemoteResponse(
             state=state,
-            num_steps=loader.num_steps,
-            accumulation=loader.config.accumulation,
+            sizes=loader.plan.epoch_steps.sizes,
             latent_kind=loader.latent_kind.value,
             buffer_bytes=loader.buffer_bytes,
             stores=tuple(one.store.where for one in loader.shares),

@@ -13,11 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from bucketline.errors import BucketlineError, DeliveryError, UsageError
 from bucketline.loader.collate.buffer_pool import BufferPool
-from bucketline.loader.loader import batch_of
+from bucketline.loader.history import short
+from bucketline.loader.iteration import CLOSED, EpochLoader, device_of
 from bucketline.loader.network.addresses import address_of
 from bucketline.loader.network.tokens import proof_of, read_token
 from bucketline.loader.network.wire import (
@@ -31,36 +30,37 @@ from bucketline.loader.network.wire import (
     end_when_peer_is_lost,
     limit_silence,
 )
-from bucketline.loader.plan.cursor import Cursor
+from bucketline.loader.plan.epoch_steps import EpochSteps
 from bucketline.loader.prefetch.cuda_copy import CudaCopier
 from bucketline.loader.prefetch.reorder_buffer import ReorderBuffer
 from bucketline.loader.prefetch.threads import FIRST_DEPTH, QueueStats, depth_of
 from bucketline.loader.service.protocol import failure_of, receive, send
-from bucketline.loader.state import parse_state
-from bucketline.loader.stats import LoaderStats, Meter
+from bucketline.loader.state import LoaderState, as_json, parse_state
 from bucketline.store.format.columns import LatentKind
 from bucketline.typed_json import TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    import torch
     from torch import Tensor
 
-    from bucketline.loader.batch import Batch
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.plan.cursor import Cursor
+    from bucketline.loader.stats import LoaderStats
     from bucketline.typed_json import Json
 
 SILENCE_S = 10.0  # a server that sends not even a sign of life for so long is lost
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # before all servers are tried again
 
 
-class RemoteLoader:
+class RemoteLoader(EpochLoader):
     """An iterable of one rank's micro-batches, from `loader serve --listen` on another machine.
 
-    The batches are those of a `Loader` of the same stores and configuration, bit for bit, and so is its state: either resumes
-    the other's. This machine needs no store, no credentials and no disk.
+    The batches are those of a `Loader` of the same stores and configuration, bit for bit, and so are its epochs and its state:
+    one `for` is one epoch, and either resumes the other's state. This machine needs no store, no credentials and no disk.
 
     Several servers of the same stores stand in for one another: if one is lost, the iteration continues at the next one, at
     the same batch. It has one iterator at a time. It cannot be used in a forked process.
@@ -73,7 +73,7 @@ class RemoteLoader:
         *,
         rank: int = 0,
         world_size: int = 1,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         token: Path | str | None = None,
         certificate: Path | str | None = None,
         deadline_s: float = 60.0,
@@ -92,9 +92,7 @@ class RemoteLoader:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
         if not deadline_s > 0:
             raise UsageError(f"deadline_s is {deadline_s}, expected seconds above 0")
-        self.device = torch.device(device or "cpu")
-        if self.device.type not in ("cpu", "cuda"):
-            raise UsageError(f"device is {self.device}, expected cpu or cuda")
+        self.device = device_of(device)
         self._servers = _Servers(
             [servers] if isinstance(servers, str) else list(servers),
             None if token is None else read_token(token),
@@ -108,49 +106,28 @@ class RemoteLoader:
             rank=rank,
             world_size=world_size,
             state=None,
-            starts_over=False,
             is_streamed=False,
         )
-        self._answer = self._servers.described(self._request)
-        self._cursor = _cursor_of(self._answer)
-        self._latent_kind = LatentKind(self._answer.latent_kind)
+        self._pid = os.getpid()
         self._pool: BufferPool | None = None
         self._copier: CudaCopier | None = None
-        self._stream: _Receiving | None = None
-        self._meter, self._pid = Meter(), os.getpid()
+        found = self._described(None)
+        self._begin_at_first_epoch()
+        self._resume(found)
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Continue from the current state. After the last of `epochs`, the next iteration starts over.
+    def _described(self, state: Mapping[str, object] | None) -> LoaderState:
+        """Request the plan, and have a state checked; return the state of a loader that begins there."""
+        request = self._request if state is None else replace(self._request, state=_as_state(state))
+        self._answer = self._servers.described(request)
+        self._saved = parse_state(self._answer.state)
+        self._latent_kind = LatentKind(self._answer.latent_kind)
+        sizes = tuple((rows, global_batch) for rows, global_batch in self._answer.sizes)
+        self._steps = EpochSteps(sizes=sizes, remainder=self.config.remainder, epochs=self.config.num_epochs)
+        return self._saved
 
-        Raises:
-            DeliveryError: if no server sends the next batch within the deadline.
-            BucketlineError: the failure of a server, if no other one does better.
-        """
+    def _begin_stream(self) -> _Receiving:
         if os.getpid() != self._pid:
             raise UsageError("a RemoteLoader cannot be used in a forked process; make one there")
-        self.close()
-        if self._cursor.step == self._cursor.num_steps:
-            self._answer = self._servers.described(replace(self._request, state=_as_state(self.state_dict()), starts_over=True))
-            self._cursor = _cursor_of(self._answer)
-        self._meter = Meter()
-        stream = self._begin()
-        try:
-            while True:
-                asked = time.perf_counter()
-                if (delivered := stream.next()) is None:
-                    return
-                filled = delivered[0]
-                batch = batch_of(*delivered, self._latent_kind)
-                self._meter.note(asked, filled)
-                after = self._cursor.after(filled.step, filled.micro_step, self._answer.accumulation)
-                del delivered, filled
-                self._cursor = after
-                yield batch
-                del batch
-        finally:
-            stream.close()
-
-    def _begin(self) -> _Receiving:
         if self._pool is None:
             on_cuda = self.device.type == "cuda"
             depth = depth_of(self.config, self._answer.buffer_bytes)
@@ -158,46 +135,49 @@ class RemoteLoader:
             self._copier = CudaCopier(self.device) if on_cuda else None
         wanted = replace(self._request, state=_as_state(self.state_dict()), is_streamed=True)
         depth = depth_of(self.config, self._answer.buffer_bytes)
-        self._stream = _Receiving(self._servers, wanted, self._cursor, self._pool, self._copier, depth)
-        return self._stream
+        return _Receiving(self._servers, wanted, self._cursor, self._pool, self._copier, depth)
 
-    def __len__(self) -> int:
-        """Return the number of micro-batches in all `epochs`.
+    def _before_batch(self) -> None: ...
 
-        Raises:
-            TypeError: if the loader is endless.
-        """
-        if self._cursor.num_steps is None:
-            raise TypeError("a loader with epochs=None has no length")
-        return self._cursor.num_steps * self._answer.accumulation
+    def _end_stream(self) -> None:
+        if os.getpid() == self._pid:
+            super()._end_stream()
 
     def state_dict(self) -> dict[str, object]:
         """Return the state as JSON values; see `Loader.state_dict`."""
-        return {**self._answer.state, "step": self._cursor.step, "micro_step": self._cursor.micro_step}
+        return as_json(self._state())
+
+    def _state(self) -> LoaderState:
+        now = replace(
+            self._saved,
+            step=self._cursor.step,
+            micro_step=self._cursor.micro_step,
+            epoch=self._epoch_of_state(),
+            since=self._since,
+            history=(),
+        )
+        return replace(now, history=short(self._past, now)) if self._past else now
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Resume from a saved state, of this class or of `Loader`, at the next iteration. A server checks it.
+        """Resume from a saved state, of this class or of `Loader`; see `Loader.load_state_dict`. A server checks it.
 
         Raises:
             StateError: if it belongs to another plan; the message names the field, its saved and its current value.
             DeliveryError: if no server can be reached.
         """
-        self.close()
+        self._end_iteration("load_state_dict() was called")
         parse_state(state)
-        self._answer = self._servers.described(replace(self._request, state=_as_state(state)))
-        self._cursor = _cursor_of(self._answer)
+        found = self._described(state)
+        self._resume(found)
         self._pool = None
 
     def stats(self) -> LoaderStats:
         """Return what the current iteration has delivered and how long the caller waited."""
-        stats = QueueStats(ready=0, depth=0, buffers=0) if self._stream is None else self._stream.queue_stats()
-        return self._meter.stats(stats)
+        return self._meter.stats(self._queue_stats if self._stream is None else self._stream.queue_stats())
 
     def close(self) -> None:
-        """End the current iteration. Batches still held stay valid, and a later iteration resumes where this one stopped."""
-        if self._stream is not None and os.getpid() == self._pid:
-            self._stream.close()
-            self._stream = None
+        """End the current iteration. Batches still held stay valid."""
+        self._end_iteration(CLOSED)
 
     def __enter__(self) -> RemoteLoader:
         return self
@@ -214,11 +194,6 @@ def _as_state(state: Mapping[str, object]) -> dict[str, Json]:
     encoded = encode(dict(state))
     assert isinstance(encoded, dict)
     return dict(encoded)
-
-
-def _cursor_of(answer: RemoteResponse) -> Cursor:
-    state = parse_state(answer.state)
-    return Cursor(step=state.step, micro_step=state.micro_step, num_steps=answer.num_steps)
 
 
 class _Servers:

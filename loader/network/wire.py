@@ -24,7 +24,7 @@ from bucketline.typed_json import Json  # noqa: TC001 - likewise
 if TYPE_CHECKING:
     from torch import Tensor
 
-NETWORK_PROTOCOL = 1
+NETWORK_PROTOCOL = 2
 ALIVE_EVERY_S = 2.0  # a server with no batch to send sends a sign of life
 ALIVE = {"alive": True}  # before the answer; then it is a frame
 MAX_LAYOUT_BYTES = 1 << 20
@@ -50,7 +50,6 @@ class RemoteRequest:
     rank: int
     world_size: int
     state: dict[str, Json] | None
-    starts_over: bool  # if the state is at the end
     is_streamed: bool  # False: only the answer
 
 
@@ -59,8 +58,7 @@ class RemoteResponse:
     """The server's answer: where the iteration begins and ends."""
 
     state: dict[str, Json]  # of a loader that begins there
-    num_steps: int | None  # the iteration ends before this step; None: endless
-    accumulation: int
+    sizes: tuple[tuple[int, ...], ...]  # of each bucket of the plan: rows and global batch; the client counts epochs by them
     latent_kind: str
     buffer_bytes: int  # size of the largest batch
     stores: tuple[str, ...]  # names, for messages

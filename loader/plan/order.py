@@ -122,6 +122,7 @@ class Epoch:
     end: int  # step
     before: tuple[int, ...]  # by bucket: its batches in all earlier epochs
     ends: tuple[int, ...]  # by bucket: cumulative batches of this epoch, up to and including the bucket
+    padded: tuple[int, ...]  # buckets with one more, padded batch at the end, in the order of these steps
     key: int
 
     def batches_at(self, steps: Sequence[int], shuffle: Shuffle) -> list[tuple[int, int]]:
@@ -132,23 +133,38 @@ class Epoch:
         `blocks` and `lines`: each bucket's batches come in order, and the buckets take turns as evenly as their counts allow.
 
         `none`: all batches of the first bucket in order, then those of the next, sorted by name.
+
+        The padded batches follow all others.
         """
-        places = [step - self.first for step in steps]
+        places, others = [step - self.first for step in steps], self.ends[-1]
+        ordered = iter(self._ordered([place for place in places if place < others], shuffle))
+        return [next(ordered) if place < others else self._padded_batch(self.padded[place - others]) for place in places]
+
+    def _padded_batch(self, bucket: int) -> tuple[int, int]:
+        """Return (bucket, batch) of a bucket's padded batch: the one after its last."""
+        return bucket, self.before[bucket] + self.ends[bucket] - (self.ends[bucket - 1] if bucket else 0)
+
+    def _ordered(self, places: list[int], shuffle: Shuffle) -> list[tuple[int, int]]:
+        if not places:
+            return []
         if shuffle in (Shuffle.BLOCKS, Shuffle.LINES):
             return [self._in_turn(place) for place in places]
         if shuffle is Shuffle.FULL:
-            places = permute(np.array(places, dtype=np.int64), self.end - self.first, self.key).tolist()
+            places = permute(np.array(places, dtype=np.int64), self.ends[-1], self.key).tolist()
         return [self._batch(place) for place in places]
 
     def steps_of(self, bucket: int, batches: Sequence[int], shuffle: Shuffle) -> list[int]:
-        """Return the step of each of a bucket's batches in this epoch, by number: the inverse of `batches_at`."""
+        """Return the step of each of a bucket's batches in this epoch, by ascending number: the inverse of `batches_at`."""
         before = self.before[bucket]
+        if bucket in self.padded and (padded := self._padded_batch(bucket)[1]) in batches:
+            step = self.first + self.ends[-1] + self.padded.index(bucket)
+            return [*self.steps_of(bucket, [number for number in batches if number != padded], shuffle), step]
         if shuffle in (Shuffle.BLOCKS, Shuffle.LINES):
             return [self.first + self._turn_of(bucket, number - before) for number in batches]
         begin = self.ends[bucket - 1] if bucket else 0
         places = [begin + number - before for number in batches]
-        if shuffle is Shuffle.FULL:
-            places = unpermute(np.array(places, dtype=np.int64), self.end - self.first, self.key).tolist()
+        if shuffle is Shuffle.FULL and places:
+            places = unpermute(np.array(places, dtype=np.int64), self.ends[-1], self.key).tolist()
         return [self.first + place for place in places]
 
     def _batch(self, place: int) -> tuple[int, int]:

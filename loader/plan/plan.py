@@ -2,7 +2,8 @@
 
 A bucket's rows are read in passes, each with its own keyed bijection. With `carry`, the passes form one endless stream, and
 the bucket's global batch j takes the positions [jG, (j + 1)G): the rest of a pass starts the next batch. Epoch e has the
-batches floor(e n / G) to floor((e + 1) n / G) of that bucket.
+batches floor(e n / G) to floor((e + 1) n / G) of that bucket. If there is a last epoch, it ends with the bucket's next batch,
+in which the positions of later epochs have weight 0.
 
 `shuffle` decides the rows at a pass's positions and the bucket of a step; both are computed in `order`.
 
@@ -26,6 +27,7 @@ from bucketline.errors import PlanError
 from bucketline.forks import cached_property
 from bucketline.loader.config import SHARDS_AT_ONCE, SHUFFLE_WINDOW, Remainder, Shuffle
 from bucketline.loader.plan.cache_needs import chosen_window, most_window
+from bucketline.loader.plan.epoch_steps import EpochSteps
 from bucketline.loader.plan.lanes import Lanes, ShardRuns
 from bucketline.loader.plan.order import Epoch, Span, rows_of
 from bucketline.loader.plan.permutation import extend_key, key_of
@@ -94,6 +96,7 @@ class Plan:
     shuffle: Shuffle = Shuffle.FULL
     shuffle_window: int = SHUFFLE_WINDOW  # rows; see `order.rows_of` and `lanes`; used only by `blocks` and `lines`
     lanes: int = 1  # used only by `lines`
+    epochs: int | None = None  # the last one completes its batches with weight 0; None: endless. Decides no other step
     runs: tuple[ShardRuns, ...] = field(default=(), repr=False, compare=False)  # of each bucket; used only by `lines`
 
     def __post_init__(self) -> None:
@@ -149,8 +152,19 @@ class Plan:
         text = json.dumps([version, self.seed, self.remainder, self.shuffle, window, self.source, buckets, *lanes])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
+    @cached_property
+    def epoch_steps(self) -> EpochSteps:
+        """Return the number of steps in each epoch."""
+        sizes = tuple((bucket.num_rows, bucket.global_batch) for bucket in self.buckets)
+        return EpochSteps(sizes=sizes, remainder=self.remainder, epochs=self.epochs)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Return the number of steps in all epochs; None if they are endless."""
+        return self.epoch_steps.num_steps
+
     def batches_before(self, bucket: PlanBucket, epoch: int) -> int:
-        """Return the number of a bucket's batches in the epochs before `epoch`."""
+        """Return the number of a bucket's batches in the epochs before `epoch`, without the padded one of the last."""
         n, size = bucket.num_rows, bucket.global_batch
         if self.remainder is Remainder.CARRY:
             return epoch * n // size
@@ -162,23 +176,13 @@ class Plan:
         return n // size if self.remainder is Remainder.DROP else -(-n // size)
 
     def steps_before(self, epoch: int) -> int:
-        """Return the number of steps in the epochs before `epoch`."""
-        return sum(self._all_before(epoch))
+        """Return the number of steps in the epochs before `epoch`, without the padded ones of the last."""
+        return self.epoch_steps.steps_before(epoch)
 
-    def _all_before(self, epoch: int) -> list[int]:
-        """Return `batches_before` for every bucket. Fast, because it is needed at every epoch for thousands of buckets."""
-        if self.remainder is Remainder.CARRY:
-            return [epoch * bucket.num_rows // bucket.global_batch for bucket in self.buckets]
-        return [epoch * per_pass for per_pass in self._all_per_pass]
-
-    @cached_property
-    def _all_per_pass(self) -> list[int]:
-        return [self.per_pass(bucket) for bucket in self.buckets]
-
-    @cached_property
+    @property
     def has_steps(self) -> bool:
         """Return True if epochs have steps. With `drop`, they have none if every bucket is smaller than its global batch."""
-        return self.remainder is not Remainder.DROP or any(self._all_per_pass)
+        return self.epoch_steps.has_steps
 
     def epoch_at(self, step: int) -> Epoch:
         """Return a step's epoch: a cached one, the one after a cached one, or the result of a binary search."""
@@ -189,19 +193,9 @@ class Plan:
         for epoch in known:
             if epoch.end == step and step < (following := self.epoch_numbered(epoch.number + 1)).end:
                 return following
-        return self.epoch_numbered(self._search_epoch(step))
-
-    def _search_epoch(self, step: int) -> int:
         if not self.has_steps:
             raise PlanError(self.without_step())
-        past = 1
-        while self.steps_before(past) <= step:
-            past *= 2
-        first = past // 2  # steps_before(first) <= step < steps_before(past)
-        while past - first > 1:
-            middle = (first + past) // 2
-            first, past = (middle, past) if self.steps_before(middle) <= step else (first, middle)
-        return first
+        return self.epoch_numbered(self.epoch_steps.number_at(step))
 
     @cached_property
     def _known(self) -> dict[int, Epoch]:
@@ -209,13 +203,15 @@ class Plan:
 
     def epoch_numbered(self, number: int) -> Epoch:
         """Return an epoch, counted from 0."""
-        before, after = self._all_before(number), self._all_before(number + 1)
+        before, after = self.epoch_steps.batches_before(number), self.epoch_steps.batches_before(number + 1)
+        span = self.epoch_steps.span(number)
         epoch = Epoch(
             number=number,
-            first=sum(before),
-            end=sum(after),
+            first=span.first,
+            end=span.end,
             before=tuple(before),
             ends=tuple(accumulate(map(sub, after, before))),
+            padded=self.epoch_steps.padded if number + 1 == self.epochs else (),
             key=key_of(self.seed, _STEPS, number),
         )
         if len(self._known) >= _KEPT_EPOCHS:
@@ -275,9 +271,9 @@ class Plan:
         carries, padding = self.remainder is Remainder.CARRY, 0
         if carries:  # n and number can be large; Python's integers keep the product exact
             number_of_pass, at = divmod(number * size + begin, n)
-            real = count
+            real = count if self.epochs is None else min(count, self.epochs * n - number * size - begin)
         else:
-            number_of_pass, within = divmod(number, self._all_per_pass[bucket])
+            number_of_pass, within = divmod(number, self.epoch_steps.per_pass[bucket])
             at = within * size + begin
             real = max(0, n - at)
             # a partial batch is padded with rows of its own pass; by `lines`, with those that the same lanes began with
@@ -402,6 +398,7 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
         shuffle=config.shuffle,
         shuffle_window=min(window, most_window(store)) if is_lines else window,
         lanes=lanes,
+        epochs=config.num_epochs,
         runs=tuple(ShardRuns(shard=shard, repeat=repeat, num_rows=num_rows) for shard, repeat, num_rows in runs),
     )
 
@@ -426,6 +423,6 @@ def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:
         PlanError: if the plan has no step.
     """
     plan = make_plan(store, config, world_size=world_size)
-    if (config.epochs is not None and plan.steps_before(config.epochs) == 0) or not plan.has_steps:
+    if plan.num_steps == 0 or not plan.has_steps:
         raise PlanError(plan.without_step())
     return plan

@@ -40,11 +40,14 @@ def visits(plan: Plan, bucket: int, rows: NDArray[np.int64], first: int, end: in
     own = plan.buckets[bucket]
     n, size, carries = own.num_rows, own.global_batch, plan.remainder is Remainder.CARRY
     begin = plan.batches_before(own, plan.epoch_at(first).number)
-    past = plan.batches_before(own, plan.epoch_at(end - 1).number + 1)
+    last = plan.epoch_at(end - 1)
+    past = plan.batches_before(own, last.number + 1) + (bucket in last.padded)
     if begin == past:
         return
     per_pass = plan.per_pass(own)
     passes = range(begin * size // n, -(-past * size // n)) if carries else range(begin // per_pass, past // per_pass)
+    if plan.epochs is not None:  # what a padded batch has of later passes is not counted
+        passes = range(passes.start, min(passes.stop, plan.epochs))
     for number in passes:
         span = plan.span(bucket, number, 0, n)
         if plan.shuffle is Shuffle.LINES:
@@ -67,8 +70,9 @@ def _steps_of(plan: Plan, bucket: int, batches: list[int]) -> tuple[NDArray[np.i
     """Return the step and the epoch of each of a bucket's batches, given by number, ascending: `[batches]` each."""
     own = plan.buckets[bucket]
     steps, epochs = [], []
-    if plan.remainder is Remainder.CARRY:  # the first epoch by whose end so many rows have come
+    if plan.remainder is Remainder.CARRY:  # the first epoch by whose end so many rows have come, or the last
         each = [-(-(number + 1) * own.global_batch // own.num_rows) - 1 for number in batches]
+        each = each if plan.epochs is None else [min(number, plan.epochs - 1) for number in each]
     else:
         each = [number // plan.per_pass(own) for number in batches]
     for number, of_epoch in groupby(zip(each, batches, strict=True), key=itemgetter(0)):

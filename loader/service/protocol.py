@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.mixture import WeightedStore
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE_BYTES = 1 << 20
 WAKE = b"\0"  # each byte after a side's first message means: read the control page again
 _LENGTH = struct.Struct(">I")

@@ -94,13 +94,13 @@ def test_a_loader_continues_from_a_state_with_the_same_batches(case: str) -> Non
     stores = [WeightedStore(store=Store.open(path, at), repeats=repeats) for path, at, repeats in saved["stores"]]
     ranks = {"rank": saved.get("rank", 0), "world_size": saved.get("world_size", 1)}
     with Loader(stores, LoaderConfig(**saved["config"]), **ranks) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         for _ in range(saved["before"]):
             next(batches)
         assert known_then(loader.state_dict(), saved["state"]) == known_then(saved["state"], saved["state"])
     with Loader(stores, LoaderConfig(**saved["config"]), **ranks) as loader:
         loader.load_state_dict(saved["state"])
-        delivered = [batch_as_json(batch) for batch, _ in zip(loader, saved["batches"], strict=False)]
+        delivered = [batch_as_json(batch) for batch, _ in zip(loader.forever(), saved["batches"], strict=False)]
     assert delivered == saved["batches"]
 
 

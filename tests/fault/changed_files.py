@@ -21,7 +21,7 @@ def truncate_under_service(bench: Bench, service: str | None) -> Ended:
     """Truncate the files that a private service maps: it ends, the caller gets an error, and continues once they are back."""
     path = bench.store()
     with started(Loader(path, bench.config(prefetch_bytes=1), service=service)) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         first = next(batches).step + 1
         whole = {file: file.read_bytes() for file in _files(path)}
         for file in whole:
@@ -47,7 +47,7 @@ def swap_file(bench: Bench, service: str | None) -> Ended:
     exchange()
     with started(Loader(path, bench.config(plain_reads=True), service=service)) as loader:
         ended = until_error(
-            iter(loader), 0, CorruptError, r"g\d.lmdb (has \d+ bytes, the manifest says|belongs to another shard)"
+            loader.forever(), 0, CorruptError, r"g\d.lmdb (has \d+ bytes, the manifest says|belongs to another shard)"
         )
         exchange()
         goes_on(loader)

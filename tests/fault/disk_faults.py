@@ -107,7 +107,7 @@ def loaded(path: Path) -> list[str]:
 
     config = LoaderConfig(batch_size=3, plain_reads=True, prefetch_bytes=1, threads=1, verify=True)
     with Loader(path, config) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         return [bytes_digest(next(batches).latents.numpy().tobytes()) for _ in range(20)]
 
 

@@ -96,6 +96,6 @@ def started(loader: Loader) -> Loader:
 def goes_on(loader: Loader) -> None:
     """A new iteration begins with the batch after the last that was taken."""
     wanted = loader.state_dict()["step"]
-    found = next(iter(loader)).step
+    found = next(loader.forever()).step
     if found != wanted:
         raise WrongEndError(f"after the failure came step {found}, expected {wanted}")

@@ -63,7 +63,7 @@ def fork_while_read(bench: Bench, service: str | None) -> Ended:
         for _ in range(FORKS):
             taken = bench.random.randrange(len(expected) - 4)
             loader.load_state_dict({**loader.state_dict(), "step": taken, "micro_step": 0})
-            batches = iter(loader)
+            batches = loader.forever()
             if _ids(batches, 1) != expected[taken : taken + 1]:
                 raise WrongEndError("differs: the parent's first batch")
             taken += 1
@@ -75,7 +75,7 @@ def fork_while_read(bench: Bench, service: str | None) -> Ended:
             def work(use: str = use, taken: int = taken, batches: Iterator[Batch] = batches) -> bool:
                 if use == "leaves it alone":
                     return True
-                return _ids(iter(loader) if use == "iterates" else batches, 3) == expected[taken : taken + 3]
+                return _ids(loader.forever() if use == "iterates" else batches, 3) == expected[taken : taken + 3]
 
             begun = time.perf_counter()
             _forked(work)
@@ -96,7 +96,7 @@ def truncate_sidecars_read_plainly(bench: Bench, service: str | None) -> Ended:
     with Loader(path, config) as own:
         expected = [batch.ids.tolist() for batch in own]
     with started(Loader(path, config, service=service)) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         taken = 1 + bench.random.randrange(2)
         found: list[object] = _ids(batches, taken)
         for file in _sidecars(path):
@@ -121,7 +121,7 @@ import sys
 from bucketline.loader import Loader, LoaderConfig
 config = LoaderConfig(batch_size=1, prefetch_bytes=1, epochs=1000)
 with Loader(sys.argv[1], config) as loader:
-    for batch in loader:
+    for batch in loader.forever():
         if batch.step == 3:
             print("ready", flush=True)
             sys.stdin.read()
@@ -154,7 +154,7 @@ def truncate_sidecars_under_service(bench: Bench, service: str | None) -> Ended:
     """Truncate the sidecars that a private service maps: it ends, the caller gets an error, and resumes once they are back."""
     path = bench.store()
     with started(Loader(path, bench.config(prefetch_bytes=1), service=service)) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         first = next(batches).step + 1
         whole = {file: file.read_bytes() for file in _sidecars(path)}
         for file in whole:

@@ -47,7 +47,7 @@ PRIVATE = """
 import sys
 from bucketline.loader import Loader, LoaderConfig
 with Loader(sys.argv[1], LoaderConfig(batch_size=1), service="auto") as loader:
-    next(iter(loader))
+    next(loader.forever())
 """
 
 
@@ -175,7 +175,7 @@ def _begun(use: str, store: Path, out: Path, packing: Callable[[Path], Apart]) -
 
 def _one_batch(store: Path) -> int:
     with Loader(store, LoaderConfig(batch_size=1)) as loader:
-        return next(iter(loader)).step
+        return next(loader.forever()).step
 
 
 def _judged(ended: Ended) -> tuple[Outcome, str]:

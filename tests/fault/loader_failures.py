@@ -55,8 +55,10 @@ def corrupt_row(bench: Bench, service: str | None) -> Ended:
     at = int(located.offsets(bucket.spec, "latent")[0])
     flip_bit(store.shards[int(located.shard[0])].paths.lmdb, 8 * at + bench.random.randrange(256))
     with started(Loader(path, bench.config(verify=True), service=service)) as loader:
-        ended = until_error(iter(loader), 0, CorruptError, f"sample '{re.escape(name)}'")
-        again = until_error(iter(loader), int(str(loader.state_dict()["step"])), CorruptError, f"sample '{re.escape(name)}'")
+        ended = until_error(loader.forever(), 0, CorruptError, f"sample '{re.escape(name)}'")
+        again = until_error(
+            loader.forever(), int(str(loader.state_dict()["step"])), CorruptError, f"sample '{re.escape(name)}'"
+        )
     return max(ended, again, key=lambda one: one.seconds)
 
 
@@ -70,7 +72,7 @@ def corrupt_caption(bench: Bench, service: str | None) -> Ended:
         file.seek(int(located.starts_offsets()[0]))
         file.write(b"\xff" * 8)
     with started(Loader(path, bench.config(), service=service)) as loader:
-        return until_error(iter(loader), 0, CorruptError, r"sample '.*', row \d+ in shard g\d: shard g\d: caption \d+ has")
+        return until_error(loader.forever(), 0, CorruptError, r"sample '.*', row \d+ in shard g\d: shard g\d: caption \d+ has")
 
 
 def remove_file(bench: Bench, service: str | None) -> Ended:
@@ -81,7 +83,7 @@ def remove_file(bench: Bench, service: str | None) -> Ended:
     with started(Loader(path, bench.config(), service=service)) as loader:
         file.rename(bench.folder / "away")
         ended = until_error(
-            iter(loader), 0, StoreError, rf"(sample '.*', )?row \d+ in shard {shard}: .*{shard}.{suffix} is miss"
+            loader.forever(), 0, StoreError, rf"(sample '.*', )?row \d+ in shard {shard}: .*{shard}.{suffix} is miss"
         )
         (bench.folder / "away").rename(file)
         goes_on(loader)
@@ -92,7 +94,7 @@ def truncate_file(bench: Bench, service: str | None) -> Ended:
     """Truncate a shard's file while it is read by plain reads: what ends the process under a map is an error here."""
     path = bench.store()
     with started(Loader(path, bench.config(plain_reads=True, prefetch_bytes=1), service=service)) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         first = next(batches).step + 1
         for shard in ("g0", "g1"):
             file = path / "shards" / f"{shard}.lmdb"
@@ -106,7 +108,7 @@ def remove_while_read(bench: Bench, service: str | None) -> Ended:
     """Remove a shard's file while it is read by plain reads."""
     path = bench.store()
     with started(Loader(path, bench.config(plain_reads=True, prefetch_bytes=1), service=service)) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         first = next(batches).step + 1
         for shard in ("g0", "g1"):
             (path / "shards" / f"{shard}.lmdb").unlink()
@@ -116,7 +118,7 @@ def remove_while_read(bench: Bench, service: str | None) -> Ended:
 def end_thread(bench: Bench, _service: str | None) -> Ended:
     """Raise SystemExit in a filling thread that waits for room: elsewhere a file it has just opened might have no owner."""
     with Loader(bench.store(), bench.config(threads=1, prefetch_bytes=1)) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         first = next(batches).step + 1
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "bucketline-builder"]
         assert thread.ident is not None
@@ -153,7 +155,7 @@ def kill_private_service(bench: Bench, _service: str | None) -> Ended:
     """Kill the private service while its batches are read; a Ctrl-C is meant for the trainer, and lets it be."""
     before = children()
     with Loader(bench.store(), bench.config(prefetch_bytes=1), service="auto") as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         first = next(batches).step + 1
         (child,) = children() - before
         os.kill(int(child), signal.SIGINT)
@@ -173,7 +175,7 @@ def kill_service(bench: Bench, _service: str | None) -> Ended:
     words = "has ended without a message" if number is signal.SIGKILL else "the service was stopped"
     with Loader(path, bench.config(prefetch_bytes=1), service=socket) as loader:
         with serving(socket, path) as process:
-            batches = iter(loader)
+            batches = loader.forever()
             first = next(batches).step + 1
             process.send_signal(number)
             ended = until_error(batches, first, DeliveryError, words)
@@ -187,7 +189,7 @@ import sys
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service.client import ServiceBackend
 loader = Loader(sys.argv[1], LoaderConfig(batch_size=1, prefetch_bytes=1), service=sys.argv[2])
-batches = iter(loader)
+batches = loader.forever()
 next(batches)
 print("ready", flush=True)
 for batch in batches:

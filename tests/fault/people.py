@@ -98,7 +98,7 @@ def _batches(store: Path, move: tuple[int, Path] | None, *, plain: bool) -> list
     """Take batches, and move the store away before one of them."""
     found = []
     with Loader(store, LoaderConfig(batch_size=2, plain_reads=plain, prefetch_bytes=1, threads=1)) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         for number in range(20):
             if move is not None and number == move[0]:
                 store.rename(move[1])

@@ -83,7 +83,7 @@ class Reader:
         config = reaching(self.config, options)
         with Loader(self.url, config, rank=self.rank, world_size=self.world_size) as loader, self.notes.open("a") as notes:
             loader.load_state_dict({**loader.state_dict(), "step": len(own)})
-            for batch in loader:
+            for batch in loader.forever():
                 notes.write(f"{digest_of(batch)}\n")
                 notes.flush()
                 time.sleep(PACE_S)
@@ -93,7 +93,7 @@ class Reader:
 def local_digests(store: Served, config: LoaderConfig, rank: int, world_size: int) -> list[str]:
     """Return what a reader must note."""
     with Loader(Store.open(store.local), config, rank=rank, world_size=world_size) as loader:
-        return [digest_of(batch) for batch in loader]
+        return [digest_of(batch) for batch in loader.forever()]
 
 
 def kill_readers(readers: list[Reader], expected: list[list[str]], kills: int, draw: random.Random, killed: Killed) -> None:
@@ -142,7 +142,7 @@ def kill_service(url: str, cache: Path, store: Served, kills: int, seed: int) ->
         try:
             while step < len(expected):
                 try:
-                    for batch in loader:
+                    for batch in loader.forever():
                         check_batch(batch, step, expected)
                         step += 1
                         time.sleep(PACE_S)

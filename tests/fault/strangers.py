@@ -156,7 +156,7 @@ def strangers(ground: Ground, trials: int) -> Record:
 
 def _one_batch(store: Path, sock: Path) -> int:
     with Loader(store, LoaderConfig(batch_size=1), service=sock) as loader:
-        return next(iter(loader)).step
+        return next(loader.forever()).step
 
 
 def _said_by_a_stranger(draw: random.Random) -> bytes:

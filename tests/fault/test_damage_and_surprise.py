@@ -274,7 +274,7 @@ def test_a_process_that_ends_with_an_iterator_alive_ends_cleanly(tmp_path: Path)
     script = f"""
 from bucketline.loader import Loader, LoaderConfig
 loader = Loader({str(store.path)!r}, LoaderConfig(batch_size=2, prefetch_bytes=1 << 30))
-batches = iter(loader)
+batches = loader.forever()
 print(next(batches).bucket)
 """
     for _ in range(3):

@@ -29,7 +29,7 @@ from bucketline.loader import Loader, LoaderConfig
 torch.cuda.set_device(1)
 for service in (None, "auto"):
     with Loader(sys.argv[1], LoaderConfig(batch_size=4), device="cuda:1", service=service) as one:
-        list(islice(one, 20))
+        list(islice(one.forever(), 20))
 sys.exit(torch._C._cuda_hasPrimaryContext(0))
 """
 
@@ -85,12 +85,12 @@ def loader() -> None:
     path, _ = kept("tiny", 64)
     asked = LoaderConfig(batch_size=4, epochs=3, caption_dropout=0.1)
     with Loader(path, asked, device="cpu") as plain:
-        expected = [_sums(batch) for batch in plain]
+        expected = [_sums(batch) for batch in plain.forever()]
     for service in (None, "auto"):
         for threads in (1, 3):
             found, held = [], {}
             with Loader(path, dataclasses.replace(asked, threads=threads), device=DEVICE, service=service) as on_device:
-                for number, batch in enumerate(on_device):
+                for number, batch in enumerate(on_device.forever()):
                     lag(2.0 if number % 5 == 0 else 0.1)  # the stream reads long after the host has moved on
                     found.append(_sums(batch))
                     if number % 7 == 0:
@@ -163,7 +163,7 @@ def services() -> None:
     descriptors, resident_mib = [], []
     with Loader(path, LoaderConfig(batch_size=4), device=DEVICE, service="auto") as one:
         for number in range(60):
-            list(islice(one, 5))
+            list(islice(one.forever(), 5))
             if number in (10, 59):
                 descriptors.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208
                 resident_mib.append(int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096 >> 20)
@@ -179,7 +179,7 @@ def memory() -> None:
     path, _ = kept("tiny", 64)
     seen = []
     with Loader(path, LoaderConfig(batch_size=4), device=DEVICE) as one:
-        for number, _ in enumerate(islice(one, 4000)):
+        for number, _ in enumerate(islice(one.forever(), 4000)):
             lag(0.02)
             if number in (1000, 3999):
                 sync()

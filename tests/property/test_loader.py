@@ -32,7 +32,7 @@ def as_read(batch: Batch) -> Read:
 
 def run(store: Store, config: LoaderConfig, rank: int = 0, world_size: int = 1) -> list[Read]:
     with Loader(store, config, rank=rank, world_size=world_size) as loader:
-        return [as_read(batch) for batch in loader]
+        return [as_read(batch) for batch in loader.forever()]
 
 
 @pytest.mark.parametrize("prefetch_bytes", [SMALLEST_PREFETCH, 1 << 22])
@@ -47,18 +47,18 @@ def test_a_loader_resumed_after_any_batch_goes_on_as_if_nothing_had_happened(
     assert len(whole) > 12
     for stop in range(len(whole) + 1):
         with Loader(store, config) as first:
-            taken = [as_read(batch) for _, batch in zip(range(stop), first, strict=False)]
+            taken = [as_read(batch) for _, batch in zip(range(stop), first.forever(), strict=False)]
             if stop == len(whole):
                 continue
             state = first.state_dict()
         with Loader(store, config) as second:
             second.load_state_dict(state)
-            assert taken + [as_read(batch) for batch in second] == whole
+            assert taken + [as_read(batch) for batch in second.forever()] == whole
 
 
 def test_a_state_taken_while_batches_are_prefetched_counts_those_that_were_given(store: Store) -> None:
     with Loader(store, LoaderConfig(batch_size=1, prefetch_bytes=1 << 30)) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         for step in range(5):
             assert next(batches).step == step
             assert loader.state_dict()["step"] == step + 1
@@ -170,13 +170,13 @@ def test_stopped_and_resumed_at_every_batch_in_turn_a_loader_gives_the_uninterru
     config = LoaderConfig(**batch, **order, accumulation=accumulation, epochs=1, prefetch_bytes=prefetch_bytes)
     shares = WeightedStore(store=store, repeats=repeats)
     with Loader(shares, config) as loader:
-        whole = [as_read(one) for one in loader]
+        whole = [as_read(one) for one in loader.forever()]
         begin = Loader(shares, config).state_dict()
     state: dict[str, object] = begin
     for expected in whole:
         with Loader(shares, config) as loader:
             loader.load_state_dict(json.loads(json.dumps(state)))
-            assert as_read(next(iter(loader))) == expected
+            assert as_read(next(loader.forever())) == expected
             state = loader.state_dict()
 
 
@@ -188,7 +188,7 @@ def test_every_row_of_a_batch_is_its_samples_own_with_one_of_its_captions(
     by_digest = {sample_digest(sample.id): sample for shard in samples for sample in shard}
     config = LoaderConfig(batch_size=batch_size, seed=seed, epochs=1, caption_dropout=dropout)
     with Loader(store, config) as loader:
-        for batch in loader:
+        for batch in loader.forever():
             dropped = (uniform(batch.keys, Purpose.CAPTION_DROPOUT) < dropout).tolist()
             for n in range(batch_size):
                 sample = by_digest[bytes(batch.ids[n].tolist())]
@@ -210,6 +210,6 @@ def test_over_the_epochs_every_caption_of_a_sample_is_drawn_and_none_beyond_thos
     texts = ("one", "two words", "three of them", "the fourth is beyond")
     store = make_store(tmp_path_factory.mktemp("captions"), [make_sample("a.png", "train/64x64", texts)])
     with Loader(store, LoaderConfig(batch_size=1, epochs=60)) as loader:
-        lengths = [int(batch.token_mask.sum()) for batch in loader]
+        lengths = [int(batch.token_mask.sum()) for batch in loader.forever()]
     assert set(lengths) == {len(embedding(text)) for text in texts[:3]}
     assert min(lengths.count(length) for length in set(lengths)) > 10

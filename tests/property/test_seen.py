@@ -121,11 +121,11 @@ def record_a_run(draw: random.Random, stores: Stores) -> tuple[Recording, dict[s
                     (loader.start_anew if is_new else loader.load_state_dict)(json.loads(json.dumps(state)))
                 if epoch is not None and not is_within:
                     loader.set_epoch(epoch)
-                for batch in islice(loader, count // 2):
+                for batch in islice(loader.forever(), count // 2):
                     recording.note(batch, rank, accumulation)
                 if newer is not None and count // 2 % accumulation == 0:
                     loader.take_up(newer)
-                for batch in islice(loader, count - count // 2):
+                for batch in islice(loader.forever(), count - count // 2):
                     recording.note(batch, rank, accumulation)
                 after, later = loader.state_dict(), list(loader.shares)
         state, shares, is_new = after, later, False

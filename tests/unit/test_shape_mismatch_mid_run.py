@@ -42,7 +42,7 @@ def test_every_batch_over_images_of_awkward_sizes_has_the_shape_of_its_bucket(tm
     store = Store.open(tmp_path / "s")
     assert len(store.buckets()) > 2
     with Loader(store, LoaderConfig(batch_size=2, epochs=3, remainder=Remainder.PARTIAL)) as loader:
-        for batch in loader:
+        for batch in loader.forever():
             bucket = store.bucket(batch.bucket)
             assert batch.latents.shape == (2, 4, bucket.height_px // 2, bucket.width_px // 2)
 

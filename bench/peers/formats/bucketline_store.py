@@ -72,7 +72,7 @@ class Ours:
         def begin() -> Iterator[PeerBatch]:
             nonlocal batches
             if batches is None:
-                batches = iter(loader)
+                batches = loader.forever()
             for batch in islice(batches, shape.num_batches):
                 ids = batch.ids.numpy().tobytes()
                 yield PeerBatch(

@@ -328,7 +328,7 @@ def loader_states() -> dict[str, Any]:
         with Loader(
             shares, LoaderConfig(**case["config"]), rank=case.get("rank", 0), world_size=case.get("world_size", 1)
         ) as loader:
-            batches = iter(loader)
+            batches = loader.forever()
             for _ in range(case["before"]):
                 next(batches)
             state = loader.state_dict()

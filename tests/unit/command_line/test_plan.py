@@ -36,8 +36,8 @@ def test_plan_lists_what_a_loader_reads(packed: tuple[Path, Path]) -> None:
     from bucketline.store.format.hashing import sample_digest
 
     listed = call("loader", "plan", packed[1], "--batch-size", 2, "--accumulation", 2, "--epochs", 2, "--list", "--json").json
-    with Loader(packed[1], LoaderConfig(batch_size=2, accumulation=2, epochs=2)) as loader:
-        read = [bytes(row.tolist()) for batch in loader for row in batch.ids]
+    with Loader(packed[1], LoaderConfig(batch_size=2, accumulation=2)) as loader:
+        read = [bytes(row.tolist()) for _ in range(2) for batch in loader for row in batch.ids]
     assert read == [sample_digest(i) for batch in listed["batches"] for ids in batch["ranks"] for i in ids]
 
 
@@ -58,7 +58,7 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
     }
     assert [(store["path"], store["repeats"]) for store in listed["stores"]] == [(str(one), 1), (str(two), 3)]
     assert f"{two} x 3" in call("loader", *asked).out
-    config = LoaderConfig(batch_pixels=17_000, batch_multiple=2, shuffle=Shuffle(shuffle), shuffle_window=32, epochs=1)
+    config = LoaderConfig(batch_pixels=17_000, batch_multiple=2, shuffle=Shuffle(shuffle), shuffle_window=32)
     for rank in range(2):
         with Loader([one, f"{two}:3"], config, rank=rank, world_size=2) as loader:
             read = [bytes(row.tolist()) for batch in loader for row in batch.ids]

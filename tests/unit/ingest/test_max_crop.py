@@ -85,7 +85,7 @@ def test_stores_with_and_without_a_limit_are_read_together(photos: Path, tmp_pat
         pack(photos, tmp_path / name, model, "--max-crop", limit)
     stores = [WeightedStore(store=Store.open(tmp_path / name)) for name in "ab"]
     with Loader(stores, LoaderConfig(batch_size=1)) as loader:
-        assert [batch.epoch for batch, _ in zip(loader, range(6), strict=False)] == [0] * 5 + [1]
+        assert [batch.epoch for batch, _ in zip(loader.forever(), range(6), strict=False)] == [0] * 5 + [1]
 
 
 def test_a_store_without_a_limit_merges_with_one_of_an_earlier_version(photos: Path, tmp_path: Path, model: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_budget_gives_each_bucket_as_many_rows_as_fit_in_multiples_and_one_mul
     plan = make_plan(store, config, world_size=2)
     assert {bucket.name: bucket.global_batch for bucket in plan.buckets} == {name: 6 * n for name, n in expected.items()}
     with Loader(store, config, rank=1, world_size=2) as loader:
-        found = {(batch.bucket, len(batch.latents), len(batch.weight)) for batch in loader}
+        found = {(batch.bucket, len(batch.latents), len(batch.weight)) for batch in loader.forever()}
     assert found == {(name, n, n) for name, n in expected.items() if any(name == bucket for bucket, *_ in found)}
     assert len(found) > 1
 

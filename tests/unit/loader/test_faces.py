@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def read(store: Store, config: LoaderConfig) -> list[Batch]:
     with Loader(store, config) as loader:
-        return list(loader)
+        return list(loader.forever())
 
 
 @pytest.mark.parametrize("dtype", ["F16", "F32", "BF16"])
@@ -48,7 +48,7 @@ def test_numpy_batches_stay_valid_while_one_of_their_arrays_is_held(store: Store
     config = LoaderConfig(batch_size=2, epochs=2, prefetch_bytes=1)
     expected = [batch.latents.numpy().copy() for batch in read(store, config)]
     with Loader(store, config) as loader:
-        held = [batch.arrays["latents"] for batch in numpy_batches(loader)]
+        held = [batch.arrays["latents"] for batch in numpy_batches(loader.forever())]
     assert all(np.array_equal(one, other) for one, other in zip(held, expected, strict=True))
 
 
@@ -57,7 +57,8 @@ def test_numpy_batches_are_a_loaders_own_and_count_as_consumed(store: Store) -> 
         batches = numpy_batches(loader)
         assert isinstance(next(batches), NumpyBatch)
         assert loader.state_dict()["step"] == 1
-        assert 1 + len(list(batches)) == len(loader)
+        num_batches = len(loader)
+        assert 1 + len(list(batches)) == num_batches
 
 
 def test_a_batch_on_a_device_has_no_numpy_arrays(store: Store) -> None:
@@ -71,8 +72,7 @@ def test_torchs_dataloader_gives_the_loaders_own_batches(store: Store) -> None:
     expected = read(store, config)
     with Loader(store, config) as loader:
         batches = DataLoader(BatchDataset(loader), batch_size=None)
-        assert len(batches) == len(expected)
-        found = cast("list[Batch]", list(batches))
+        found = cast("list[Batch]", [batch for _ in range(2) for batch in batches])
     for one, other in zip(found, expected, strict=True):
         assert isinstance(one, Batch)
         assert all(torch.equal(tensor, other.by_name()[name]) for name, tensor in one.by_name().items())
@@ -94,9 +94,9 @@ def test_the_datasets_state_is_the_loaders_and_counts_what_the_dataloader_gave(s
     assert found == expected
 
 
-def test_a_dataset_without_an_end_has_no_length(store: Store) -> None:
-    with Loader(store, LoaderConfig(batch_size=1)) as loader, pytest.raises(TypeError, match="has no length"):
-        len(BatchDataset(loader))
+def test_the_length_of_a_dataset_is_that_of_an_epoch(store: Store) -> None:
+    with Loader(store, LoaderConfig(batch_size=1)) as loader:
+        assert len(BatchDataset(loader)) == len(loader) == sum(bucket.num_rows for bucket in store.buckets("train"))
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

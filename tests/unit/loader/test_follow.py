@@ -61,7 +61,7 @@ def follow(
     with Loader(Store.open(store, generation), config, rank=rank, world_size=world_size, service=service) as loader:
         if begin is not None:
             loader.load_state_dict(json.loads(json.dumps(begin)))
-        batches, later = iter(loader), dict(SCHEDULE)
+        batches, later = loader.forever(), dict(SCHEDULE)
         while int(str(loader.state_dict()["step"])) < steps:
             at = loader.state_dict()
             if at["micro_step"] == 0 and (newer := later.get(int(str(at["step"])))) is not None:
@@ -79,7 +79,7 @@ def test_each_step_is_that_of_an_ordinary_loader_of_the_generation_taken_up(grow
     for (begin, generation), (end, _) in zip(SCHEDULE, [*SCHEDULE[1:], (STEPS, 0)], strict=True):
         with Loader(Store.open(grown, generation), config) as ordinary:
             ordinary.load_state_dict({**ordinary.state_dict(), "step": begin})
-            expected += [values(batch) for batch in islice(ordinary, 2 * (end - begin))]
+            expected += [values(batch) for batch in islice(ordinary.forever(), 2 * (end - begin))]
     assert found == expected
 
 
@@ -117,7 +117,7 @@ def test_a_follower_takes_up_what_is_published_while_it_iterates(tmp_path: Path,
         add_samples(writer, PARTS[0])
         writer.publish()
         with Loader(tmp_path / "s", config_of(), follow=True) as loader:
-            next(iter(loader))
+            next(loader.forever())
             add_samples(writer, PARTS[1])
             writer.publish()
             until(loader, 2)
@@ -128,7 +128,7 @@ def test_a_follower_takes_up_what_is_published_while_it_iterates(tmp_path: Path,
             (_, first), (step, second), (later, third) = schedule_of(parse_state(loader.state_dict()))
             assert (first, second, third) == ((1,), (2,), (3,))
             assert 1 <= step < later
-            names = {name for batch in islice(loader, 40) for name in loader.names(batch)}
+            names = {name for batch in islice(loader.forever(), 40) for name in loader.names(batch)}
             assert {name[0] for name in names} == {"0", "1", "2"}
     with Loader(tmp_path / "s", config_of(), follow=True) as loader:  # goes back to the state's generation
         loader.load_state_dict(state)
@@ -148,12 +148,12 @@ def test_a_store_in_object_storage_is_followed(tmp_path: Path, monkeypatch: pyte
         push(tmp_path / "s", bucket)
         config = config_of(cache=str(tmp_path / "cache"))
         with Loader(f"file://{tmp_path}/bucket", config, follow=True) as loader:
-            next(iter(loader))
+            next(loader.forever())
             add_samples(writer, PARTS[1])
             writer.publish()
             push(tmp_path / "s", bucket)
             until(loader, 2)
-            names = {name for batch in islice(loader, 40) for name in loader.names(batch)}
+            names = {name for batch in islice(loader.forever(), 40) for name in loader.names(batch)}
             assert {name[0] for name in names} == {"0", "1"}
 
 
@@ -175,14 +175,14 @@ def test_a_generation_without_rows_to_read_is_not_taken_up(tmp_path: Path, monke
         with pytest.raises(PlanError, match="has no rows in the split"):
             loader.take_up([2])
         assert loader.state_dict() == before
-        assert isinstance(next(iter(loader)).latents, torch.Tensor)
+        assert isinstance(next(loader.forever()).latents, torch.Tensor)
 
 
 def test_a_generation_whose_captions_would_be_cut_is_not_taken_up_and_the_iteration_continues(tmp_path: Path) -> None:
     long = make_sample("long.png", "train/64x64", ("one word after another, until there are more than ever before",))
     made = make_store(tmp_path / "s", PARTS[0], [long])
     with Loader(Store.open(made.path, 1), config_of(pad_to=10)) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         next(batches)
         with pytest.raises(UsageError, match="pad_to is 10, and the longest caption of"):
             loader.take_up([2])
@@ -191,7 +191,7 @@ def test_a_generation_whose_captions_would_be_cut_is_not_taken_up_and_the_iterat
 
 def test_generations_are_taken_up_between_steps_only(grown: Path) -> None:
     with Loader(Store.open(grown, 1), config_of(accumulation=2)) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         next(batches)
         with pytest.raises(UsageError, match=r"2 cannot be taken up within step 0 \(micro-batch 1 of 2\)"):
             loader.take_up([2])

@@ -102,12 +102,12 @@ def test_a_child_that_is_forked_at_any_moment_iterates(
         def iterate() -> None:
             if moment == "while it opens an index":
                 assert store.shards[0].name_of("train/64x64", 0) is not None
-            found.extend(batch.ids.tolist() for batch in loader)
+            found.extend(batch.ids.tolist() for batch in loader.forever())
 
         def iterates() -> bool:
             assert store.shards[0].name_of("train/64x64", 0) is not None
             delivered = len(found)  # to the parent before the fork, where it was let go first: the child continues from there
-            remaining = [batch.ids.tolist() for batch in loader]
+            remaining = [batch.ids.tolist() for batch in loader.forever()]
             started = len(expected) - len(remaining)  # 0 after the last batch as well: the next iteration starts over
             behind = (started - delivered) % len(expected)  # 1: handed out and not yet appended
             return remaining == expected[started:] and behind in {0, 1}

@@ -37,17 +37,18 @@ def fillers() -> list[threading.Thread]:
 def test_a_loader_of_some_epochs_has_a_length_and_that_many_batches(store: Store) -> None:
     for remainder in Remainder:
         with Loader(store, LoaderConfig(batch_size=2, accumulation=2, epochs=3, remainder=remainder)) as loader:
-            batches = list(loader)
-        assert len(batches) == len(loader)
+            lengths, batches = [len(loader)], []
+            for _ in range(3):
+                batches += list(loader)
+                lengths.append(len(loader))
+        assert (len(batches), lengths[3]) == (sum(lengths), 0)
         assert [(b.step, b.micro_step) for b in batches] == [(n // 2, n % 2) for n in range(len(batches))]
-    with Loader(store, LoaderConfig(batch_size=2)) as endless, pytest.raises(TypeError, match="has no length"):
-        len(endless)
 
 
 def test_every_batch_of_a_step_is_of_one_bucket_one_shape_and_one_device(store: Store) -> None:
     with Loader(store, LoaderConfig(batch_size=3, accumulation=2, epochs=2)) as loader:
         steps: dict[int, set[tuple[str, torch.Size]]] = {}
-        for batch in loader:
+        for batch in loader.forever():
             steps.setdefault(batch.step, set()).add((batch.bucket, batch.latents.shape))
             assert batch.device == torch.device("cpu")
             assert {len(tensor) for tensor in batch.tensors()} == {3}
@@ -58,7 +59,7 @@ def test_every_batch_of_a_step_is_of_one_bucket_one_shape_and_one_device(store: 
 def test_names_are_the_sample_ids_of_a_batchs_rows(store: Store, tmp_path: Path) -> None:
     other = make_store(tmp_path / "other.store", samples_of({"train/64x64": 3}, "other/"))
     with Loader([store, WeightedStore(store=other, repeats=2)], LoaderConfig(batch_size=3, epochs=1)) as loader:
-        batches = list(loader)
+        batches = list(loader.forever())
         names = [loader.names(batch) for batch in batches]
     assert [[sample_digest(name) for name in own] for own in names] == [
         [row.tobytes() for row in batch.ids.numpy()] for batch in batches
@@ -74,7 +75,7 @@ def test_partial_batches_have_full_shape_and_weights_that_count_each_row_once(st
     ids: list[bytes] = []
     for rank in range(3):
         with Loader(store, config, rank=rank, world_size=3) as loader:
-            for batch in loader:
+            for batch in loader.forever():
                 assert len(batch.latents) == 4
                 ids += [bytes(i.tolist()) for i, w in zip(batch.ids, batch.weight.tolist(), strict=True) if w == 1]
     assert len(ids) == len(set(ids)) == 6
@@ -82,7 +83,7 @@ def test_partial_batches_have_full_shape_and_weights_that_count_each_row_once(st
 
 def test_leaving_a_loop_ends_its_thread(store: Store) -> None:
     loader = Loader(store, LoaderConfig(batch_size=1, prefetch_bytes=1))
-    for batch in loader:
+    for batch in loader.forever():
         assert batch.step == 0
         break
     loader.close()
@@ -91,7 +92,7 @@ def test_leaving_a_loop_ends_its_thread(store: Store) -> None:
 
 def test_a_loader_that_is_dropped_ends_its_thread(store: Store) -> None:
     loader = Loader(store, LoaderConfig(batch_size=1, prefetch_bytes=1))
-    batch = next(iter(loader))
+    batch = next(loader.forever())
     assert len(fillers()) <= 1
     del loader
     gc.collect()
@@ -99,21 +100,16 @@ def test_a_loader_that_is_dropped_ends_its_thread(store: Store) -> None:
     assert torch.equal(batch.latents, batch.latents.clone())
 
 
-def test_a_second_iteration_ends_the_first_and_goes_on_where_that_stood(store: Store) -> None:
+def test_a_second_stream_ends_the_first_and_goes_on_where_that_stood(store: Store) -> None:
     with Loader(store, LoaderConfig(batch_size=1)) as loader:
-        first = iter(loader)
+        first = loader.forever()
         assert [next(first).step for _ in range(3)] == [0, 1, 2]
-        second = iter(loader)
+        second = loader.forever()
         assert next(second).step == 3
         assert len(fillers()) == 1
-        assert next(first, None) is None
+        with pytest.raises(UsageError, match="another iterator of the same loader was started"):
+            next(first)
         assert next(second).step == 4
-
-
-def test_after_the_last_epoch_the_next_iteration_begins_anew(store: Store) -> None:
-    with Loader(store, LoaderConfig(batch_size=4, epochs=1)) as loader:
-        one, other = ([batch.ids.tolist() for batch in loader] for _ in range(2))
-        assert one == other
 
 
 def test_torchs_threads_are_as_many_as_before(store: Store) -> None:
@@ -121,7 +117,7 @@ def test_torchs_threads_are_as_many_as_before(store: Store) -> None:
     torch.set_num_threads(2)
     try:
         with Loader(store, LoaderConfig(batch_size=1)) as loader:
-            next(iter(loader))
+            next(loader.forever())
             assert torch.get_num_threads() == 2
             counted: list[int] = []
             thread = threading.Thread(target=lambda: counted.append(torch.get_num_threads()))
@@ -147,7 +143,7 @@ def test_a_filling_thread_copies_alone(store: Store, monkeypatch: pytest.MonkeyP
     torch.set_num_threads(2)
     try:
         with Loader(store, LoaderConfig(batch_size=1, threads=2)) as loader:
-            batches = iter(loader)
+            batches = loader.forever()
             started.set()  # what the threads set for themselves, the loader has put back for all others now
             for _ in range(4):
                 next(batches)
@@ -164,7 +160,7 @@ def test_a_shard_that_is_gone_is_an_error_at_next_with_step_bucket_and_file_name
     with Loader(tmp_path / "s", LoaderConfig(batch_size=2)) as loader:
         (tmp_path / "s" / "shards" / f"g1.{suffix}").unlink()  # before it is opened, and after the store was looked at
         with pytest.raises(StoreError, match=rf"step \d+, bucket train/\d+x\d+: .*g1.{suffix} is missing"):
-            list(loader)
+            list(loader.forever())
         assert fillers() == []
 
 
@@ -176,9 +172,9 @@ def test_damaged_extents_are_an_error_at_next_not_a_batch_of_other_bytes(store: 
     path.write_bytes(data)
     with Loader(tmp_path / "s", LoaderConfig(batch_size=2, epochs=1)) as loader:
         with pytest.raises(CorruptError, match=r"step 0, bucket .*g0.extents: page 0 does not match its checksum"):
-            list(loader)
+            list(loader.forever())
         with pytest.raises(CorruptError, match="step 0"):
-            list(loader)
+            list(loader.forever())
 
 
 def test_a_failure_does_not_count_as_consumed(store: Store, tmp_path: Path) -> None:
@@ -186,19 +182,19 @@ def test_a_failure_does_not_count_as_consumed(store: Store, tmp_path: Path) -> N
     with Loader(tmp_path / "s", LoaderConfig(batch_size=4)) as loader:
         (tmp_path / "s" / "shards" / "g0.lmdb").rename(tmp_path / "s" / "away")
         with pytest.raises(StoreError):
-            list(loader)
+            list(loader.forever())
         step = loader.state_dict()["step"]
         (tmp_path / "s" / "away").rename(tmp_path / "s" / "shards" / "g0.lmdb")
-        assert next(iter(loader)).step == step
+        assert next(loader.forever()).step == step
 
 
 def test_packing_while_someone_reads_changes_nothing_under_them(tmp_path: Path) -> None:
     make_store(tmp_path, samples_of({"train/64x64": 10}))
     config = LoaderConfig(batch_size=2, epochs=2)
     with Loader(tmp_path, config) as loader:
-        expected = [batch.ids.tolist() for batch in loader]
+        expected = [batch.ids.tolist() for batch in loader.forever()]
     with Loader(tmp_path, config) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         found = [next(batches).ids.tolist()]
         with store_writer(tmp_path) as writer:
             add_samples(writer, samples_of({"train/64x64": 3}) + samples_of({"train/64x64": 9}, "more/"))
@@ -206,7 +202,7 @@ def test_packing_while_someone_reads_changes_nothing_under_them(tmp_path: Path) 
         found += [batch.ids.tolist() for batch in batches]
     assert found == expected
     with Loader(tmp_path, config) as loader:
-        assert len(list(loader)) == 19
+        assert len(list(loader.forever())) == 19
 
 
 def test_a_store_whose_rows_are_all_of_another_split_has_no_plan(tmp_path: Path) -> None:
@@ -217,7 +213,7 @@ def test_a_store_whose_rows_are_all_of_another_split_has_no_plan(tmp_path: Path)
 
 def test_a_plan_without_a_step_is_refused_when_the_loader_is_made(store: Store) -> None:
     with pytest.raises(PlanError, match="the plan has no step"):
-        Loader(store, LoaderConfig(batch_size=50, epochs=1))
+        Loader(store, LoaderConfig(batch_size=50, epochs=1, remainder=Remainder.DROP))
     with pytest.raises(PlanError, match="the plan has no step"):
         Loader(store, LoaderConfig(batch_size=50, remainder=Remainder.DROP))
 
@@ -242,7 +238,7 @@ def test_an_impossible_setting_is_refused_by_name(field: str, value: float) -> N
 
 def test_the_state_is_small_and_json(store: Store) -> None:
     with Loader(store, LoaderConfig(batch_size=1, caption_dropout=0.1)) as loader:
-        next(iter(loader))
+        next(loader.forever())
         state = loader.state_dict()
     assert json.loads(json.dumps(state)) == state
     assert len(json.dumps(state)) < 1024
@@ -252,7 +248,7 @@ def test_a_batch_with_tensors_of_two_devices_or_lengths_is_never_made(store: Sto
     from dataclasses import fields
 
     with Loader(store, LoaderConfig(batch_size=2)) as loader:
-        batch = next(iter(loader))
+        batch = next(loader.forever())
     values = {field.name: getattr(batch, field.name) for field in fields(Batch)}
     with pytest.raises(AssertionError, match=r"has tensors on \['cpu', 'meta'\]; they must share one device"):
         Batch(**{**values, "tokens": batch.tokens.to("meta")})
@@ -263,10 +259,10 @@ def test_a_batch_with_tensors_of_two_devices_or_lengths_is_never_made(store: Sto
 def test_what_a_caller_writes_into_a_batch_reaches_no_later_batch_and_not_the_store(store: Store) -> None:
     config = LoaderConfig(batch_size=2, epochs=3, prefetch_bytes=1)
     with Loader(store, config) as loader:
-        expected = [batch.latents.clone() for batch in loader]
+        expected = [batch.latents.clone() for batch in loader.forever()]
     before = store.bucket("train/64x64").read(np.arange(10), "latent")
     with Loader(store, config) as loader:
-        for batch, wanted in zip(loader, expected, strict=True):
+        for batch, wanted in zip(loader.forever(), expected, strict=True):
             assert torch.equal(batch.latents, wanted)
             for tensor in batch.tensors():
                 tensor.zero_()
@@ -275,10 +271,10 @@ def test_what_a_caller_writes_into_a_batch_reaches_no_later_batch_and_not_the_st
 
 def test_set_epoch_moves_to_the_first_step_of_an_epoch(store: Store) -> None:
     with Loader(store, LoaderConfig(batch_size=2, accumulation=2, epochs=4)) as loader:
-        every = [(batch.epoch, batch.step, batch.ids.tolist()) for batch in loader]
+        every = [(batch.epoch, batch.step, batch.ids.tolist()) for batch in loader.forever()]
         for epoch in (2, 0, 3):
             loader.set_epoch(epoch)
-            found = [(batch.epoch, batch.step, batch.ids.tolist()) for batch in loader]
+            found = [(batch.epoch, batch.step, batch.ids.tolist()) for batch in loader.forever()]
             assert found == [one for one in every if one[0] >= epoch]
         for bad in (4, -1):
             with pytest.raises(UsageError, match=f"epoch is {bad}, expected 0 to 3"):
@@ -293,7 +289,7 @@ def test_set_epoch_moves_to_the_first_step_of_an_epoch(store: Store) -> None:
 def test_any_number_of_threads_gives_the_same_batches_in_the_same_order(store: Store, threads: int) -> None:
     config = LoaderConfig(batch_size=2, epochs=4, prefetch_bytes=1)
     with Loader(store, config) as one, Loader(store, replace(config, threads=threads)) as other:
-        for expected, found in zip(one, other, strict=True):
+        for expected, found in zip(one.forever(), other.forever(), strict=True):
             assert (found.step, found.bucket) == (expected.step, expected.bucket)
             assert all(torch.equal(a, b) for a, b in zip(found.tensors(), expected.tensors(), strict=True))
 
@@ -302,7 +298,7 @@ def test_statistics_count_what_was_taken_by_bucket(store: Store) -> None:
     with Loader(store, LoaderConfig(batch_size=2, epochs=2, prefetch_bytes=1)) as loader:
         assert loader.stats().batches == 0
         assert loader.stats().samples_per_s == loader.stats().waited == 0.0
-        batches = iter(loader)
+        batches = loader.forever()
         taken = [next(batches) for _ in range(7)]
         stats = loader.stats()
         assert (stats.batches, stats.samples, stats.depth) == (7, 14, 2)
@@ -316,28 +312,29 @@ def test_statistics_count_what_was_taken_by_bucket(store: Store) -> None:
         assert stats.bytes_per_s == pytest.approx(stats.bytes / stats.seconds)
         taken.clear()
         rest = list(batches)
-        assert loader.stats().batches == len(loader) == 7 + len(rest)
-        next(iter(loader))
+        assert loader.stats().batches == 7 + len(rest)
+        loader.set_epoch(0)
+        next(loader.forever())
         assert loader.stats().batches == 1
 
 
 def test_a_thread_that_is_ended_from_outside_is_an_error_at_next_and_the_next_iteration_goes_on(store: Store) -> None:
     with Loader(store, LoaderConfig(batch_size=1, prefetch_bytes=1)) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         found = [next(batches).step]
         (thread,) = fillers()
         assert thread.ident is not None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
         with pytest.raises(DeliveryError, match=r"a prefetch thread was ended by SystemExit\(\)"):
             found += [batch.step for batch in batches]
-        assert next(iter(loader)).step == found[-1] + 1 or len(found) == 1
+        assert next(loader.forever()).step == found[-1] + 1 or len(found) == 1
 
 
 @pytest.mark.parametrize("service", [None, "auto"])
 def test_what_is_said_of_an_iteration_that_was_ended_stays_when_its_iterator_goes(store: Store, service: str | None) -> None:
     """The iterator asked its closed stream again, and as the interpreter went that was a traceback."""
     with Loader(store, LoaderConfig(batch_size=1), service=service) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         next(batches)
         assert wait_until(lambda: loader.stats().ready)
     said = loader.stats()

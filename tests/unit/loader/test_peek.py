@@ -38,7 +38,7 @@ def test_the_sheet_has_the_rows_and_captions_of_that_step(store: Store, step: in
     assert [(one["rank"], one["micro_step"]) for one in told["batches"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for rank in range(2):
         with Loader(store.path, CONFIG, rank=rank, world_size=2) as loader:
-            batches = iter(loader)
+            batches = loader.forever()
             for _ in range(2 * step):
                 next(batches)
             for micro_step in range(2):

@@ -45,7 +45,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def ids_of(loader: Loader) -> list[list[list[int]]]:
-    return [batch.ids.tolist() for batch in loader]
+    return [batch.ids.tolist() for batch in loader.forever()]
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking while threads run is what is tested
@@ -55,11 +55,11 @@ def test_a_forked_child_iterates_on_its_own_and_changes_nothing_for_its_parent(s
     with Loader(store, config) as own:
         expected = ids_of(own)
     with Loader(store, config, service=service) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         kept = [next(batches) for _ in range(3)]
 
         def new_iteration() -> bool:
-            found = [batch.ids.tolist() for batch in loader]
+            found = [batch.ids.tolist() for batch in loader.forever()]
             loader.close()
             return found == expected[3:]
 
@@ -80,7 +80,7 @@ def test_a_forked_child_iterates_on_its_own_and_changes_nothing_for_its_parent(s
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_forked_child_that_only_ends_leaves_the_parents_loader_alone(store: Store, service: str | None) -> None:
     with Loader(store, LoaderConfig(batch_size=1), service=service) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         assert next(batches).step == 0
 
         def drop() -> bool:
@@ -95,7 +95,7 @@ def test_a_forked_child_that_only_ends_leaves_the_parents_loader_alone(store: St
 @pytest.mark.parametrize("service", LONG_WITH_A_SERVICE)
 def test_a_loader_goes_on_in_another_process_from_its_state(store: Store, service: str | None) -> None:
     with Loader(store, LoaderConfig(batch_size=2, epochs=2), service=service) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         for _ in range(4):
             next(batches)
         data = pickle.dumps(loader)
@@ -111,12 +111,12 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service.server import Service
 
 def work(loader, out):
-    out.put([batch.step for batch in loader])
+    out.put([batch.step for batch in loader.forever()])
     loader.close()
 
 if __name__ == "__main__":
     loader = Loader(sys.argv[1], LoaderConfig(batch_size=2, epochs=1))
-    batches = iter(loader)
+    batches = loader.forever()
     next(batches)
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
@@ -143,7 +143,7 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service.server import Service
 service = sys.argv[2] if len(sys.argv) > 2 else None
 loader = Loader(sys.argv[1], LoaderConfig(batch_size=1), service=service)
-batches = iter(loader)
+batches = loader.forever()
 held = [next(batches) for _ in range(5)]
 print("ready", flush=True)
 """
@@ -200,7 +200,7 @@ def test_a_client_that_is_killed_leaves_nothing_in_the_service(store: Store, tmp
 def test_a_loop_that_is_left_leaves_nothing(store: Store, service: str | None) -> None:
     before = held()
     loader = Loader(store, LoaderConfig(batch_size=1, threads=2), service=service)
-    for batch in loader:
+    for batch in loader.forever():
         assert batch.step == 0
         break
     del batch
@@ -208,7 +208,7 @@ def test_a_loop_that_is_left_leaves_nothing(store: Store, service: str | None) -
     assert held() == before
 
     def fail() -> None:
-        for batch in loader:
+        for batch in loader.forever():
             raise ValueError(batch.step)
 
     with pytest.raises(ValueError, match=r"^1$"):
@@ -242,7 +242,7 @@ def test_threads_that_the_system_does_not_start_are_an_error_that_leaves_none(
             monkeypatch.setattr(client, "connected", lambda _: ours)
             served.take_in(theirs)
         with pytest.raises(DeliveryError, match=words):
-            for _ in loader:
+            for _ in loader.forever():
                 pass
     theirs.close()
     served.stop()

@@ -86,7 +86,7 @@ def bits(batches: Sequence[Batch]) -> list[dict[str, object]]:
 def batches_of(store: object, count: int | None = None, **options: Any) -> list[dict[str, object]]:
     config = LoaderConfig(**{"batch_size": 4, "epochs": 1, "columns": (), **options})
     with Loader(store, config) as loader:  # type: ignore[arg-type]
-        return [own for batch in islice(loader, count) for own in bits([batch])]
+        return [own for batch in islice(loader.forever(), count) for own in bits([batch])]
 
 
 def roles(store: Store) -> tuple[str, ...]:
@@ -162,11 +162,11 @@ def test_no_hole_is_read_as_data(store: Store, tmp_path: Path) -> None:
 def test_a_state_resumes_on_the_other_copy(store: Store, tmp_path: Path) -> None:
     config = LoaderConfig(batch_size=4, epochs=2, cache=str(tmp_path / "cache"))
     local, remote = Loader(store, config), Loader(pushed(store), config)
-    expected = bits(list(islice(local, 9)))
+    expected = bits(list(islice(local.forever(), 9)))
     local.load_state_dict(Loader(store, config).state_dict())
-    assert bits(list(islice(remote, 3))) == expected[:3]
+    assert bits(list(islice(remote.forever(), 3))) == expected[:3]
     local.load_state_dict(remote.state_dict())
-    assert bits(list(islice(local, 3))) == expected[3:6]
+    assert bits(list(islice(local.forever(), 3))) == expected[3:6]
     remote.load_state_dict(local.state_dict())
     assert bits(list(islice(pickle.loads(pickle.dumps(remote)), 3))) == expected[6:9]
     local.close()
@@ -191,20 +191,20 @@ def test_a_service_fetches_for_its_clients_and_a_forked_process_reads_through_on
     expected, url = batches_of(store, columns=("target",)), pushed(store)
     config = LoaderConfig(batch_size=4, epochs=1, cache=str(tmp_path / "cache"))
     with Loader(url, config, service="auto") as loader:
-        assert bits(list(loader)) == expected
+        assert bits(list(loader.forever())) == expected
         assert loader.stats().fetched[0].requests == 0
     with Loader(url, config) as loader:
-        assert bits(list(islice(loader, 2))) == expected[:2]
+        assert bits(list(islice(loader.forever(), 2))) == expected[:2]
         child = os.fork()
         if child == 0:
             is_same = False
             try:
-                is_same = bits(list(loader)) == expected[2:]
+                is_same = bits(list(loader.forever())) == expected[2:]
                 loader.close()
             finally:
                 os._exit(0 if is_same else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert bits(list(loader)) == expected[2:]
+        assert bits(list(loader.forever())) == expected[2:]
 
 
 def test_a_store_that_is_gone_is_an_error_at_next_and_the_iteration_goes_on_when_it_is_back(
@@ -218,11 +218,11 @@ def test_a_store_that_is_gone_is_an_error_at_next_and_the_iteration_goes_on_when
         objects.rename(objects.with_name("away"))
         begun = time.monotonic()
         with pytest.raises(StoreError, match=r"shards/"):
-            next(iter(loader))
+            next(loader.forever())
         assert time.monotonic() - begun < 5.0
         objects.with_name("away").rename(objects)
         time.sleep(0.1)
-        assert bits(list(loader)) == expected
+        assert bits(list(loader.forever())) == expected
 
 
 @pytest.mark.slow

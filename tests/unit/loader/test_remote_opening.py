@@ -94,5 +94,5 @@ def test_the_first_batch_waits_for_no_lines_but_its_own(tmp_path: Path, monkeypa
     with RangeServer(folder) as server:
         config = LoaderConfig(batch_size=4, threads=1, cache=str(tmp_path / "cache"))
         with Loader(f"{server.url}/a", config) as loader:
-            next(iter(loader))
+            next(loader.forever())
     assert before_filling[0] == 1

@@ -31,7 +31,7 @@ def saved(path: Path, state: dict[str, object]) -> Path:
 
 def state_after(store: Store, count: int, config: LoaderConfig = CONFIG) -> dict[str, object]:
     with Loader(store, config) as loader:
-        for _ in islice(loader, count):
+        for _ in islice(loader.forever(), count):
             pass
         return loader.state_dict()
 
@@ -49,7 +49,7 @@ def by_hand(store: Store, count: int, config: LoaderConfig = CONFIG) -> dict[str
     """Return the steps of each sample, from the batches."""
     found: dict[str, list[int]] = {}
     with Loader(store, config) as loader:
-        for batch in islice(loader, count):
+        for batch in islice(loader.forever(), count):
             for name in loader.names(batch):
                 found.setdefault(name, []).append(batch.step)
     return found
@@ -88,8 +88,8 @@ def test_all_and_never_list_every_sample_of_the_split_once(store: Store, tmp_pat
     assert seen(state, store.path, "--ids", tmp_path / "ids.txt").out.count(": seen never") == 3
 
 
-def test_a_loader_with_epochs_that_is_iterated_again_has_seen_all_again(store: Store, tmp_path: Path) -> None:
-    config = LoaderConfig(batch_size=3, epochs=1, remainder=Remainder.PARTIAL)
+def test_a_loader_that_rewinds_has_seen_all_again(store: Store, tmp_path: Path) -> None:
+    config = LoaderConfig(batch_size=3, rewind=True, remainder=Remainder.PARTIAL)
     with Loader(store, config) as loader:
         for _ in range(3):
             for _batch in loader:
@@ -111,7 +111,7 @@ def test_a_state_without_history_is_computed_from_its_last_ranks_and_said_to_be(
     } == expected
     with Loader(store, CONFIG) as loader:  # opens as before, and what follows is known
         loader.load_state_dict(state)
-        assert next(iter(loader)).step == 9
+        assert next(loader.forever()).step == 9
         later = loader.state_dict()
     ran = seen(saved(tmp_path / "later.json", later), store.path, "--never")
     assert "warning: steps 0 to 8: saved by" in ran.err
@@ -153,7 +153,7 @@ def test_other_stores_than_the_runs_are_refused_by_name(store: Store, tmp_path: 
         (None, "No such file"),
         ("no json", "is not JSON"),
         ("[1]", "is not a loader's state"),
-        ('{"version": 9}', "has version 9, expected version 2 or 3"),
+        ('{"version": 9}', "has version 9, expected version 2, 3 or 4"),
     ],
 )
 def test_what_is_no_state_is_refused(store: Store, tmp_path: Path, content: str | None, message: str) -> None:

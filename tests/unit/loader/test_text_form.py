@@ -36,7 +36,7 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def batches(store: Store | Path, *, service: Path | None = None, **options: Any) -> list[Batch]:
     config = LoaderConfig(**{"batch_size": 4, "epochs": 2, "caption_dropout": 0.3, **options})
     with Loader(store, config, service=service) as loader:
-        return list(loader)
+        return list(loader.forever())
 
 
 def same(one: list[Batch], two: list[Batch]) -> Iterator[bool]:

@@ -277,12 +277,12 @@ def test_a_store_in_object_storage_is_read_through_its_cache(made: Store, tmp_pa
 
 def test_only_the_groups_that_are_requested_are_delivered(made: Store) -> None:
     with Loader(made, LoaderConfig(batch_size=2, ragged=("points",), epochs=1)) as loader:
-        batch = next(iter(loader))
+        batch = next(loader.forever())
     assert batch.ragged.keys() == {"points"}
     assert batch.ragged["points"].present is None
     assert batch.to("meta").ragged["points"].columns["xyz"].shape == batch.ragged["points"].columns["xyz"].shape
     with Loader(made, LoaderConfig(batch_size=2, epochs=1)) as loader:
-        assert not next(iter(loader)).ragged
+        assert not next(loader.forever()).ragged
     for ragged in (("sound",), ("points", "points")):
         with pytest.raises(UsageError, match="expected some of these, each once"):
             Loader(made, LoaderConfig(batch_size=2, ragged=ragged))
@@ -295,7 +295,7 @@ def test_flips_refuse_a_group_of_rows_without_mirror_images(tmp_path: Path) -> N
     with pytest.raises(UsageError, match=r"'audio' of .* has no entries of mirror images"):
         Loader(made, LoaderConfig(batch_size=2, ragged=("audio",), flip=0.5))
     with Loader(made, LoaderConfig(batch_size=2, ragged=("points", "llama"), flip=1.0)) as loader:
-        assert bool(next(iter(loader)).flipped.all())
+        assert bool(next(loader.forever()).flipped.all())
 
 
 def test_stores_with_other_groups_are_neither_mixed_nor_merged(made: Store, tmp_path: Path) -> None:

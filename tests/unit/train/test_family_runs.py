@@ -77,7 +77,7 @@ def test_adapters_alone_are_trained_and_open_where_the_familys_adapters_do(packe
     summary = train(asked, ALONE)
     parts = assembled(packed, tmp_path)
     with parts.loader as loader:
-        batch = next(iter(loader))
+        batch = next(loader.forever())
     plain, noised = (
         packed.model_class.from_pretrained(packed.model / packed.part).eval(),
         parts.training.prep.for_training(batch),
@@ -128,7 +128,7 @@ def assert_steps_equal(packed: Packed, parts: Trainer, model: torch.nn.Module) -
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
     with parts.loader as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         for step in range(2):
             batch = next(batches)
             found = train_step(parts.training, iter([copy.copy(batch)]), step)
@@ -164,7 +164,7 @@ def test_the_models_own_weights_stand_still_beside_adapters(packed: Packed, tmp_
     model = parts.training.model
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with parts.loader as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         for step in range(2):
             train_step(parts.training, batches, step)
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
@@ -193,7 +193,7 @@ def test_gradient_checkpointing_changes_no_step(packed: Packed, tmp_path: Path) 
     plain, saving = (assembled(packed, tmp_path, gradient_checkpointing=on) for on in (False, True))
     assert saving.training.model.is_gradient_checkpointing
     with plain.loader as loader:
-        batch = next(iter(loader))
+        batch = next(loader.forever())
     first, second = (train_step(parts.training, iter([batch]), 0) for parts in (plain, saving))
     torch.testing.assert_close(first.loss, second.loss)
     torch.testing.assert_close(first.grad_norm, second.grad_norm)
@@ -217,7 +217,7 @@ def test_moments_and_mirror_images_and_channels_of_their_own_scale_train(tmp_pat
     made = pack_family(tmp_path, "pixart_sigma", "--latents", "moments", "--flip", change=change)
     parts = assembled(made, tmp_path / "unused", flip=0.5)
     with parts.loader as loader:
-        batches = [next(batch) for batch in [iter(loader)] for _ in range(4)]
+        batches = [next(batch) for batch in [loader.forever()] for _ in range(4)]
     assert {batch.latents.shape[1] for batch in batches} == {8}
     assert len({bool(row) for batch in batches for row in batch.flipped}) == 2
     noised = parts.training.prep.for_training(batches[0])

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def first_batch(folder: Path, form: TextForm) -> Batch:
     with Loader(folder / "tiny.store", LoaderConfig(batch_size=3, epochs=1, text=form)) as loader:
-        return next(iter(loader))
+        return next(loader.forever())
 
 
 def make_prep(*, compiled: bool = False) -> Prep:

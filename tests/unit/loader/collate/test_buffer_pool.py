@@ -82,10 +82,10 @@ def test_fields_lie_apart_aligned_and_hold_what_is_put_into_them(fields: list[tu
 def test_every_batch_stays_what_it_was_however_many_are_held(store: Store) -> None:
     config = LoaderConfig(batch_size=4, epochs=8, prefetch_bytes=1)
     with Loader(store, config) as loader:
-        held = list(loader)
+        held = list(loader.forever())
     assert len(held) > 30
     with Loader(store, config) as again:
-        for batch, fresh in zip(held, again, strict=True):
+        for batch, fresh in zip(held, again.forever(), strict=True):
             assert (batch.step, batch.bucket) == (fresh.step, fresh.bucket)
             for one, other in zip(batch.tensors(), fresh.tensors(), strict=True):
                 assert torch.equal(one, other)
@@ -95,7 +95,7 @@ def test_one_tensor_of_a_batch_is_enough_to_keep_it_valid(store: Store) -> None:
     config = LoaderConfig(batch_size=4, epochs=6, prefetch_bytes=1)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     with Loader(store, config) as loader:
-        for batch in loader:
+        for batch in loader.forever():
             kept.append((batch.latents[1:2], batch.latents.clone()))
             del batch
     assert all(torch.equal(view[0], copy[1]) for view, copy in kept)
@@ -104,7 +104,7 @@ def test_one_tensor_of_a_batch_is_enough_to_keep_it_valid(store: Store) -> None:
 def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_buffers(store: Store) -> None:
     config = LoaderConfig(batch_size=4, epochs=40, prefetch_bytes=1)
     with Loader(store, config) as loader:
-        addresses = [batch.latents.data_ptr() for batch in loader]
+        addresses = [batch.latents.data_ptr() for batch in loader.forever()]
     assert len(addresses) > 100
     assert len(np.unique(addresses)) <= 8
 
@@ -112,7 +112,7 @@ def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_buffers(store: Store) 
 def test_buffers_that_were_filled_and_not_taken_come_back_when_the_loop_is_left(store: Store) -> None:
     with Loader(store, LoaderConfig(batch_size=4, prefetch_bytes=1, threads=2)) as loader:
         for _ in range(30):
-            for _batch in loader:
+            for _batch in loader.forever():
                 break
             del _batch
         assert loader.stats().buffers <= 8
@@ -128,7 +128,7 @@ def test_large_buffers_begin_at_a_huge_page_and_are_as_long_as_asked_for() -> No
 
 def test_a_caller_that_never_waits_is_given_few_buffers_however_much_may_be_filled_ahead(store: Store) -> None:
     with Loader(store, LoaderConfig(batch_size=2, epochs=20)) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         next(batches)
         assert wait_until(lambda: loader.stats().ready == FIRST_DEPTH)
         assert loader.stats().depth == FIRST_DEPTH

@@ -52,7 +52,7 @@ def flat(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 def read(store: Store, config: LoaderConfig, rank: int = 0, world_size: int = 1) -> list[Batch]:
     with Loader(store, config, rank=rank, world_size=world_size) as loader:
-        return list(loader)
+        return list(loader.forever())
 
 
 def bits(tensor: torch.Tensor) -> NDArray[Any]:

@@ -108,7 +108,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     loader = Loader(store, LoaderConfig(batch_size=len(rows), epochs=1, shuffle="none", remainder="partial"))
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-(batch,) = (batch for batch in loader if batch.bucket == bucket.name)
+(batch,) = (batch for batch in loader.forever() if batch.bucket == bucket.name)
 assert batch.latents.numpy().tobytes() == bucket.read(rows, "latent").tobytes()
 print([str(w.message) for w in caught if "plain reads" in str(w.message)])
 """
@@ -149,12 +149,12 @@ def test_verify_in_the_loader_ends_the_iteration_at_the_bad_row_and_names_its_sa
     at = int(bucket.locate(np.array([7])).offsets(bucket.spec, "latent")[0])
     flip_bit(store.shards[0].paths.lmdb, 8 * at)
     with Loader(Store.open(tmp_path), LoaderConfig(batch_size=5, epochs=1)) as loader:
-        assert len(list(loader)) == 6
+        assert len(list(loader.forever())) == 6
     with (
         Loader(Store.open(tmp_path), LoaderConfig(batch_size=5, epochs=1, verify=True)) as loader,
         pytest.raises(CorruptError, match=rf"step \d, bucket train/64x64: sample '{samples[7].id}', row 7 of train/64x64"),
     ):
-        list(loader)
+        list(loader.forever())
 
 
 def test_verify_in_the_loader_finds_a_bad_caption(tmp_path: Path) -> None:
@@ -169,4 +169,4 @@ def test_verify_in_the_loader_finds_a_bad_caption(tmp_path: Path) -> None:
             match=r"step \d+, bucket train/64x64: sample 'train/64x64/.*', row \d+ in shard g0: shard g0, caption 1: its bytes",
         ),
     ):
-        list(loader)
+        list(loader.forever())

@@ -69,21 +69,22 @@ def test_every_value_that_was_requested_is_what_was_put_in(
     for plain_reads in (False, True):
         config = LoaderConfig(batch_size=4, epochs=2, columns=ASKED, verify=verify, plain_reads=plain_reads)
         with Loader(store, config) as loader:
-            assert check(loader, items_of(ROWS), config) == 64
+            assert check(loader.forever(), items_of(ROWS), config) == 68
 
 
 def test_a_flipped_row_has_all_of_its_mirror_image(store: Store) -> None:
     config = LoaderConfig(batch_size=4, epochs=2, columns=("audio", "control/depth", "target"), flip=0.5, verify=True)
     with Loader(store, config) as loader:
-        assert check(loader, items_of(ROWS), config) == 64
-        present = torch.cat([batch.present["control/depth"] for batch in loader])
+        assert check(loader.forever(), items_of(ROWS), config) == 68
+        loader.set_epoch(0)
+        present = torch.cat([batch.present["control/depth"] for batch in loader.forever()])
     assert 0 < int(present.sum()) < len(present)
 
 
 def test_a_service_delivers_the_same(store: Store) -> None:
     config = LoaderConfig(batch_size=5, epochs=1, columns=ASKED[:3][::-1])
     with Loader(store, config, service="auto") as loader:
-        assert check(loader, items_of(ROWS), config) == 30
+        assert check(loader, items_of(ROWS), config) == 35
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -124,14 +125,14 @@ def test_only_what_was_requested_is_read(store: Store, monkeypatch: pytest.Monke
     ):
         read.clear()
         with Loader(store, LoaderConfig(batch_size=4, epochs=1, columns=columns)) as loader:
-            for batch in loader:
+            for batch in loader.forever():
                 assert tuple(batch.columns) == columns
         assert read == {"captions", "original_size", "crop", "id"} | own
 
 
 def test_a_batch_without_a_target_says_so(store: Store) -> None:
     with Loader(store, LoaderConfig(batch_size=4, columns=("mask",))) as loader:
-        batch = next(iter(loader))
+        batch = next(loader.forever())
     assert batch.columns["mask"].dtype is torch.uint8
     with pytest.raises(UsageError, match=r"has the columns \['mask'\], no target; request it in LoaderConfig.columns"):
         batch.latents.sum()
@@ -139,7 +140,7 @@ def test_a_batch_without_a_target_says_so(store: Store) -> None:
 
 def test_numpy_has_the_columns_by_the_same_names(store: Store) -> None:
     with Loader(store, LoaderConfig(batch_size=4, columns=ASKED)) as loader:
-        batch = next(iter(loader))
+        batch = next(loader.forever())
         (found,) = numpy_batches([batch])
     assert found.dtypes["columns.features/dino"] == "F8_E4M3"
     assert found.dtypes["columns.control/depth"] == "BF16"
@@ -151,13 +152,13 @@ def test_numpy_has_the_columns_by_the_same_names(store: Store) -> None:
 def test_a_state_resumes_with_other_columns_at_the_same_rows(store: Store) -> None:
     config = LoaderConfig(batch_size=4, columns=ASKED)
     with Loader(store, config) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         next(batches)
         state = loader.state_dict()
         expected = next(batches).ids.clone()
     with Loader(store, replace(config, columns=("target",))) as loader:
         loader.load_state_dict(state)
-        assert torch.equal(next(iter(loader)).ids, expected)
+        assert torch.equal(next(loader.forever()).ids, expected)
 
 
 def test_a_damaged_value_is_found_whether_it_is_requested_or_not(tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ def test_a_damaged_value_is_found_whether_it_is_requested_or_not(tmp_path: Path)
     for columns in (("target",), ("mask",)):
         config = LoaderConfig(batch_size=6, epochs=1, columns=columns, verify=True)
         with Loader(store, config) as loader, pytest.raises(CorruptError, match="'train/64x64/3'"):
-            next(iter(loader))
+            next(loader.forever())
 
 
 def test_the_budgets_count_frames_and_lengths(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_rows_without_a_size_are_flipped_without_a_crop(tmp_path: Path) -> None:
     store = make_free_store(tmp_path / "s", items, columns=columns)
     config = LoaderConfig(batch_size=4, epochs=1, flip=0.5)
     with Loader(store, config) as loader:
-        batches = [batch for batch in loader if check([batch], items, config)]
+        batches = [batch for batch in loader.forever() if check([batch], items, config)]
     assert not any(batch.crop.any() or batch.target_size.any() for batch in batches)
 
 

@@ -86,7 +86,7 @@ def test_metrics_count_what_each_client_was_given_and_stay_when_it_has_left(
         assert metrics_at(port)["bucketline_requests_refused_total"] == {"": 0}
         with Loader(store, LoaderConfig(batch_size=2, epochs=1), rank=1, world_size=2, service="/unused") as loader:
             service.take_in(theirs)
-            batches = iter(loader)
+            batches = loader.forever()
             first = next(batches)
             now = metrics_at(port)
             samples = first.ids.shape[0] + sum(batch.ids.shape[0] for batch in batches)
@@ -140,7 +140,7 @@ def test_an_iteration_that_fails_is_counted(tmp_path: Path, monkeypatch: pytest.
     with Loader(made, LoaderConfig(batch_size=2, epochs=1), service="/unused") as loader:
         service.take_in(theirs)
         with pytest.raises(BucketlineError, match="the disk is on fire"):
-            next(iter(loader))
+            next(loader.forever())
     assert wait_until(lambda: not service.stats()["clients"])
     assert service.stats()["errors"] == service.stats()["by_stores"][0]["errors"] == 1
     service.stop()
@@ -153,7 +153,7 @@ def _fail(*_: object, **__: object) -> None:
 def test_a_screen_shows_rates_between_two_looks_and_who_waits(store: Store, socket_path: Path) -> None:
     before = stats_of(socket_path)
     with Loader(store, LoaderConfig(batch_size=2), service=socket_path) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         for _ in range(5):
             next(batches)
         now = stats_of(socket_path)
@@ -188,7 +188,7 @@ def test_clients_on_other_machines_are_counted_while_connected_and_stay_in_the_t
         service.network = found.sent.stats
         address, own = f"127.0.0.1:{found.port}", tmp_path / "token"
         with RemoteLoader(address, LoaderConfig(batch_size=2), token=own, rank=1, world_size=2) as far:
-            batches = iter(far)
+            batches = far.forever()
             next(batches)
             assert wait_until(lambda: service.stats()["network"]["samples"] >= 2)
             now, said = metrics_at(port), summary(service.stats())
@@ -196,7 +196,7 @@ def test_clients_on_other_machines_are_counted_while_connected_and_stay_in_the_t
         assert wait_until(lambda: not service.stats()["network"]["clients"])
         before = service.stats()["network"]
         with RemoteLoader(address, LoaderConfig(batch_size=2, epochs=1), token=own) as far:
-            samples = sum(batch.ids.shape[0] for batch in far)
+            samples = sum(batch.ids.shape[0] for batch in far.forever())
         with pytest.raises(BucketlineError, match="the token is not the server's"):
             RemoteLoader(address, LoaderConfig(batch_size=2), token=tmp_path / "other", deadline_s=5.0)
         assert wait_until(lambda: service.stats()["network"]["samples"] == before["samples"] + samples)
@@ -219,10 +219,10 @@ def test_a_service_answers_prometheus_and_top_is_live_until_ctrl_c(tmp_path: Pat
         assert process.stderr is not None
         listens, port = (int(process.stderr.readline().split()[-1]) for _ in range(2))
         with RemoteLoader(f"127.0.0.1:{listens}", LoaderConfig(batch_size=2, epochs=1)) as far:
-            assert sum(batch.ids.shape[0] for batch in far) == 40
+            assert sum(batch.ids.shape[0] for batch in far.forever()) == 40
         assert wait_until(lambda: stats_of(path)["network"]["samples"] == 40)
         with Loader(made, LoaderConfig(batch_size=2), service=path) as loader:
-            batches = iter(loader)  # kept: a client whose iterator is gone has left
+            batches = loader.forever()  # kept: a client whose iterator is gone has left
             next(batches)
             assert metrics_at(port)["bucketline_client_depth"]
             controlling, terminal = pty.openpty()

@@ -101,7 +101,7 @@ def test_any_machines_that_divide_the_lanes_read_the_same_steps_and_only_their_l
         if remainder is Remainder.CARRY or n < size:
             continue
         for lane, rows in enumerate(by_lane):  # padding too is of the lane's own rows
-            number = plan._place([step])[step][2] // plan._all_per_pass[bucket]
+            number = plan._place([step])[step][2] // plan.epoch_steps.per_pass[bucket]
             _, firsts, counts = plan.lane_order.owned(bucket, number, lane)
             own = {row for at, count in zip(firsts.tolist(), counts.tolist(), strict=True) for row in range(at, at + count)}
             assert set(rows.tolist()) <= own

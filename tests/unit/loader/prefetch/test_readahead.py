@@ -165,6 +165,6 @@ def test_a_store_whose_first_batch_is_in_the_page_cache_is_not_taken_for_cold(
         if not is_resident:  # what the kernel would say of a page that is not there
             monkeypatch.setattr(AddressRange, "is_resident", lambda *_: False)
         with Loader(store, LoaderConfig(batch_size=4)) as loader:
-            next(iter(loader))
+            next(loader.forever())
     assert seen == [True, False]
     assert not ColdDetector(is_warm=True).is_cold

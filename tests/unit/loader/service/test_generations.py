@@ -48,7 +48,7 @@ def test_what_was_collected_is_unmapped_once_its_last_client_has_gone(tmp_path: 
             pid = process.pid if backend._private is None else backend._private._process.pid
             supersede(path)
             assert mapped(pid, path, deleted=True) > 0
-            loader._end()
+            loader._end_stream()
             other.close()
             assert wait_until(lambda: mapped(pid, path, deleted=True) == 0)
             with Loader(path, CONFIG, service=tmp_path / "sock") as fresh:
@@ -62,7 +62,7 @@ def test_a_generation_that_is_superseded_while_nobody_reads_it_is_let_go_too_and
     with serving(tmp_path / "sock", path) as process:
         for _ in range(2):
             with Loader(path, CONFIG, service=tmp_path / "sock") as loader:
-                assert next(iter(loader)).step == 0
+                assert next(loader.forever()).step == 0
             assert wait_until(lambda: mapped(process.pid, path, deleted=False) > 0)
         supersede(path)
         assert wait_until(lambda: mapped(process.pid, path, deleted=True) == mapped(process.pid, path, deleted=False) == 0)

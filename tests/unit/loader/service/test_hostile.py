@@ -89,7 +89,7 @@ def test_garbage_is_answered_with_an_error_or_the_end_and_the_service_goes_on(
         answer, _ = receive(sock, 30.0)
     assert answer["error"] == "DeliveryError"
     with Loader(store, LoaderConfig(batch_size=1), service=socket_path) as loader:
-        assert next(iter(loader)).step == 0
+        assert next(loader.forever()).step == 0
 
 
 def test_random_bytes_never_end_the_service(socket_path: Path, store: Store) -> None:
@@ -98,7 +98,7 @@ def test_random_bytes_never_end_the_service(socket_path: Path, store: Store) -> 
         with connected(socket_path) as sock:
             sock.sendall(generator.randbytes(generator.randrange(200)))
     with Loader(store, LoaderConfig(batch_size=1), service=socket_path) as loader:
-        assert next(iter(loader)).step == 0
+        assert next(loader.forever()).step == 0
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_client_that_writes_nonsense_into_its_memory_harms_nobody_else(socket_
         page[:] = 0
         sock.sendall(b"\0" * 100)
         with Loader(store, LoaderConfig(batch_size=1), service=socket_path) as loader:
-            assert next(iter(loader)).step == 0
+            assert next(loader.forever()).step == 0
 
 
 def test_another_user_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_a_client_trusts_no_service_of_another_user(socket_path: Path, store: St
         Loader(store, LoaderConfig(batch_size=1), service=socket_path) as loader,
         pytest.raises(DeliveryError, match=rf"the service at .* belongs to user {os.getuid()}, you are user"),
     ):
-        next(iter(loader))
+        next(loader.forever())
 
 
 def test_a_socket_that_another_service_made_meanwhile_is_left_to_it(tmp_path: Path) -> None:

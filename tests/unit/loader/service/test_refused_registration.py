@@ -71,7 +71,7 @@ def test_batches_are_the_same_and_one_warning_says_why_they_are_copied_twice(
     config = LoaderConfig(batch_size=4, epochs=2)
     with Loader(store, config) as own, Loader(store, config, service=socket_path) as loader, caplog.at_level(logging.WARNING):
         num_batches = 0
-        for one, other in zip(own, loader, strict=True):
+        for one, other in zip(own.forever(), loader.forever(), strict=True):
             assert_same(one, other)
             num_batches += 1
     warned = [record for record in caplog.records if "refuses to register" in record.message]

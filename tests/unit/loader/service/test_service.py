@@ -54,7 +54,7 @@ def test_batches_are_those_of_the_loader_in_the_process_bit_for_bit(
             Loader(store, config, rank=rank, world_size=2) as own,
             Loader(store, config, rank=rank, world_size=2, service=socket_path) as served,
         ):
-            for one, other in zip(own, served, strict=True):
+            for one, other in zip(own.forever(), served.forever(), strict=True):
                 assert_same(one, other)
             assert own.state_dict() == served.state_dict()
             assert own.stats().by_bucket == served.stats().by_bucket
@@ -64,10 +64,10 @@ def test_every_batch_stays_what_it_was_however_many_are_held(store: Store, socke
     config = LoaderConfig(batch_size=4, epochs=8, prefetch_bytes=1)
     before = held()
     with Loader(store, config, service=socket_path) as served:
-        kept = list(served)
+        kept = list(served.forever())
         assert served.stats().buffers >= len(kept) > 30
     with Loader(store, config) as own:
-        for batch, fresh in zip(kept, own, strict=True):
+        for batch, fresh in zip(kept, own.forever(), strict=True):
             assert_same(batch, fresh)
     del batch, fresh
     kept.clear()
@@ -78,7 +78,7 @@ def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_buffers_and_one_that_l
     store: Store, socket_path: Path
 ) -> None:
     with Loader(store, LoaderConfig(batch_size=4, prefetch_bytes=1), service=socket_path) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         kept = [next(batches) for _ in range(40)]
         assert loader.stats().buffers >= 40
         kept.clear()
@@ -89,7 +89,7 @@ def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_buffers_and_one_that_l
 
 def test_what_is_in_use_when_the_loader_is_closed_stays_valid(store: Store, socket_path: Path) -> None:
     with Loader(store, LoaderConfig(batch_size=2), service=socket_path) as loader:
-        batch = next(iter(loader))
+        batch = next(loader.forever())
     again = next(iter(Loader(store, LoaderConfig(batch_size=2))))
     assert_same(batch, again)
 
@@ -99,21 +99,22 @@ def test_an_iteration_goes_on_where_the_last_one_stood_and_a_saved_state_moves_b
 ) -> None:
     config = LoaderConfig(batch_size=2, epochs=3)
     with Loader(store, config) as own:
-        expected = list(own)
+        expected = list(own.forever())
     with Loader(store, config, service=socket_path) as served:
-        batches = iter(served)
+        batches = served.forever()
         found = [next(batches) for _ in range(5)]
-        second = iter(served)
+        second = served.forever()
         found.append(next(second))
-        assert next(batches, None) is None
+        with pytest.raises(UsageError, match="another iterator of the same loader was started"):
+            next(batches)
         state = served.state_dict()
     with Loader(store, config) as own:
         own.load_state_dict(state)
-        found.append(next(iter(own)))
+        found.append(next(own.forever()))
         state = own.state_dict()
     with Loader(store, config, service=socket_path) as served:
         served.load_state_dict(state)
-        found += list(served)
+        found += list(served.forever())
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
 
@@ -123,9 +124,9 @@ def test_a_private_service_ends_with_its_loader_and_leaves_nothing(store: Store)
     config = LoaderConfig(batch_size=2, epochs=1)
     before, with_us = held(), children()
     with Loader(store, config) as own:
-        expected = list(own)
+        expected = list(own.forever())
     loader = Loader(store, config, service="auto")
-    for one, other in zip(loader, expected, strict=True):
+    for one, other in zip(loader.forever(), expected, strict=True):
         assert_same(one, other)
     del one, other
     assert len(children() - with_us) == 1
@@ -140,7 +141,7 @@ def test_a_private_service_that_was_killed_is_an_error_and_the_next_iteration_ha
     config = LoaderConfig(batch_size=1, prefetch_bytes=1)
     before = children()
     with Loader(store, config, service="auto") as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         first = next(batches)
         (child,) = children() - before
         os.kill(int(child), signal.SIGKILL)
@@ -148,7 +149,7 @@ def test_a_private_service_that_was_killed_is_an_error_and_the_next_iteration_ha
         with pytest.raises(DeliveryError, match=r"the private service \(process \d+\) has ended without a message"):
             found.extend(batch.step for batch in batches)  # what came before the failure counts
         assert found == list(range(len(found)))
-        assert next(iter(loader)).step == len(found)
+        assert next(loader.forever()).step == len(found)
 
 
 def test_a_bad_row_is_named_by_the_service_as_in_the_process_and_the_next_iteration_meets_it_again(tmp_path: Path) -> None:
@@ -163,12 +164,12 @@ def test_a_bad_row_is_named_by_the_service_as_in_the_process_and_the_next_iterat
         steps = []
         for _ in range(2):
             with pytest.raises(CorruptError, match=rf"step \d, bucket train/64x64: sample '{samples[7].id}'"):
-                steps += [batch.step for batch in loader]
+                steps += [batch.step for batch in loader.forever()]
     assert steps == list(range(len(steps)))
     with Loader(store, config) as own:
         own.load_state_dict(loader.state_dict())
         with pytest.raises(CorruptError):
-            next(iter(own))
+            next(own.forever())
 
 
 def test_a_store_that_is_not_served_is_refused_by_name(socket_path: Path, tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_a_store_that_is_not_served_is_refused_by_name(socket_path: Path, tmp_pa
         Loader(tmp_path / "other", LoaderConfig(batch_size=1), service=socket_path) as loader,
         pytest.raises(StoreError, match=r"other is not among the stores that the service reads \(.*small.store\)"),
     ):
-        next(iter(loader))
+        next(loader.forever())
 
 
 def test_a_private_service_whose_store_went_is_an_error(tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def test_a_private_service_whose_store_went_is_an_error(tmp_path: Path) -> None:
     loader = Loader(tmp_path / "s", LoaderConfig(batch_size=1), service="auto")
     shutil.rmtree(tmp_path / "s")
     with pytest.raises(StoreError, match="is not a store"):
-        next(iter(loader))
+        next(loader.forever())
     with pytest.raises(PlanError):
         Loader(make_store(tmp_path / "t", samples_of({"val/64x64": 1})), LoaderConfig(batch_size=1), service="auto")
 
@@ -195,7 +196,7 @@ def test_a_private_service_whose_store_went_is_an_error(tmp_path: Path) -> None:
 def test_no_service_at_a_path_is_an_error_that_says_how_to_start_one(store: Store, tmp_path: Path) -> None:
     loader = Loader(store, LoaderConfig(batch_size=1), service=tmp_path / "nobody")
     with pytest.raises(DeliveryError, match=r"no service can be reached at .*nobody: .*; start one: loader serve"):
-        next(iter(loader))
+        next(loader.forever())
     with pytest.raises(UsageError, match="the system takes 107"):
         Loader(store, LoaderConfig(batch_size=1), service=tmp_path / ("x" * 108))
 
@@ -208,7 +209,7 @@ def test_a_service_that_is_stopped_says_so_to_its_clients_and_removes_its_socket
     with serving(tmp_path / "s", store.path, options=("--json",)) as process:
         assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
         with Loader(store, LoaderConfig(batch_size=1, prefetch_bytes=1), service=tmp_path / "s") as loader:
-            batches = iter(loader)
+            batches = loader.forever()
             assert next(batches).step == 0
             process.send_signal(number)
             out, err = process.communicate(timeout=30)
@@ -227,7 +228,7 @@ def test_a_service_that_is_stopped_says_so_to_its_clients_and_removes_its_socket
 def test_statistics_say_who_was_given_what(store: Store, socket_path: Path) -> None:
     config = LoaderConfig(batch_size=2, prefetch_bytes=1)
     with Loader(store, config, rank=1, world_size=2, service=socket_path) as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         for _ in range(5):
             next(batches)
         stats = call("loader", "stats", "--socket", socket_path, "--json").json
@@ -251,7 +252,7 @@ def test_several_clients_at_once_are_all_served(store: Store, socket_path: Path)
 
     def read(rank: int) -> None:
         with Loader(store, config, rank=rank, world_size=4, service=socket_path) as loader:
-            counts.append(sum(1 for _ in loader))
+            counts.append(sum(1 for _ in loader.forever()))
 
     threads = [threading.Thread(target=read, args=(rank,)) for rank in range(4)]
     for thread in threads:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def read(stores: Stores, config: LoaderConfig, service: str | None) -> list[dict[str, torch.Tensor]]:
     with Loader(stores, config, service=service) as loader:
-        return [{name: tensor.clone() for name, tensor in batch.by_name().items()} for batch in loader]
+        return [{name: tensor.clone() for name, tensor in batch.by_name().items()} for batch in loader.forever()]
 
 
 def same(stores: Stores, config: LoaderConfig) -> int:

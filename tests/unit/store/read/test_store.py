@@ -155,7 +155,7 @@ def test_batches_hold_what_plain_reads_give_over_all_shards_with_captions_padded
     shards: set[int] = set()
     options = {"shuffle": "full", "remainder": "carry", "epochs": 4, "batch_size": 20, "plain_reads": plain_reads}
     for loader in loaders_of(store, pad_to=store.max_tokens + 2, **options):
-        for batch in loader:
+        for batch in loader.forever():
             rows = loader.plan.at(batch.step).rows
             check_batch(store, rows, batch)
             shards.update(store.bucket(batch.bucket).locate(rows).shard.tolist())
@@ -216,7 +216,7 @@ def test_impossible_starts_are_an_error_of_the_loader_not_a_read_beyond_the_bloc
             Loader(fresh, config) as loader,
             pytest.raises(CorruptError, match=r"caption [23] has the `starts` .* run `store verify`"),
         ):
-            list(loader)
+            list(loader.forever())
         with pytest.raises(CorruptError, match=r"caption 2 has the `starts`"):
             fresh.read_caption(0, 2)
 

@@ -61,7 +61,7 @@ def test_the_list_of_another_copy_is_refused_before_a_dropped_sample_is_given_ou
     assert list_of(one).stat().st_size == list_of(other).stat().st_size
     shutil.copy(list_of(other), list_of(one))
     with Loader(one, LoaderConfig(batch_size=1, verify=True)) as loader, pytest.raises(CorruptError, match="dropped-2 is not"):
-        next(iter(loader))
+        next(loader.forever())
     with pytest.raises(
         CorruptError, match=r"dropped-2 is not the file that the manifest lists.*restore the file that belongs there"
     ):

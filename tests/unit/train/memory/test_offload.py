@@ -42,7 +42,7 @@ def assembled(packed: Packed, output: Path, **changes: Any) -> Trainer:
 
 def steps(trainer: Trainer, number: int = 2) -> list[tuple[float, float]]:
     with trainer.loader as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         outcomes = [train_step(trainer.training, batches, step) for step in range(number)]
     return [(float(outcome.loss), float(outcome.grad_norm)) for outcome in outcomes]
 
@@ -102,7 +102,7 @@ def test_two_blocks_at_a_time_are_on_the_device_and_each_arrives_ahead(folder: P
     trainer = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     num_blocks = len(repeated_blocks(trainer.training.model))
     with trainer.loader as loader:
-        batches = iter(loader)
+        batches = loader.forever()
         train_step(trainer.training, batches, 0)
         late.clear()
         train_step(trainer.training, batches, 1)
@@ -148,7 +148,7 @@ def test_less_activation_memory_keeps_fewer_activations(folder: Path) -> None:
             return tensor
 
         with trainer.loader as loader, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = loss_of(trainer.training, next(iter(loader)))
+            loss = loss_of(trainer.training, next(loader.forever()))
         kept[share] = sum(sizes.values())
         loss.backward()  # type: ignore[no-untyped-call]
         found.append([parameter.grad for parameter in trainer.training.model.parameters()])

@@ -1,0 +1,349 @@
+"""Iterating by epochs: what the loader in this process and the remote one have in common.
+
+One `for` is one epoch. The batches of all epochs are one stream, which stays open between two epochs, so that the first batches
+of the next one are ready when its `for` begins.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from bucketline.errors import BucketlineError, DeliveryError, StateError, UsageError
+from bucketline.loader.batch import Batch, as_fields
+from bucketline.loader.collate.buffer_pool import carve
+from bucketline.loader.plan.cursor import Cursor
+from bucketline.loader.prefetch.threads import QueueStats
+from bucketline.loader.stats import Meter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from bucketline.loader.collate.buffer_pool import FilledBuffer
+    from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.history import PastSteps
+    from bucketline.loader.plan.epoch_steps import EpochSpan, EpochSteps
+    from bucketline.loader.state import LoaderState
+    from bucketline.store.format.columns import LatentKind
+
+CLOSED = "close() was called"  # which ends an iterator without an error
+
+
+class Stream(Protocol):
+    """Filled micro-batches from a position to the end of all epochs."""
+
+    def next(self) -> tuple[FilledBuffer, Tensor] | None: ...
+
+    def queue_stats(self) -> QueueStats: ...
+
+    def close(self) -> None: ...
+
+
+class EpochLoader(ABC):
+    """An iterable of one rank's micro-batches. One `for` is one epoch.
+
+    It has one iterator at a time. An iterator that another one has replaced raises an error.
+    """
+
+    config: LoaderConfig
+    device: torch.device
+    _latent_kind: LatentKind
+    _steps: EpochSteps
+
+    def _begin_at_first_epoch(self) -> None:
+        """Begin before the first batch."""
+        self._span = self._steps.span(0)  # the epoch of the last `for`, or the one that a state or `set_epoch` has chosen
+        self._is_begun = False  # a `for` has read some of it; so the next one begins the next epoch
+        self._cursor = Cursor(step=0, micro_step=0, num_steps=self._steps.num_steps)
+        self._past: tuple[PastSteps, ...] = ()  # what was consumed before the present plan and ranks, or skipped steps
+        self._since = (0, 0)  # step and micro step at which these began
+        self._iterator: object = None  # the present one
+        self._ended_by = CLOSED  # why there is none, or another one
+        self._stream: Stream | None = None
+        self._stream_pid = os.getpid()
+        self._meter, self._queue_stats = Meter(), QueueStats(ready=0, depth=0, buffers=0)
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, object]:
+        """Return the state as JSON values."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Resume from a saved state."""
+
+    @abstractmethod
+    def _begin_stream(self) -> Stream:
+        """Begin to read at the cursor."""
+
+    @abstractmethod
+    def _state(self) -> LoaderState:
+        """Return the present state."""
+
+    @abstractmethod
+    def _before_batch(self) -> None:
+        """Take up what is due before a micro-batch of an iteration."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterate over one epoch: the next one, or what remains of the one that `load_state_dict` was given.
+
+        After a `break`, the next epoch is the one that follows. If the loader itself fails, it continues at the same batch.
+
+        Raises:
+            UsageError: if all `epochs` have been delivered, or another iterator has replaced this one.
+        """
+        return self._batches(crosses=False)
+
+    def forever(self) -> Iterator[Batch]:
+        """Iterate over all epochs that remain, from the batch after the last one delivered. Endless without `epochs`.
+
+        Raises:
+            UsageError: if all `epochs` have been delivered, or another iterator has replaced this one.
+        """
+        return self._batches(crosses=True)
+
+    def _batches(self, *, crosses: bool) -> Iterator[Batch]:
+        mine = self._take_iterator()
+        if crosses:
+            self._cross()
+        else:
+            self._enter_next_epoch()
+        self._meter = Meter()
+        is_over = False
+        try:
+            while True:
+                if self._iterator is not mine:
+                    if is_over or self._ended_by == CLOSED:
+                        return
+                    raise UsageError(self._replaced())
+                if self._cursor.step >= self._span.end and not (crosses and self._has_next() and self._cross()):
+                    self._is_begun = True
+                    return
+                self._before_batch()
+                filled, flat = self._next_filled()
+                batch = batch_of(filled, flat, self._latent_kind)
+                after = self._cursor.after(filled.step, filled.micro_step, self.config.accumulation)
+                del filled, flat  # or the generator would hold the buffer until the next one
+                self._is_begun = True
+                self._cursor = after  # last, so that Ctrl-C before this skips no batch
+                is_over = after.step == self._span.end and not (crosses and self._has_next())
+                yield batch
+                del batch
+        finally:
+            if self._iterator is mine:
+                self._iterator = None
+                if self._cursor.step != self._span.end or self._cursor.step == self._steps.num_steps:
+                    self._end_stream()
+
+    def _next_filled(self) -> tuple[FilledBuffer, Tensor]:
+        """Pop the next micro-batch of the stream; begin one if there is none, or it is of the process that forked this one."""
+        try:
+            if self._stream is None or self._stream_pid != os.getpid():
+                self._stream, self._stream_pid = self._begin_stream(), os.getpid()
+            asked = time.perf_counter()
+            delivered = self._stream.next()
+        except BucketlineError:
+            self._is_begun = False  # the caller did not leave the epoch: the next iteration continues at this batch
+            raise
+        if delivered is None:
+            self._is_begun = False
+            raise DeliveryError(
+                f"the batches ended before step {self._cursor.step}, and the epoch has steps to {self._span.end - 1}; was the "
+                "loader closed in another thread? Iterate again: it continues at the same batch"
+            )
+        self._meter.note(asked, delivered[0])
+        return delivered
+
+    def _is_done(self) -> bool:
+        """Return True if nothing of the present epoch remains."""
+        return self._cursor.step >= self._span.end and (self._is_begun or self._span.first < self._span.end)
+
+    def _following(self) -> int:
+        return 0 if self.config.rewind else self._span.number + 1
+
+    def _has_next(self) -> bool:
+        """Return True if an epoch follows the present one."""
+        return self._steps.epochs is None or self._following() < self._steps.epochs
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of the epoch that is being read, from 0; if none is, of the one that the next `for` reads."""
+        is_over = self._iterator is None and (self._is_begun or self._is_done())
+        return self._following() if is_over else self._span.number
+
+    def _epoch_of_state(self) -> int:
+        """Return the epoch of the next micro-batch: after `load_state_dict`, the first `for` reads what remains of it."""
+        return self._following() if self._is_done() else self._span.number
+
+    def _enter_next_epoch(self) -> None:
+        """Move to the next epoch, unless a state or `set_epoch` has chosen one that no `for` has begun."""
+        if self._is_begun or self._is_done():
+            self._expect_epoch(self._following())
+            self._move_to(self._following())
+        self._expect_epoch(self._span.number)
+
+    def _cross(self) -> bool:
+        """If nothing of the present epoch remains, move to the next one that has steps. Return True."""
+        while self._cursor.step >= self._span.end:
+            self._expect_epoch(self._following())
+            self._move_to(self._following())
+        return True
+
+    def _expect_epoch(self, number: int) -> None:
+        epochs = self._steps.epochs
+        if epochs is not None and number >= epochs:
+            self._iterator = None
+            each = "epoch was" if epochs == 1 else "epochs were"
+            raise UsageError(
+                f"all {epochs} {each} delivered (epochs={epochs}), and each `for` reads another one; set epochs to how many "
+                "you read, or to None; set rewind=True to read the same batches in each `for`, as for validation; or call "
+                "set_epoch(0) to start over"
+            )
+
+    def _move_to(self, number: int) -> None:
+        """Move to the first step of an epoch; what was consumed is part of the state."""
+        span = self._steps.span(number)
+        if (span.first, 0) != (self._cursor.step, self._cursor.micro_step):
+            self._end_stream()
+            self._past = self._state().consumed()
+            self._since = (span.first, 0)
+            self._cursor = self._cursor.at(span.first)
+        self._span, self._is_begun = span, False
+
+    def _resume(self, found: LoaderState) -> None:
+        """Continue at a saved state's batch, and keep its history."""
+        step = found.step
+        if self.config.rewind and step == self._steps.num_steps:
+            step = 0
+        self._span = self._span_of(found.epoch, step)
+        self._is_begun = False
+        self._cursor = Cursor(step=step, micro_step=found.micro_step, num_steps=self._steps.num_steps)
+        here = (step, found.micro_step)
+        now, fields = self._state(), ("world_size", "accumulation", "plan", "epochs", "step")
+        is_same = all(getattr(found, name) == getattr(now, name) for name in fields)
+        self._past = found.past() if is_same else found.consumed()
+        self._since = min((found.since[0], found.since[1]), here) if is_same else here
+
+    def _replan(self) -> None:
+        """Continue at the same step by another plan; an epoch that a `for` has begun is then the one that has this step."""
+        self._is_begun = self._is_begun and not self._is_done()
+        self._span = self._span_of(None, self._cursor.step)
+        self._cursor = Cursor(step=self._cursor.step, micro_step=self._cursor.micro_step, num_steps=self._steps.num_steps)
+
+    def _span_of(self, epoch: int | None, step: int) -> EpochSpan:
+        """Return the epoch of a saved position, which is given by its number if the state has one."""
+        if epoch is not None:
+            span = self._steps.span(epoch if self._steps.epochs is None else min(epoch, self._steps.epochs))
+            if span.first <= step < span.end or span.first == step == span.end:
+                return span
+        epochs, num_steps = self._steps.epochs, self._steps.num_steps
+        is_over = epochs is not None and num_steps is not None and step >= num_steps
+        return self._steps.span(epochs if is_over and epochs is not None else self._steps.number_at(step))
+
+    def _expect_position(self, found: LoaderState) -> None:
+        """Check that a saved position means the same by this loader's `epochs`.
+
+        Raises:
+            StateError: if it is after the last step, or among the padded batches with which one of the two ends.
+        """
+        num_steps, here = self._steps.num_steps, (found.step, found.micro_step)
+        if num_steps is not None and found.step > num_steps:
+            raise StateError(f"the state is at step {found.step}, this loader ends after {num_steps} steps; give more epochs")
+        if found.epochs == self._steps.epochs:
+            return
+        if found.epochs is not None and here > (self._steps.steps_before(found.epochs), 0):
+            raise StateError(
+                f"the state is of a loader with epochs={found.epochs}, whose last batches were padded, and this one has "
+                f"epochs={self._steps.epochs}, which would read their rows again; resume it with epochs={found.epochs}, or "
+                f"begin with set_epoch({found.epochs}) and without a state"
+            )
+        if self._steps.epochs is not None and here > (self._steps.steps_before(self._steps.epochs), 0):
+            raise StateError(
+                f"the state is at step {found.step}, after {self._steps.epochs} epochs of a loader with epochs={found.epochs}; "
+                "give more epochs"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of the epoch that is being read; if none is, of the one that the next `for` reads.
+
+        It counts the whole epoch, also after `load_state_dict`: what resumes an epoch counts from where it stopped (Lightning's
+        progress, tqdm's `initial`). With `carry`, epochs differ by a batch a bucket. 0 if all `epochs` have been delivered.
+        """
+        if self._steps.epochs is not None and self.epoch >= self._steps.epochs:
+            return 0
+        span = self._steps.span(self.epoch)
+        return (span.end - span.first) * self.config.accumulation
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next `for` read this epoch, counted from 0, and those after it the next ones.
+
+        Not needed: each `for` reads another epoch. After `load_state_dict` within this epoch, the `for` reads what remains.
+
+        Raises:
+            UsageError: if the loader ends before that epoch.
+        """
+        epochs = self._steps.epochs
+        if epoch < 0 or (epochs is not None and epoch >= epochs):
+            expected = "0 or more" if epochs is None else "0, with rewind=True" if self.config.rewind else f"0 to {epochs - 1}"
+            raise UsageError(f"epoch is {epoch}, expected {expected}")
+        if epoch != self._span.number or self._is_begun or self._iterator is not None:
+            self._iterator, self._ended_by = None, "set_epoch() was called"
+            self._move_to(epoch)
+
+    def _take_iterator(self) -> object:
+        """Return the mark of a new iterator, which replaces the present one."""
+        self._iterator, self._ended_by = object(), "another iterator of the same loader was started"
+        return self._iterator
+
+    def _end_iteration(self, why: str) -> None:
+        self._iterator, self._ended_by = None, why
+        self._end_stream()
+
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            self._queue_stats = stream.queue_stats()
+            stream.close()
+
+    def _replaced(self) -> str:
+        return (
+            f"this iterator has ended: {self._ended_by}, and a loader has one iterator at a time. Make another loader for each "
+            "loop that runs at the same time, such as validation within an epoch; or start a new iterator"
+        )
+
+
+def batch_of(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind) -> Batch:
+    """Make a batch from a filled buffer's description and its bytes on the caller's device."""
+    return Batch(
+        step=filled.step,
+        micro_step=filled.micro_step,
+        epoch=filled.epoch,
+        bucket=filled.bucket,
+        latent_kind=latent_kind,
+        **as_fields(carve(flat, filled.fields)),
+    )
+
+
+def device_of(device: torch.device | str | int | None) -> torch.device:
+    """Return the device of a loader's batches: the CPU for None, a CUDA device for its number.
+
+    Raises:
+        UsageError: if it is anything else.
+    """
+    expected = "expected cpu, cuda, cuda:N, N or None"
+    if device is None:
+        return torch.device("cpu")
+    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+        raise UsageError(f"device is {device!r:.80}, {expected}")
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise UsageError(f"device is {device!r:.80}, {expected}") from error
+    if found.type not in ("cpu", "cuda") or (found.index or 0) < 0:
+        raise UsageError(f"device is {device!r:.80}, {expected}")
+    return found
