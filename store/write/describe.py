@@ -102,16 +102,23 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
     if (noted := noted_description(store, name)) is not None:
         return noted.entry, list(noted.buckets)
     paths = shard_paths(store, name)
+    again = f"move {paths.lmdb} to {pending_path(store, name)} and rerun the command, which seals it again"
     files = []
     for path in (paths.lmdb, paths.extents, paths.index):
         try:
             num_bytes, digest = file_digest(path)
         except FileNotFoundError as error:
-            raise StoreError(
-                f"{path} is missing, although its shard exists; move {paths.lmdb} to {pending_path(store, name)} and rerun the "
-                "command, which seals it again"
-            ) from error
+            raise StoreError(f"{path} is missing, although its shard exists; {again}") from error
         files.append(FileEntry(num_bytes=num_bytes, digest=digest))
+    try:
+        return _described(store, name, manifest, files)
+    except CorruptError as error:
+        raise CorruptError(f"{error}; {again}") from error
+
+
+def _described(store: Path, name: str, manifest: Manifest, files: list[FileEntry]) -> tuple[ShardEntry, list[BucketEntry]]:
+    """Return what a shard's sidecars and blocks say of it. `files` are its own file, its extents and its index."""
+    paths = shard_paths(store, name)
     extents = PagedFile(paths.extents, files[1].num_bytes, EXTENTS_FORMAT)
     spec = manifest.text.spec()
     try:
@@ -135,9 +142,7 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
             ragged=decode(dict[str, RaggedTotals], extents.metadata.get("ragged", {})),
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptError(
-            f"{paths.extents} does not describe a shard ({error!r:.200}); move {paths.lmdb} elsewhere and pack again"
-        ) from error
+        raise CorruptError(f"{paths.extents} does not describe a shard ({error!r:.200})") from error
     shard = SealedShard(store, entry)
     record_bytes = int(shard.index.column("record_bytes").sum(dtype=np.int64))
     buckets = [_bucket_of(shard, group) for group in groups if is_bucket(group)]

@@ -43,6 +43,7 @@ DAY_S = 86400.0
 SKEWS_S = (-2 * DAY_S, 2 * DAY_S)
 WORK_S = 60.0
 CHILDREN = 3
+PUSHES = 4  # to one place
 
 
 class _Place:
@@ -190,27 +191,34 @@ def wrong_clocks(asked: Asked) -> Iterator[Record]:
     """Collect, push and compact on machines whose clocks are two days ahead and behind, while others are at work."""
     record = Record(fault="at a URL, clocks two days ahead and behind", kind=Kind.OTHER)
     draw = random.Random(asked.seed)
-    place = _Place(asked.folder / "clocks", draw)
-    record.add(*_judged(apart(place.push, WORK_S), place, is_pushed=True))
-    for trial in range(asked.of(4, 80)):
-        with store_writer(place.own) as writer:
-            add_samples(writer, samples_of({BUCKET: 2}, f"{trial}/"))
-        skew_s = draw.choice(SKEWS_S)
-        before = generations(place.path)
-        left = apart(partial(_push_and_die, place, 0), WORK_S)  # what it sent is listed by no generation
-        record.add(Outcome.RECOVERED if left.how is How.DIED else Outcome.DEFECT, f"{left.how}: {left.said}")
-        pushing = Apart(partial(_pushing_slowly, place, -skew_s))
-        collecting = apart(partial(_with_clock, skew_s, partial(place.collect, DAY_S)), WORK_S)
-        ended = pushing.ended(WORK_S)
-        record.add(*_judged(collecting, place))
-        record.add(*_judged(ended, place, is_pushed=True))
-        missing = set(before) - set(generations(place.path))
-        record.add(
-            Outcome.LOST if missing else Outcome.COMPLETED,
-            f"generations {sorted(missing)} are missing, which were superseded seconds ago",
-        )
-    record.add(*_judged(apart(partial(place.collect, 0), WORK_S), place))
+    for number in range(asked.of(1, 20)):  # a few generations of each place: all are verified each time
+        place = _Place(asked.folder / f"clocks-{number}", draw)
+        record.add(*_judged(apart(place.push, WORK_S), place, is_pushed=True))
+        for trial in range(PUSHES):
+            _among_wrong_clocks(place, draw, record, f"{trial}/")
+        record.add(*_judged(apart(partial(place.collect, 0), WORK_S), place))
+        shutil.rmtree(asked.folder / f"clocks-{number}")
     yield record
+
+
+def _among_wrong_clocks(place: _Place, draw: random.Random, record: Record, prefix: str) -> None:
+    """Push what an interrupted push has sent in part, while others collect."""
+    with store_writer(place.own) as writer:
+        add_samples(writer, samples_of({BUCKET: 2}, prefix))
+    skew_s = draw.choice(SKEWS_S)
+    before = generations(place.path)
+    left = apart(partial(_push_and_die, place, 0), WORK_S)  # what it sent is listed by no generation
+    record.add(Outcome.RECOVERED if left.how is How.DIED else Outcome.DEFECT, f"{left.how}: {left.said}")
+    pushing = Apart(partial(_pushing_slowly, place, -skew_s))
+    collecting = apart(partial(_with_clock, skew_s, partial(place.collect, DAY_S)), WORK_S)
+    ended = pushing.ended(WORK_S)
+    record.add(*_judged(collecting, place))
+    record.add(*_judged(ended, place, is_pushed=True))
+    missing = set(before) - set(generations(place.path))
+    record.add(
+        Outcome.LOST if missing else Outcome.COMPLETED,
+        f"generations {sorted(missing)} are missing, which were superseded seconds ago",
+    )
 
 
 def _with_clock(ahead_s: float, work: Callable[[], None]) -> None:

@@ -110,17 +110,26 @@ def test_what_the_message_about_two_shards_of_one_name_advises_loses_no_row(tmp_
     assert verify(Store.open(tmp_path), lambda _: None).corrupt == ()
 
 
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["missing", "damaged"])
 @pytest.mark.parametrize("kind", ["extents", "index"])
-def test_a_sealed_shard_without_a_sidecar_is_sealed_again_where_the_message_says(tmp_path: Path, kind: str) -> None:
+def test_a_sealed_shard_without_a_sound_sidecar_is_sealed_again_where_the_message_says(
+    tmp_path: Path, kind: str, *, is_damaged: bool
+) -> None:
     empty_store(tmp_path)
     left_behind(tmp_path)
     seal(tmp_path, "a")
-    (tmp_path / "shards" / f"a.{kind}").unlink()
-    with pytest.raises(
-        StoreError, match=rf"a\.{kind} is missing, .*move {tmp_path}/shards/a.lmdb to {tmp_path}/pending/a.lmdb "
-    ):
-        changing(tmp_path).__enter__()
-    (tmp_path / "shards" / "a.lmdb").rename(tmp_path / "pending" / "a.lmdb")
+    sidecar, sealed, pending = (
+        tmp_path / "shards" / f"a.{kind}",
+        tmp_path / "shards" / "a.lmdb",
+        tmp_path / "pending" / "a.lmdb",
+    )
+    if is_damaged:
+        sidecar.write_bytes(b"nonsense" * 100)
+    else:
+        sidecar.unlink()
+    with pytest.raises(StoreError, match=rf"a\.{kind}.*; move {sealed} to {pending} and rerun"), changing(tmp_path):
+        pass
+    sealed.rename(pending)
     with changing(tmp_path) as manifest:
         assert manifest.samples == 5
 
