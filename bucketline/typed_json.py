@@ -56,6 +56,8 @@ def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911 
         if value is None and type(None) in options:
             return None
         inner = [option for option in options if option is not type(None)]
+        if inner == [int, float]:
+            inner = [type(value)] if type(value) is float else [int]
         return _decode(inner[0], value, at) if len(inner) == 1 else _shallow(value, at, MAX_DEPTH)  # Json: any parsed value
     if origin in (tuple, list):
         items = _expect(value, list, at)

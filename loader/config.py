@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+from bucketline.option_types import check_fields
 from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:
@@ -111,12 +112,14 @@ class BatchOptions(RemoteArguments):
             UsageError: if an option is invalid; the message names the option, its value and what is expected.
         """
         RemoteArguments.__post_init__(self)  # `super()` does not work in a dataclass with slots
+        check_fields(self, BatchOptions, self._named)
         self._take_word("shuffle", Shuffle)
         self._expect_at_least(1, *SIZES, "batch_multiple", "accumulation", "lanes")
         self._expect_at_least(WINDOW_BLOCKS, "shuffle_window")
         if self.lanes is not None and self.shuffle is not Shuffle.LINES:
             raise UsageError(
-                f"{self._named('lanes')} is {self.lanes} with shuffle {self.shuffle}; only shuffle lines has lanes"
+                f"{self._named('lanes')} is {self.lanes} with shuffle {self.shuffle}; only shuffle lines has lanes: leave "
+                "them out, or set it"
             )
         given = [f"{self._named(name)} {value}" for name in SIZES if (value := getattr(self, name)) is not None]
         if not given:
@@ -178,6 +181,7 @@ class ReadOptions(BatchOptions):
 
     def __post_init__(self) -> None:
         BatchOptions.__post_init__(self)
+        check_fields(self, ReadOptions, self._named)
         self._expect_at_least(1, "prefetch_bytes", "threads")
         if self.threads > MAX_THREADS:
             raise UsageError(f"{self._named('threads')} is {self.threads}, expected at most {MAX_THREADS}; 1 to 4 are enough")
@@ -256,6 +260,7 @@ class LoaderConfig(ReadOptions):
 
     def __post_init__(self) -> None:
         ReadOptions.__post_init__(self)
+        check_fields(self, LoaderConfig, self._named)
         self._take_word("remainder", Remainder)
         self._take_word("text", TextForm)
         if not all(math.isfinite(weight) and weight >= 0 for weight in self.row_weights):

@@ -22,7 +22,7 @@ class StoreMark:
 
     store_id: str
     generation: int
-    repeats: int
+    repeats: int | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

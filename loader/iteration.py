@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 
@@ -19,6 +19,7 @@ from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.prefetch.threads import QueueStats
 from bucketline.loader.stats import Meter
+from bucketline.option_types import expect_int
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -279,6 +280,17 @@ class EpochLoader(ABC):
         span = self._steps.span(self.epoch)
         return (span.end - span.first) * self.config.accumulation
 
+    def __getitem__(self, _: object) -> NoReturn:
+        """Refuse to be taken for a map-style data set, as `DataLoader` takes what is not an `IterableDataset`.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "a Loader has no items by number, expected iteration: `for batch in loader`; for torch's DataLoader, "
+            "DataLoader(BatchDataset(loader), batch_size=None)"
+        )
+
     def set_epoch(self, epoch: int) -> None:
         """Let the next `for` read this epoch, counted from 0, and those after it the next ones.
 
@@ -287,6 +299,7 @@ class EpochLoader(ABC):
         Raises:
             UsageError: if the loader ends before that epoch.
         """
+        expect_int("epoch", epoch, "a number of an epoch, counted from 0")
         epochs = self._steps.epochs
         if epoch < 0 or (epochs is not None and epoch >= epochs):
             expected = "0 or more" if epochs is None else "0, with rewind=True" if self.config.rewind else f"0 to {epochs - 1}"
@@ -327,23 +340,3 @@ def batch_of(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind) -> Bat
         latent_kind=latent_kind,
         **as_fields(carve(flat, filled.fields)),
     )
-
-
-def device_of(device: torch.device | str | int | None) -> torch.device:
-    """Return the device of a loader's batches: the CPU for None, a CUDA device for its number.
-
-    Raises:
-        UsageError: if it is anything else.
-    """
-    expected = "expected cpu, cuda, cuda:N, N or None"
-    if device is None:
-        return torch.device("cpu")
-    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
-        raise UsageError(f"device is {device!r:.80}, {expected}")
-    try:
-        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except (RuntimeError, ValueError, OverflowError) as error:
-        raise UsageError(f"device is {device!r:.80}, {expected}") from error
-    if found.type not in ("cpu", "cuda") or (found.index or 0) < 0:
-        raise UsageError(f"device is {device!r:.80}, {expected}")
-    return found

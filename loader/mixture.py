@@ -8,18 +8,22 @@ overhead.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from bucketline.errors import FingerprintError, UsageError
+from bucketline.loader.plan.shares import rows_per_pass
+from bucketline.option_types import expect
 from bucketline.store import Bucket, Store
 from bucketline.store.format.mixture_file import read_mixture
 from bucketline.store.read.lost_files import refuse_lost_shards
-from bucketline.store.read.store import OpenShards
+from bucketline.store.read.store import OpenShards, StoreRows
 from bucketline.store.remote.urls import is_url, refuse_misspelt
 from bucketline.store.shard.reader import SealedShard
 from bucketline.typed_json import encode, first_difference
@@ -34,19 +38,38 @@ if TYPE_CHECKING:
 # Rules about which images are packed, into which bucket and split, with which captions. They do not affect how a row's values
 # are computed from its image and its captions.
 _FREE_RULES = ("captions", "grid", "max_crop", "max_upscale", "min_size_px", "split")
-_WHOLE = "repeats are whole numbers, 1 or more"
+_REPEATS = "a number above 0: 3 to read its rows three times per pass, 0.5 to read half of them"
+_MOST = 1 << 31
+_NUMBER = re.compile(r"[0-9]+|[0-9]*\.[0-9]+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, init=False)
 class WeightedStore:
-    """A store and the number of times that a pass reads its rows."""
+    """A store and the number of times that a pass reads its rows: `WeightedStore("photos.store", 0.3)`.
 
-    store: Store
-    repeats: int = 1
+    A share such as 0.3 or 2.5 reads so much of them in every pass (an epoch), rounded to whole rows of each bucket, at least
+    one: others in each pass until all have come.
+    """
 
-    def __post_init__(self) -> None:
-        if self.repeats < 1 or self.repeats % 1:
-            raise UsageError(f"{self.store.place} has {self.repeats} repeats; {_WHOLE}")
+    store: Store  # open; a path or a URL until a loader opens it
+    repeats: float  # an int, if it is a whole number
+
+    def __init__(self, store: Store | Path | str, repeats: float = 1) -> None:
+        """Take an open store, its path or its URL.
+
+        Raises:
+            UsageError: if it is none of these, or `repeats` is not a number above 0.
+        """
+        expect("a store", store if str(store) else None, Store | Path | str, "a path, a URL or an open Store")
+        where = store.place if isinstance(store, Store) else store
+        if not _is_above_0(repeats):
+            raise UsageError(f"{where} has {repeats!r:.80} repeats, expected {_REPEATS}")
+        object.__setattr__(self, "store", store)
+        object.__setattr__(self, "repeats", int(repeats) if repeats % 1 == 0 else float(repeats))
+
+
+def _is_above_0(value: Any) -> bool:  # noqa: ANN401 - what a caller may give
+    return type(value) is not bool and isinstance(value, Real) and 0 < float(value) < _MOST
 
 
 StoreLike: TypeAlias = "Store | WeightedStore | Path | str"
@@ -55,17 +78,17 @@ Stores: TypeAlias = "StoreLike | Sequence[StoreLike]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreArgument:
-    """A store on the command line: `photos.store`, or `photos.store:3` to read its rows three times per pass."""
+    """A store on the command line: `photos.store`, or `photos.store:3` to read its rows three times per pass; also `:0.5`."""
 
     path: Path | str  # a URL is text
-    repeats: int
+    repeats: float
 
 
 def parse_store(text: str) -> StoreArgument:
     """Parse a store argument. An existing path takes precedence over a suffix that looks like repeats.
 
     Raises:
-        UsageError: if the repeats are not a whole number, 1 or more.
+        UsageError: if the repeats are not a number above 0.
     """
     if is_url(text):
         return _parse_url(text)
@@ -73,22 +96,24 @@ def parse_store(text: str) -> StoreArgument:
     path, colon, number = text.rpartition(":")
     if not colon or not path or Path(text).exists():
         return StoreArgument(path=Path(text), repeats=1)
-    is_whole = number.isascii() and number.isdecimal()
-    if not is_whole and not Path(path).exists():  # a path with a colon
+    is_number = _NUMBER.fullmatch(number) is not None
+    if not is_number and not Path(path).exists():  # a path with a colon
         return StoreArgument(path=Path(text), repeats=1)
-    if not is_whole or int(number) < 1:
-        raise UsageError(f"{path} has {number[:40] or 'no'} repeats; {_WHOLE}")
-    return StoreArgument(path=Path(path), repeats=int(number))
+    return StoreArgument(path=Path(path), repeats=_repeats(path, number if is_number else "", number))
 
 
 def _parse_url(text: str) -> StoreArgument:
     """Parse a store's URL, which may have a port: only what follows the path's last colon can be repeats."""
     url, _, number = text.rpartition(":")
-    if "/" not in url.partition("://")[2] or "/" in number or not (number.isascii() and number.isdecimal()):
+    if "/" not in url.partition("://")[2] or "/" in number or not _NUMBER.fullmatch(number):
         return StoreArgument(path=text, repeats=1)
-    if int(number) < 1:
-        raise UsageError(f"{url} has {number[:40]} repeats; {_WHOLE}")
-    return StoreArgument(path=url, repeats=int(number))
+    return StoreArgument(path=url, repeats=_repeats(url, number, number))
+
+
+def _repeats(where: str, number: str, given: str) -> float:
+    if not number or not float(number):
+        raise UsageError(f"{where} has {given[:40] or 'no'} repeats, expected {_REPEATS}")
+    return float(number) if "." in number and float(number) % 1 else int(float(number))
 
 
 def parse_stores(texts: Iterable[Path | str]) -> list[StoreArgument]:
@@ -116,6 +141,8 @@ def open_shares(stores: Stores, remote: RemoteOptions | None = None) -> tuple[We
         StoreError: if a store cannot be opened or a shard's file is missing.
     """
     every = stores if isinstance(stores, Sequence) and not isinstance(stores, str) else [stores]
+    if not every:
+        raise UsageError("no store is given, expected one or more: Loader('photos.store', config)")
     shares = tuple(share for store in every for share in _open(store, remote))
     if not shares:
         raise UsageError("no store is given, expected one or more")
@@ -134,9 +161,11 @@ def open_shares(stores: Stores, remote: RemoteOptions | None = None) -> tuple[We
 
 def _open(store: StoreLike, remote: RemoteOptions | None) -> list[WeightedStore]:
     if isinstance(store, WeightedStore):
-        return [store]
+        opened = _open(store.store, remote)  # several, if it is a folder of a data set file
+        return [WeightedStore(store=one.store, repeats=one.repeats * store.repeats) for one in opened]
     if isinstance(store, Store):
         return [WeightedStore(store=store)]
+    expect("a store", store if str(store) else None, str | Path, "a path, a URL, an open Store or a WeightedStore")
     asked = parse_stores([store])
     return [WeightedStore(store=Store.open(one.path, remote=remote, reads_rows=True), repeats=one.repeats) for one in asked]
 
@@ -202,20 +231,37 @@ class Mixture(OpenShards):
 class _RepeatedBucket(Bucket):
     """A bucket of several stores. It first maps a row number to one without repeats, which is then located as usual."""
 
-    def __init__(self, stores: Mixture, entry: BucketEntry, shares: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, stores: Mixture, entry: BucketEntry, shares: Sequence[tuple[int, float]]) -> None:
         super().__init__(stores, entry)
-        num_shards, repeats = np.array(shares, dtype=np.int64).T
-        ends = np.concatenate([[0], self._ends])[np.cumsum(num_shards)]  # of each store's rows, without repeats
-        self._num_shards, self._repeats = num_shards, repeats
-        self._own_rows = np.diff(ends, prepend=0)
+        num_shards = np.array([count for count, _ in shares], dtype=np.int64)
+        self._times = [times for _, times in shares]
+        repeats = np.array([times if isinstance(times, int) else 1 for times in self._times], dtype=np.int64)  # of row numbers
+        ends: NDArray[np.int64] = np.concatenate([[0], self._ends]).astype(np.int64)[
+            np.cumsum(num_shards)
+        ]  # of each store's rows, without repeats
+        self._num_shards: NDArray[np.int64] = num_shards
+        self._repeats: NDArray[np.int64] = repeats
+        self._own_rows: NDArray[np.int64] = np.diff(ends, prepend=0)
         self._own_starts = ends - self._own_rows
-        self._repeated_ends = np.cumsum(self._own_rows * repeats)
+        self._repeated_ends: NDArray[np.int64] = np.cumsum(self._own_rows * repeats)
         self._repeated_starts = self._repeated_ends - self._own_rows * repeats
 
     @property
     def num_rows(self) -> int:
-        """Rows that a pass reads: the live rows of all shards, times their store's repeats."""
+        """Numbered rows: the live rows of all shards, times their store's repeats, or once if a pass reads a share of them."""
         return int(self._repeated_ends[-1])
+
+    def shares(self) -> tuple[StoreRows, ...]:
+        if all(isinstance(times, int) for times in self._times):
+            return ()
+        each = zip(self._repeated_starts.tolist(), (self._own_rows * self._repeats).tolist(), self._times, strict=True)
+        return tuple(
+            StoreRows(
+                first=first, num_rows=num_rows, per_pass=num_rows if isinstance(times, int) else rows_per_pass(num_rows, times)
+            )
+            for first, num_rows, times in each
+            if num_rows
+        )
 
     def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         shard, _, live = super().runs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from bucketline.loader.history import PastSteps, PlanMark, StoreMark, StoreMarks
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from bucketline.loader.mixture import WeightedStore
     from bucketline.loader.plan.plan import Plan
@@ -84,17 +85,26 @@ def _short_digest(value: object) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 
+def _expect_mapping(saved: object) -> None:
+    if not isinstance(saved, Mapping):
+        raise StateError(
+            f"the saved loader state is {saved!r:.100} of type {type(saved).__name__}, expected a dict: give what state_dict() "
+            "returned"
+        )
+
+
 def parse_state(saved: Mapping[str, object]) -> LoaderState:
     """Return a saved state, also of versions before, which had no epoch, or kept no history.
 
     Raises:
         StateError: if it is of another version, or damaged.
     """
+    _expect_mapping(saved)
     version = saved.get("version")
     if type(version) is not int or version not in (WITHOUT_HISTORY, WITHOUT_EPOCH, STATE_VERSION):
         raise StateError(
             f"the saved loader state has version {version!r}, expected version {WITHOUT_HISTORY}, {WITHOUT_EPOCH} or "
-            f"{STATE_VERSION}"
+            f"{STATE_VERSION}; give the dict that state_dict() returned, whole"
         )
     entries = dict(saved)
     if version != STATE_VERSION:
@@ -158,6 +168,7 @@ def schedule_of(state: LoaderState) -> tuple[tuple[int, tuple[int, ...]], ...]:
 
 def saved_choices(saved: Mapping[str, object], plan: Plan) -> dict[str, int]:
     """Return the lanes and the window of a saved state that a plan of these buckets can have; `check_state` judges the rest."""
+    _expect_mapping(saved)
     settings = saved.get("settings")
     found = settings if isinstance(settings, dict) else {}
     lanes, window = found.get("lanes"), found.get("shuffle_window")

@@ -10,14 +10,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from bucketline.errors import UsageError
 from bucketline.loader.batch import Batch
+from bucketline.option_types import unlike
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from bucketline.loader.iteration import EpochLoader
+
+
+def _refuse_collation(batches: list[Batch], **_: object) -> NoReturn:
+    raise UsageError(
+        f"a DataLoader with batch_size={len(batches)} would make a batch of {len(batches)} batches, expected batch_size=None; "
+        "write DataLoader(BatchDataset(loader), batch_size=None), and set the size in LoaderConfig"
+    )
+
+
+default_collate_fn_map[Batch] = _refuse_collation  # what torch consults for types that it does not know
 
 _REMEDY = "create the DataLoader with num_workers=0: the loader has its own prefetch thread, and copies no batch"
 
@@ -31,6 +43,13 @@ class BatchDataset(IterableDataset[Batch]):
     """
 
     def __init__(self, loader: EpochLoader) -> None:
+        """Wrap a loader.
+
+        Raises:
+            UsageError: if it is not one.
+        """
+        if not hasattr(loader, "load_state_dict"):
+            raise unlike("loader", loader, "a Loader: BatchDataset(Loader(stores, config))")
         self.loader = loader
 
     def __iter__(self) -> Iterator[Batch]:

@@ -71,7 +71,8 @@ class TrainConfig(ReadOptions):
     """
 
     store: tuple[Annotated[str | Path, tyro.conf.arg(metavar="STORE")], ...]
-    """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass.
+    """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass,
+    `photos.store:0.5` reads half of them, others in each.
     Also its URL in object storage (s3://bucket/photos.store), after `store push`.
     Also a folder that `ingest pack` made from a data set file: all its stores, with their repeats.
     Repeat the option to mix several stores in one order; they must share encoders and packing rules."""

@@ -197,7 +197,8 @@ class CaptionSource:
         self._forget_some()
 
     def _write(self, one: _Waiting, values: Mapping[str, Any]) -> None:
-        self._part.add_record(one.row.record, one.row.columns, values)
+        # the same caption, encoded in another batch or by another program's cache, may differ in its last bits
+        self._part.add_record(one.row.record, one.row.columns, values, is_repeat_checked=False)
         self._on_row(one.row, one.cached)
 
     def _from_source(self, caption: str, waiting: _Waiting) -> dict[str, Any]:

@@ -42,7 +42,8 @@ class PlanCommand(BatchOptions):
     """
 
     stores: tyro.conf.Positional[tuple[str, ...]]
-    """Folders or URLs of the stores. Write `photos.store:3` to read a store's rows three times per pass.
+    """Folders or URLs of the stores. Write `photos.store:3` to read a store's rows three times per pass,
+    and `photos.store:0.5` to read half of them, others in each.
     A folder packed from a data set file stands for its stores and their repeats."""
     world_size: int = 1
     """Number of training ranks."""

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from bucketline.errors import BucketlineError, DeliveryError, UsageError
 from bucketline.loader.collate.buffer_pool import BufferPool
 from bucketline.loader.history import short
-from bucketline.loader.iteration import CLOSED, EpochLoader, device_of
+from bucketline.loader.device import device_of
+from bucketline.loader.iteration import CLOSED, EpochLoader
 from bucketline.loader.network.addresses import address_of
 from bucketline.loader.network.tokens import proof_of, read_token
 from bucketline.loader.network.wire import (

@@ -31,6 +31,9 @@ from bucketline.loader.plan.epoch_steps import EpochSteps
 from bucketline.loader.plan.lanes import Lanes, ShardRuns
 from bucketline.loader.plan.order import Epoch, Span, rows_of
 from bucketline.loader.plan.permutation import extend_key, key_of
+from bucketline.loader.plan.shares import PassRows
+from bucketline.option_types import expect
+from bucketline.store.read.store import OpenShards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.loader.config import LoaderConfig
-    from bucketline.store.read.store import OpenShards
+    from bucketline.store.read.store import StoreRows
 
 PLAN_VERSION = 2
 LINES_VERSION = 3  # of `lines`; by 2, a lane of few shards had the same windows in every epoch
@@ -53,8 +56,9 @@ class PlanBucket:
     """A bucket as the plan sees it."""
 
     name: str
-    num_rows: int
+    num_rows: int  # that a pass reads
     global_batch: int
+    parts: tuple[StoreRows, ...] = ()  # if a pass reads a share of some store's rows: the stores' own, in order
 
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.global_batch < 1:
@@ -132,7 +136,30 @@ class Plan:
     def _rows_of(self, spans: Sequence[Span]) -> NDArray[np.int64]:
         if self.shuffle is Shuffle.LINES:
             return self.lane_order.rows_of(spans)
-        return rows_of(spans, self.shuffle, self.shuffle_window)
+        numbers = rows_of(spans, self.shuffle, self.shuffle_window)
+        if not self._has_shares:
+            return numbers
+        at = 0
+        for span in spans:
+            if (shares := self.pass_rows(span.bucket)) is not None:
+                numbers[at : at + span.count] = shares.rows(numbers[at : at + span.count], span.number)
+            at += span.count
+        return numbers
+
+    @cached_property
+    def _has_shares(self) -> bool:
+        return any(bucket.parts for bucket in self.buckets)
+
+    def pass_rows(self, bucket: int) -> PassRows | None:
+        """Return the rows of a bucket's passes; None if a pass reads all of them."""
+        return self._all_pass_rows[bucket]
+
+    @cached_property
+    def _all_pass_rows(self) -> list[PassRows | None]:
+        return [
+            PassRows(bucket.parts, key, self.shuffle) if bucket.parts else None
+            for bucket, key in zip(self.buckets, self._pass_keys, strict=True)
+        ]
 
     @cached_property
     def digest(self) -> str:
@@ -372,19 +399,29 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
 
     Raises:
         PlanError: if the split has no rows.
+        UsageError: if `store` is not an open one.
     """
+    expect("store", store, OpenShards, "an open store: make_plan(Store.open('photos.store'), config)")
     buckets = tuple(
         PlanBucket(
             name=bucket.name,
-            num_rows=bucket.num_rows,
+            num_rows=sum(part.per_pass for part in parts) if parts else bucket.num_rows,
             global_batch=config.rows_of(bucket) * config.accumulation * world_size,
+            parts=parts,
         )
         for bucket in store.buckets(config.split)
+        for parts in [bucket.shares()]
     )
+    if config.shuffle is Shuffle.LINES and any(bucket.parts for bucket in buckets):
+        raise PlanError(
+            f"{store.where} is to be read by shuffle lines, and a pass reads a share of a store's rows, expected whole "
+            "repeats: lines deals whole shards. Set shuffle='full' or 'blocks', or give whole repeats"
+        )
     if not buckets:
         held = ", ".join(sorted({bucket.split for bucket in store.buckets()})) or "none"
         raise PlanError(
-            f"the plan has no step: {store.where} has no rows in the split {config.split!r} (splits with rows: {held})"
+            f"the plan has no step: {store.where} has no rows in the split {config.split!r} (splits with rows: {held}); pack "
+            "into it, or name a split that has rows"
         )
     is_lines = config.shuffle is Shuffle.LINES
     lanes = lanes_of(config, world_size)

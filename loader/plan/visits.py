@@ -50,10 +50,13 @@ def visits(plan: Plan, bucket: int, rows: NDArray[np.int64], first: int, end: in
         passes = range(passes.start, min(passes.stop, plan.epochs))
     for number in passes:
         span = plan.span(bucket, number, 0, n)
+        which_row, at = np.arange(len(rows)), rows
+        if (shares := plan.pass_rows(bucket)) is not None:
+            which_row, at = shares.numbers(rows, number)
         if plan.shuffle is Shuffle.LINES:
-            at = plan.lane_order.positions_of(span, rows)
+            at = plan.lane_order.positions_of(span, at)
         else:
-            at = positions_of(span, rows, plan.shuffle, plan.shuffle_window)
+            at = positions_of(span, at, plan.shuffle, plan.shuffle_window)
         # Python's integers keep products of large numbers exact; within a pass, batches are counted from its first one
         before, offset = divmod(number * n, size) if carries else (number * per_pass, 0)
         batch, position = np.divmod(at + offset, size)
@@ -62,7 +65,10 @@ def visits(plan: Plan, bucket: int, rows: NDArray[np.int64], first: int, end: in
         step, epoch = _steps_of(plan, bucket, [before + one for one in batches.tolist()])
         inside = ((step >= first) & (step < end))[which]
         yield Visits(
-            index=index[inside], step=step[which][inside], epoch=epoch[which][inside], position=position[index][inside]
+            index=which_row[index][inside],
+            step=step[which][inside],
+            epoch=epoch[which][inside],
+            position=position[index][inside],
         )
 
 

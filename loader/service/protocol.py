@@ -38,7 +38,7 @@ class StoreOf:
     generation: int
     digest: str  # of the generation's manifest
     path: str  # absolute, or a URL; for messages and a private service
-    repeats: int  # of its rows in a pass
+    repeats: int | float  # of its rows in a pass
 
     @classmethod
     def of(cls, share: WeightedStore) -> StoreOf:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from bucketline.files.regular_file import open_regular
+from bucketline.option_types import unlike
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +43,13 @@ def identity(data: bytes) -> bytes:
 
 
 def sample_digest(sample_id: str) -> bytes:
-    """Return the 16-byte digest of a sample id (LMDB keys are limited to 511 bytes, ids are not)."""
+    """Return the 16-byte digest of a sample id (LMDB keys are limited to 511 bytes, ids are not).
+
+    Raises:
+        UsageError: if it is not text.
+    """
+    if not isinstance(sample_id, str):
+        raise unlike("a sample's id", sample_id, "a str, such as 'cats/a.png': give str(…) of it")
     return identity(text_bytes(sample_id))
 
 

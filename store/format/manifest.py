@@ -393,6 +393,11 @@ def refuse_difference(stored: Json, present: Json) -> None:
     """
     if difference := first_difference(stored, present, ""):
         field, stored_value, present_value = difference
+        if not is_given(stored, field) and field.partition(".")[0] in ("columns", "ragged", "buckets"):
+            raise FingerprintError(
+                f"the store has no {field}, this writer has {present_value!s:.200}; a store's columns are fixed when it is "
+                "created: write those that it was made with, or write a new store with all of them"
+            )
         if not is_given(stored, field):
             raise FingerprintError(
                 f"the store does not record its {field}, this run has {present_value!s:.200}: it was made by an earlier "

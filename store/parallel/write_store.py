@@ -9,14 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from bucketline.errors import BucketlineError, UsageError
+from bucketline.option_types import unlike
 from bucketline.progress import progress_bar
 from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.parallel.part_worker import Task
-from bucketline.store.parallel.worker_pool import WorkerPool, encode_here
+from bucketline.store.parallel.worker_pool import StartMethod, WorkerPool, encode_here
 from bucketline.store.sync.place import StorePlace
 from bucketline.store.write.publish import unlisted
 from bucketline.store.write.store_writer import StoreWriter
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.parallel.part_worker import Outcome
-    from bucketline.store.parallel.worker_pool import StartMethod
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.store.sync.transfer.sender import ShardSender
 
@@ -85,6 +85,10 @@ def write_store(
         raise UsageError(
             'write_store is called again while a worker imports your script; call it under `if __name__ == "__main__":`'
         )
+    if not callable(encode):
+        raise unlike("encode", encode, "a function of an item, or an object with __call__")
+    if start not in get_args(StartMethod):
+        raise UsageError(f"start is {start!r:.80}, expected {' or '.join(map(repr, get_args(StartMethod)))}")
     place = StorePlace(path, remote, work)
     writer = StoreWriter(place.path, **contents)
     with place.held(writer, lambda total: bar_of_bytes("send", total)), ExitStack() as held:
@@ -215,13 +219,11 @@ def _identified(items: Iterable[Any] | Mapping[str, Any], ids: Callable[[Any], s
         if not isinstance(own, Sequence) or isinstance(own, bytes) or not own or not all(isinstance(one, str) for one in own):
             raise UsageError(
                 f"item {number} has the ids {own!r:.200}, expected a str, or several: a rerun finds by them what is missing. "
-                "Give "
-                "ids=…, which returns the ids of an item's samples, or a mapping from ids to items"
+                "Give ids=…, which returns the ids of an item's samples, or a mapping from ids to items"
             )
         if ids is None and key is None and not isinstance(item, str | PurePath):
             raise UsageError(
                 f"item {number} is of type {type(item).__name__}, expected a name (str or Path); give ids=…, which returns "
-                "the ids of "
-                "an item's samples, or a mapping from ids to items"
+                "the ids of an item's samples, or a mapping from ids to items"
             )
         yield Task(ids=tuple(own), item=item)

@@ -5,6 +5,7 @@ A reader stays on the generation that it opened; later generations do not affect
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import numpy as np
 from bucketline.command_line import default_cache
 from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
+from bucketline.option_types import expect, expect_int, unlike
 from bucketline.store.format.block import CAPTIONS, ID, IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
@@ -46,6 +48,15 @@ if TYPE_CHECKING:
     from bucketline.store.remote.cache.remote_source import RemoteSource
     from bucketline.store.remote.objects import ObjectFolder
     from bucketline.typed_json import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRows:
+    """The rows that one store has in a bucket, and how many of these a pass reads."""
+
+    first: int  # row of the bucket
+    num_rows: int
+    per_pass: int
 
 
 class Bucket:
@@ -81,6 +92,10 @@ class Bucket:
         shard = np.flatnonzero(live)
         return shard, np.zeros_like(shard), live[shard]
 
+    def shares(self) -> tuple[StoreRows, ...]:
+        """Return each store's rows, if a pass does not read all rows of the bucket; otherwise nothing."""
+        return ()
+
     def shard_of(self, row: int) -> tuple[int, int]:
         """Return the ordinal of the shard that holds a row, and the bucket's first row in that shard."""
         ordinal = int(np.searchsorted(self._ends, row, side="right"))
@@ -107,7 +122,8 @@ class Bucket:
         """
         if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= self.num_rows):
             raise StoreError(
-                f"{self.name} has the rows 0 to {self.num_rows - 1}, requested were {int(rows.min())} to {int(rows.max())}"
+                f"{self.name} has the rows 0 to {self.num_rows - 1}, requested were {int(rows.min())} to "
+                f"{int(rows.max())}; number a bucket's rows from 0 to num_rows - 1"
             )
         return self._locate_live(self._live(rows))
 
@@ -144,6 +160,12 @@ class Bucket:
             StoreError: if a row is not in the bucket, a shard's file is missing, or the medium fails.
             CorruptError: if a file is damaged; with `verify`, the message names the first damaged row's sample.
         """
+        rows = np.asarray(rows)
+        if rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu"):
+            raise unlike(
+                "rows", rows, f"whole numbers, 0 to {self.num_rows - 1}, in one dimension: give np.arange(…), or a list"
+            )
+        rows = rows.astype(np.int64, copy=False)
         wanted = self.spec.column(column)
         values = np.empty((len(rows), *wanted.shape), dtype=wanted.numpy_dtype) if out is None else out
         with FileGather(self._store) as gather:
@@ -250,7 +272,10 @@ class OpenShards:
             StoreError: if there is none.
         """
         if name not in self._buckets:
-            raise StoreError(f"{self.where} has no bucket {name!r}; it has {', '.join(self._buckets) or 'none'}")
+            raise StoreError(
+                f"{self.where} has no bucket {name!r}, expected one of {', '.join(self._buckets) or 'none'}; see "
+                "store.buckets()"
+            )
         return self._buckets[name]
 
     def record_of(self, shard: int, digest: bytes) -> SampleRecord:
@@ -445,6 +470,9 @@ class Store(OpenShards):
             CorruptError: if the manifest is damaged.
             UsageError: if a URL cannot be a store's.
         """
+        expect("a store's place", path or None, str | Path, "a path or a URL, such as 'photos.store'")
+        if generation is not None:
+            expect_int("generation", generation, "the number of a generation, or None for the newest")
         if not is_url(path):
             refuse_misspelt(str(path))
             return cls(Path(path), read_manifest(Path(path), generation), plain_reads=plain_reads)
@@ -481,5 +509,8 @@ class Store(OpenShards):
             StoreError: if the store has no such sample.
         """
         if (found := self.find_digest(sample_digest(sample_id))) is None:
-            raise StoreError(f"{self.path} has no sample {sample_id!r:.200}; ids are paths in the source, with their extension")
+            raise StoreError(
+                f"{self.path} has no sample {sample_id!r:.200}, expected an id that it has: paths in the source, with their "
+                "extension; `store ls` lists them"
+            )
         return found

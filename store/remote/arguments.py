@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bucketline.command_line import parse_bytes
 from bucketline.errors import UsageError
+from bucketline.option_types import check_fields, expect
 from bucketline.store.remote.urls import RemoteOptions
 
 
@@ -28,6 +29,7 @@ class ObjectArguments:
         Raises:
             UsageError: if one is invalid.
         """
+        check_fields(self, ObjectArguments, self._named)
         if not (math.isfinite(self.deadline) and self.deadline > 0):
             raise UsageError(f"{self._named('deadline')} is {self.deadline}, expected seconds above 0")
         self.remote()
@@ -61,6 +63,7 @@ class RemoteArguments(ObjectArguments):
         Raises:
             UsageError: if one is invalid.
         """
+        expect(self._named("cache"), self.cache, str | Path | None, "a folder, as str or Path, or None")
         return replace(
             ObjectArguments.remote(self),  # `super()` does not work in a dataclass with slots
             cache=None if self.cache is None else Path(self.cache),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import UsageError
+from bucketline.option_types import unlike
 from bucketline.store.format.safetensors_header import DTYPES
 
 if TYPE_CHECKING:
@@ -51,10 +52,12 @@ def checked_arrays(item: str, columns: Sequence[tuple[str, str]], values: Arrays
     for name, dtype in columns:
         try:
             arrays[name] = as_array(values[name], dtype)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, NotImplementedError) as error:
             raise UsageError(
                 f"{item}: a column is not an array ({error}); give numpy arrays or tensors, and BF16 as its bits, uint16"
             ) from error
+        if arrays[name].dtype.kind in "OUS":
+            raise unlike(f"{item}: column {name!r}", values[name], "an array of numbers; give a numpy array or a tensor")
         if name in finite and not _is_finite(arrays[name], dtype):
             raise UsageError(
                 f"{item}: column {name!r} is NaN or infinite, or beyond the range of {dtype}; "
@@ -74,6 +77,18 @@ def as_array(value: Any, dtype: str) -> NDArray[Any]:  # noqa: ANN401 - anything
     if array.dtype == bits:
         return array
     return array.view(bits) if _BITS.get(array.dtype.name) == dtype else array
+
+
+def bits_of(value: Any) -> tuple[str, bytes | memoryview]:  # noqa: ANN401 - as `as_array`
+    """Return dtype and shape of a value, and its bytes; of anything but an array, its text."""
+    if hasattr(value, "detach"):
+        tensor = value.detach().cpu().contiguous()
+        kind, value = f"{tensor.dtype}{list(tensor.shape)}", tensor.reshape(-1).view(sys.modules["torch"].uint8).numpy()
+    elif isinstance(value, np.ndarray | np.generic):
+        kind, value = f"{value.dtype}{list(value.shape)}", np.ascontiguousarray(value).reshape(-1)
+    else:
+        return "", f"{value!r:.1000}".encode()
+    return kind, value.tobytes() if value.dtype.hasobject else value.view("u1").data
 
 
 def _is_finite(values: NDArray[Any], dtype: str) -> bool:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import UsageError
-from bucketline.store.format.hashing import caption_digest, sample_digest
+from bucketline.option_types import expect
+from bucketline.store.format.hashing import caption_digest, checksum, sample_digest
 from bucketline.store.format.layout import pending_path, shard_paths
 from bucketline.store.read.store import Store
+from bucketline.store.write.arrays import bits_of
 from bucketline.store.write.one_at_a_time import OneAtATime
 from bucketline.store.write.row_form import new_record
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -51,6 +54,7 @@ class PartWriter:
         self._begun: list[str] = []  # names of shards, sealed or not
         self._added: set[bytes] = set()  # digests of ids
         self._specs: dict[str, BlockSpec] = {}
+        self._caption_sums: dict[bytes, int] = {}  # of the given arrays of the current shard's captions, by digest
         self._shard: ShardWriter | None = None
         self._turn = OneAtATime(path)
 
@@ -101,6 +105,10 @@ class PartWriter:
             StoreError: as `add_record`.
         """
         form, item = self._form, _item(sample_id)
+        expect(f"{item}: split", split, str, "'train', 'val', or a bucket's name")
+        expect(
+            f"{item}: captions", captions, Mapping, "a mapping from each caption to its arrays, {'a cat': {'tokens': tokens}}"
+        )
         values = form.values(item, columns)
         bucket = split if "/" in split else form.bucket(item, split, values)
         self._add(new_record(sample_id, bucket, tuple(captions), form.axes), values, captions, ragged)
@@ -111,15 +119,21 @@ class PartWriter:
         columns: Arrays,
         captions: Mapping[str, Arrays],
         ragged: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        is_repeat_checked: bool = True,
     ) -> None:
         """Add a sample with a record of its own: original size, crop, source. Its `row` and `caption_rows` are set here.
+
+        `is_repeat_checked`: whether a caption that the current shard has must come with the same arrays; without it, the first
+        ones stay.
 
         Raises:
             UsageError: if the columns are not the bucket's in name, dtype or shape, or not finite; if a caption has no
                 embedding; or if the id was added before. Nothing is added then, and the writer can continue.
             StoreError: if the disk is full, the store is not writable, or the record has a value that the index cannot hold.
         """
-        self._add(record, self._form.values(_item(record.id), columns), captions, ragged)
+        values = self._form.values(_item(record.id), columns)
+        self._add(record, values, captions, ragged, is_repeat_checked=is_repeat_checked)
 
     def _add(
         self,
@@ -127,8 +141,12 @@ class PartWriter:
         values: Mapping[str, NDArray[Any]],
         captions: Mapping[str, Arrays],
         ragged: Mapping[str, Any],
+        *,
+        is_repeat_checked: bool = True,
     ) -> None:
         item, digest = _item(record.id), sample_digest(record.id)
+        if not record.id:
+            raise UsageError("a sample's id is '', expected a str that names it, such as 'cats/a.png'; give one")
         spec = self._spec(record.bucket)
         if record.split != spec.bucket.partition("/")[0]:
             raise UsageError(f"{item} has the split {record.split!r}, expected that of its bucket, {record.bucket}; change one")
@@ -137,7 +155,7 @@ class PartWriter:
             if digest in self._added:
                 raise UsageError(f"{item} was added before; ids must be unique: give this one another id, or leave it out")
             shard = self._shard_with_room()
-            new = self._new_captions(item, shard, record.captions, captions)
+            new = self._new_captions(item, shard, record.captions, captions, is_repeat_checked=is_repeat_checked)
             try:
                 digests = [caption_digest(text) for text in record.captions or ("",)]
                 latents = self._form.with_presence(spec, values)
@@ -147,17 +165,36 @@ class PartWriter:
             self._added.add(digest)
 
     def _new_captions(
-        self, item: str, shard: ShardWriter, texts: Sequence[str], captions: Mapping[str, Arrays]
+        self, item: str, shard: ShardWriter, texts: Sequence[str], captions: Mapping[str, Arrays], *, is_repeat_checked: bool
     ) -> list[tuple[Caption, Mapping[str, Entry]]]:
         """Return those of a row's captions that a shard does not have yet."""
         new = {}
         for text in texts:
+            expect(f"{item}: a caption", text, str, "a str")
+            if text not in captions:
+                raise UsageError(f"{item} has the caption {text!r:.80} without an embedding; give one for each caption")
+            if is_repeat_checked:
+                self._refuse_other(shard, item, text, captions[text])
             digest = caption_digest(text)
             if digest not in new and not shard.has_caption(digest):
-                if text not in captions:
-                    raise UsageError(f"{item} has the caption {text!r:.80} without an embedding; give one for each caption")
                 new[digest] = self._form.caption(item, text, captions[text])
         return list(new.values())
+
+    def _refuse_other(self, shard: ShardWriter, item: str, text: str, given: Arrays) -> None:
+        """Check that a caption which the shard has comes with the same arrays again.
+
+        Raises:
+            UsageError: if it comes with others.
+        """
+        digest, own = caption_digest(text), _sum_of(given)
+        if not shard.has_caption(digest):
+            self._caption_sums[digest] = own
+        elif self._caption_sums.setdefault(digest, own) != own:
+            self._form.caption(item, text, given)  # says what is wrong with them, if anything is
+            raise UsageError(
+                f"{item} has the caption {text!r:.80} with other arrays than an earlier sample, expected the same: a caption "
+                "has one embedding; encode each text once, or make the texts differ"
+            )
 
     def commit(self) -> None:
         """Write all added rows durably: they survive `kill -9` and a power failure from here on.
@@ -200,6 +237,7 @@ class PartWriter:
         if self._shard is None:
             form, name = self._form, self._new_name()
             self._begun.append(name)
+            self._caption_sums = {}
             self._shard = ShardWriter(
                 self.path,
                 name,
@@ -220,6 +258,16 @@ class PartWriter:
             paths = shard_paths(self.path, name)
             if not any(path.exists() for path in (paths.lmdb, paths.extents, paths.index, pending_path(self.path, name))):
                 return name
+
+
+def _sum_of(given: object) -> int:
+    """Return a checksum of a caption's arrays as they were given."""
+    parts: list[bytes | memoryview] = []
+    for name, value in sorted(given.items()) if isinstance(given, Mapping) else [("", given)]:
+        for own, one in value.items() if isinstance(value, Mapping) else [("", value)]:
+            kind, data = bits_of(one)
+            parts += [f"{name}/{own}:{kind}".encode(), data]
+    return checksum(*parts)
 
 
 def _item(sample_id: str) -> str:

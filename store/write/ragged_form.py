@@ -127,8 +127,8 @@ class RaggedForm:
         """
         own = self.named(EntriesOf.ROWS)
         if strange := sorted(given.keys() - set(own)):
-            where = "; what belongs to a caption is given with it" if strange[0] in self.groups else ""
-            raise UsageError(f"{item} has the ragged group {strange[0]!r:.80}, the rows of the store have {own}{where}")
+            where = "what belongs to a caption is given with it" if strange[0] in self.groups else "leave it out"
+            raise UsageError(f"{item} has the ragged group {strange[0]!r:.80}, the rows of the store have {own}; {where}")
         lacking = {name for name in own if self.groups[name].optional and given.get(name) is None}
         return {name: None if name in lacking else self._entry(item, name, given.get(name), None) for name in own}
 
@@ -164,5 +164,8 @@ def checked_groups(groups: Mapping[str, RaggedGroup], text: RaggedSpec, encoders
         if group.of == EntriesOf.CAPTIONS and name in {column.name for column in (*text.tokens, *text.fixed)}:
             raise UsageError(f"{name!r} is the name of a text column and of a ragged group of captions; rename one")
         if group.encoder is not None and group.encoder not in encoders:
-            raise UsageError(f"ragged group {name!r} names the encoder {group.encoder!r}, encoders has {sorted(encoders)}")
+            raise UsageError(
+                f"ragged group {name!r} names the encoder {group.encoder!r}, encoders has {sorted(encoders)}; add it there, "
+                "or leave it out"
+            )
     return RaggedForm(groups=dict(groups))

@@ -5,12 +5,14 @@ Shape letters: C latent channels, h and w the latent's height and width, T token
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.errors import UsageError
+from bucketline.option_types import expect
 from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column, fixed_columns
 from bucketline.store.format.columns import (
     FLIPPED_SUFFIX,
@@ -35,7 +37,7 @@ from bucketline.store.write.arrays import checked_arrays
 from bucketline.store.write.ragged_form import RaggedForm
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -85,13 +87,19 @@ class RowColumn:
     allow_nonfinite: bool = False  # whether NaN and infinite values are stored, not refused
 
     def __post_init__(self) -> None:
+        expect("a column's role", self.role, str, "a str, such as 'target'")
         if not ROLE.fullmatch(role_of(self.role)):
             raise UsageError(
                 f"{self.role!r:.80} is not a column's role; expected target, mask, audio, control/NAME, reference/NAME or "
                 "features/NAME, and /flipped after it for that of the mirror image"
             )
         if self.dtype not in DTYPES:
-            raise UsageError(f"column {self.role!r} has the dtype {self.dtype!r:.40}, expected one of {', '.join(DTYPES)}")
+            known = next((name for name, own in DTYPES.items() if str(own) in f"{self.dtype!r:.80}"), None)
+            meant = f": write {known!r}" if known else ""
+            raise UsageError(
+                f"column {self.role!r} has the dtype {self.dtype!r:.40}, expected one of {', '.join(DTYPES)}{meant}"
+            )
+        _check_shape(self.role, self.shape)
         for axis in self.axes:
             if not AXIS_NAME.fullmatch(axis.name) or axis.step < 1 or axis.first < 0:
                 raise UsageError(
@@ -141,6 +149,16 @@ class RowColumn:
         return {
             axis.name: axis.size(length) for axis, length in zip(self.dimensions, shape, strict=True) if isinstance(axis, Axis)
         }
+
+
+def _check_shape(role: str, shape: object) -> None:
+    if not isinstance(shape, tuple | list) or not all(
+        isinstance(one, str | Axis) or (type(one) is int and one >= 0) for one in shape
+    ):
+        raise UsageError(
+            f"column {role!r} has the shape {shape!r:.80}, expected a tuple of numbers, axes and names of axes: write "
+            "shape=(128, 'length'), or (768,) for 768 numbers per row"
+        )
 
 
 def LatentColumn(  # noqa: N802 - the class that it was
@@ -200,7 +218,8 @@ class RowForm:
                 before, other = sizes.setdefault(axis, (size, column.role))
                 if before != size:
                     raise UsageError(
-                        f"{item}: by the shape of column {column.role!r} its {axis} is {size}, by that of {other!r} {before}"
+                        f"{item}: by the shape of column {column.role!r} its {axis} is {size}, by that of {other!r} {before}; "
+                        "give both in one size"
                     )
         if missing := [axis for axis in self.axes if axis not in sizes]:
             raise UsageError(f"{item}: no column gives its {missing[0]}; name the bucket, as 'train/512x768'")
@@ -212,6 +231,7 @@ class RowForm:
         Raises:
             UsageError: if there are other columns than expected, or a value is not finite.
         """
+        expect(f"{item}: columns", given, Mapping, f"a mapping from roles to arrays, {self._example()}")
         named = {stored_name(role): value for role, value in given.items()}
         lacking = {column.name for column in self.columns if column.optional} - named.keys()
         own = [column for column in self.columns if column.name not in lacking]
@@ -225,12 +245,20 @@ class RowForm:
         finite = {column.name for column in own if not column.allow_nonfinite}
         return checked_arrays(item, [(column.name, column.dtype) for column in own], named, finite)
 
+    def _example(self) -> str:
+        return f"{{{self.columns[0].role!r}: array}}"
+
     def caption(self, item: str, text: str, given: Arrays) -> tuple[Caption, dict[str, Entry]]:
         """Return a caption's embedding, and its entries of the ragged groups of captions by name.
 
         Raises:
             UsageError: as `checked_caption`, or if an entry is missing or does not fit its group.
         """
+        names = [column.name for column in (*self.text.delivered.tokens, *self.text.delivered.fixed)]
+        example = ", ".join(f"{name!r}: array" for name in names)
+        expect(
+            f"{item}: the embedding of caption {text!r:.80}", given, Mapping, f"a mapping from names to arrays, {{{example}}}"
+        )
         own, ragged = self.ragged.split(given)
         return checked_caption(self.text, text, own, item), self.ragged.of_caption(item, text, ragged)
 
@@ -261,9 +289,15 @@ def roles_of(columns: Sequence[RowColumn], encoders: Mapping[str, Any]) -> dict[
         if column.role.endswith(FLIPPED_SUFFIX):
             base = by_role.get(column.role.removesuffix(FLIPPED_SUFFIX))
             if base is None or replace(base, role=column.role, encoder=column.encoder) != column:
-                raise UsageError(f"column {column.role!r} has no counterpart that is like itself, but for the mirror image")
+                raise UsageError(
+                    f"column {column.role!r} has no counterpart that is like itself, but for the mirror image; add the column "
+                    f"{column.role.removesuffix(FLIPPED_SUFFIX)!r} with its dtype and shape"
+                )
         if column.encoder is not None and column.encoder not in encoders:
-            raise UsageError(f"column {column.role!r} names the encoder {column.encoder!r}, encoders has {sorted(encoders)}")
+            raise UsageError(
+                f"column {column.role!r} names the encoder {column.encoder!r}, encoders has {sorted(encoders)}; add it there, "
+                "or leave it out"
+            )
     if all(map(_is_of_version_1, columns)) and TARGET in by_role:
         return {}
     return {column.name: ColumnRole(role=column.role, encoder=column.encoder, optional=column.optional) for column in columns}

@@ -14,14 +14,16 @@ import numpy as np
 from bucketline.command_line import counted
 from bucketline.errors import StoreError, UsageError
 from bucketline.files.redact import redacted
+from bucketline.option_types import expect_int, unlike
 from bucketline.store.format.block import Column
-from bucketline.store.format.columns import TOKENS, EntriesOf
+from bucketline.store.format.columns import LATENT, TOKENS, EntriesOf
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
 from bucketline.store.format.manifest import MANIFEST, check_fingerprint, newest_intact, refuse_difference, write_manifest
 from bucketline.store.format.manifest_entries import SHARD_NAME, bucket_entry, text_entry
 from bucketline.store.format.text_block import TextSpec
 from bucketline.store.read.store import Store
 from bucketline.store.remote.urls import is_url
+from bucketline.store.write.description import as_json, check_description
 from bucketline.store.write.newest import is_published, newest_manifest
 from bucketline.store.write.one_at_a_time import OneAtATime
 from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter
@@ -87,17 +89,21 @@ class StoreWriter(PartWriter):
 
         Raises:
             UsageError: if `path` is a URL, columns or ragged groups do not go together, the empty caption does not fit the text
-                columns, or a number is out of range.
-            TypeError: if `encoders` or `rules` have a value without a JSON form.
+                columns, `encoders` or `rules` have a value without a JSON form, or another argument is not of its type or out
+                of range.
         """
         if is_url(path):
             raise UsageError(
-                f"{redacted(str(path))} is a URL, and StoreWriter writes to a folder; `store push` it when it is whole"
+                f"{redacted(str(path))} is a URL, and StoreWriter writes to a folder, expected a path: write_store writes to "
+                "a URL, or `store push` sends a store when it is whole"
             )
+        expect_int("max_captions", max_captions, f"an int, 1 to {MAX_CAPTIONS}")
+        expect_int("shard_bytes", shard_bytes, "an int, such as 1 << 30")
         if not 1 <= max_captions <= MAX_CAPTIONS or shard_bytes < 1:
             raise UsageError(
                 f"max_captions is {max_captions} and shard_bytes {shard_bytes}, expected 1 to {MAX_CAPTIONS}, and 1 or more"
             )
+        check_description(path, columns, encoders, text, empty_caption, ragged)
         spec = text if isinstance(text, TextSpec) else TextSpec(tokens=tuple(text))
         groups = checked_groups(ragged, spec, encoders.keys())
         if not spec.tokens:
@@ -109,8 +115,8 @@ class StoreWriter(PartWriter):
         if empty_caption is None:
             raise UsageError("there are text columns and no empty_caption; give the embedding that stands for no caption")
         self._contents = Contents(
-            encoders={name: encode(value) for name, value in encoders.items()},
-            rules={name: encode(value) for name, value in (rules or {}).items()},
+            encoders=as_json("encoders", encoders),
+            rules=as_json("rules", rules or {}),
             max_captions=max_captions,
             text=text_entry(spec),
             columns=roles_of(columns, encoders),
@@ -183,6 +189,8 @@ class StoreWriter(PartWriter):
         Raises:
             StoreError: if the disk is full or a shard's files are missing; what was committed is kept for the next writer.
         """
+        if isinstance(sealed, str | PartWriter):
+            raise unlike("sealed", sealed, "names of shards, such as part.sealed; leave it out for parts of this writer")
         with self._turn:
             self._refuse_outside()
             self.seal()
@@ -233,9 +241,8 @@ class StoreWriter(PartWriter):
         if left:
             warnings.warn(
                 f"{self.path}: {counted(len(left), 'shard')} of its parts, the first is {left[0]}, has not been sealed, so "
-                "its rows "
-                "are not published; have every process leave `with part:` before the writer's block ends. The store's next "
-                "StoreWriter publishes what was committed",
+                "its rows are not published; have every process leave `with part:` before the writer's block ends. The "
+                "store's next StoreWriter publishes what was committed",
                 stacklevel=3,
             )
 
@@ -304,5 +311,8 @@ def stored_manifest(store: Path, contents: Contents) -> Manifest | None:
             {"text": encode(one.text), "columns": encode(one.columns), "ragged": encode(one.ragged)}
             for one in (manifest, contents)
         )
+        if contents.columns and not manifest.columns:  # images' latents only, which version 1 does not list
+            own = as_json("columns", contents.columns)
+            refuse_difference({"columns": {LATENT: own.get(LATENT)}}, {"columns": own})
         refuse_difference(made, given)
     return manifest

@@ -318,7 +318,7 @@ class TrainedStore:
     store_id: str
     generation: int
     digest: str  # of the generation's manifest
-    repeats: int
+    repeats: int | float
 
 
 def describe(share: WeightedStore) -> TrainedStore:

@@ -81,7 +81,8 @@ def test_a_state_of_another_store_or_generation_is_refused_with_what_to_open(sto
 @pytest.mark.parametrize("version", [0, 1, 5, "2", None, 3.0, True])
 def test_a_state_of_another_version_is_refused(store: Store, version: object) -> None:
     message = refused(store, {**state_of(store), "version": version})
-    assert message == f"the saved loader state has version {version!r}, expected version 2, 3 or 4"
+    expected = "expected version 2, 3 or 4; give the dict that state_dict() returned, whole"
+    assert message == f"the saved loader state has version {version!r}, {expected}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""Checks of the types of what describes a new store, before anything is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bucketline.errors import UsageError
+from bucketline.option_types import expect, unlike
+from bucketline.store.format.block import Column
+from bucketline.store.format.text_block import TextSpec
+from bucketline.store.write.ragged_form import RaggedGroup
+from bucketline.store.write.row_form import RowColumn
+from bucketline.typed_json import encode
+
+if TYPE_CHECKING:
+    from bucketline.typed_json import Json
+
+_COLUMN = "RowColumn(role='target', dtype='F16', shape=(128, 'length'))"
+
+
+def check_description(
+    path: object, columns: object, encoders: object, text: object, empty_caption: object, ragged: object
+) -> None:
+    """Check the arguments of a store's writer.
+
+    Raises:
+        UsageError: if one is not of its type; the message says what was given and how it is written.
+    """
+    expect("a store's place", path, str | Path, "a path, as str or Path")
+    _expect_all("columns", columns, RowColumn, f"a list of RowColumn, such as [{_COLUMN}]")
+    if not columns:
+        raise UsageError(f"columns is {columns!r}, expected one or more, such as [{_COLUMN}]")
+    expect("encoders", encoders, Mapping, "a mapping, such as {'vae': {'scaling_factor': 0.18215}}")
+    if not isinstance(text, TextSpec):
+        _expect_all("text", text, Column, "a list of Column, such as [Column(name='tokens', dtype='F16', shape=(768,))]")
+    expect(
+        "empty_caption",
+        empty_caption,
+        Mapping | None,
+        "a mapping from each text column to its array, such as {'tokens': tokens}",
+    )
+    expect("ragged", ragged, Mapping, "a mapping from names to RaggedGroup")
+    for name, group in dict(ragged).items():  # type: ignore[call-overload]
+        expect(f"ragged group {name!r:.80}", group, RaggedGroup, "a RaggedGroup: RaggedGroup(columns=[Column(…)])")
+
+
+def _expect_all(item: str, values: object, kind: type, expected: str) -> None:
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise unlike(item, values, expected)
+    for value in values:
+        expect(f"an item of {item}", value, kind, expected)
+
+
+def as_json(item: str, values: Mapping[str, Any]) -> dict[str, Json]:
+    """Return a mapping's values as JSON.
+
+    Raises:
+        UsageError: if one does not have a JSON form.
+    """
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = encode(value)
+        except TypeError as error:
+            raise UsageError(
+                f"{item}[{name!r:.80}] is {value!r:.100}: {error}, expected numbers, texts, lists and mappings: give those "
+                "that describe it"
+            ) from error
+    return found
