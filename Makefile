@@ -6,6 +6,7 @@
 # make test-full  the tests that `make test` leaves out: ranks, benchmarks, faults
 # make test-wheel PYTHON=python3.12   the wheel in an environment of its own: every command's help, pack, verify, plan, load, train
 # make test-minimums  the same with the oldest libraries that pyproject.toml allows; TORCH=2.11.0 tries another torch
+# make test-types  mypy and pyright on examples/, from an editable install and from the wheel; npm downloads pyright
 # make coverage  what the quick tests reach, into build/coverage/index.html
 # make lock   resolve requirements.lock again; UPGRADE=--upgrade for newer versions
 # make docs   the documentation as a site, in build/site; a broken link is an error
@@ -26,7 +27,7 @@ CHECKS ?=
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: env docs demo gpu test test-full test-wheel test-minimums coverage lock lint types unit torture bench bench-full clean
+.PHONY: env docs demo gpu test test-full test-wheel test-minimums test-types coverage lock lint types unit torture bench bench-full clean
 
 env: $(MADE)
 
@@ -84,6 +85,9 @@ test-wheel:
 
 test-minimums:
 	PYTHON=$(PYTHON) TORCH=$(TORCH) tests/packaging/try_wheel build/try-minimums --minimums
+
+test-types: $(MADE)
+	$(BIN)/python tests/packaging/typed_examples.py
 
 coverage: $(MADE)
 	@mkdir -p build

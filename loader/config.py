@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from bucketline.errors import UsageError
 from bucketline.option_types import check_fields
@@ -26,6 +26,11 @@ class Shuffle(StrEnum):
     LINES = "lines"  # each machine reads shards of its own, several at a time, each in one go; buckets take turns likewise
     NONE = "none"  # stored order, one bucket after the other
 
+
+if TYPE_CHECKING:  # the types of fields that take a word, too; at run time the enum, from which commands make their choices
+    ShuffleWord: TypeAlias = Shuffle | Literal["full", "blocks", "lines", "none"]
+else:
+    ShuffleWord = Shuffle
 
 WINDOW_BLOCKS = 16  # blocks of neighbouring rows that one shuffle window mixes
 SHARDS_AT_ONCE = 16  # shards that a lane of `lines` reads at a time, or more if they are small
@@ -60,6 +65,12 @@ class TextForm(StrEnum):
     STORED = "stored"  # as stored, with `Batch.tokens_scale`: half the bytes; `Batch.dequantised` computes float16
 
 
+if TYPE_CHECKING:
+    RemainderWord: TypeAlias = Remainder | Literal["carry", "drop", "partial"]
+    TextFormWord: TypeAlias = TextForm | Literal["dequantised", "stored"]
+else:
+    RemainderWord, TextFormWord = Remainder, TextForm
+
 SHUFFLE_WINDOW = 4096  # rows
 
 
@@ -93,7 +104,7 @@ class BatchOptions(RemoteArguments):
     """Gradient accumulation: micro-batches per optimizer step, all from one bucket."""
     seed: int = 0
     """Seed of the sample order and, in training, of every other random draw."""
-    shuffle: Shuffle = Shuffle.FULL
+    shuffle: ShuffleWord = Shuffle.FULL
     """Shuffle mode: full; blocks, which keeps reads close together for slow media; lines, by which each machine reads shards
     of its own, a few at a time, for object storage; none, the stored order."""
     lanes: int | None = None
@@ -247,7 +258,7 @@ class LoaderConfig(ReadOptions):
     """
 
     split: str = "train"
-    remainder: Remainder = Remainder.CARRY
+    remainder: RemainderWord = Remainder.CARRY
     epochs: int | None = None
     rewind: bool = False
     plain_reads: bool = False
@@ -256,7 +267,7 @@ class LoaderConfig(ReadOptions):
     pad_to: int | None = None
     pad_multiple: int | None = None
     row_weights: tuple[float, ...] = ()
-    text: TextForm = TextForm.DEQUANTISED
+    text: TextFormWord = TextForm.DEQUANTISED
 
     def __post_init__(self) -> None:
         ReadOptions.__post_init__(self)

@@ -6,30 +6,26 @@ import torch
 
 from bucketline.command_line import counted
 from bucketline.errors import UsageError
-from bucketline.option_types import unlike
 
 
-def device_of(given: torch.device | str | int | None) -> torch.device:
-    """Return the device that is meant: the CPU for None, and a GPU for a number.
+def device_of(device: torch.device | str | int | None) -> torch.device:
+    """Return the device of a loader's batches: the CPU for None, a CUDA device for its number.
 
     Raises:
-        UsageError: if there is no such device, or batches cannot be delivered to it.
+        UsageError: if it is anything else, or this process does not see that GPU.
     """
-    expected = "'cpu', 'cuda', 'cuda:1', 1 or a torch.device"
-    if given is None:
+    expected = "expected cpu, cuda, cuda:N, N or None"
+    if device is None:
         return torch.device("cpu")
+    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+        raise UsageError(f"device is {device!r:.80}, {expected}")
     try:
-        device = torch.device(given)
-    except (RuntimeError, TypeError):
-        raise unlike("device", given, expected) from None
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(
-            f"device is {device}, expected cpu or cuda; deliver to cpu and copy the batch: batch.to({str(device)!r})"
-        )
-    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    if device.type == "cuda" and (device.index or 0) >= num_gpus:
-        raise UsageError(
-            f"device is {device}, and this process sees {counted(num_gpus, 'GPU')}, expected one of these, or cpu; see "
-            "nvidia-smi and CUDA_VISIBLE_DEVICES"
-        )
-    return device
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise UsageError(f"device is {device!r:.80}, {expected}") from error
+    if found.type not in ("cpu", "cuda") or (found.index or 0) < 0:
+        raise UsageError(f"device is {device!r:.80}, {expected}")
+    num_gpus = torch.cuda.device_count() if found.index else 1
+    if found.type == "cuda" and (found.index or 0) >= num_gpus:
+        raise UsageError(f"device is {found}, and this process sees {counted(num_gpus, 'GPU')}, {expected}; see nvidia-smi")
+    return found

@@ -110,7 +110,7 @@ def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: Load
         flip=config.flip,
         pad_multiple=config.pad_multiple,
         max_tokens=longest,
-        text=config.text,
+        text=TextForm(config.text),
         ragged=_requested_groups(store, config),
     )
 

@@ -171,7 +171,7 @@ class PlanCommand(BatchOptions):
         assert cache_bytes is not None
         if self.shuffle is not Shuffle.LINES:
             raise UsageError(
-                why_not(self.shuffle, store, cache_bytes, split=self.split)
+                why_not(Shuffle(self.shuffle), store, cache_bytes, split=self.split)
                 or f"a bill is of --shuffle lines, and the shuffle is {self.shuffle}; set --shuffle lines"
             )
         if (reason := why_too_small(store, plan, cache_bytes, self.split, machines)) is not None:

@@ -429,10 +429,10 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
     runs = [bucket.runs() for bucket in store.buckets(config.split)] if is_lines else []
     return Plan(
         seed=config.seed,
-        remainder=config.remainder,
+        remainder=Remainder(config.remainder),
         buckets=buckets,
         source=store.generations,
-        shuffle=config.shuffle,
+        shuffle=Shuffle(config.shuffle),
         shuffle_window=min(window, most_window(store)) if is_lines else window,
         lanes=lanes,
         epochs=config.num_epochs,

@@ -84,7 +84,7 @@ def by_name(batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
 
 CONFIGS = [
     LoaderConfig(batch_size=2, epochs=2, accumulation=2, seed=3),
-    LoaderConfig(batch_size=3, epochs=1, caption_dropout=0.5, flip=0.5, remainder="partial", pad_multiple=2),  # type: ignore[arg-type]
+    LoaderConfig(batch_size=3, epochs=1, caption_dropout=0.5, flip=0.5, remainder="partial", pad_multiple=2),
 ]
 
 
