@@ -11,8 +11,6 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-import torch
-
 from bucketline.errors import BucketlineError, DeliveryError, StateError, UsageError
 from bucketline.loader.batch import Batch, as_fields
 from bucketline.loader.collate.buffer_pool import carve
@@ -24,6 +22,7 @@ from bucketline.option_types import expect_int
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    import torch
     from torch import Tensor
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def _refuse_collation(batches: list[Batch], **_: object) -> NoReturn:
     raise UsageError(
-        f"a DataLoader with batch_size={len(batches)} would make a batch of {len(batches)} batches, expected batch_size=None; "
+        f"a DataLoader with a batch_size would make a batch of {len(batches)} batches, expected batch_size=None; "
         "write DataLoader(BatchDataset(loader), batch_size=None), and set the size in LoaderConfig"
     )
 

@@ -13,6 +13,7 @@ import io
 import re
 import sys
 import tempfile
+import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,8 @@ def page_of(every: list[Answer]) -> str:
         if answer.mistake.group != group:
             group = answer.mistake.group
             lines += ["", f"## {group}"]
-        lines += ["", "```python", answer.mistake.code.strip(), "```", "", f"> `{answer.kind}`: {_escaped(answer.message)}"]
+        code = textwrap.indent(answer.mistake.code.strip(), "    ")  # no fence, in which ruff would format it
+        lines += ["", code, "", f"> `{answer.kind}`: {_escaped(answer.message)}"]
     return "\n".join(lines) + "\n"
 
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError, DeliveryError, UsageError
 from bucketline.loader.collate.buffer_pool import BufferPool
-from bucketline.loader.history import short
+from bucketline.loader.config import Remainder
 from bucketline.loader.device import device_of
+from bucketline.loader.history import short
 from bucketline.loader.iteration import CLOSED, EpochLoader
 from bucketline.loader.network.addresses import address_of
 from bucketline.loader.network.tokens import proof_of, read_token
@@ -123,7 +124,7 @@ class RemoteLoader(EpochLoader):
         self._saved = parse_state(self._answer.state)
         self._latent_kind = LatentKind(self._answer.latent_kind)
         sizes = tuple((rows, global_batch) for rows, global_batch in self._answer.sizes)
-        self._steps = EpochSteps(sizes=sizes, remainder=self.config.remainder, epochs=self.config.num_epochs)
+        self._steps = EpochSteps(sizes=sizes, remainder=Remainder(self.config.remainder), epochs=self.config.num_epochs)
         return self._saved
 
     def _begin_stream(self) -> _Receiving:

@@ -55,7 +55,7 @@ def test_after_some_epochs_each_row_was_delivered_as_often(
             assume(False)
     assert len({tuple(map(len, own)) for own in found}) == 1
     assert all(one.epoch == number for own in found for number, epoch in enumerate(own) for one in epoch)
-    rows = rows_of([(share.store, share.repeats) for share in shares])
+    rows = rows_of(list(zip(stores, repeats, strict=False)))
     if config.shuffle is Shuffle.FULL:
         model = Oracle(
             rows=rows,
@@ -63,7 +63,7 @@ def test_after_some_epochs_each_row_was_delivered_as_often(
             accumulation=config.accumulation,
             ranks=ranks,
             seed=config.seed,
-            remainder=remainder,
+            remainder=Remainder(remainder),
             epochs=epochs,
         )
         assert found == [[model.epoch(number, rank) for number in range(epochs)] for rank in range(ranks)]
