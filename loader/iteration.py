@@ -100,18 +100,16 @@ class EpochLoader(ABC):
         return self._batches(crosses=False)
 
     def forever(self) -> Iterator[Batch]:
-        """Iterate over all epochs that remain, from the batch after the last one delivered. Endless without `epochs`.
+        """Iterate over all that remains of all epochs, from the batch after the last one delivered. Endless without `epochs`.
 
         Raises:
-            UsageError: if all `epochs` have been delivered, or another iterator has replaced this one.
+            UsageError: if another iterator has replaced this one.
         """
         return self._batches(crosses=True)
 
     def _batches(self, *, crosses: bool) -> Iterator[Batch]:
         mine = self._take_iterator()
-        if crosses:
-            self._cross()
-        else:
+        if not crosses:
             self._enter_next_epoch()
         self._meter = Meter()
         is_over = False
@@ -121,8 +119,8 @@ class EpochLoader(ABC):
                     if is_over or self._ended_by == CLOSED:
                         return
                     raise UsageError(self._replaced())
-                if self._cursor.step >= self._span.end and not (crosses and self._has_next() and self._cross()):
-                    self._is_begun = True
+                if self._cursor.step >= self._span.end and not (crosses and self._cross()):
+                    self._is_begun = self._is_begun or not crosses  # an epoch without steps has been read
                     return
                 self._before_batch()
                 filled, flat = self._next_filled()
@@ -188,9 +186,10 @@ class EpochLoader(ABC):
         self._expect_epoch(self._span.number)
 
     def _cross(self) -> bool:
-        """If nothing of the present epoch remains, move to the next one that has steps. Return True."""
+        """Move to the next epoch that has steps; return True if there is one."""
         while self._cursor.step >= self._span.end:
-            self._expect_epoch(self._following())
+            if not self._has_next():
+                return False
             self._move_to(self._following())
         return True
 

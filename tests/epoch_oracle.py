@@ -132,8 +132,9 @@ class Oracle:
         rows, size = self.rows[bucket], self.global_batch
         n = len(rows)
         if self.remainder is Remainder.CARRY:
-            number, at = divmod(batch * size + position, n)
-            weight = 1.0 if self.epochs is None or number < self.epochs else 0.0
+            place = batch * size + position
+            weight = 1.0 if self.epochs is None or place < self.epochs * n else 0.0
+            number, at = divmod(place - size if weight == 0 and n >= size else place, n)
         else:
             per_pass = self._before(n, 1)
             number, within = divmod(batch, per_pass)

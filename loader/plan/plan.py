@@ -3,7 +3,7 @@
 A bucket's rows are read in passes, each with its own keyed bijection. With `carry`, the passes form one endless stream, and
 the bucket's global batch j takes the positions [jG, (j + 1)G): the rest of a pass starts the next batch. Epoch e has the
 batches floor(e n / G) to floor((e + 1) n / G) of that bucket. If there is a last epoch, it ends with the bucket's next batch,
-in which the positions of later epochs have weight 0.
+in which the positions of later epochs are padding: they have weight 0, and rows of the batch before.
 
 `shuffle` decides the rows at a pass's positions and the bucket of a step; both are computed in `order`.
 
@@ -299,6 +299,14 @@ class Plan:
         if carries:  # n and number can be large; Python's integers keep the product exact
             number_of_pass, at = divmod(number * size + begin, n)
             real = count if self.epochs is None else min(count, self.epochs * n - number * size - begin)
+            if real < count and n >= size and self.epochs is not None:
+                # padded with rows of the batch before, which has been read, and by `lines` on the same lanes
+                read = max(real, 0)
+                before = number * size + begin + read - size - (self.epochs - 1) * n
+                if read:
+                    self._add_spans(spans, bucket, number, begin, read)
+                spans.append(self.span(bucket, self.epochs - 1, before, count - read))
+                return real
         else:
             number_of_pass, within = divmod(number, self.epoch_steps.per_pass[bucket])
             at = within * size + begin

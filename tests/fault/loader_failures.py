@@ -136,7 +136,7 @@ def break_off(bench: Bench, service: str | None) -> Ended:
     before = held()
     loader = Loader(path, bench.config(), service=service)
     last = bench.random.randint(0, 20)
-    for batch in loader:
+    for batch in loader.forever():
         if batch.step == last:
             break
     del batch

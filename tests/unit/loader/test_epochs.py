@@ -221,9 +221,10 @@ def test_after_the_last_of_epochs_another_for_is_refused_with_the_remedy(ways: W
     with ways.open(way, LoaderConfig(batch_size=BATCH, epochs=1)) as loader:
         first = micros(loader)
         assert len(loader) == 0
-        for again in (loader, loader.forever()):
+        for _ in range(2):
             with pytest.raises(UsageError, match=r"all 1 epoch was delivered \(epochs=1\).*None.*rewind=True.*set_epoch\(0\)"):
-                next(iter(again))
+                next(iter(loader))
+            assert micros(loader.forever()) == []  # nothing remains
         loader.set_epoch(0)
         assert micros(loader) == first == oracle(tiny, epochs=1).epoch(0)
 
