@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-from base64 import b64encode
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote, urlsplit
 
 from bucketline.errors import BucketlineError, CorruptError, StoreError
 from bucketline.files.redact import redacted_within
@@ -24,6 +22,7 @@ from bucketline.forks import ForkSafeLock
 from bucketline.store.remote.clients import connect, refuse_forked
 from bucketline.store.remote.plain_http import PlainHttp
 from bucketline.store.remote.urls import Kind, RemoteOptions, identity_of, is_url, parse_url
+from bucketline.store.remote.web_server import WebAnswer, WebError, WebServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -41,7 +40,7 @@ MAX_READ_BYTES = 1 << 30  # of an object that is read whole, and whose length no
 MAX_LISTED = 1_000_000  # objects in a store's folder; one with 100,000 shards has half as many
 _CHUNK_BYTES = 1 << 20  # of an answer, between two looks at how much has come
 MAX_MESSAGE = 300  # characters of what the client says
-_DENIED = ("PermissionDeniedError", "UnauthenticatedError")
+_DENIED = ("PermissionDeniedError", "UnauthenticatedError", "WebDeniedError")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist|NoSuchContainer")
 _NO_RANGES = re.compile(r"Range request not supported|non-partial response when range requested", re.IGNORECASE)
 _BODY = re.compile(r":\s*<(?:\?xml|!doctype|html|error).*", re.IGNORECASE | re.DOTALL)
@@ -82,7 +81,7 @@ def _entry(meta: ObjectMeta) -> ObjectEntry:
     return ObjectEntry(str(meta["path"]), int(meta["size"]), meta["last_modified"].timestamp(), meta["e_tag"])
 
 
-def _joined(chunks: Iterable[bytes]) -> bytes:
+def _joined(chunks: Iterable[bytes | memoryview]) -> bytes:
     """Return the bytes of an answer; each chunk is freed once it is copied."""
     whole = BytesIO()
     for chunk in chunks:
@@ -110,7 +109,10 @@ class ObjectFolder:
         self.identity = identity_of(self._address, self.options)
         self._lock = ForkSafeLock()
         self._clients: dict[bool, ObjectStore] = {}
-        self._plain_http = PlainHttp(self._request_of, deadline_s=self.options.deadline_s) if self.is_far else None
+        deadline_s = self.options.deadline_s
+        self._web_server = WebServer(self._secret_url, deadline_s=deadline_s) if self.kind == "http" else None
+        signs = self.is_far and self._web_server is None
+        self._plain_http = PlainHttp(self._request_of, deadline_s=deadline_s) if signs else None
 
     @classmethod
     def open(cls, url: str, options: RemoteOptions | None = None) -> ObjectFolder:
@@ -151,10 +153,8 @@ class ObjectFolder:
 
     def read(self, name: str, most_bytes: int = MAX_READ_BYTES) -> bytes:
         """Return a whole object. A CorruptError if it is longer than `most_bytes`, before more than that is read."""
-        import obstore
-
         with self._explaining("read", name):
-            return _joined(self._bounded(name, obstore.get(self._client(), name), most_bytes))
+            return _joined(self._bounded(name, self._get(name), most_bytes))
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
         """Return the bytes from `begin` up to, not including, `end`; fewer if the object ends first.
@@ -164,23 +164,34 @@ class ObjectFolder:
         with self._explaining("read", name):
             return _joined(self._range(name, begin, end))
 
-    def _range(self, name: str, begin: int, end: int) -> Iterator[bytes]:
+    def _range(self, name: str, begin: int, end: int) -> Iterator[bytes | memoryview]:
+        return self._bounded(name, self._get(name, (begin, end)), end - begin, is_part=True)
+
+    def _get(self, name: str, span: tuple[int, int] | None = None) -> GetResult | WebAnswer:
+        """Request an object, or a range of it."""
         import obstore
 
-        return self._bounded(
-            name, obstore.get(self._client(), name, options={"range": (begin, end)}), end - begin, is_part=True
-        )
+        client = self._client()
+        if self._web_server is not None:
+            return self._web_server.get(name, span)
+        return obstore.get(client, name, options=None if span is None else {"range": span})
 
-    def _bounded(self, name: str, found: GetResult, most_bytes: int, *, is_part: bool = False) -> Iterator[bytes]:
+    def _bounded(
+        self, name: str, found: GetResult | WebAnswer, most_bytes: int, *, is_part: bool = False
+    ) -> Iterator[bytes | memoryview]:
         """Yield the bytes of an answer, whatever its header says of their number, and no more than `most_bytes`."""
         stated, count = found.meta["size"], 0
-        if not is_part and stated > most_bytes:
-            raise CorruptError(f"{self.place(name)} has {stated} bytes, at most {most_bytes} are accepted")
-        for chunk in found.stream(min_chunk_size=min(_CHUNK_BYTES, max(1, most_bytes))):
-            count += len(chunk)
-            if count > most_bytes:
-                raise CorruptError(f"{self.place(name)}: more than the {most_bytes} bytes came that were requested")
-            yield chunk
+        try:
+            if not is_part and stated > most_bytes:
+                raise CorruptError(f"{self.place(name)} has {stated} bytes, at most {most_bytes} are accepted")
+            for chunk in found.stream(min_chunk_size=min(_CHUNK_BYTES, max(1, most_bytes))):
+                count += len(chunk)
+                if count > most_bytes:
+                    raise CorruptError(f"{self.place(name)}: more than the {most_bytes} bytes came that were requested")
+                yield chunk
+        finally:
+            if isinstance(found, WebAnswer):
+                found.close()
 
     def pieces(self, name: str, begin: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes of a range, as `read_range` returns them, in pieces that are valid until the next one is requested.
@@ -197,28 +208,27 @@ class ObjectFolder:
 
     def fetch(self, name: str, check: Callable[[ObjectEntry], None] = lambda _: None) -> tuple[bytes, ObjectEntry]:
         """Return a whole object, and what it is; `check` may raise before it is read."""
-        import obstore
-
         with self._explaining("read", name):
-            found = obstore.get(self._client(), name)
+            found = self._get(name)
             entry = _entry(found.meta)
-            check(entry)
+            try:
+                check(entry)
+            except BaseException:
+                if isinstance(found, WebAnswer):
+                    found.close()
+                raise
             return _joined(self._bounded(name, found, entry.num_bytes)), entry
 
     def fetch_range(self, name: str, begin: int, end: int) -> tuple[bytes, ObjectEntry]:
         """Return the bytes from `begin` up to, not including, `end`, and what the object is; see `read_range`."""
-        import obstore
-
         with self._explaining("read", name):
-            found = obstore.get(self._client(), name, options={"range": (begin, end)})
+            found = self._get(name, (begin, end))
             return _joined(self._bounded(name, found, end - begin, is_part=True)), _entry(found.meta)
 
     def download(self, name: str, path: Path) -> None:
         """Write an object to a new file."""
-        import obstore
-
         with self._explaining("read", name), path.open("xb") as file:
-            found = obstore.get(self._client(), name)
+            found = self._get(name)
             for part in self._bounded(name, found, found.meta["size"]):
                 file.write(memoryview(part))
 
@@ -228,7 +238,8 @@ class ObjectFolder:
 
         try:
             with self._explaining("look up", name):
-                return _entry(obstore.head(self._client(), name))
+                client = self._client()
+                return _entry(obstore.head(client, name) if self._web_server is None else self._web_server.head(name))
         except MissingObjectError:
             return None
 
@@ -256,9 +267,15 @@ class ObjectFolder:
                 client = self._client()
             except FileNotFoundError:  # a local folder that nobody has made yet
                 return
-            count = 0
+            count, begun = 0, set[str]()
             for chunk in obstore.list(client, prefix or None):
                 count += len(chunk)
+                first = str(chunk[0]["path"])
+                if is_bounded and first in begun:
+                    raise StoreError(
+                        f"{self.place(prefix)}: the server lists {first} again and again; check the server, then try again"
+                    )
+                begun.add(first)
                 if is_bounded and count > MAX_LISTED:
                     raise StoreError(
                         f"{self.place(prefix)} has more than {MAX_LISTED} objects; no store has so many: check the URL, and "
@@ -356,13 +373,6 @@ class ObjectFolder:
     def _request_of(self, name: str) -> tuple[str, dict[str, str]] | None:
         """Return an object's URL and headers for a request of our own, signed if the store needs that; None if it cannot be."""
         client = self._client()
-        if self.kind == "http":
-            parts = urlsplit(self._secret_url)
-            headers = {}
-            if parts.username is not None:
-                pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-                headers["Authorization"] = f"Basic {b64encode(pair.encode()).decode()}"
-            return f"{self._secret_url}/{quote(name)}", headers
         import obstore
 
         try:
@@ -384,7 +394,9 @@ class ObjectFolder:
             raise MissingObjectError(f"{self.place(name)} is missing; check the URL") from None
         except Exception as error:
             kind = type(error)
-            if not kind.__module__.startswith("obstore"):  # of an iterable's own
+            if isinstance(error, WebError):
+                pass
+            elif not kind.__module__.startswith("obstore"):  # of an iterable's own
                 raise
             if _NO_RANGES.search(str(error)):
                 raise NoRangesError(

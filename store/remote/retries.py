@@ -1,25 +1,19 @@
-"""Requests that are made again: the pauses between two tries, and which failures may pass."""
+"""Requests that are made again, and which failures may pass."""
 
 from __future__ import annotations
 
-import random
 import time
 from typing import TYPE_CHECKING, TypeVar
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.remote.objects import DeniedError, MissingObjectError, NoRangesError
+from bucketline.store.remote.pauses import pause_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 Answer = TypeVar("Answer")
-FIRST_S, LONGEST_S = 0.1, 5.0
 MAX_WRONG = 3  # answers that are wrong, or say that an object is missing, before that is believed
-
-
-def pause_after(tries: int) -> float:
-    """Return the seconds to wait after so many tries: exponential backoff with full jitter."""
-    return random.uniform(0.0, min(LONGEST_S, FIRST_S * 2.0 ** min(tries, 16)))  # noqa: S311 - nothing secret
 
 
 def is_wrong(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import random
 import resource
 import tempfile
@@ -24,6 +25,7 @@ from tests.fault.apart import Apart, How
 from tests.fault.ground import ENDS
 from tests.fault.record import Kind, Outcome, Record
 from tests.fault.served import VERSION_1, Served, digest_of, served
+from tests.object_storage import CREDENTIALS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -86,6 +88,18 @@ class Victim:
             wrong = "" if all(same) else f"{names[same.index(False)]} differs"
         return {"code": ran.code, "err": ran.err, "wrong": wrong}
 
+    def _bucket_info(self, endpoint: str, own: Path) -> dict[str, Any]:
+        os.environ.update(CREDENTIALS)
+        reached = (f"s3://{self.store.name}", "--endpoint", endpoint, "--deadline", DEADLINE_S)
+        ran = call("store", "info", *reached, "--cache", own / "cache")
+        return {"code": ran.code, "err": ran.err, "wrong": "" if ran.code else "found nothing wrong"}
+
+    def _bucket_pull(self, endpoint: str, own: Path) -> dict[str, Any]:
+        os.environ.update(CREDENTIALS)
+        reached = (f"s3://{self.store.name}", own / "a.store", "--endpoint", endpoint, "--deadline", DEADLINE_S)
+        ran = call("store", "pull", *reached)
+        return {"code": ran.code, "err": ran.err, "wrong": ""}
+
     def _loader(self, url: str, own: Path) -> dict[str, Any]:
         config = dataclasses.replace(CONFIG, cache=str(own / "cache"), deadline=DEADLINE_S)
         with Loader(url, config) as loader:
@@ -120,6 +134,18 @@ def _judged(process: Apart, elsewhere: RangeServer) -> tuple[Outcome, str]:
     return (Outcome.CLEAN_ERROR if gave["code"] else Outcome.COMPLETED), ""
 
 
+def _lists_without_end(folder: Path, victim: Victim, store: Served) -> Record:
+    """Let a bucket's lists begin again after their last page."""
+    record = Record(fault="a bucket that lies: lists without end", kind=Kind.HOSTILE)
+    with RangeServer(folder / "served") as server, RangeServer(folder) as elsewhere:
+        server.lists_have_an_end = False
+        for what in ("bucket_info", "bucket_pull"):
+            process = Apart(lambda what=what: victim.run(what, server.url))  # type: ignore[misc]
+            outcome, said = _judged(process, elsewhere)
+            record.add(outcome, f"{what} of {store.name}: {said}")
+    return record
+
+
 def hostile_servers(asked: Asked) -> Iterator[Record]:
     """Be the family of torture: a record for each lie."""
     draw = random.Random(asked.seed)
@@ -141,6 +167,7 @@ def hostile_servers(asked: Asked) -> Iterator[Record]:
                     outcome, said = _judged(Apart(lambda url=url, what=what: victim.run(what, url)), elsewhere)  # type: ignore[misc]
                 record.add(outcome, f"{what}, {name}: {said}")
             yield record
+        yield _lists_without_end(asked.folder, victim, store)
         record = Record(fault="a web server that lies: generations without end", kind=Kind.HOSTILE)
         with RangeServer(asked.folder / "served", made=_endless(store)) as server:
             for what in ("info", "pull", "loader"):

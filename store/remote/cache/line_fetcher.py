@@ -22,7 +22,8 @@ from bucketline.store.remote.cache.held_line import LATENCY_BOUNDS_S, FetchStats
 from bucketline.store.remote.cache.line_download import LineDownload
 from bucketline.store.remote.deadlines import IN_TIME
 from bucketline.store.remote.objects import DeniedError
-from bucketline.store.remote.retries import is_wrong, pause_after
+from bucketline.store.remote.pauses import pause_after
+from bucketline.store.remote.retries import is_wrong
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -17,7 +17,8 @@ from bucketline.store.remote.cache.cached_paths import cached_paths
 from bucketline.store.remote.deadlines import IN_TIME
 from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name
 from bucketline.store.remote.objects import DeniedError, MissingObjectError
-from bucketline.store.remote.retries import MAX_WRONG, is_wrong, pause_after
+from bucketline.store.remote.pauses import pause_after
+from bucketline.store.remote.retries import MAX_WRONG, is_wrong
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM, check_shard_id
 from bucketline.store.shard.sidecar import PagedFile
 

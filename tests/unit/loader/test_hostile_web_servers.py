@@ -21,6 +21,7 @@ from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
 from tests.building import flip_bit, make_store, samples_of
 from tests.commands import call
+from tests.object_storage import CREDENTIALS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -208,3 +209,16 @@ def test_a_list_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
     with pytest.raises(StoreError, match="has more than 5 objects; no store has so many"):
         generations.generations_there(objects)
     assert len(list(objects.entries(is_bounded=False))) == 6
+
+
+def test_a_list_that_begins_again_after_its_end_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    for number in range(60):
+        (folder / "a" / "shards" / f"x{number:02d}").touch()
+    with RangeServer(folder) as server:
+        objects = ObjectFolder.open("s3://a/shards", RemoteOptions(endpoint=server.url, deadline_s=5.0))
+        assert len(list(objects.names())) >= 60
+        server.lists_have_an_end = False
+        with pytest.raises(StoreError, match=r"the server lists \S+ again and again"):
+            list(objects.names())

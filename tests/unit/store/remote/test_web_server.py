@@ -1,0 +1,213 @@
+"""A folder on a web server: its bytes whatever the server does, and no request to another one."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import sys
+import threading
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
+from bucketline.errors import StoreError
+from bucketline.store.remote import web_server
+from bucketline.store.remote.objects import DeniedError, MissingObjectError, NoRangesError, ObjectFolder, RemoteOptions
+from bucketline.store.remote.web_server import WebServer
+from tests.commands import spawn
+from tests.unit.loader.network.test_remote_loader import certificate_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+NUM_BYTES = (3 << 20) + 17
+NAME = "shards/a b.lmdb"
+DEADLINE_S = 4.0
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> bytes:
+    data = os.urandom(NUM_BYTES)
+    (tmp_path / "a.store" / "shards").mkdir(parents=True)
+    (tmp_path / "a.store" / NAME).write_bytes(data)
+    return data
+
+
+def folder_on(server: RangeServer) -> ObjectFolder:
+    return ObjectFolder.open(f"{server.url}/a.store/", RemoteOptions(deadline_s=DEADLINE_S))
+
+
+READS: tuple[tuple[Callable[[ObjectFolder], bytes], slice], ...] = (
+    (lambda folder: folder.read(NAME), slice(None)),
+    (lambda folder: folder.read_range(NAME, 9, 2 << 20), slice(9, 2 << 20)),
+    (lambda folder: folder.read_range(NAME, NUM_BYTES - 5, NUM_BYTES + 5), slice(-5, None)),
+    (lambda folder: b"".join(map(bytes, folder.pieces(NAME, 0, NUM_BYTES))), slice(None)),
+    (lambda folder: folder.fetch(NAME)[0], slice(None)),
+    (lambda folder: folder.fetch_range(NAME, 1, 5)[0], slice(1, 5)),
+)
+
+
+@pytest.mark.parametrize(("read", "part"), READS)
+def test_files_and_ranges_are_read(read: Callable[[ObjectFolder], bytes], part: slice, data: bytes, tmp_path: Path) -> None:
+    with RangeServer(tmp_path) as server:
+        folder = folder_on(server)
+        assert read(folder) == read(folder) == data[part]
+        assert folder.size(NAME) == NUM_BYTES
+        assert folder.size("shards/none") is None
+        with pytest.raises(MissingObjectError, match="shards/none is missing"):
+            folder.read("shards/none")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(Fault.UNAVAILABLE, Fault.TOO_MANY, Fault.INTERNAL, Fault.CLOSED, Fault.CUT, Fault.RESET, Fault.SHORT_LENGTH),
+        *(Fault.STALL_BODY, Fault.STALL_HEADER, Fault.REDIRECT, Fault.DRIP, Fault.SHORT_HEAD),
+    ],
+)
+@pytest.mark.parametrize(("read", "part"), READS[:2])
+def test_what_fails_or_breaks_off_once_is_requested_again(
+    fault: Fault, read: Callable[[ObjectFolder], bytes], part: slice, data: bytes, tmp_path: Path
+) -> None:
+    if fault is Fault.SHORT_LENGTH and part == slice(None):
+        part = slice(NUM_BYTES - NUM_BYTES // 2)  # nothing says that it is longer: the caller compares the length
+    with RangeServer(tmp_path, schedule=Schedule([fault]), stall_s=2.0, drip_s=0.1) as server:
+        assert read(folder_on(server)) == data[part]
+        assert server.statistics.faults[fault] == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        (Fault.WHOLE, NoRangesError, "the server sends all of it"),
+        (Fault.OTHER_RANGE, StoreError, "bytes 9 to 99 were requested, 8 to 98 came"),
+        (Fault.SHORT_RANGE, StoreError, "bytes 9 to 99 were requested, 9 to 54 came"),
+        (Fault.FORBIDDEN, DeniedError, "access denied"),
+        (Fault.MISSING, MissingObjectError, "is missing"),
+        (Fault.UNAVAILABLE, StoreError, r"no answer after .*status 503"),
+        (Fault.REDIRECT_LOOP, StoreError, "redirects more than 5 times"),
+    ],
+)
+def test_another_answer_is_named(fault: Fault, kind: type[StoreError], message: str, data: bytes, tmp_path: Path) -> None:
+    with RangeServer(tmp_path) as server:
+        server.outage = fault
+        folder = ObjectFolder.open(f"{server.url}/a.store", RemoteOptions(deadline_s=1.0))
+        with pytest.raises(kind, match=message):
+            folder.read_range(NAME, 9, 99)
+        server.outage = None
+        assert folder.read_range(NAME, 9, 99) == data[9:99]
+
+
+@pytest.mark.parametrize("ask", [*(read for read, _ in READS), lambda folder: folder.size(NAME)])
+def test_a_redirect_to_another_server_is_refused_by_name(
+    ask: Callable[[ObjectFolder], object], data: bytes, tmp_path: Path
+) -> None:
+    with RangeServer(tmp_path) as other, RangeServer(tmp_path, elsewhere=other.url) as server:
+        server.outage = Fault.ELSEWHERE
+        with pytest.raises(StoreError, match=f"the server redirects to another one, {other.url}; if you trust that"):
+            ask(folder_on(server))
+        assert other.statistics.gets.total() + other.statistics.heads + other.statistics.refused == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "is_followed"),
+    [
+        ("http://host/b", True),
+        ("http://HOST:80/b", True),
+        ("https://host/b", True),
+        ("https://host:8443/b", True),
+        ("http://host:8080/b", False),
+        ("https://other/b", False),
+        ("http://host.other/b", False),
+        ("http://me@other/b", False),
+    ],
+)
+def test_a_redirect_stays_on_the_server_or_goes_to_https_on_its_host(target: str, *, is_followed: bool) -> None:
+    origin = web_server._Origin.of("http://host/a")
+    assert origin.may_lead_to(web_server._Origin.of(target)) is is_followed
+    assert not web_server._Origin.of("https://host/a").may_lead_to(web_server._Origin.of("http://host/a"))
+
+
+def test_a_user_and_password_are_sent_and_a_proxy_is_told_the_whole_url(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, str]] = []
+    with RangeServer(tmp_path) as server:
+        monkeypatch.setattr(server, "made", lambda _: b"through the proxy")
+        sent = web_server.WebServer._sent
+
+        def noted(own: WebServer, method: str, origin: object, url: str, headers: dict[str, str]) -> object:
+            seen.append(headers)
+            return sent(own, method, origin, url, headers)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(web_server.WebServer, "_sent", noted)
+        folder = ObjectFolder.open(f"http://me:p%40ss@{server.url.removeprefix('http://')}/a.store")
+        assert folder.read_range(NAME, 0, 5) == data[:5]
+        assert seen[0]["Authorization"] == "Basic bWU6cEBzcw=="
+        monkeypatch.setenv("http_proxy", server.url)
+        monkeypatch.setenv("no_proxy", "")
+        assert ObjectFolder.open("http://store.example.com/a.store").read("manifest.json") == b"through the proxy"
+
+
+def test_connections_are_used_again(data: bytes, tmp_path: Path) -> None:
+    with RangeServer(tmp_path) as server:
+        web = WebServer(f"{server.url}/a.store", deadline_s=DEADLINE_S)
+        first = web.get(NAME, (0, 10))
+        assert b"".join(map(bytes, first.stream())) == data[:10]
+        first.close()  # again
+        (kept,) = web._idle
+        second = web.get(NAME)
+        assert second._connection is kept
+        next(second.stream())
+        del second  # in the middle of its answer
+        assert kept.http.sock is None
+
+
+def test_an_interpreter_may_end_while_a_thread_reads(data: bytes, tmp_path: Path) -> None:
+    script = (
+        "import sys, threading, time; from bucketline.store.remote.objects import ObjectFolder\n"
+        "folder = ObjectFolder.open(sys.argv[1])\n"
+        "threading.Thread(target=lambda: folder.read('shards/a b.lmdb'), daemon=True).start()\n"
+        "time.sleep(0.3)"
+    )
+    with RangeServer(tmp_path, schedule=Schedule([Fault.STALL_BODY])) as server:
+        ran = spawn([sys.executable, "-c", script, f"{server.url}/a.store"])
+        assert server.statistics.faults[Fault.STALL_BODY] == 1
+    assert ran.code == 0, ran.err
+
+
+@contextmanager
+def over_tls(folder: Path, certificate: Path, key: Path) -> Iterator[str]:
+    """Serve a folder by https, without ranges; yield the URL."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"https://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_https_is_read_with_a_certificate_that_is_trusted_and_http_may_redirect_to_it(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = certificate_of(tmp_path, "127.0.0.1")
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    with over_tls(tmp_path, certificate, key) as url, RangeServer(tmp_path, elsewhere=url) as server:
+        folder = ObjectFolder.open(f"{url}/a.store", RemoteOptions(deadline_s=0.5))
+        with pytest.raises(StoreError, match="certificate verify failed"):
+            folder.read(NAME)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert ObjectFolder.open(f"{url}/a.store").read(NAME) == data
+        server.outage = Fault.ELSEWHERE
+        assert folder_on(server).read(NAME) == data
