@@ -139,7 +139,7 @@ class ObjectFolder:
 
     @property
     def is_far(self) -> bool:
-        """Whether a network answers, which may answer otherwise the next time."""
+        """True if a network answers, which may answer otherwise the next time."""
         return self.kind not in ("file", "memory")
 
     @property
@@ -400,7 +400,7 @@ class ObjectFolder:
                 raise
             if _NO_RANGES.search(str(error)):
                 raise NoRangesError(
-                    f"{self.url} cannot be read: asked for some bytes of {name}, the server sends all of it. A store is read "
+                    f"{self.url} cannot be read: a request of some bytes of {name} is answered with all of it. A store is read "
                     "by ranges (`Range: bytes=…`): use a web server that honours them, or `store pull` it from the original"
                 ) from None
             if kind.__name__ in _DENIED:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
+import weakref
 from base64 import b64encode
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -150,6 +151,7 @@ class WebServer:
         if parts.username is not None:
             self._headers["Authorization"] = _basic(parts)
         self._idle: list[_Connection] = []
+        weakref.finalize(self, _close_all, self._idle).atexit = False  # before the sockets' own finalizers, which warn
         self._lock = threading.Lock()
         self._tls: ssl.SSLContext | None = None
 
@@ -230,7 +232,7 @@ class WebServer:
             time.sleep(pause)
 
     def _followed(self, method: str, url: str, headers: dict[str, str]) -> tuple[_Connection, http.client.HTTPResponse]:
-        """Return an answer that is no redirect."""
+        """Return an answer that is not a redirect."""
         for _ in range(MAX_REDIRECTS + 1):
             origin = _Origin.of(url)
             connection, response = self._sent(method, origin, url, headers)
@@ -284,6 +286,11 @@ class WebServer:
         connection.sock.settimeout(read_s)
         is_to_proxy = proxy is not None and origin.scheme == "http"
         return _Connection(connection, origin, is_to_proxy, own if is_to_proxy else {}), False
+
+
+def _close_all(connections: list[_Connection]) -> None:
+    for connection in connections:
+        connection.close()
 
 
 def _end(connection: _Connection, response: http.client.HTTPResponse) -> None:

@@ -104,7 +104,7 @@ def test_a_web_server_without_ranges_is_called_so_at_once(folder: Path, tmp_path
         error, seconds = read_all(f"{server.url}/a", tmp_path)
     assert seconds < SOON_S
     assert isinstance(error, NoRangesError)
-    assert "the server sends all of it. A store is read by ranges" in str(error)
+    assert "is answered with all of it. A store is read by ranges" in str(error)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "shards/g0.extents", "shards/g0.lines", "prompts/default.safetensors"])

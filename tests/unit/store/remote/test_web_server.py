@@ -84,7 +84,7 @@ def test_what_fails_or_breaks_off_once_is_requested_again(
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
-        (Fault.WHOLE, NoRangesError, "the server sends all of it"),
+        (Fault.WHOLE, NoRangesError, "is answered with all of it"),
         (Fault.OTHER_RANGE, StoreError, "bytes 9 to 99 were requested, 8 to 98 came"),
         (Fault.SHORT_RANGE, StoreError, "bytes 9 to 99 were requested, 9 to 54 came"),
         (Fault.FORBIDDEN, DeniedError, "access denied"),
