@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.images.geometry import Placement
+    from bucketline.ingest.pipeline.decode_notes import DecodeNotes
     from bucketline.ingest.pipeline.packed_index import PackedIndex, PackedSample
     from bucketline.ingest.sources.source import Source, SourceBytes, SourceItem, Stamp
     from bucketline.store import Store
@@ -100,6 +102,7 @@ class ImageReader:
         self._source, self._samples, self._config = source, samples, config
         self._kept = KeptRows(store)
         self._framing = framing_of(config, grid, stored_max_crop(store.manifest.rules))
+        self.notes: DecodeNotes | None = None  # of the images that are being decoded, while a pack runs
 
     def read(self, item: SourceItem) -> ReadImage | None:
         """Read and decode one image; None if it is unchanged. If only its captions or mtime changed, reuse its latents.
@@ -116,8 +119,9 @@ class ImageReader:
         found = compared.found or self._source.read(item)
         if item.caption_error is not None:
             raise RejectedError(Reason.CAPTION, item.caption_error, is_passing=item.is_caption_out_of_reach)
-        decoded = decode(found.data, self._framing, item.id)
         content = identity(found.data)
+        with nullcontext() if self.notes is None else self.notes.of(content, found.data):
+            decoded = decode(found.data, self._framing, item.id)
         return ReadImage(item=replace(item, held=None), image=decoded, split=compared.split, stamp=found.stamp, content=content)
 
     def compare(self, item: SourceItem) -> Compared:

@@ -8,12 +8,14 @@ row, so a rejected image cannot shift the others.
 from __future__ import annotations
 
 import itertools
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.crop_loss import note_crop_loss
 from bucketline.ingest.images.decode import Decoded
 from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.pipeline.decode_notes import DecodeNotes
 from bucketline.ingest.pipeline.image_reader import ImageReader, ReadImage, record_of
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.pipeline.packed_index import PackedIndex
@@ -116,7 +118,8 @@ class SlicePacker:
             ModelError: if the shape of a latent contradicts the VAE's configuration.
         """
         self._check = check
-        with self._writer:
+        notes = self._reader.notes = DecodeNotes(self._config.store, self._room.num_threads)
+        with closing(notes), self._writer:
             for image in self._decoded(items, on_image, check):
                 self._wait_for_batch(image, on_image)
             for bucket in list(self._waiting):

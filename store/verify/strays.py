@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bucketline.store.read.store import Store
 
 _KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "packed_model.json", "pushed.json")
+_DECODING = "decoding"  # folder of the packer's notes about images that crash their decoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ class FolderCheck:
 
     def _look_for_strays(self, known: set[Path]) -> None:
         for path in sorted(self._store.path.rglob("*")):
-            if path in known or path.is_dir():
+            if path in known or path.is_dir() or path.parent.name == _DECODING:
                 continue
             name = path.relative_to(self._store.path)
             if (what := _what_is(name.parts, path.suffix)) is not None:

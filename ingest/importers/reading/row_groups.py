@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.ingest.importers.cache import damaged
 from bucketline.ingest.importers.reading.read_files import open_of_any_size
+from bucketline.ingest.sources.parquet_chunks import why_too_large
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,6 +82,8 @@ def listed_rows(source: Path, path: str, columns: Sequence[str]) -> list[tuple[i
             there = [name for name in columns if name in whole.schema_arrow.names]
             if columns[0] not in there:
                 raise damaged(f"{path} has no column {columns[0]}, only {', '.join(whole.schema_arrow.names)[:200]}")
+            if why := why_too_large(whole.metadata, there):
+                raise damaged(f"{path}: {why}")
             for group in range(whole.num_row_groups):
                 rows = whole.read_row_group(group, columns=there, use_threads=False).to_pylist()
                 found += [(group, number, row) for number, row in enumerate(rows)]

@@ -16,8 +16,10 @@ from pathlib import Path
 from bucketline.errors import SourceError
 from bucketline.files.regular_file import why_unread
 from bucketline.ingest.sources.captions.caption_text import COLUMNS, CaptionNames, as_texts, lines_of, stripped
+from bucketline.ingest.sources.parquet_chunks import why_too_large
 
 FILE_NAME = "file_name"
+_BATCH = 1024  # rows of a Parquet file together; values that it holds once become as many copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +110,10 @@ def _parquet(path: Path, name: str, names: CaptionNames, columns: dict[str, None
             _refuse_without_file_name(name, there)
             columns |= dict.fromkeys(there)
             column = names.column_of(there)
-            number = 0
-            for batch in file.iter_batches(columns=[FILE_NAME] if column is None else [FILE_NAME, column]):
+            read, number = [FILE_NAME] if column is None else [FILE_NAME, column], 0
+            if why := why_too_large(file.metadata, read):
+                raise SourceError(f"{name}: {why}")
+            for batch in file.iter_batches(columns=read, batch_size=_BATCH):
                 for row in batch.to_pylist():
                     yield _row(path, f"{name}, row {number}", row[FILE_NAME], row.get(column), column)
                     number += 1

@@ -1,0 +1,29 @@
+"""The memory that reading columns of a Parquet file takes, bounded before anything is read: a few kB can hold gigabytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+MAX_CHUNK_BYTES = 256 << 20  # of a column in a row group, uncompressed, or
+MAX_MEAN_BYTES = 1 << 10  # of a value on average: a million captions of 300 bytes are usual
+
+
+def why_too_large(metadata: Any, columns: Collection[str]) -> str | None:  # noqa: ANN401 - pyarrow has no types
+    """Return why these columns of a file, of whose metadata this is, cannot be read; None if they can.
+
+    `columns`: names of columns of texts or small values, lists of these included.
+    """
+    for group in range(metadata.num_row_groups):
+        rows = metadata.row_group(group)
+        for number in range(rows.num_columns):
+            chunk = rows.column(number)
+            name, size = chunk.path_in_schema.partition(".")[0], chunk.total_uncompressed_size
+            if name in columns and size > max(MAX_CHUNK_BYTES, MAX_MEAN_BYTES * chunk.num_values):
+                return (
+                    f"its column {name:.80} has {size} bytes in the {chunk.num_values} values of a row group; at most "
+                    f"{MAX_CHUNK_BYTES}, or {MAX_MEAN_BYTES} a value, are read. Shorten the longest, or use smaller row groups"
+                )
+    return None

@@ -1,0 +1,52 @@
+"""A table of some kB whose one value is larger than memory is refused by its metadata, before it is read."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bucketline.ingest.sources.parquet_chunks import MAX_CHUNK_BYTES, why_too_large
+from tests.commands import call, spawn
+from tests.models import png
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SCAN = "import resource, sys; from bucketline.ingest.cli import main; code = main(['scan', sys.argv[1]]); "
+_SCAN += "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
+
+
+def table(folder: Path, text: pa.Array) -> Path:
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png(80, 90))
+    path = folder / "metadata.parquet"
+    pq.write_table(pa.table({"file_name": ["a.png"] * len(text), "text": text}), path, compression="zstd")
+    return path
+
+
+def test_one_value_of_half_a_gigabyte_is_refused_without_reading_it(tmp_path: Path) -> None:
+    path = table(tmp_path / "images", pa.array(["a" * (2 * MAX_CHUNK_BYTES)]))
+    assert path.stat().st_size < 100_000
+    usual = spawn([sys.executable, "-c", _SCAN, tmp_path / "none"])
+    ran = spawn([sys.executable, "-c", _SCAN, tmp_path / "images"])
+    assert ran.code == 1
+    assert "metadata.parquet: its column text has 53687" in ran.err
+    peak, other = (int(one.out.split()[-1]) << 10 for one in (ran, usual))
+    assert peak < other + MAX_CHUNK_BYTES, resource.getpagesize()
+
+
+def test_many_captions_of_a_usual_length_are_read(tmp_path: Path) -> None:
+    path = table(tmp_path / "images", pa.array(["a cat"]))
+    assert why_too_large(pq.ParquetFile(path).metadata, {"text"}) is None
+    assert call("ingest", "scan", tmp_path / "images").code == 0
+
+
+def test_a_list_of_captions_is_counted_too(tmp_path: Path) -> None:
+    path = table(tmp_path / "images", pa.array([["b" * (MAX_CHUNK_BYTES + 1)]]))
+    why = why_too_large(pq.ParquetFile(path).metadata, {"text"})
+    assert why is not None
+    assert "its column text has" in why
