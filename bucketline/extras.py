@@ -18,7 +18,7 @@ EXTRAS = {
     "optimizers": ("torchao", "prodigyopt", "schedulefree"),
     "tables": ("pyarrow",),
     "datasets": ("datasets",),
-    "export": ("webdataset",),
+    "export": ("webdataset", "PIL"),
     "tensorboard": ("tensorboard",),
     "quantised": ("torchao",),
     "ray": ("ray",),

@@ -166,7 +166,7 @@ class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
 
     def run(self) -> int:
         from bucketline.ingest.importers.run import import_cache
-        from bucketline.ingest.importers.summary import print_import
+        from bucketline.ingest.importers.summary import print_failures, print_import
         from bucketline.ingest.parallel.signals import exit_code_of
 
         try:
@@ -180,6 +180,7 @@ class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
             print_json(asdict(result))
         else:
             print_import(result, self)
+        print_failures(result, self)
         return 0 if result.imported + result.unchanged and not result.too_many_rejects else 1
 
 

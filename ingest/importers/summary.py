@@ -56,6 +56,10 @@ def print_import(result: ImportResult, config: ImportConfig) -> None:
         print(f"  note: {one_line(note)}")
     if not is_dry:
         print(f"{shown(config.place)}: generation {result.generation}, {human_bytes(result.disk_bytes)} on disk")
+
+
+def print_failures(result: ImportResult, config: ImportConfig) -> None:
+    """Print on stderr why an import is not a success, whatever is printed on stdout."""
     if result.too_many_rejects:
         print(f"error: {result.rejected} samples were rejected, --max-rejects allows {config.max_rejects}", file=sys.stderr)
     if not result.imported + result.unchanged:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from bucketline.errors import MissingExtraError, StoreError
+from bucketline.errors import StoreError
 from bucketline.store.format.hashing import text_bytes
 
 if TYPE_CHECKING:
@@ -118,10 +118,8 @@ class KohyaNames:
 
 def _size_of_image(path: Path) -> tuple[int, int]:
     """Return an image's width and height as its file has them, as sd-scripts does: not turned upright."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("--images needs Pillow; install bucketline[ingest]") from error
+    from PIL import Image
+
     try:
         with Image.open(path) as image:
             return image.size

@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import os
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
+from bucketline.bench.peers.formats.importable import make_torchvision_importable
 from bucketline.bench.peers.formats.s3_client import S3_CLIENT
 from bucketline.bench.peers.formats.torch_dataloader import opened, stack_arrays
 from bucketline.bench.peers.samples import sample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from bucketline.bench.peers.peer import Opened, Remote, Way
     from bucketline.bench.peers.samples import SetShape
 
 
-def _make_importable() -> None:
-    """Make torchvision importable: `streaming` imports it although nothing here uses it.
-
-    In most registries, torchvision's operators are linked to CUDA's libraries. With a CPU build of torch they cannot be
-    loaded, and the import of torchvision fails when it describes some of them. So this function declares those operators.
-    """
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None or _DECLARED:
-        return
-    folder = Path(spec.origin).parent
-    try:
-        for library in folder.glob("_C*.so"):
-            ctypes.CDLL(str(library))
-    except OSError:
-        described = (folder / "_meta_registrations.py").read_text(encoding="utf-8")
-        own = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-        for name in sorted(set(re.findall(r"torchvision::(\w+)", described))):
-            own.define(f"{name}(Tensor first) -> Tensor")  # type: ignore[no-untyped-call]
-        _DECLARED.append(own)
-
-
-_DECLARED: list[torch.library.Library] = []  # an operator stays registered as long as its library is kept
-
-
-_make_importable()
+make_torchvision_importable()
 
 from streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
 from streaming.base.util import clean_stale_shared_memory  # noqa: E402

@@ -72,13 +72,28 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
                 stamp=(place.length, place.mtime_ns),
             )
         )
+    notes = ["text embeddings are not imported; the captions, which the cache has, can be encoded again"]
+    if unlisted := sorted(_unlisted(request.source, [folder for folder, own in found if own == model], places)):
+        notes.append(
+            f"{unlisted[0]}{f' and {len(unlisted) - 1} more' if len(unlisted) > 1 else ''} is not in its index: caching was "
+            "interrupted; let the trainer finish it, and import again"
+        )
     return cache.Listing(
         entries=entries,
         variant=model,
         scaling=cache.Scaling.AS_FED,
         captions_from="the cache" if captions is None else captions.told,
-        notes=["text embeddings are not imported; the captions, which the cache has, can be encoded again"],
+        notes=notes,
     )
+
+
+def _unlisted(source: Path, folders: Sequence[str], places: Sequence[_Place]) -> Iterator[str]:
+    """Yield the shards that no index lists: a run that is interrupted has written them, and not committed the index."""
+    listed = {place.shard for place in places}
+    for folder in folders:
+        for path in (source / folder).glob("shard_*.bin"):
+            if (name := folder + path.name) not in listed and path.stat().st_size:
+                yield name
 
 
 def _model(source: Path, before: str) -> str:

@@ -235,6 +235,16 @@ def test_a_video_of_diffusion_pipe_is_rejected_among_images(known: Callable[[str
     assert "of a video" in summary["rejects"][0]["detail"]
 
 
+def test_an_interrupted_cache_of_diffusion_pipe_is_named_with_json_too(known: Callable[[str], Known], tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "flux" / "cache_1.500x48x32x1" / "latents"
+    diffusion_pipe_values(folder, [])
+    (folder / "shard_0.bin").write_bytes(bytes(1000))
+    ran = run_import("diffusion-pipe", tmp_path / "cache", tmp_path / "s.store", known("flux"))
+    assert ran.code == 1
+    assert "error: not one of 0 samples could be imported" in ran.err
+    assert any("shard_0.bin is not in its index: caching was interrupted" in note for note in ran.json["notes"])
+
+
 def test_mds_columns_of_pickles_are_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
     rows = [{"latents_256": bytes(8192), "extra": b"cos\nsystem\n(S'false'\ntR."}]
     mds_shard(tmp_path / "cache", rows, {"extra": "pkl"})
