@@ -37,10 +37,13 @@ class Rounding:
 
     def round_(self, target: Tensor, values: Tensor) -> None:
         """Fill `target`, bf16, with `values`, float32 of the same shape; values that a bf16 can hold stay as they are."""
+        target.copy_(self.rounded(values))
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return float32 values as ones that a bf16 can hold."""
         generator = self._generators.get(values.device)
         if generator is None:
             generator = self._generators[values.device] = torch.Generator(values.device).manual_seed(self.seed())
         noise = torch.empty_like(values, dtype=torch.int32).random_(0, 1 << LOW_BITS, generator=generator)
         # Adding to the bits of a float moves it away from 0, by one bf16 if the low bits carry; then they are cut off.
-        rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-1 << LOW_BITS)
-        target.copy_(rounded.view(torch.float32))
+        return noise.add_(values.view(torch.int32)).bitwise_and_(-1 << LOW_BITS).view(torch.float32)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.train.config import Ema
 from bucketline.train.ema import Average
+from bucketline.train.optimizers import adamw
 from bucketline.train.optimizers.adamw import make_bf16
-from bucketline.train.optimizers.stepping import Options
+from bucketline.train.optimizers.stepping import Options, begin_step
 from bucketline.train.rounding import Rounding
 
 
@@ -76,3 +81,78 @@ def test_a_bf16_second_moment_falls_as_the_gradients_do() -> None:
     moment = optimizer.state[weight]["exp_avg_sq"]
     assert moment.dtype is torch.bfloat16
     torch.testing.assert_close(moment.float().mean().item(), 1e-3 * 0.999**300, rtol=0.01, atol=0)
+
+
+SHAPES = ((64, 3), (7,), (2, 8, 3, 3), (1,))
+
+
+def stepped(*, bf16_weights: bool, num: int = 3) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+    """Return weights after some steps, one of them channels_last."""
+    draws = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if bf16_weights else torch.float32
+    weights = [torch.nn.Parameter(torch.randn(shape, generator=draws).to(dtype)) for shape in SHAPES]
+    weights[2].data = weights[2].data.to(memory_format=torch.channels_last)
+    options = Options(learning_rate=1e-2, rounding=Rounding(4), rounds_weights=bf16_weights, compiled=False)
+    make = adamw.make if bf16_weights else adamw.make_bf16
+    optimizer = make(torch.nn.Module(), [{"params": weights, "weight_decay": 0.01}], options)
+    for step in range(num):
+        begin_step(optimizer, step, 1e-2)
+        for weight in weights:
+            weight.grad = torch.empty_like(weight).copy_(torch.randn(weight.shape, generator=draws))
+        optimizer.step()
+    return weights, optimizer
+
+
+@pytest.mark.parametrize("bf16_weights", [True, False])
+def test_weights_that_are_updated_together_get_the_bits_of_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, *, bf16_weights: bool
+) -> None:
+    together, optimizer = stepped(bf16_weights=bf16_weights)
+    monkeypatch.setattr(adamw, "CHUNK_VALUES", 1)
+    apart, other = stepped(bf16_weights=bf16_weights)
+    assert optimizer.state[together[2]]["exp_avg"].stride() == together[2].stride()
+    for one, weight in zip(together, apart, strict=True):
+        assert torch.equal(one, weight)
+        assert all(torch.equal(value, other.state[weight][name]) for name, value in optimizer.state[one].items())
+
+
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations that compute, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not (func.is_view or "detach" in func.name() or "split" in func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_costs_as_many_kernels_for_few_weights_as_for_many() -> None:
+    found = []
+    for count in (2, 40):
+        weights = [torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16)) for _ in range(count)]
+        options = Options(learning_rate=1e-2, rounding=Rounding(4), rounds_weights=True, compiled=False)
+        optimizer = adamw.make(torch.nn.Module(), [{"params": weights, "weight_decay": 0.01}], options)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()  # makes the moments
+        with Kernels() as seen:
+            optimizer.step()
+        found.append(seen.number)
+    assert found[0] == found[1] < 16
+
+
+def test_torchaos_rounding_keeps_a_second_moment_for_ever() -> None:
+    """Why the step is our own: its weights are rounded stochastically, its moments to the nearest."""
+    from torchao.optim import _AdamW
+
+    weight = torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
+    optimizer = _AdamW([weight], lr=1e-9, bf16_stochastic_round=True)
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(31):
+            weight.grad = torch.full_like(weight, float(step == 0))
+            optimizer.step()
+    moment = optimizer.state[weight]["exp_avg_sq"]
+    assert moment.dtype is torch.bfloat16
+    assert float(moment.max()) == float(moment.min()) == float(torch.tensor(1e-3).bfloat16())
