@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.loader.collate.columns import make_conditioning
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.plan.plan import Plan
     from bucketline.store.read.store import OpenShards
 
 LOOK_EVERY_S = 1.0  # at a folder's names
@@ -59,8 +60,15 @@ def newest_generations(shares: Sequence[WeightedStore], config: LoaderConfig) ->
     return at_generations(shares, wanted, config)
 
 
-def expect_readable(shares: Sequence[WeightedStore], config: LoaderConfig, world_size: int, *, is_served: bool) -> OpenShards:
-    """Return stores joined, after checking that a loader with this configuration can read them.
+class Readable(NamedTuple):
+    """Stores that a loader can read, and its plan over them."""
+
+    rows: OpenShards
+    plan: Plan
+
+
+def expect_readable(shares: Sequence[WeightedStore], config: LoaderConfig, world_size: int, *, is_served: bool) -> Readable:
+    """Return stores joined and the plan over them, after checking that a loader with this configuration can read them.
 
     `is_served`: by a service, whose cache is its own.
 
@@ -76,7 +84,7 @@ def expect_readable(shares: Sequence[WeightedStore], config: LoaderConfig, world
     make_conditioning(rows, rows.buckets(config.split), config)
     if not is_served:
         refuse_small_caches(rows, plan, config.split, world_size)
-    return rows
+    return Readable(rows, plan)
 
 
 class GenerationWatch:

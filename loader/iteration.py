@@ -138,13 +138,18 @@ class EpochLoader(ABC):
                 if self._cursor.step != self._span.end or self._cursor.step == self._steps.num_steps:
                     self._end_stream()
 
+    def start(self) -> Stream:
+        """Begin to read ahead, unless that has begun; the next iteration continues from there if it begins at this batch."""
+        if self._stream is None or self._stream_pid != os.getpid():
+            self._stream, self._stream_pid = self._begin_stream(), os.getpid()
+        return self._stream
+
     def _next_filled(self) -> tuple[FilledBuffer, Tensor]:
         """Pop the next micro-batch of the stream; begin one if there is none, or it is of the process that forked this one."""
         try:
-            if self._stream is None or self._stream_pid != os.getpid():
-                self._stream, self._stream_pid = self._begin_stream(), os.getpid()
+            stream = self.start()
             asked = time.perf_counter()
-            delivered = self._stream.next()
+            delivered = stream.next()
         except BucketlineError:
             self._is_begun = False  # the caller did not leave the epoch: the next iteration continues at this batch
             raise

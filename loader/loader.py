@@ -17,7 +17,7 @@ from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.config import LoaderConfig, Shuffle
 from bucketline.loader.device import device_of
-from bucketline.loader.follow import GenerationWatch, at_generations, expect_readable
+from bucketline.loader.follow import GenerationWatch, Readable, at_generations, expect_readable
 from bucketline.loader.history import short
 from bucketline.loader.iteration import CLOSED, EpochLoader
 from bucketline.loader.mixture import WeightedStore, open_shares
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.batch import Batch
     from bucketline.loader.mixture import Stores
+    from bucketline.loader.plan.plan import Plan
     from bucketline.loader.prefetch.threads import ThreadStream
     from bucketline.loader.stats import LoaderStats
     from bucketline.store.format.columns import LatentKind
@@ -96,6 +97,7 @@ class Loader(EpochLoader):
         device: torch.device | str | int | None = None,
         service: Path | str | None = None,
         follow: bool = False,
+        like: Loader | None = None,
     ) -> None:
         """Make a plan over the stores' generations. No row is read before iteration starts.
 
@@ -109,6 +111,8 @@ class Loader(EpochLoader):
 
         `follow`: take up newer generations of the stores while iterating, between steps (see `take_up`). Of one rank only:
         several must agree on the step, by `newer` on one of them and `take_up` on all.
+
+        `like`: a loader of the same stores and ranks, with a configuration of the same order, whose plan is this one's.
 
         Raises:
             UsageError: if `follow` is set with several ranks, or with `epochs`, whose steps are not known; if `rank` is not
@@ -135,21 +139,22 @@ class Loader(EpochLoader):
         self.device = device_of(device)
         self._rank, self._world_size, self._service = rank, world_size, service
         self._backend: ThreadBackend | ServiceBackend | None = None
-        self._open(open_shares(stores, config.remote()), config)
+        readable = None if like is None else Readable(like._rows, like.plan)
+        self._open(open_shares(stores, config.remote()), config, readable)
         self._begin_at_first_epoch()
 
-    def _open(self, shares: tuple[WeightedStore, ...], config: LoaderConfig) -> None:
-        """Make the plan over stores, and read by it."""
-        rows = expect_readable(shares, config, self._world_size, is_served=self._service is not None)
-        self.shares, self._rows = shares, rows
-        self._set_plan(config)
+    def _open(self, shares: tuple[WeightedStore, ...], config: LoaderConfig, readable: Readable | None = None) -> None:
+        """Make the plan over stores, unless they are known to be `readable`, and read by it."""
+        readable = readable or expect_readable(shares, config, self._world_size, is_served=self._service is not None)
+        self.shares, self._rows = shares, readable.rows
+        self._set_plan(config, readable.plan)
         self._marks, self._global_batch = name_stores(shares), global_batch_of(self.plan)
-        self._latent_kind = latent_kind(rows)
+        self._latent_kind = latent_kind(self._rows)
         self._set_backend()
 
-    def _set_plan(self, config: LoaderConfig) -> None:
-        """Make the plan; the configuration then names the lanes and the window that it has."""
-        self.plan = plan = plan_of(self._rows, config, self._world_size)
+    def _set_plan(self, config: LoaderConfig, plan: Plan) -> None:
+        """Read by a plan; the configuration then names the lanes and the window that it has."""
+        self.plan = plan
         if self._chosen:
             window = config.shuffle_window or asked_window(self._rows, config, plan.buckets, self._world_size)
             config = replace(config, lanes=plan.lanes, shuffle_window=window)
@@ -251,7 +256,8 @@ class Loader(EpochLoader):
             self._open(at_generations(self.shares, generations, self.config), self.config)
         saved = {name: value for name, value in saved_choices(state, self.plan).items() if name in self._chosen}
         if any(getattr(self.config, name) != value for name, value in saved.items()):
-            self._set_plan(replace(self.config, **saved))  # type: ignore[arg-type]
+            asked = replace(self.config, **saved)  # type: ignore[arg-type]
+            self._set_plan(asked, plan_of(self._rows, asked, self._world_size))
             self._set_backend()
         found = check_state(state, self._state(), self.plan.earlier_digest)
         self._expect_position(found)
@@ -283,9 +289,9 @@ class Loader(EpochLoader):
             )
         past = self._state().consumed()
         shares = at_generations(self.shares, generations, self.config)
-        expect_readable(shares, self.config, self._world_size, is_served=self._service is not None)
+        readable = expect_readable(shares, self.config, self._world_size, is_served=self._service is not None)
         self._end_stream()
-        self._open(shares, self.config)
+        self._open(shares, self.config, readable)
         self._past, self._since = past, (self._cursor.step, 0)
         self._replan()
 

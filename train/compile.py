@@ -40,12 +40,8 @@ if TYPE_CHECKING:
     from bucketline.train.step import Training
 
 COUNTED_SIZES = 3
-STATIC_SIZES = 4  # of batches, up to which blocks are compiled for each; SDXL has 14 graphs of blocks for each
 CAPTURED_AFTER = 3  # passes: inductor runs the first one as it is, and captures the second
 MOST_GRAPHS = 4096  # of one function: the noising has one for each bucket, a UNet's blocks of one class and shape about 20
-
-
-Shapes = tuple[torch.Size, ...]
 
 
 def expect_graphs(config: TrainConfig, device: torch.device, *, shards: bool) -> None:
@@ -67,40 +63,32 @@ def expect_graphs(config: TrainConfig, device: torch.device, *, shards: bool) ->
             raise UsageError(f"--compile is graphs, and {message}; use --compile on")
 
 
-def compile_blocks(
-    model: nn.Module, backend: str | Callable[..., Any] = "inductor", *, graphs: bool = False, num_sizes: int = 1
-) -> None:
-    """Compile a model's blocks in place (the full model if it has none).
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor", *, graphs: bool = False) -> None:
+    """Compile a model's blocks in place (the full model if it has none), one graph per shape.
 
-    Up to `STATIC_SIZES` sizes of batches there is one graph per shape. With more, a block's second shape is compiled with the
-    dimensions that differ as symbols, for all that follow: slower by some per cent, but compiled once and not for each size.
-    More graphs than dynamo's recompile limit are an error; by default, dynamo silently falls back to eager mode.
+    More graphs than dynamo's recompile limit are then an error; by default, dynamo silently falls back to eager mode.
 
     `graphs`: compile the full model, and have inductor capture its passes as CUDA graphs, which share a pool of memory. They
     write gradients there too, so `.grad` must have memory of its own before the second pass.
     """
     import torch._dynamo.config as dynamo
-    import torch.fx.experimental._config as fx
 
-    is_dynamic = num_sizes > STATIC_SIZES and not graphs  # a captured graph has one size
-    dynamo.automatic_dynamic_shapes = is_dynamic
-    fx.use_duck_shape = not is_dynamic  # else height and width of a square would be one symbol, compiled again for others
+    dynamo.automatic_dynamic_shapes = False  # else the second bucket compiles a dynamic-shape graph, slower for all
     dynamo.fail_on_recompile_limit_hit = True
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = MOST_GRAPHS
     dynamo.optimize_ddp = False  # else DDP cuts each block's graph at 25 MiB; its hooks overlap blocks with the exchange anyway
 
     # Dynamo keeps the graphs of a code object in one list, which each call searches from its front. With one list for all
-    # blocks and buckets, a block's call would cost more the more buckets there are (`make gpu CHECKS=dispatch`). With graphs
-    # for all sizes, a list is of the blocks with weights of the same shapes, which are no symbols.
+    # blocks and buckets, a block's call would cost more the more buckets there are (`make gpu CHECKS=dispatch`).
     @functools.cache
-    def compiled(plain: Any, _shapes: Shapes) -> Callable[..., Any]:  # noqa: ANN401 - any block's `forward`
+    def compiled(plain: Any, _shapes: tuple[torch.Size, ...]) -> Callable[..., Any]:  # noqa: ANN401 - any block's `forward`
         own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
         own.__kwdefaults__ = plain.__kwdefaults__
         options: dict[str, Any] = {"options": {"triton.cudagraphs": True}} if graphs and backend == "inductor" else {}
-        return torch.compile(own, dynamic=None if is_dynamic else False, backend=backend, **options)
+        return torch.compile(own, dynamic=False, backend=backend, **options)
 
-    def forward(plain: Any, weights: Shapes, block: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - likewise
-        shapes = weights or tuple(value.shape for value in (*args, *named.values()) if isinstance(value, torch.Tensor))
+    def forward(plain: Any, block: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - likewise
+        shapes = tuple(value.shape for value in (*args, *named.values()) if isinstance(value, torch.Tensor))
         run = compiled(plain, shapes)
         if not graphs:
             return run(block, *args, **named)
@@ -108,8 +96,7 @@ def compile_blocks(
         return tuple(result.clone() for result in run(block, *args, **named))  # the next pass overwrites them
 
     for part in (not graphs and repeated_blocks(model)) or [model]:
-        weights = tuple(weight.shape for weight in part.parameters()) if is_dynamic else ()
-        part.forward = functools.partial(forward, type(part).forward, weights, part)
+        part.forward = functools.partial(forward, type(part).forward, part)
 
 
 def share_cores_of_compiler(num_ranks: int) -> None:

@@ -132,11 +132,20 @@ def mean_weight(config: TrainConfig, shares: Sequence[WeightedStore]) -> float:
     return mean
 
 
-def open_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:
-    """Open the training loader, which never ends; the noising step dequantises quantised tokens."""
+def open_loader(
+    config: TrainConfig,
+    ranks: TrainRanks,
+    shares: Sequence[WeightedStore],
+    device: torch.device,
+    like: Loader | None = None,
+) -> Loader:
+    """Open the training loader, which never ends; the noising step dequantises quantised tokens.
+
+    `like`: another one of the same stores and order, whose plan is not made again.
+    """
     service = None if config.service == IN_PROCESS else config.service
     asked = config.for_loader(text=TextForm.STORED, row_weights=config.store_weight)
-    return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service)
+    return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service, like=like)
 
 
 def open_val_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:

@@ -284,7 +284,7 @@ def count_work(
     )
     if (compiled or on_gpu) and (trained or validated):
         one_ahead = replace(config, service=IN_PROCESS, prefetch_bytes=1 << 20)
-        with open_loader(one_ahead, ranks, loader.shares, loader.device) as one:
+        with open_loader(one_ahead, ranks, loader.shares, loader.device, like=loader) as one:
             examples = example_batches(one, [*trained, *validated])
         ready.update({bucket.name: _batch_shape(bucket, loader) for bucket in (*trained, *validated)})
     if compiled and examples:

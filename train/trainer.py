@@ -146,6 +146,7 @@ class Trainer:
         self._prompts = load_prompts(config, self.loader.shares, self.training.family)
         warn_of_assumptions(start, self.training, self.loader)
         self._follower = data.Follower(config, ranks, self.loader)
+        self.loader.start()  # to read ahead while the rest compiles
         self._ready: Ready = {}
         self.scale = count_work(self.training, ranks, self.loader, self.rows, self._progress.say, self._ready)
         self.steps_done = self._steps_before = start.steps_done
