@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from bucketline.errors import StateError
 from bucketline.loader.collate.columns import captions_of
 from bucketline.loader.loader import Loader
 from bucketline.pages.page import Card, Section, document, gallery, table
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.batch import Batch
     from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.state import LoaderState
     from bucketline.store.report.latent_rgb import LatentRgb
 
 
@@ -44,6 +46,18 @@ class PeekedBatch:
     epoch: int
     rows: tuple[PeekedRow, ...]
     latents: NDArray[Any] | None  # [B, C, …] as stored; of moments the means; None without such a column
+
+
+def with_choices(config: LoaderConfig, state: LoaderState) -> LoaderConfig:
+    """Return the configuration with the lanes and the window of a saved state, where it has none itself.
+
+    Raises:
+        StateError: if the state has another shuffle.
+    """
+    if (shuffle := state.settings.get("shuffle")) != config.shuffle:
+        raise StateError(f"the state's shuffle is {shuffle}, and --shuffle is {config.shuffle}; give the run's options")
+    saved: dict[str, Any] = {name: state.settings.get(name) for name in ("lanes", "shuffle_window")}
+    return replace(config, **{name: value for name, value in saved.items() if getattr(config, name) is None})
 
 
 def read_step(stores: Sequence[str], config: LoaderConfig, step: int, world_size: int) -> list[PeekedBatch]:

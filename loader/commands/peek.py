@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from bucketline.command_line import counted, print_json
-from bucketline.loader.config import SHUFFLE_WINDOW, BatchOptions, Remainder
+from bucketline.loader.config import BatchOptions, Remainder
 from bucketline.store.commands.place import shown
 
 
@@ -18,7 +18,8 @@ class Peek(BatchOptions):
     """Show what a step delivers, on one HTML page: the latents without a VAE, and the captions that were chosen.
 
     The rows are read by a loader that begins at the step. With the options and the seed of a training run, the page shows
-    exactly what that run's step has: its rows, captions, dropped captions and flips.
+    exactly what that run's step has: its rows, captions, dropped captions and flips. A run by --shuffle lines may have chosen
+    its lanes and its window by its machines and caches: name its checkpoint with --state, or give the same --cache-bytes.
 
     Example: loader peek photos.store --step 1000 --batch-size 16 -o step.html
     """
@@ -35,8 +36,9 @@ class Peek(BatchOptions):
     """Split to read: train or val."""
     remainder: Remainder = Remainder.CARRY
     """How to handle rows that do not fill a global batch: carry, drop or partial."""
-    shuffle_window: int = SHUFFLE_WINDOW
-    """Rows that --shuffle blocks mixes at a time, and each lane of --shuffle lines (there at most 1 GiB)."""
+    state: Annotated[Path | None, tyro.conf.arg(metavar="STATE")] = None
+    """Checkpoint, folder of a run, or loader state as JSON: take the lanes and the window of --shuffle lines from it, which a
+    run may have chosen by its machines and their caches."""
     caption_dropout: float = 0.0
     """Probability of replacing a caption with the empty one."""
     flip: float = 0.0
@@ -59,7 +61,8 @@ class Peek(BatchOptions):
         from bucketline.files.atomic_folder import refuse_existing
         from bucketline.files.atomic_write import write_or_explain
         from bucketline.loader.mixture import open_shares
-        from bucketline.loader.peek import page_of, read_step
+        from bucketline.loader.peek import page_of, read_step, with_choices
+        from bucketline.loader.seen import read_run
         from bucketline.store.report.latent_rgb import read_factors
         from bucketline.store.report.latents import vae_of
 
@@ -67,7 +70,10 @@ class Peek(BatchOptions):
             raise UsageError(f"{self.output}: the sheet is written as HTML; name a file that ends in .html")
         refuse_existing(self.output, "file")
         factors = None if self.preview_factors is None else read_factors(self.preview_factors)
-        batches = read_step(self.stores, self.for_loader(), self.step, self.world_size)
+        config = self.for_loader()
+        if self.state is not None:
+            config = with_choices(config, read_run(self.state).state)
+        batches = read_step(self.stores, config, self.step, self.world_size)
         vae = dict(vae_of(open_shares(self.stores, self.remote())[0].store))
         write_or_explain(self.output, page_of(self.stores, self.step, batches, vae, factors))
         rows = sum(len(batch.rows) for batch in batches)

@@ -28,13 +28,16 @@ AHEAD_BYTES = (
     8 << 20
 )  # between two stages: 64 requests of 128 KiB; twice as many and more gave less (`bench/store/cold_gather.py --ahead-mib`)
 MAX_AHEAD = 32  # micro-batches between two stages
-WARM_AFTER = 64  # micro-batches in a row without a read from the disk
+WARM_AFTER = 64  # micro-batches without a read from the disk
+COLD_FOR = 8  # of these that one read stands for: a store is cold if more than one in nine micro-batches read
 
 
 class ColdDetector:
     """Detects if batches come from the disk, by the kernel's counts of the prefetch threads' block reads and major faults.
 
-    Asking ahead costs a tenth of a hot batch, so it ends after a while without reads, and begins again with the first one.
+    Asking ahead costs a tenth of a hot batch, and at batch size 1 several times as much as one. So it ends after a while
+    without reads, and begins again with the first ones, for a while that grows with each: now and then even a cached store
+    has one.
     """
 
     def __init__(self, *, is_warm: bool = False) -> None:
@@ -50,7 +53,8 @@ class ColdDetector:
     def note(self) -> None:
         """Look at this thread's counts after a batch; another thread's begin at 0."""
         thread, count = threading.get_ident(), _reads()
-        self._left = WARM_AFTER if count != self._counts.get(thread, 0) else max(0, self._left - 1)
+        has_read = count != self._counts.get(thread, 0)
+        self._left = min(WARM_AFTER, self._left + COLD_FOR) if has_read else max(0, self._left - 1)
         self._counts[thread] = count
 
 
@@ -110,9 +114,9 @@ class Readahead:
                 self._ask()
             if not self._planned:
                 self._plan()
-            self._pending.popleft()
-            if self._lines is not None:
-                self._lines.pop()
+            pending = self._pending.popleft()
+            if self._lines is not None and not isinstance(pending, StoreError):
+                self._lines.pop(pending.step)
             if self._asked[0]:
                 self._asked = [max(0, asked - 1) for asked in self._asked]
             yield self._planned.popleft()
