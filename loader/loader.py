@@ -156,7 +156,7 @@ class Loader(EpochLoader):
         """Read by a plan; the configuration then names the lanes and the window that it has."""
         self.plan = plan
         if self._chosen:
-            window = config.shuffle_window or asked_window(self._rows, config, plan.buckets, self._world_size)
+            window = config.shuffle_window or asked_window(self._rows, plan)
             config = replace(config, lanes=plan.lanes, shuffle_window=window)
         self.config, self._steps = config, plan.epoch_steps
 

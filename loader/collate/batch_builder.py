@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bucketline.command_line import machines_of
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.collate.columns import make_conditioning
@@ -18,6 +19,7 @@ from bucketline.loader.collate.dequantise_field import dequantise_field
 from bucketline.loader.collate.gather import Gather, PlainRead
 from bucketline.loader.collate.verify import name_sample, verify_batch
 from bucketline.loader.collate.window import SMALL_COLUMNS, CopyPlanner, PendingBatch, Window
+from bucketline.loader.plan.cache_needs import share_of
 from bucketline.loader.plan.rng import keys_of_rows
 from bucketline.store.format.block import CAPTIONS, ID
 from bucketline.store.format.columns import TOKENS, TOKENS_SCALE
@@ -45,6 +47,7 @@ class BatchBuilder:
     ) -> None:
         """Compute the layouts of batches. `gather`: a `Gather` over the same store to share; by default a new one."""
         self._store, self._plan, self.config = store, plan, config
+        self._machines = machines_of(world_size)
         self._rank, self._num_parts = rank, world_size * config.accumulation
         self._gather = gather or Gather(store, plain_reads=config.plain_reads)
         self._row_weights = None  # [shards] float32
@@ -122,6 +125,14 @@ class BatchBuilder:
             return lines
         lines.close()
         return None
+
+    def needed_bytes(self, num_steps: int) -> int:
+        """Return the bytes of lines that so many steps need on a machine, at most, if none is fetched twice in an epoch.
+
+        An epoch's first window may need all of them.
+        """
+        share, epochs = share_of(self._store, self._plan.lanes, self._machines), num_steps / self._plan.steps_before(1)
+        return int(share * max(1.0, epochs))
 
     def hold_rows(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
         """Request the lines of a micro-batch's rows, of their whole blocks, and keep them until it is released."""

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import tomllib
+from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import UsageError
-from bucketline.loader.plan.cache_needs import cache_for
+from bucketline.loader.plan.cache_needs import RING_OF_USE, cache_for
 from bucketline.store.remote.cache.folder import LEAST_BYTES, ring_share
 from bucketline.typed_json import TypedJsonError, decode
 
@@ -40,7 +41,6 @@ ASSUMED = (
     "lines are fetched ahead in the plan's order, as far as half of the ring",
 )
 _CLOSE = 0.01  # of the smallest cache
-_AHEAD = 1.5  # bytes of a ring that keeps all lines in use while others are fetched ahead, by bytes of the lines in use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,35 +71,18 @@ class MachineCache:
         self._num_bytes, self._shard = num_bytes, shard
         self._room, self._ring = cache_bytes - ring_bytes, ring_bytes
         self._is_pinned = np.zeros(len(num_bytes), dtype=bool)
-        self._last_used = (np.empty(0, dtype=np.int64), np.empty(0))  # lines of the ring, and each one's last step
+        self._idle: OrderedDict[int, int] = OrderedDict()  # bytes of the ring's lines that are not in use, by their last use
+        self._idle_bytes = 0
 
     def run(
         self, uses: Uses, speed: Speed | None, *, lines_per_get: int = 1, first_step: int = 0, num_steps: int = 1
     ) -> Fetched:
         """Return what an epoch of so many steps fetches, and pin what there is room for."""
+        own = self._num_bytes[uses.line]
         is_first = np.concatenate([[True], uses.line[1:] != uses.line[:-1]]) if len(uses.line) else np.empty(0, dtype=bool)
-        own, was_pinned = self._num_bytes[uses.line], self._is_pinned[uses.line]
-        by_time = np.argsort(uses.first, kind="stable")
-        is_there = self._stays(uses, is_first & ~was_pinned, by_time)
-        new = by_time[(is_first & ~was_pinned & ~is_there)[by_time]]
-        fits = np.cumsum(own[new]) <= self._room
-        self._is_pinned[uses.line[new[fits]]] = True
-        self._room -= int(own[new[fits]].sum())
-        in_ring = ~self._is_pinned[uses.line]
-
-        # Least recently used: gone if the lines used since its last use have more bytes than the ring. They are those whose use
-        # has begun before its next one, but for those whose use had ended before its last one did.
-        held = np.where(in_ring, own, 0)
-        by_end = np.argsort(uses.last, kind="stable")
-        begun, ended = (np.concatenate([[0], np.cumsum(held[order])]) for order in (by_time, by_end))
-        between = begun[np.searchsorted(uses.first[by_time], uses.first, side="left")]
-        between -= ended[np.searchsorted(uses.last[by_end], np.roll(uses.last, 1), side="right")]
-        again = ~is_first & in_ring & (between > self._ring)
-        is_fetched = again.copy()
-        is_fetched[new] = True
-        fetched = by_time[is_fetched[by_time]]
-        is_last = np.append(is_first[1:], True)[: len(is_first)] & in_ring
-        self._last_used = (uses.line[is_last], uses.last[is_last])
+        is_there = self._is_pinned[uses.line] & is_first
+        was_fetched = self._pass_by(uses, is_there, is_first)
+        fetched = was_fetched[np.argsort(uses.first[was_fetched], kind="stable")]
         waits_at = None
         if speed is not None:
             waits_at = _first_wait(
@@ -108,29 +91,41 @@ class MachineCache:
         return Fetched(
             gets=_count_gets(uses.line[fetched], self._shard, lines_per_get),
             store_bytes=int(own[fetched].sum()),
-            cache_bytes=int(own[is_first & was_pinned].sum() + own[is_first & is_there].sum()),
-            again_bytes=int(own[again].sum()),
-            ring_bytes=_most_at_once(uses.first[in_ring], uses.last[in_ring], own[in_ring]),
+            cache_bytes=int(own[is_there].sum()),
+            again_bytes=int(own[fetched][~is_first[fetched]].sum()),
+            ring_bytes=uses.most_at_once(np.where(self._is_pinned[uses.line], 0, own)),
             waits_at=waits_at,
         )
 
-    def _stays(self, uses: Uses, is_asked: NDArray[np.bool_], by_time: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which uses find their line still in the ring since the epoch before, `[N]`.
+    def _pass_by(self, uses: Uses, is_there: NDArray[np.bool_], is_first: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Let the uses begin and end in their order; return those whose lines are fetched, and note which are there.
 
-        It is if what was used after it then, and before it now, has at most the ring's bytes. Few lines are in both: an epoch
-        ends with the ends of shards, and begins with the beginnings of others.
+        A line in use stays, and of the others the least recently used goes first.
         """
-        last = np.full(len(self._num_bytes), -np.inf)
-        last[self._last_used[0]] = self._last_used[1]
-        order = np.argsort(self._last_used[1])
-        ends = np.concatenate([[0], np.cumsum(self._num_bytes[self._last_used[0][order]])])
-        after = ends[-1] - ends[np.searchsorted(self._last_used[1][order], last[uses.line], side="right")]
-        own = np.where(is_asked, self._num_bytes[uses.line], 0)
-        before = np.empty(len(own))
-        before[by_time] = np.cumsum(own[by_time])
-        distinct = np.minimum(after + before, own.sum())
-        stays: NDArray[np.bool_] = is_asked & (last[uses.line] >= 0) & (distinct <= self._ring)
-        return stays
+        lines, sizes, firsts = uses.line.tolist(), self._num_bytes[uses.line].tolist(), is_first.tolist()
+        in_use, fetched = 0, list[int]()
+        for event in uses.events().tolist():
+            use, is_end = (event, False) if event < len(lines) else (event - len(lines), True)
+            line, size = lines[use], sizes[use]
+            if self._is_pinned[line]:
+                continue
+            if is_end:
+                self._idle[line] = size
+                in_use, self._idle_bytes = in_use - size, self._idle_bytes + size
+            elif line in self._idle:
+                self._idle_bytes -= self._idle.pop(line)
+                in_use += size
+                is_there[use] = firsts[use]
+            else:
+                fetched.append(use)
+                if size <= self._room:
+                    self._is_pinned[line] = True
+                    self._room -= size
+                    continue
+                in_use += size
+            while in_use + self._idle_bytes > self._ring and self._idle:
+                self._idle_bytes -= self._idle.popitem(last=False)[1]
+        return np.array(fetched, dtype=np.int64)
 
 
 def _count_gets(line: NDArray[np.int64], shard: NDArray[np.int64], lines_per_get: int) -> int:
@@ -141,18 +136,6 @@ def _count_gets(line: NDArray[np.int64], shard: NDArray[np.int64], lines_per_get
     is_new = np.concatenate([[True], (np.diff(ordered) != 1) | (shard[ordered[1:]] != shard[ordered[:-1]])])
     lengths = np.diff(np.append(np.flatnonzero(is_new), len(ordered)))
     return int((-(-lengths // lines_per_get)).sum())
-
-
-def _most_at_once(first: NDArray[np.float64], last: NDArray[np.float64], num_bytes: NDArray[np.int64]) -> int:
-    """Return the most bytes of lines that are in use at the same time.
-
-    Where a window ends and the next begins in one step, its lines give way: they were used least recently.
-    """
-    if len(first) == 0:
-        return 0
-    is_end = np.repeat([0, 1], len(first))
-    order = np.lexsort((1 - is_end, np.concatenate([first, np.maximum(last, first + 0.5)])))  # at one step, ends come first
-    return int(np.cumsum(np.concatenate([num_bytes, -num_bytes])[order]).max())
 
 
 def _first_wait(
@@ -300,7 +283,7 @@ def make_bill(
 
     def suffices(cache: int) -> bool:
         found = run(cache)
-        is_held = all(one.ring_bytes * _AHEAD <= ring_of(cache) for own in found for one in own)
+        is_held = all(one.ring_bytes * RING_OF_USE <= ring_of(cache) for own in found for one in own)
         return is_held and all(one.waits_at is None for own in found for one in own[1:])
 
     read = np.unique(np.concatenate([use.line for own in uses for use in own]))
@@ -337,7 +320,7 @@ def _epoch_bill(epoch: int, found: Sequence[Fetched], read_bytes: int, ring_byte
         cache_bytes=sum(one.cache_bytes for one in found),
         times_store=num_bytes / max(1, read_bytes),
         ring_bytes=most,
-        is_least=most * _AHEAD > ring_bytes,
+        is_least=most * RING_OF_USE > ring_bytes,
         cost=None if prices is None else gets / 1000 * prices.per_1000_gets + num_bytes / 1e9 * prices.per_gb_out,
         waits_at=min(waits, default=None),
     )

@@ -2,108 +2,83 @@
 
 A window of `lines` reads a part of each shard of a group, and mixes its rows. So all lines of these parts are needed from the
 window's first step to its last, while those of the next window arrive. They pass through the cache's ring, which must hold
-both: a line that it could not keep is fetched again, many times if the ring is much too small.
+both: a line that it could not keep is fetched again, many times if the ring is too small, because the least recently used goes
+first. So what counts is the most that is in use at any time, and it depends on where the blocks of each bucket are.
 
-All is computed from the manifest and from options that every rank has, so a window that is chosen by the size of the cache is
-the same on every machine.
+All is computed from the manifest, the extents and options that every rank has, so a window that is chosen by the size of the
+cache is the same on every machine.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted, human_bytes, machines_of
 from bucketline.errors import UsageError
 from bucketline.loader.config import LINES_WINDOW_BYTES, SHARDS_AT_ONCE, SHUFFLE_WINDOW, WINDOW_BLOCKS, Shuffle
+from bucketline.loader.plan.line_uses import LineUses
+from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.hashing import LINE_BYTES
+from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from bucketline.loader.plan.plan import Plan
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.cache.remote_source import RemoteSource
 
-WINDOWS_AT_ONCE = 2  # whose lines a ring holds: with 1.5, 1 % were fetched again, with 1.1, 7 %
-PARTS_OF_LINES = 2.0  # lines of a run of rows beyond its bytes: it begins and ends within one, and captions follow their rows
+RING_OF_USE = 1.5  # bytes of a ring by those of the lines in use at a time, the most in an epoch: others arrive meanwhile
+AMPLE_RING = 2.0  # likewise, if it has more than an eighth of the cache: 5 % were fetched again with 1.5, and none with this
+LEAST_RING = 1.1  # likewise: with less the order is refused, since lines would be fetched again at nearly each use
+BATCHES_AT_ONCE = 2  # by an order that is not `lines`
+LINES_OF_RUN = 2.0  # of a run of rows beyond its bytes: it begins and ends within one, and captions follow their rows
+EPOCHS = 2  # that are looked at
+SAME_USE = 2.0  # windows: a line that is used again so soon stays meanwhile
+MOST_SHARDS = 64  # of a machine, whose extents are read to see what is in use
 KEPT_BY_RING = 1 / 32  # of a cache that does not hold its stores; a window that is chosen by the cache needs no more
 _AT_CUTS = 8  # lines of a machine that others read too
 _SMALLER = 0.75  # of a window that needs too much
+_HARDLY_MORE = 1.1
+_SMALL_PART = 8
 
 
-class SizedBucket(Protocol):
-    """The rows of a bucket, and those of its global batch, as a plan has them."""
+class InUse:
+    """The bytes of the lines that a machine has in use at a time, at most, by the rows of a window of `lines`."""
 
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def global_batch(self) -> int: ...
+    def __init__(self, store: OpenShards, plan: Plan, split: str, machines: int) -> None:
+        """Read the extents of the shards, or of those of the first windows if the store is large."""
+        groups = (TEXT_GROUP, *(RAGGED_PREFIX + name for name in store.ragged))
+        self._parts = machines if plan.lanes % machines == 0 else math.gcd(plan.lanes, machines)
+        self._per_machine = -(-plan.lanes // machines) / (plan.lanes // self._parts)  # of a part's lanes
+        self._uses = LineUses(store, plan, split, self._parts, groups=groups, line_bytes=LINE_BYTES, most_shards=MOST_SHARDS)
+        self._steps_a_row = plan.steps_before(1) * plan.lanes / sum(bucket.num_rows for bucket in plan.buckets)
+        part = self._uses.part
+        rare = [one.global_batch for one in plan.buckets if part < 1.0 and part * one.num_rows <= 2 * one.global_batch]
+        self._rare_bytes = 2 * max(rare, default=0) // machines * LINE_BYTES  # of batches whose rows are anywhere
+        self._found: dict[int, int] = {}
 
+    def of(self, window_rows: int) -> int:
+        """Return the most bytes by such a window, over the first epochs."""
+        if window_rows not in self._found:
+            uses = self._uses.with_window(window_rows)
+            asked = [(part, epoch) for part in range(self._parts) for epoch in range(EPOCHS)]
+            apart = SAME_USE * window_rows * self._steps_a_row
+            own = [uses.of(*one).joined(apart) for one in (asked if self._uses.part == 1.0 else asked[:1])]
+            most = max(one.most_at_once(uses.num_bytes[one.line]) for one in own)
+            self._found[window_rows] = int(most * min(1.0, self._per_machine)) + self._rare_bytes
+        return self._found[window_rows]
 
-class Order(Protocol):
-    """The part of a plan that decides which lines are read at a time. `Plan` is one; it chooses its window here."""
+    def ring(self, window_rows: int, cache_bytes: int) -> int:
+        """Return the bytes of a ring that keeps these lines, while those of later batches arrive."""
+        ample = int(AMPLE_RING * self.of(window_rows))
+        return ample if ample > cache_bytes // _SMALL_PART else int(RING_OF_USE * self.of(window_rows))
 
-    @property
-    def buckets(self) -> Sequence[SizedBucket]: ...
-    @property
-    def shuffle(self) -> Shuffle: ...
-    @property
-    def shuffle_window(self) -> int: ...
-    @property
-    def lanes(self) -> int: ...
-    @property
-    def digest(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneNeeds:
-    """How the rows of a split are spread over shards and lanes; sizes are means over the shards."""
-
-    num_shards: float  # of a lane
-    shard_rows: float
-    shard_bytes: float
-    batch_rows: float  # of a lane, and all buckets: the rows read while one batch of the largest bucket is
-    rare_rows: int  # of a lane in a batch of a bucket that has hardly more rows than a batch: anywhere in the store
-
-    @classmethod
-    def of(cls, store: OpenShards, split: str, buckets: Sequence[SizedBucket], lanes: int) -> LaneNeeds:
-        """Count a store's rows. `buckets`: those of the split, in order."""
-        rows = np.zeros(len(store.shards), dtype=np.int64)
-        times = np.zeros(len(store.shards), dtype=np.int64)  # that a mixture repeats the shard
-        for bucket in store.buckets(split):
-            shard, repeat, num_rows = bucket.runs()
-            np.add.at(rows, shard, num_rows)
-            np.maximum.at(times, shard, repeat + 1)
-        sizes = np.array([shard.entry.lmdb.num_bytes for shard in store.shards], dtype=np.int64)
-        units, total = int(times.sum()), int(rows.sum())
-        largest = max(buckets, key=lambda bucket: bucket.num_rows)
-        rare = [min(one.global_batch, one.num_rows) for one in buckets if one.num_rows <= 2 * one.global_batch]
-        return cls(
-            num_shards=units / lanes + (lanes > 1),
-            shard_rows=total / units,
-            shard_bytes=float((sizes * times).sum()) / units,
-            batch_rows=min(total, largest.global_batch * total / largest.num_rows) / lanes,
-            rare_rows=-(-max(rare, default=0) // lanes),
-        )
-
-    def lines_at_once(self, window_rows: int) -> int:
-        """Return the lines that a lane reads at a time, with such a window."""
-        rows = self.num_shards * self.shard_rows
-        groups = max(1, min(int(self.num_shards) // SHARDS_AT_ONCE, int(rows / window_rows)))
-        shards = self.num_shards / groups
-        windows = max(1, math.ceil(rows / groups / window_rows))
-        whole = self.shard_bytes / LINE_BYTES
-        part = whole * min(1.0, 1 / windows + self.batch_rows / (shards * self.shard_rows))
-        lines = shards * (whole + 1 if windows == 1 else min(whole + 1, part + PARTS_OF_LINES))
-        of_line = self.shard_rows / max(1.0, whole)  # rows: a line that has one is needed once
-        return math.ceil(lines * min(1.0, of_line / 2)) + 2 * self.rare_rows
-
-    def row_bytes(self) -> float:
-        return self.shard_bytes / self.shard_rows
+    def largest(self, windows: Sequence[int], num_bytes: int, cache_bytes: int) -> int | None:
+        """Return the first of some windows whose ring has at most `num_bytes`; None if there is none."""
+        return next((window for window in windows if self.ring(window, cache_bytes) <= num_bytes), None)
 
 
 def num_bytes_of(store: OpenShards) -> int:
@@ -133,57 +108,69 @@ def most_window(store: OpenShards) -> int:
     return max(WINDOW_BLOCKS, LINES_WINDOW_BYTES * rows // max(1, num_bytes_of(store)))
 
 
-def chosen_window(
-    store: OpenShards, split: str, buckets: Sequence[SizedBucket], lanes: int, machines: int, cache_bytes: int
-) -> int:
+def chosen_window(store: OpenShards, plan: Plan, split: str, machines: int, cache_bytes: int) -> int:
     """Return the rows of a window of `lines` if none are given: fewer than usual if a cache keeps more of the store then."""
-    usual, most = SHUFFLE_WINDOW, most_window(store)
-    if cache_bytes >= share_of(store, lanes, machines):
+    usual = SHUFFLE_WINDOW
+    if cache_bytes >= share_of(store, plan.lanes, machines):
         return usual
-    own, here = LaneNeeds.of(store, split, buckets, lanes), -(-lanes // machines)
-    keeps = int(cache_bytes * KEPT_BY_RING) // here
-    least = max(WINDOW_BLOCKS, math.ceil(own.batch_rows), int(SHARDS_AT_ONCE * LINE_BYTES / own.row_bytes()))
-    window = _reduced(own, min(usual, most), keeps, least)
-    window = _reduced(own, window, (cache_bytes - sidecar_bytes_of(store)) // here, WINDOW_BLOCKS)
-    return window if window < min(usual, most) else usual
+    in_use, limit = InUse(store, plan, split, machines), cache_bytes - sidecar_bytes_of(store)
+    windows = _windows(min(usual, most_window(store)))
+    rows = sum(bucket.num_rows for bucket in plan.buckets)
+    # smaller ones have the lines of a batch, and one of each shard, in use anyway
+    of_batch = max(bucket.global_batch / bucket.num_rows for bucket in plan.buckets) * rows / plan.lanes
+    of_lines = SHARDS_AT_ONCE * LINE_BYTES * rows / num_bytes_of(store)
+    usable = [window for window in windows if window >= min(windows[0], max(of_batch, of_lines))]
+    rings = {window: in_use.ring(window, cache_bytes) for window in usable}
+    # if none needs as little as it should, the largest that needs hardly more than the least
+    most = max(int(cache_bytes * KEPT_BY_RING), int(min(rings.values()) * _HARDLY_MORE))
+    window = next(window for window, ring in rings.items() if ring <= most)
+    if rings[window] > limit:
+        window = in_use.largest(windows, limit, cache_bytes) or min(windows, key=in_use.of)
+    return window if window < windows[0] else usual
 
 
-def _reduced(own: LaneNeeds, window: int, num_bytes: int, least: int) -> int:
-    """Return the rows of a window whose ring has at most `num_bytes`, but no fewer than `least`."""
-    while window > least and ring_bytes(own.lines_at_once(window)) > num_bytes:
-        window = max(least, int(window * _SMALLER))
-    return window
+def _windows(most: int) -> list[int]:
+    """Return the windows to choose from, from the largest on.
 
-
-def ring_bytes(lines: int) -> int:
-    """Return the bytes of a ring for so many lines at a time."""
-    return WINDOWS_AT_ONCE * lines * LINE_BYTES
-
-
-def bytes_at_once(store: OpenShards, plan: Order, split: str, machines: int) -> int:
-    """Return the bytes of the ring that each of some machines needs, so that no line is fetched twice in an epoch by `lines`.
-
-    By another order, those with which it can read a batch.
+    >>> _windows(40)
+    [40, 30, 22, 16]
     """
-    own = LaneNeeds.of(store, split, plan.buckets, plan.lanes)
+    found = [most]
+    while found[-1] > WINDOW_BLOCKS:
+        found.append(max(WINDOW_BLOCKS, int(found[-1] * _SMALLER)))
+    return found
+
+
+def bytes_at_once(store: OpenShards, plan: Plan, split: str, machines: int, cache_bytes: int = 0) -> int:
+    """Return the bytes of the ring that each of some machines needs, so that no line is fetched again while it is in use.
+
+    By another order than `lines`, those with which it can read a batch.
+    """
     if plan.shuffle is Shuffle.LINES:
-        needed = -(-plan.lanes // machines) * ring_bytes(own.lines_at_once(plan.shuffle_window))
+        needed = InUse(store, plan, split, machines).ring(plan.shuffle_window, cache_bytes)
         needed = min(needed, share_of(store, plan.lanes, machines) - sidecar_bytes_of(store))
     else:
         rows = -(-max(bucket.global_batch for bucket in plan.buckets) // machines)
         runs = {Shuffle.BLOCKS: WINDOW_BLOCKS + 1, Shuffle.NONE: 1}.get(plan.shuffle, rows)
-        lines = min(runs, rows) * PARTS_OF_LINES + rows * own.row_bytes() / LINE_BYTES
-        needed = ring_bytes(math.ceil(min(lines, 2.0 * rows)))
+        row_bytes = num_bytes_of(store) / sum(bucket.num_rows for bucket in plan.buckets)
+        lines = min(runs, rows) * LINES_OF_RUN + rows * row_bytes / LINE_BYTES
+        needed = BATCHES_AT_ONCE * math.ceil(min(lines, 2.0 * rows)) * LINE_BYTES
     return min(needed, num_bytes_of(store))
 
 
-def ring_of(store: OpenShards, plan: Order, split: str, machines: int) -> Callable[[int], int]:
-    """Return the function from the bytes of a cache to those of its ring, on each of some machines."""
-    needed, share = bytes_at_once(store, plan, split, machines), share_of(store, plan.lanes, machines)
-    return lambda cache_bytes: ring_share(cache_bytes, 0 if cache_bytes >= share else needed)
+def ring_of(store: OpenShards, plan: Plan, split: str, machines: int) -> Callable[[int], int]:
+    """Return the function from the bytes of a cache to those of its ring, on each of some machines, by `lines`."""
+    share, sidecars = share_of(store, plan.lanes, machines), sidecar_bytes_of(store)
+    in_use = InUse(store, plan, split, machines)
+
+    def ring(cache_bytes: int) -> int:
+        needed = min(in_use.ring(plan.shuffle_window, cache_bytes), share - sidecars)
+        return ring_share(cache_bytes, 0 if cache_bytes >= share else needed)
+
+    return ring
 
 
-def reserve_ring(builder: object, store: OpenShards, plan: Order, split: str, rank: int, world_size: int) -> None:
+def reserve_ring(builder: object, store: OpenShards, plan: Plan, split: str, rank: int, world_size: int) -> None:
     """Let the caches of stores in object storage leave as much to lines that pass through as the order needs.
 
     It counts while `builder` exists. Ranks of a machine that share a cache need the same, and count once.
@@ -197,7 +184,7 @@ def reserve_ring(builder: object, store: OpenShards, plan: Order, split: str, ra
     limit, machines = min(source.limit for source in sources), machines_of(world_size)
     machine = rank * machines // world_size
     lanes = range(machine * plan.lanes // machines, -(-(machine + 1) * plan.lanes // machines))
-    each = bytes_at_once(store, plan, split, machines) // len(lanes)
+    each = bytes_at_once(store, plan, split, machines, limit) // len(lanes)
     holds_all = holds(limit, store) or (plan.shuffle is Shuffle.LINES and limit >= share_of(store, plan.lanes, machines))
     for source in sources:
         source.reserve_ring(builder, {(plan.digest, lane): each for lane in lanes}, holds_all=holds_all)
@@ -211,7 +198,7 @@ def _sources_of(store: OpenShards) -> list[RemoteSource]:
     return list({id(shard.source): shard.source for shard in store.shards if isinstance(shard.source, RemoteSource)}.values())
 
 
-def refuse_small_caches(store: OpenShards, plan: Order, split: str, world_size: int) -> None:
+def refuse_small_caches(store: OpenShards, plan: Plan, split: str, world_size: int) -> None:
     """Refuse an order that the caches of stores in object storage are too small for.
 
     Raises:
@@ -225,23 +212,28 @@ def refuse_small_caches(store: OpenShards, plan: Order, split: str, world_size: 
         raise UsageError(reason)
 
 
-def why_too_small(store: OpenShards, plan: Order, cache_bytes: int, split: str, machines: int) -> str | None:
+def why_too_small(store: OpenShards, plan: Plan, cache_bytes: int, split: str, machines: int) -> str | None:
     """Return why a machine's cache cannot hold what the order reads at a time, and what would do; None if it can."""
-    needed, limit = bytes_at_once(store, plan, split, machines), cache_bytes - sidecar_bytes_of(store)
-    if needed <= limit or holds(cache_bytes, store):
+    sidecars, share = sidecar_bytes_of(store), share_of(store, plan.lanes, machines)
+    if holds(cache_bytes, store) or (plan.shuffle is Shuffle.LINES and cache_bytes >= share):
         return None
-    least = _rounded_up(needed + sidecar_bytes_of(store))
     may = f"the cache may hold {human_bytes(cache_bytes)}, and {store.where} has {human_bytes(num_bytes_of(store))}"
     if plan.shuffle is not Shuffle.LINES:
-        return f"{may}: by shuffle {plan.shuffle}, two batches need {least}; give at least that (--cache-bytes)"
-    lanes = -(-plan.lanes // machines)
-    own = LaneNeeds.of(store, split, plan.buckets, plan.lanes)
-    window = _reduced(own, plan.shuffle_window, limit // lanes, WINDOW_BLOCKS)
-    fits = ring_bytes(own.lines_at_once(window)) <= limit // lanes
-    fewer = f", or mix at most {window} rows at a time (--shuffle-window {window})" if fits else ""
+        least = bytes_at_once(store, plan, split, machines) + sidecars
+        if least <= cache_bytes:
+            return None
+        return f"{may}: by shuffle {plan.shuffle}, two batches need {_rounded_up(least)}; give at least that (--cache-bytes)"
+    in_use = InUse(store, plan, split, machines)
+    most = in_use.of(plan.shuffle_window)
+    if most * LEAST_RING + sidecars <= cache_bytes:
+        return None
+    windows = [window for window in _windows(most_window(store)) if window < plan.shuffle_window]
+    window = next((one for one in windows if in_use.of(one) * RING_OF_USE + sidecars <= cache_bytes), None)
+    fewer = f", or mix at most {window} rows at a time (--shuffle-window {window})" if window is not None else ""
     return (
-        f"{may}: two windows of {plan.shuffle_window} rows of {counted(lanes, 'lane')} need {least}, because the lines of one "
-        f"stay while those of the next arrive, or are fetched again and again; give at least that (--cache-bytes){fewer}"
+        f"{may}: windows of {plan.shuffle_window} rows of {counted(-(-plan.lanes // machines), 'lane')} have up to "
+        f"{human_bytes(most)} in use at a time, and need {_rounded_up(min(int(most * RING_OF_USE) + sidecars, share))}, "
+        f"because these stay while others arrive, or are fetched again and again; give at least that (--cache-bytes){fewer}"
     )
 
 

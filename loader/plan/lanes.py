@@ -362,6 +362,12 @@ class Reads:
     begin: NDArray[np.int64]  # of the window: index of its first position in the lane's part of the pass
     end: NDArray[np.int64]
 
+    def at(self, which: NDArray[np.bool_]) -> Reads:
+        """Return some of them."""
+        return Reads(
+            first_row=self.first_row[which], num_rows=self.num_rows[which], begin=self.begin[which], end=self.end[which]
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Runs:

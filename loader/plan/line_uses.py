@@ -9,7 +9,8 @@ Letters: B given blocks or runs of rows, N uses of lines.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from bucketline.loader.plan.lanes import Reads
     from bucketline.loader.plan.plan import Plan
     from bucketline.store import Bucket
     from bucketline.store.read.store import OpenShards
@@ -52,6 +54,22 @@ class Uses:
     first: NDArray[np.float64]  # step, counted from the start of the run
     last: NDArray[np.float64]
 
+    def events(self) -> NDArray[np.int64]:
+        """Return the beginnings of uses, by their numbers, and their ends, by these plus N, in order of time: `[2 N]`.
+
+        Where a window ends and the next begins in one step, ends come first: its lines give way, as they were used before.
+        """
+        is_end = np.repeat([0, 1], len(self.line))
+        return np.lexsort((1 - is_end, np.concatenate([self.first, np.maximum(self.last, self.first + 0.5)])))
+
+    def joined(self, apart: float) -> Uses:
+        """Return the uses with those of one line joined that are at most so many steps apart."""
+        return _merge(self.line, self.first, self.last, apart)
+
+    def most_at_once(self, num_bytes: NDArray[np.int64]) -> int:
+        """Return the most bytes of lines that are in use at the same time; `num_bytes`: of each use's line, `[N]`."""
+        return int(np.cumsum(np.concatenate([num_bytes, -num_bytes])[self.events()]).max(initial=0))
+
 
 class LineUses:
     """The lines that each machine uses, by epoch."""
@@ -65,8 +83,12 @@ class LineUses:
         *,
         groups: Sequence[str] = (TEXT_GROUP,),
         line_bytes: int = LINE_BYTES,
+        most_shards: int | None = None,
     ) -> None:
         """Read the extents of all shards. `groups`: those of entries that rows refer to and that are read with them.
+
+        `most_shards`: if the machines have more each, know only the uses of the first part of an epoch in which the first one
+        reads about as many, of buckets of more than a batch, and read only the extents of these.
 
         Raises:
             PlanError: if the plan has no lanes, or the machines do not divide them.
@@ -77,25 +99,51 @@ class LineUses:
             raise PlanError(f"{machines} machines do not divide {plan.lanes} lanes; expected a divisor, or as many lanes")
         self._plan, self._machines, self._line_bytes = plan, machines, line_bytes
         self._buckets = store.buckets(split)
+        self.part = 1.0  # of an epoch that is known
+        self._is_known: NDArray[np.bool_] | None = None  # by shard; None: all are
+        if most_shards is not None and len(store.shards) > most_shards * machines:
+            self.part = most_shards * machines / len(store.shards)
+            self._is_known = np.zeros(len(store.shards), dtype=bool)
+            self._runs = [(np.cumsum(num_rows), shard) for shard, _, num_rows in (one.runs() for one in self._buckets)]
+            for bucket, number, lane in self._parts(0, 0):
+                self._is_known[self._shards_of(bucket, self._reads(bucket, number, lane, 0)[0].first_row)] = True
+        shards = None if self._is_known is None else np.flatnonzero(self._is_known)
         sizes = np.array([shard.entry.lmdb.num_bytes for shard in store.shards], dtype=np.int64)
         num_lines = -(-sizes // line_bytes)
         self.first_line = np.cumsum(num_lines) - num_lines  # by shard: number of its first line
         self.num_bytes = np.full(int(num_lines.sum()), line_bytes, dtype=np.int64)  # by line
         self.num_bytes[self.first_line + num_lines - 1] = sizes - (num_lines - 1) * line_bytes
         self.shard = np.repeat(np.arange(len(sizes)), num_lines)  # by line
-        self._blocks = [_BucketBlocks(store, bucket) for bucket in self._buckets]
-        self._lines = _lines_by_block(store, self._blocks, groups, self.first_line, len(self.num_bytes), line_bytes)
+        self._blocks = [_BucketBlocks(store, bucket, shards) for bucket in self._buckets]
+        self._lines = _lines_by_block(store, self._blocks, groups, shards, self.first_line, len(self.num_bytes), line_bytes)
+
+    def with_window(self, window_rows: int) -> LineUses:
+        """Return the uses by the same plan with another window."""
+        other = copy(self)
+        other._plan = replace(self._plan, shuffle_window=window_rows)
+        return other
 
     def of(self, machine: int, epoch: int) -> Uses:
         """Return the lines that a machine uses in an epoch."""
-        per_machine, parts = self._plan.lanes // self._machines, []
-        for bucket in range(len(self._buckets)):
-            for number in self._passes(bucket, epoch):
-                lanes = range(machine * per_machine, (machine + 1) * per_machine)
-                parts += [self._of_pass(bucket, number, lane, epoch) for lane in lanes]
+        parts = [self._of_pass(*part, epoch) for part in self._parts(machine, epoch)]
         empty = np.empty(0)
         line, first, last = map(np.concatenate, zip(*parts, strict=True)) if parts else (empty.astype(np.int64), empty, empty)
         return _merge(line, first, last)
+
+    def _parts(self, machine: int, epoch: int) -> list[tuple[int, int, int]]:
+        """Return what a machine reads in an epoch: (bucket, pass, lane) each."""
+        per_machine, is_small = self._plan.lanes // self._machines, self._plan.lane_order.is_small
+        return [
+            (bucket, number, lane)
+            for bucket in range(len(self._buckets))
+            if self._is_known is None or not is_small[bucket]
+            for number in self._passes(bucket, epoch)
+            for lane in range(machine * per_machine, (machine + 1) * per_machine)
+        ]
+
+    def _shards_of(self, bucket: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        ends, shard = self._runs[bucket]
+        return shard[np.searchsorted(ends, rows, side="right")]
 
     def _passes(self, bucket: int, epoch: int) -> range:
         """Return the passes that the batches of an epoch read: with `carry` more than one, if a batch spans them."""
@@ -110,6 +158,13 @@ class LineUses:
     def _of_pass(
         self, bucket: int, number: int, lane: int, epoch: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+        reads, begin, end = self._reads(bucket, number, lane, epoch)
+        owner, block = self._blocks[bucket].of_rows(reads.first_row, reads.num_rows)
+        use, line = self._lines[bucket].of(block)
+        return line, begin[owner][use], end[owner][use]
+
+    def _reads(self, bucket: int, number: int, lane: int, epoch: int) -> tuple[Reads, NDArray[np.float64], NDArray[np.float64]]:
+        """Return what a lane reads of a bucket in a pass and an epoch, and each read's first and last step, `[N]`."""
         plan, order, own = self._plan, self._plan.lane_order, self._plan.buckets[bucket]
         before, after = (plan.batches_before(own, at) for at in (epoch, epoch + 1))
         carries = plan.remainder is Remainder.CARRY
@@ -120,7 +175,7 @@ class LineUses:
         # Two batches of a rare bucket may be far apart, and hardly a line has rows in both: take the one with more of them.
         middle = first_batch + order.batch_of(bucket, number, lane, (reads.begin + reads.end - 1) // 2)
         begin, end = (np.where(end - begin <= 1, middle, one) for one in (begin, end))
-        read = np.flatnonzero((end >= before) & (begin < after))
+        is_read = (end >= before) & (begin < after)
         first_step, num_steps = plan.steps_before(epoch), plan.steps_before(epoch + 1) - plan.steps_before(epoch)
 
         def step_of(batch: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -128,16 +183,19 @@ class LineUses:
             place = (np.clip(batch, before, after - 1) - before).astype(np.float64)
             return first_step + (place + 0.5) * (num_steps / (after - before))
 
-        owner, block = self._blocks[bucket].of_rows(reads.first_row[read], reads.num_rows[read])
-        use, line = self._lines[bucket].of(block)
-        return line, step_of(begin[read])[owner][use], step_of(end[read])[owner][use]
+        first, last = step_of(begin), step_of(end)
+        if self._is_known is not None:
+            is_read &= first < first_step + self.part * num_steps
+            if self._is_known.any():
+                is_read &= self._is_known[self._shards_of(bucket, reads.first_row)]
+        return reads.at(is_read), first[is_read], last[is_read]
 
 
 class _BucketBlocks:
     """A bucket's blocks, found by rows."""
 
-    def __init__(self, store: OpenShards, bucket: Bucket) -> None:
-        self.bucket, self.blocks = bucket, store.table.every_block(bucket.name)
+    def __init__(self, store: OpenShards, bucket: Bucket, shards: NDArray[np.int64] | None) -> None:
+        self.bucket, self.blocks = bucket, store.table.every_block(bucket.name, shards)
         rows = np.array([g.rows if (g := one.entry.groups.get(bucket.name)) else 0 for one in store.shards], dtype=np.int64)
         self._base = np.cumsum(rows) - rows  # by shard
         self._keys = self._base[self.blocks.shard] + self.blocks.first_row
@@ -170,24 +228,24 @@ def _lines_by_block(
     store: OpenShards,
     buckets: Sequence[_BucketBlocks],
     groups: Sequence[str],
+    shards: NDArray[np.int64] | None,
     first_line: NDArray[np.int64],
     num_lines: int,
     line_bytes: int,
 ) -> list[_BlockLines]:
     """Return each bucket's lines: of its blocks, and of the entries of `groups`, such as captions, that their rows refer to.
 
-    Entries are shared out among the blocks of all buckets, in the order of the file.
+    A shard's file has a bucket after the other, and entries in the order in which rows were added. Rows of all buckets are
+    taken to come evenly in it, so that a block has its place among its bucket's rows and its entries theirs among all.
     """
     held = {one.bucket.name: one.blocks for one in buckets}
-    every = [held.get(bucket.name) or store.table.every_block(bucket.name) for bucket in store.buckets()]
-    shard, offset, rows = (np.concatenate([getattr(one, name) for one in every]) for name in ("shard", "offset", "rows"))
-    order = np.lexsort((offset, shard))
-    ends = np.empty(len(order), dtype=np.int64)  # rows of all shards up to and including the block
-    ends[order] = np.cumsum(rows[order])
-    of_shard = np.bincount(shard, rows, minlength=len(store.shards)).astype(np.int64)
-    before = (np.cumsum(of_shard) - of_shard)[shard]
-    places = [(ends - rows - before) / of_shard[shard], (ends - before) / of_shard[shard]]  # in the shard, from 0 to 1
-    ranges = [_entry_lines(store, group, shard, places, first_line, line_bytes) for group in groups]
+    every = [held.get(bucket.name) or store.table.every_block(bucket.name, shards) for bucket in store.buckets()]
+    shard, first, rows = (np.concatenate([getattr(one, name) for one in every]) for name in ("shard", "first_row", "rows"))
+    bucket = np.repeat(np.arange(len(every)), [len(one.shard) for one in every])
+    of_bucket = np.bincount(bucket * len(store.shards) + shard, rows, minlength=len(every) * len(store.shards))
+    total = of_bucket[bucket * len(store.shards) + shard]
+    places = [first / total, (first + rows) / total]  # among the bucket's rows in the shard, from 0 to 1
+    ranges = [_entry_lines(store, group, shards, shard, places, first_line, line_bytes) for group in groups]
     result, at = [], 0
     for blocks in every:
         own = slice(at, at := at + len(blocks.shard))
@@ -209,13 +267,14 @@ def _lines_by_block(
 def _entry_lines(
     store: OpenShards,
     group: str,
+    shards: NDArray[np.int64] | None,
     shard: NDArray[np.int64],
     places: Sequence[NDArray[np.float64]],
     first_line: NDArray[np.int64],
     line_bytes: int,
 ) -> tuple[NDArray[np.int64], ...]:
     """Return the range of a group's blocks that each block of rows refers to, and the range of lines of each of them."""
-    blocks = store.table.every_block(group)
+    blocks = store.table.every_block(group, shards)
     entries = np.array(
         [one.entry.groups[group].rows if group in one.entry.groups else 0 for one in store.shards], dtype=np.int64
     )
@@ -250,15 +309,15 @@ def _expand(low: NDArray[np.int64], high: NDArray[np.int64]) -> tuple[NDArray[np
     return owner, np.arange(len(owner)) + (low - (np.cumsum(count) - count))[owner]
 
 
-def _merge(line: NDArray[np.int64], first: NDArray[np.float64], last: NDArray[np.float64]) -> Uses:
-    """Join uses of one line that overlap or touch."""
+def _merge(line: NDArray[np.int64], first: NDArray[np.float64], last: NDArray[np.float64], apart: float = 1.0) -> Uses:
+    """Join uses of one line that overlap, or are at most so many steps apart."""
     if len(line) == 0:
         return Uses(line=line, first=first, last=last)
     order = np.lexsort((first, line))
     line, first, last = line[order], first[order], last[order]
-    span = float(last.max()) + 1.0
+    span = float(last.max()) + 1.0 + apart
     until = np.maximum.accumulate(last + line * span) - line * span  # the last step of the line's uses so far
-    is_new = np.concatenate([[True], (line[1:] != line[:-1]) | (first[1:] > until[:-1] + 1.0)])
+    is_new = np.concatenate([[True], (line[1:] != line[:-1]) | (first[1:] > until[:-1] + apart)])
     begin = np.flatnonzero(is_new)
     ends = np.append(begin[1:], len(line)) - 1
     return Uses(line=line[begin], first=first[begin], last=until[ends])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import sub
 from typing import TYPE_CHECKING
@@ -433,19 +433,24 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
         )
     is_lines = config.shuffle is Shuffle.LINES
     lanes = lanes_of(config, world_size)
-    window = config.shuffle_window or asked_window(store, config, buckets, world_size)
     runs = [bucket.runs() for bucket in store.buckets(config.split)] if is_lines else []
-    return Plan(
+    plan = Plan(
         seed=config.seed,
         remainder=Remainder(config.remainder),
         buckets=buckets,
         source=store.generations,
         shuffle=Shuffle(config.shuffle),
-        shuffle_window=min(window, most_window(store)) if is_lines else window,
+        shuffle_window=config.shuffle_window or SHUFFLE_WINDOW,
         lanes=lanes,
         epochs=config.num_epochs,
         runs=tuple(ShardRuns(shard=shard, repeat=repeat, num_rows=num_rows) for shard, repeat, num_rows in runs),
     )
+    if not is_lines:
+        return plan
+    window, cache_bytes = plan.shuffle_window, config.remote().cache_bytes
+    if config.shuffle_window is None and cache_bytes is not None:
+        window = chosen_window(store, plan, config.split, machines_of(world_size), cache_bytes)
+    return replace(plan, shuffle_window=min(window, most_window(store)))
 
 
 def lanes_of(config: LoaderConfig, world_size: int) -> int:
@@ -453,12 +458,9 @@ def lanes_of(config: LoaderConfig, world_size: int) -> int:
     return (config.lanes or machines_of(world_size)) if config.shuffle is Shuffle.LINES else 1
 
 
-def asked_window(store: OpenShards, config: LoaderConfig, buckets: Sequence[PlanBucket], world_size: int) -> int:
-    """Return the rows of a window if a configuration does not say how many."""
-    if config.shuffle is not Shuffle.LINES or (cache_bytes := config.remote().cache_bytes) is None:
-        return SHUFFLE_WINDOW
-    lanes, machines = lanes_of(config, world_size), machines_of(world_size)
-    return chosen_window(store, config.split, buckets, lanes, machines, cache_bytes)
+def asked_window(store: OpenShards, plan: Plan) -> int:
+    """Return the window that a plan by `lines` was made with: the usual one, if the plan has as much of it as there may be."""
+    return SHUFFLE_WINDOW if plan.shuffle_window == min(SHUFFLE_WINDOW, most_window(store)) else plan.shuffle_window
 
 
 def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:

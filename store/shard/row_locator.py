@@ -176,18 +176,20 @@ class BlockTable:
         rows[with_dropped] += j
         return rows
 
-    def every_block(self, group: str) -> Blocks:
-        """Return all blocks of a group (a bucket, or `text`), from all shards' extents.
+    def every_block(self, group: str, shards: NDArray[np.int64] | None = None) -> Blocks:
+        """Return all blocks of a group (a bucket, or `text`) by shard, from all shards' extents or only those of `shards`.
 
         Raises:
             StoreError: if a shard's extents are missing.
             CorruptError: if they are damaged.
         """
         entry = self._group(group)
-        shard = np.repeat(np.arange(len(self._entries)), entry.blocks)
+        of_shard = np.arange(len(self._entries)) if shards is None else np.unique(shards)
+        blocks = entry.blocks[of_shard]
+        shard = np.repeat(of_shard, blocks)
         self.extents.open(shard)
-        ends = np.cumsum(entry.blocks)
-        at = np.arange(len(shard)) - (ends - entry.blocks - entry.first_block)[shard]
+        ends = np.cumsum(blocks)
+        at = np.arange(len(shard)) - np.repeat(ends - blocks - entry.first_block[of_shard], blocks)
         offset, length, first_row, rows = (self.extents.checked(name, shard, at, _I8) for name in _FIELDS)
         return Blocks(shard=shard, offset=offset, length=length, first_row=first_row, rows=rows)
 

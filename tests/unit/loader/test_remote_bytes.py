@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,9 +48,9 @@ def test_a_cache_of_half_the_store_keeps_half_and_one_of_two_windows_fetches_eac
     for found in (half, windows):
         assert found.bytes_fetched[0] / found.read_bytes <= 1.02
         expect_forecast(found)
-    assert 1 - half.bytes_fetched[1] / half.read_bytes >= 0.48
+    assert 1 - half.bytes_fetched[1] / half.read_bytes >= 0.47
     assert windows.window < half.window  # rows, as the smaller cache can hold
-    assert "of 1 lane need" in tiny.error
+    assert "of 1 lane have up to" in tiny.error
 
 
 def test_the_forecast_holds_for_machines_with_small_caches_and_ragged_groups(folder: Path) -> None:
@@ -59,3 +60,30 @@ def test_the_forecast_holds_for_machines_with_small_caches_and_ragged_groups(fol
     for found in (two, ragged):
         assert found.bytes_fetched[0] / found.read_bytes <= 1.02
         expect_forecast(found)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_many_buckets_in_few_shards_are_fetched_as_often_as_forecast_or_refused(shards: int, folder: Path) -> None:
+    """With half of such a store cached, each batch fetched most of it again, and the forecast did not say so."""
+    draw = random.Random(shards)
+    shares = tuple(draw.choice([1.0, 1.0, 0.3]) for _ in range(12))
+    shape = StoreShape(
+        num_shards=shards,
+        rows_per_shard=1320 // shards,
+        latent_shape=(4, 8, 16),
+        tokens=(5, 15),
+        token_width=48,
+        bucket_shares=shares,
+    )
+    runs = [
+        Run(cache=draw.uniform(0.45, 0.9), batch_size=draw.choice([2, 4, 8]), machines=draw.choice([1, 1, 2])) for _ in range(4)
+    ]
+    found = run_machines(folder, shape, runs)
+    for run, one in zip(runs, found, strict=True):
+        if one.error:
+            assert run.cache < 0.8, one.error
+            assert "in use at a time, and need" in one.error
+        else:
+            assert sum(one.bytes_fetched) <= 1.25 * sum(one.bill_bytes), run
+            assert one.bytes_fetched[0] <= 3 * one.read_bytes, run
+    assert any(not one.error for one in found)

@@ -137,7 +137,7 @@ def test_the_lines_of_each_machine_are_those_that_its_rows_and_captions_need(
         for epoch in range(2):
             exact = set().union(*lines_by_step(store, plan, lines.first_line, machine, machines, epoch, LINE))
             found = set(lines.of(machine, epoch).line.tolist())
-            assert len(exact ^ found) <= 1 + 0.02 * len(exact)  # one at a cut
+            assert len(exact ^ found) <= 2 + 0.02 * len(exact)  # at a cut, and where captions begin
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from bucketline.loader.config import SHUFFLE_WINDOW, WINDOW_BLOCKS
 from bucketline.loader.plan import cache_needs
 from bucketline.loader.plan.bill import MachineCache
 from bucketline.loader.plan.cache_needs import (
-    LaneNeeds,
+    InUse,
     bytes_at_once,
     cache_for,
     num_bytes_of,
@@ -57,9 +57,24 @@ def config(**more: Any) -> LoaderConfig:
 def test_the_lines_at_a_time_are_those_of_the_windows(store: Store, lanes: int, window: int) -> None:
     plan = plan_of(store, config(lanes=lanes, shuffle_window=window), lanes)
     uses = LineUses(store, plan, "train", lanes, line_bytes=LINE)
-    at_once = MachineCache(uses.num_bytes, uses.shard, 0, 1 << 60).run(uses.of(0, 0), None).ring_bytes / LINE
-    reckoned = LaneNeeds.of(store, "train", plan.buckets, lanes).lines_at_once(window)
-    assert 0.7 * at_once <= reckoned <= 1.6 * at_once
+    at_once = [
+        MachineCache(uses.num_bytes, uses.shard, 0, 1 << 60).run(uses.of(machine, epoch), None).ring_bytes
+        for machine in range(lanes)
+        for epoch in range(2)
+    ]
+    in_use = InUse(store, plan, "train", lanes)
+    assert max(at_once) <= in_use.of(window) <= 1.5 * max(at_once)
+    assert in_use.of(window) == InUse(store, replace(plan, shuffle_window=999), "train", lanes).of(window)
+
+
+def test_what_is_in_use_in_a_large_store_is_seen_from_some_of_its_shards(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(store, config(shuffle_window=16), 1)
+    whole = InUse(store, plan, "train", 1).of(16)
+    monkeypatch.setattr(cache_needs, "MOST_SHARDS", 2)
+    opened = store.__class__.open(store.path)
+    some = InUse(opened, plan, "train", 1)
+    assert some._uses.part == 2 / len(store.shards)
+    assert 0.5 * whole <= some.of(16) <= 1.5 * whole
 
 
 def test_a_smaller_cache_has_a_smaller_window_and_one_that_holds_all_the_usual(store: Store) -> None:
@@ -81,7 +96,7 @@ def test_what_does_not_fit_is_refused_with_the_cache_and_the_window_that_do(stor
     assert why_too_small(store, plan, needed + sidecar_bytes_of(store), "train", 1) is None
     words = why_too_small(store, plan, needed // 2, "train", 1)
     assert words is not None
-    assert "two windows of 400 rows of 1 lane need" in words
+    assert "windows of 400 rows of 1 lane have up to" in words
     found = re.search(r"--shuffle-window (\d+)\)$", words)
     assert found is not None
     smaller = replace(plan, shuffle_window=int(found[1]))
