@@ -12,7 +12,7 @@ from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import damaged
 from bucketline.ingest.importers.rows import kept_captions
 from bucketline.ingest.pipeline.packed_index import PackedIndex
-from bucketline.ingest.sources.local_files import file_stamp
+from bucketline.ingest.sources.local_files import LEADS_OUT, LinkedOutError, file_stamp
 from bucketline.store.format.sample_record import captions_checksum, storable_mtime_ns
 
 if TYPE_CHECKING:
@@ -108,5 +108,8 @@ def read_entry(importer: Importer, source: Path, entry: Entry, variant: str) -> 
         raise RejectedError(Reason.CACHE, entry.problem)
     if entry.caption_problem is not None:
         raise RejectedError(Reason.CAPTION, entry.caption_problem)
-    with odd_files_rejected(entry):
-        return importer.read(source, entry, variant)
+    try:
+        with odd_files_rejected(entry):
+            return importer.read(source, entry, variant)
+    except LinkedOutError as error:
+        raise RejectedError(error.reason, f"{LEADS_OUT}, which an import never follows; put the file itself there") from error

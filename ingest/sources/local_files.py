@@ -120,6 +120,13 @@ def read_small_file(path: str | Path, within: Path | None, at_most: int) -> byte
         raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
 
 
+class LinkedOutError(RejectedError):
+    """A link leads out of the source; the detail advises `--follow-links`, which commands that pack and scan have."""
+
+
+LEADS_OUT = "a link that leads out of the source"
+
+
 def followed(path: str | Path, within: Path) -> str:
     """Return the target of a link.
 
@@ -128,7 +135,7 @@ def followed(path: str | Path, within: Path) -> str:
     """
     real = os.path.realpath(path)
     if not real.startswith(os.path.realpath(within).rstrip("/") + "/"):
-        raise RejectedError(Reason.UNREADABLE, "a link that leads out of the source; it is not followed without --follow-links")
+        raise LinkedOutError(Reason.UNREADABLE, f"{LEADS_OUT}; it is not followed without --follow-links")
     return real
 
 
