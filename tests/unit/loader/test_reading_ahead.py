@@ -1,4 +1,4 @@
-"""A loader that has been started reads ahead before its first batch is asked for, and makes each plan once."""
+"""A loader that has been started reads ahead before its first batch is requested, and makes each plan once."""
 
 from __future__ import annotations
 
