@@ -26,7 +26,7 @@ Rows = dict[str, "NDArray[Any]"]  # a batch's tensors, by field name, `[rows, â€
 def loaders_of(store: Store, **options: Any) -> list[Loader]:
     """Return a loader for each split; unless `options` differ, an epoch of it has every row once, and in order."""
     splits = dict.fromkeys(bucket.name.partition("/")[0] for bucket in store.buckets() if bucket.num_rows)
-    asked = {"batch_size": 8, "epochs": 1, "shuffle": "none", "remainder": "partial", **options}
+    asked = {"batch_size": 8, "rewind": True, "shuffle": "none", "remainder": "partial", **options}
     return [Loader(store, LoaderConfig(split=split, **asked)) for split in splits]
 
 
@@ -34,7 +34,7 @@ def rows_of(loaders: Sequence[Loader], max_batches: int | None = None) -> dict[s
     """Return one pass of some loaders, by bucket, without the rows that only complete a batch."""
     parts: dict[str, list[Rows]] = {}
     for loader in loaders:
-        for batch in islice(loader.forever(), max_batches):
+        for batch in islice(loader, max_batches):
             real = batch.weight.numpy() > 0
             parts.setdefault(batch.bucket, []).append({name: as_stored(own)[real] for name, own in batch.by_name().items()})
     return {bucket: {name: np.concatenate([part[name] for part in own]) for name in own[0]} for bucket, own in parts.items()}

@@ -48,6 +48,7 @@ def test_each_stores_rows_have_its_weight(folder: Path) -> None:
     stores = (folder / "tiny.store", folder / "other.store")
     with Loader(stores, LoaderConfig(batch_size=2, epochs=1, row_weights=(1.0, 0.25))) as loader:
         found = torch.cat([batch.weight for batch in loader if batch.bucket == "train/128x128"])
+    found = found[found > 0]  # the last batch is padded
     assert sorted(found.tolist()) == [0.25] * 6 + [1.0] * (len(found) - 6)
     with pytest.raises(UsageError, match="row_weights has 1 numbers, expected one for each of 2 stores"):
         Loader(stores, LoaderConfig(batch_size=2, row_weights=(1.0,)))
