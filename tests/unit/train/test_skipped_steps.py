@@ -49,7 +49,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
 def seen_at(step: int, asked: TrainConfig) -> list[tuple[str, str]]:
     """Return the bucket and the id of each row of a step, as a loader delivers them."""
     with Loader(asked.store, asked.for_loader()) as loader:
-        batches = itertools.takewhile(lambda one: one.step <= step, loader)
+        batches = itertools.takewhile(lambda one: one.step <= step, loader.forever())
         return [(one.bucket, name) for one in batches if one.step == step for name in loader.names(one)]
 
 
