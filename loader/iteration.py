@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 from bucketline.errors import BucketlineError, DeliveryError, StateError, UsageError
 from bucketline.loader.batch import Batch, as_fields
 from bucketline.loader.collate.buffer_pool import carve
+from bucketline.loader.config import LoaderConfig
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.prefetch.threads import QueueStats
 from bucketline.loader.stats import Meter
-from bucketline.option_types import expect_int
+from bucketline.option_types import expect, expect_int
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer
-    from bucketline.loader.config import LoaderConfig
     from bucketline.loader.history import PastSteps
     from bucketline.loader.plan.epoch_steps import EpochSpan, EpochSteps
     from bucketline.loader.state import LoaderState
@@ -343,3 +343,16 @@ def batch_of(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind) -> Bat
         latent_kind=latent_kind,
         **as_fields(carve(flat, filled.fields)),
     )
+
+
+def check_ranks(config: object, rank: object, world_size: int) -> None:
+    """Check the types of what every loader is given.
+
+    Raises:
+        UsageError: if one is of another type, or there is not a rank.
+    """
+    expect("config", config, LoaderConfig, "a LoaderConfig: Loader(stores, LoaderConfig(batch_size=8))")
+    expect_int("rank", rank)
+    expect_int("world_size", world_size)
+    if world_size < 1:
+        raise UsageError(f"world_size is {world_size}, expected 1 or more: the number of ranks of the run")

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from bucketline.errors import StateError, StoreError, UsageError
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.columns import latent_kind
-from bucketline.loader.config import LoaderConfig, Shuffle
+from bucketline.loader.config import Shuffle
 from bucketline.loader.device import device_of
 from bucketline.loader.follow import GenerationWatch, Readable, at_generations, expect_readable
 from bucketline.loader.history import short
-from bucketline.loader.iteration import CLOSED, EpochLoader
+from bucketline.loader.iteration import CLOSED, EpochLoader, check_ranks
 from bucketline.loader.mixture import WeightedStore, open_shares
 from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.cursor import Cursor
@@ -37,7 +37,6 @@ from bucketline.loader.state import (
     parse_state,
     saved_choices,
 )
-from bucketline.option_types import expect, expect_int
 from bucketline.store import Store
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     import torch
 
     from bucketline.loader.batch import Batch
+    from bucketline.loader.config import LoaderConfig
     from bucketline.loader.mixture import Stores
     from bucketline.loader.plan.plan import Plan
     from bucketline.loader.prefetch.threads import ThreadStream
@@ -121,11 +121,7 @@ class Loader(EpochLoader):
             StoreError: if a store cannot be opened.
             FingerprintError: if two stores were packed with different settings.
         """
-        expect("config", config, LoaderConfig, "a LoaderConfig: Loader(stores, LoaderConfig(batch_size=8))")
-        expect_int("rank", rank)
-        expect_int("world_size", world_size)
-        if world_size < 1:
-            raise UsageError(f"world_size is {world_size}, expected 1 or more: the number of ranks of the run")
+        check_ranks(config, rank, world_size)
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
         if follow and (world_size > 1 or config.num_epochs is not None):
@@ -225,7 +221,8 @@ class Loader(EpochLoader):
     def _name(self, digest: bytes) -> str:
         if (found := self._rows.find_digest(digest)) is None:
             raise StoreError(
-                f"{self._rows.where} has no sample with the digest {digest.hex()}; give a batch of this loader's stores"
+                f"{self._rows.where} has no sample with the digest {digest.hex()}: the batch is of another store; give one of "
+                "this loader"
             )
         return found[1].id
 

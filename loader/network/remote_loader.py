@@ -18,7 +18,7 @@ from bucketline.loader.collate.buffer_pool import BufferPool
 from bucketline.loader.config import Remainder
 from bucketline.loader.device import device_of
 from bucketline.loader.history import short
-from bucketline.loader.iteration import CLOSED, EpochLoader
+from bucketline.loader.iteration import CLOSED, EpochLoader, check_ranks
 from bucketline.loader.network.addresses import address_of
 from bucketline.loader.network.tokens import proof_of, read_token
 from bucketline.loader.network.wire import (
@@ -90,6 +90,7 @@ class RemoteLoader(EpochLoader):
             DeliveryError: if no server can be reached or all refuse.
             PlanError: if the plan has no step.
         """
+        check_ranks(config, rank, world_size)
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
         if not deadline_s > 0:

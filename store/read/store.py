@@ -273,8 +273,7 @@ class OpenShards:
         """
         if name not in self._buckets:
             raise StoreError(
-                f"{self.where} has no bucket {name!r}, expected one of {', '.join(self._buckets) or 'none'}; see "
-                "store.buckets()"
+                f"{self.where} has no bucket {name!r}; it has {', '.join(self._buckets) or 'none'}: name one of these"
             )
         return self._buckets[name]
 
@@ -510,7 +509,7 @@ class Store(OpenShards):
         """
         if (found := self.find_digest(sample_digest(sample_id))) is None:
             raise StoreError(
-                f"{self.path} has no sample {sample_id!r:.200}, expected an id that it has: paths in the source, with their "
+                f"{self.path} has no sample {sample_id!r:.200}; ids are paths in the source, with their "
                 "extension; `store ls` lists them"
             )
         return found
