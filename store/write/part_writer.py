@@ -145,8 +145,6 @@ class PartWriter:
         is_repeat_checked: bool = True,
     ) -> None:
         item, digest = _item(record.id), sample_digest(record.id)
-        if not record.id:
-            raise UsageError("a sample's id is '', expected a str that names it, such as 'cats/a.png'; give one")
         spec = self._spec(record.bucket)
         if record.split != spec.bucket.partition("/")[0]:
             raise UsageError(f"{item} has the split {record.split!r}, expected that of its bucket, {record.bucket}; change one")
