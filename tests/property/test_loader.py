@@ -124,7 +124,7 @@ def test_a_run_goes_from_one_rank_to_two_to_four_and_back(
     except PlanError:
         assume(condition=False)
     with alone as loader:
-        expected = [as_read(one) for _, one in zip(range(4 * sum(stops)), loader, strict=False)]
+        expected = [as_read(one) for _, one in zip(range(4 * sum(stops)), loader.forever(), strict=False)]
     found: list[Read] = []
     state: dict[str, object] | None = None
     for world_size, steps in zip((1, 2, 4, 1), stops, strict=True):
@@ -134,7 +134,7 @@ def test_a_run_goes_from_one_rank_to_two_to_four_and_back(
             with Loader(shares, config(world_size), rank=rank, world_size=world_size) as loader:
                 if state is not None:
                     loader.load_state_dict(state)
-                own.append([as_read(one) for _, one in zip(range(steps * 4 // world_size), loader, strict=False)])
+                own.append([as_read(one) for _, one in zip(range(steps * 4 // world_size), loader.forever(), strict=False)])
                 states.append(loader.state_dict())
         for step in range(steps):
             found += [read for rank in own for read in rank[step * 4 // world_size :][: 4 // world_size]]

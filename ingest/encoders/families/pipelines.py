@@ -71,8 +71,8 @@ _ENDING = "Pipeline"
 def known_pipelines(name: str) -> str:
     """Return the known pipelines for a message, with the nearest to `name` if there is one that is like it.
 
-    >>> known_pipelines("StableDiffusionXLPipelines").partition(";")[2]
-    ' the nearest is StableDiffusionXLPipeline'
+    >>> known_pipelines("FluxxPipeline").partition(";")[2]
+    ' the nearest is FluxPipeline'
     """
     known = f"known are {', '.join(_SHOWN)} and their variants"
     ends = {one.removesuffix(_ENDING): one for one in (*FAMILY_OF, CLASS_CONDITIONAL)}
