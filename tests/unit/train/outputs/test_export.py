@@ -19,8 +19,8 @@ from bucketline.errors import UsageError
 from bucketline.train.commands.export_model import main
 from bucketline.train.config import Ema
 from bucketline.train.ema import Average
+from bucketline.train.host_copy import HostCopies
 from bucketline.train.noise_schedule import Objective, load_schedule
-from bucketline.train.outputs.host_copy import HostCopies
 from bucketline.train.outputs.hub import HubUploads
 from bucketline.train.outputs.saver import Saver
 from bucketline.train.trainer import train

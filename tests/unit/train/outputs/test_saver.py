@@ -10,7 +10,8 @@ import torch
 
 from bucketline.errors import TrainError
 from bucketline.files.run_marker import METRICS
-from bucketline.train.outputs import checkpoint, host_copy
+from bucketline.train import host_copy
+from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.step import Training
 from tests.unit.train.outputs.test_checkpoint import WEIGHTS, load, parts, state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bucketline.train.outputs.host_copy import HostCopies, copy_through, in_memory_order
+from bucketline.train.host_copy import HostCopies, copy_through, in_memory_order
 
 SHAPES = ((), (0, 3), (7,), (5, 3, 2, 2), (1000,))
 
