@@ -9,8 +9,8 @@ import pytest
 
 from bucketline.errors import MissingExtraError, UsageError
 from bucketline.extras import extra_named
-from tests.building import make_store, samples_of
 from tests.commands import spawn
+from tests.unit.train.tiny_run import make_training_store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +50,7 @@ def test_scan_serve_and_train_name_their_extras(source: Path, tmp_path: Path) ->
     code, lines = without(["torch"], "bucketline.loader.cli", ["serve", tmp_path / "a.store", "--socket", tmp_path / "s"])
     assert (code, lines) == (2, [lines[0]])
     assert lines[0].endswith("pip install 'bucketline[loader]'")
-    make_store(tmp_path / "a.store", samples_of({"train/64x64": 4}))
+    make_training_store(tmp_path / "a.store")
     asked = ["--store", tmp_path / "a.store", "--model", tmp_path, "--output-dir", tmp_path / "run", "--max-steps", "1"]
     code, lines = without(["accelerate"], "bucketline.train.main", [*asked, "--batch-size", "1"])
     assert (code, lines) == (2, [lines[0]])
