@@ -10,7 +10,7 @@ import torch
 from bucketline.bench.memcpy import in_threads
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.buffer_pool import BufferPool
-from bucketline.loader.plan.plan import plan_of
+from bucketline.loader.plan.make_plan import plan_of
 from bucketline.loader.prefetch.readahead import Readahead
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 from bucketline.bench.harness import Figures, Mark, Result, Subject, summarise
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.loader import LoaderConfig
-from bucketline.loader.plan.plan import plan_of
+from bucketline.loader.plan.make_plan import plan_of
 from bucketline.store import Store
 from bucketline.store.format.block import CAPTIONS
 

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from bucketline.loader.loader import Loader
     from bucketline.loader.mixture import WeightedStore
     from bucketline.loader.network.remote_loader import RemoteLoader
-    from bucketline.loader.plan.plan import Plan, make_plan
+    from bucketline.loader.plan.make_plan import make_plan
+    from bucketline.loader.plan.plan import Plan
     from bucketline.loader.torch_dataset import BatchDataset
     from bucketline.store.format.columns import LatentKind
 
@@ -46,7 +47,7 @@ _PLACES = {
     "Shuffle": "config",
     "TextForm": "config",
     "WeightedStore": "mixture",
-    "make_plan": "plan.plan",
+    "make_plan": "plan.make_plan",
     "numpy_batches": "batch",
 }
 

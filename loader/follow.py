@@ -16,7 +16,7 @@ from bucketline.errors import BucketlineError, UsageError
 from bucketline.loader.collate.columns import make_conditioning
 from bucketline.loader.mixture import WeightedStore, join
 from bucketline.loader.plan.cache_needs import refuse_small_caches
-from bucketline.loader.plan.plan import plan_of
+from bucketline.loader.plan.make_plan import plan_of
 from bucketline.store import Store
 from bucketline.store.format.manifest import generations
 

@@ -23,7 +23,7 @@ from bucketline.loader.iteration import CLOSED, EpochLoader, check_ranks
 from bucketline.loader.mixture import WeightedStore, open_shares
 from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.cursor import Cursor
-from bucketline.loader.plan.plan import asked_window, plan_of
+from bucketline.loader.plan.make_plan import asked_window, plan_of
 from bucketline.loader.prefetch.threads import ThreadBackend
 from bucketline.loader.service.client import AUTO, ServiceBackend, ServiceStream
 from bucketline.loader.service.protocol import PROTOCOL, Request, StoreOf

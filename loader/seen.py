@@ -18,7 +18,7 @@ from bucketline.errors import BucketlineError, StateError
 from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_left
 from bucketline.loader.config import LoaderConfig
 from bucketline.loader.mixture import WeightedStore, join
-from bucketline.loader.plan.plan import make_plan
+from bucketline.loader.plan.make_plan import make_plan
 from bucketline.loader.plan.rng import Purpose, keys_of_rows, uniform_on_host
 from bucketline.loader.plan.visits import visits
 from bucketline.loader.state import parse_state

@@ -23,7 +23,7 @@ from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle
 from bucketline.loader.plan.bill import make_bill
 from bucketline.loader.plan.cache_needs import ring_of, sidecar_bytes_of
 from bucketline.loader.plan.line_uses import LineUses, groups_of
-from bucketline.loader.plan.plan import plan_of
+from bucketline.loader.plan.make_plan import plan_of
 from bucketline.store import Store
 from bucketline.store.remote.cache import remote_source  # noqa: F401 - to be changed before any process opens it
 from tests.commands import spawn

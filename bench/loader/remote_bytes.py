@@ -101,7 +101,7 @@ def bill_of(run: RemoteRun, store: Store) -> Bill:
     from bucketline.loader.plan.bill import make_bill
     from bucketline.loader.plan.cache_needs import ring_of, sidecar_bytes_of
     from bucketline.loader.plan.line_uses import LineUses
-    from bucketline.loader.plan.plan import plan_of
+    from bucketline.loader.plan.make_plan import plan_of
 
     config, machines = run.config(store.path), run.world_size
     plan = plan_of(store, config, machines)

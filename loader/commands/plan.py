@@ -98,7 +98,7 @@ class PlanCommand(BatchOptions):
 
     def run(self) -> int:
         from bucketline.loader.mixture import join, open_shares
-        from bucketline.loader.plan.plan import make_plan
+        from bucketline.loader.plan.make_plan import make_plan
 
         shares = open_shares(self.stores, self.remote())
         store = join(shares)

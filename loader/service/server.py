@@ -17,7 +17,7 @@ from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.gather import Gather
 from bucketline.loader.mixture import WeightedStore, join, parse_stores
 from bucketline.loader.plan.cache_needs import reserve_ring
-from bucketline.loader.plan.plan import plan_of
+from bucketline.loader.plan.make_plan import plan_of
 from bucketline.loader.prefetch.threads import depth_of
 from bucketline.loader.service.protocol import Response, failure_as_json, parse_request, receive, send
 from bucketline.loader.service.session import Session

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bucketline.errors import PlanError
 from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore
 from bucketline.loader.plan.epoch_steps import EpochSteps
-from bucketline.loader.plan.plan import make_plan
+from bucketline.loader.plan.make_plan import make_plan
 from bucketline.loader.plan.visits import visits
 from tests.building import make_store, samples_of
 from tests.epoch_oracle import Micro, Oracle, epochs_of, rows_of

@@ -26,7 +26,7 @@ from bucketline.loader.plan.bill import (
 )
 from bucketline.loader.plan.cache_needs import cache_for, num_bytes_of, sidecar_bytes_of, why_not
 from bucketline.loader.plan.line_uses import LineUses
-from bucketline.loader.plan.plan import make_plan
+from bucketline.loader.plan.make_plan import make_plan
 from bucketline.loader.plan.rng import keys_of_rows
 from bucketline.store import Store
 from bucketline.store.format.block import CAPTIONS

@@ -23,7 +23,7 @@ from bucketline.loader.plan.cache_needs import (
     why_too_small,
 )
 from bucketline.loader.plan.line_uses import LineUses
-from bucketline.loader.plan.plan import plan_of
+from bucketline.loader.plan.make_plan import plan_of
 from tests.building import make_store, samples_of
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from bucketline.loader.config import SHARDS_AT_ONCE, Remainder
 from bucketline.loader.mixture import join
 from bucketline.loader.plan import lanes as lanes_module
 from bucketline.loader.plan.lanes import ShardRuns
+from bucketline.loader.plan.make_plan import make_plan
 from bucketline.loader.plan.permutation import permute_all
-from bucketline.loader.plan.plan import Plan, PlanBucket, make_plan
+from bucketline.loader.plan.plan import Plan, PlanBucket
 from tests.building import make_store, samples_of
 
 if TYPE_CHECKING:

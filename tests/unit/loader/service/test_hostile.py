@@ -15,7 +15,7 @@ import pytest
 
 from bucketline.errors import DeliveryError, UsageError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.plan.plan import plan_of
+from bucketline.loader.plan.make_plan import plan_of
 from bucketline.loader.service import unix_socket as listening_module
 from bucketline.loader.service.control_page import CONTROL_BYTES, BufferState, ControlPage, Word
 from bucketline.loader.service.protocol import MAX_MESSAGE_BYTES, PROTOCOL, receive, send
