@@ -25,7 +25,6 @@ def device_of(device: torch.device | str | int | None) -> torch.device:
         raise UsageError(f"device is {device!r:.80}, {expected}") from error
     if found.type not in ("cpu", "cuda") or (found.index or 0) < 0:
         raise UsageError(f"device is {device!r:.80}, {expected}")
-    num_gpus = torch.cuda.device_count() if found.index else 1
-    if found.type == "cuda" and (found.index or 0) >= num_gpus:
+    if found.type == "cuda" and (found.index or 0) >= (num_gpus := torch.cuda.device_count()):
         raise UsageError(f"device is {found}, and this process sees {counted(num_gpus, 'GPU')}, {expected}; see nvidia-smi")
     return found

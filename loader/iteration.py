@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from bucketline.errors import BucketlineError, DeliveryError, StateError, UsageError
+from bucketline.errors import DeliveryError, StateError, UsageError
 from bucketline.loader.batch import Batch, as_fields
 from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.config import LoaderConfig
@@ -150,7 +150,7 @@ class EpochLoader(ABC):
             stream = self.start()
             asked = time.perf_counter()
             delivered = stream.next()
-        except BucketlineError:
+        except Exception:  # a MemoryError too
             self._is_begun = False  # the caller did not leave the epoch: the next iteration continues at this batch
             raise
         if delivered is None:

@@ -37,6 +37,7 @@ from bucketline.loader.state import (
     parse_state,
     saved_choices,
 )
+from bucketline.option_types import expect
 from bucketline.store import Store
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ class Loader(EpochLoader):
 
         Raises:
             UsageError: if `follow` is set with several ranks, or with `epochs`, whose steps are not known; if `rank` is not
-                below `world_size`, a store is given twice, or the socket's path is too long.
+                below `world_size`, a store is given twice, the process does not see the GPU, or `service` is not a
+                socket's path.
             PlanError: if the plan has no step, or the lanes of `lines` do not divide a global batch.
             StoreError: if a store cannot be opened.
             FingerprintError: if two stores were packed with different settings.
@@ -124,6 +126,8 @@ class Loader(EpochLoader):
         check_ranks(config, rank, world_size)
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
+        if service is not None:
+            expect("service", service, str | os.PathLike, 'the path of a `loader serve`\'s socket, or "auto"')
         if follow and (world_size > 1 or config.num_epochs is not None):
             raise UsageError(
                 f"follow is set, with {world_size} ranks and epochs={config.num_epochs}; expected one rank and epochs=None "

@@ -393,6 +393,6 @@ class Plan:
         sizes = sorted({bucket.global_batch for bucket in self.buckets})
         size = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, by bucket"
         return (
-            f"the plan has no step: {', '.join(named)}, and a global batch takes {size}; use a smaller batch, fewer ranks or "
-            "more epochs"
+            f"the plan has no step: {', '.join(named)}, and a global batch takes {size}; use a smaller batch, fewer ranks, or "
+            "a remainder of carry or partial"
         )

@@ -92,12 +92,14 @@ class PrefetchThreads(ABC):
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    self.close()
                     count = f"{number} of {len(self._threads)}"
                     raise DeliveryError(
                         f"only {count} prefetch threads could be started: {error}; use fewer threads, or end other processes"
                     ) from error
                 self._started.acquire()
+        except BaseException:  # Ctrl-C too: nobody else knows of the threads that have started, which would wait for room
+            self.close()
+            raise
         finally:
             torch.set_num_threads(num_threads)
 
@@ -240,11 +242,11 @@ class ThreadBackend:
             DeliveryError: if the system starts no more threads.
         """
         if self._pid != os.getpid():  # first use in this process: a parent's buffers stay the parent's
-            self._pid = os.getpid()
             on_cuda = self._device.type == "cuda"
             num_buffers = self._depth + 1 + self._builder.config.threads
             self._pool = BufferPool(self._builder.buffer_bytes, num_buffers, pinned=on_cuda)
             self._copier = CudaCopier(self._device) if on_cuda else None
+            self._pid = os.getpid()  # last: after a failure or Ctrl-C above, the next iteration makes them again
         return ThreadStream(self._builder, self._pool, self._copier, cursor=cursor, depth=self._depth)
 
     def close(self) -> None:

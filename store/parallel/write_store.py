@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -41,7 +41,7 @@ class WriteSummary:
     num_written: int  # samples that were added
     num_unchanged: int  # items whose samples the store had
     num_left_out: int  # items that `encode` made nothing of
-    manifest: Manifest  # the store's newest generation
+    manifest: Manifest = field(repr=False)  # the store's newest generation
 
 
 def write_store(

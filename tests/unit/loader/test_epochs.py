@@ -6,9 +6,10 @@ import json
 import multiprocessing
 import os
 import pickle
+import threading
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from torch.utils.data import DataLoader
 
 from bucketline.errors import BucketlineError, DeliveryError, StateError, UsageError
 from bucketline.loader import BatchDataset, Loader, LoaderConfig, Remainder, RemoteLoader, WeightedStore
+from bucketline.loader.collate.buffer_pool import BufferPool
 from bucketline.loader.network.listener import Security, listening
+from bucketline.loader.prefetch import threads
 from bucketline.loader.prefetch.threads import ThreadStream
 from tests.building import make_store, samples_of
 from tests.epoch_oracle import Oracle, epochs_of, micros, rows_of
@@ -334,6 +337,55 @@ def test_a_failure_of_the_loader_itself_is_continued_at_the_same_batch(tiny: Sto
             next(iter(loader))
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_what_ends_the_first_batch_leaves_a_loader_that_iterates(
+    error: type[BaseException], tiny: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    with Loader(tiny, LoaderConfig(batch_size=BATCH)) as loader:
+        with monkeypatch.context() as patch:
+            patch.setattr(BufferPool, "__init__", fails)
+            with pytest.raises(error):
+                next(iter(loader))
+        assert micros(loader) == oracle(tiny).epoch(0)
+
+
+def test_memory_that_runs_short_within_an_epoch_is_continued_at_the_same_batch(
+    tiny: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: BufferPool) -> NoReturn:
+        raise MemoryError
+
+    with Loader(tiny, LoaderConfig(batch_size=BATCH, prefetch_bytes=1)) as loader:
+        batches = iter(loader)
+        taken = micros(islice(batches, 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(BufferPool, "take", fails)
+            with pytest.raises(MemoryError):
+                taken.extend(micros(batches))
+        assert taken + micros(loader) == oracle(tiny).epoch(0)
+
+
+def test_threads_end_if_their_start_is_interrupted(tiny: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(threading.Semaphore):
+        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:  # noqa: FBT001, FBT002 - its signature
+            super().acquire(blocking, timeout)
+            raise KeyboardInterrupt
+
+    begun: list[ThreadStream] = []
+    start = ThreadStream.start
+    monkeypatch.setattr(ThreadStream, "start", lambda stream: (begun.append(stream), start(stream))[1])
+    with Loader(tiny, LoaderConfig(batch_size=BATCH)) as loader:
+        with monkeypatch.context() as patch:
+            patch.setattr(threads.threading, "Semaphore", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(iter(loader))
+        assert [stream.is_alive() for stream in begun] == [False]
+        assert micros(loader) == oracle(tiny).epoch(0)
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_another_process_reads_the_epochs_that_this_one_would(tiny: Store) -> None:
     expected = oracle(tiny)
@@ -415,7 +467,8 @@ def test_a_state_without_an_epoch_is_read(tiny: Store) -> None:
 
 
 @pytest.mark.parametrize(("device", "found"), [(None, "cpu"), ("cpu", "cpu"), (torch.device("cpu"), "cpu"), (0, "cuda:0")])
-def test_a_device_may_be_a_number(tiny: Store, device: Any, found: str) -> None:
+def test_a_device_may_be_a_number(tiny: Store, device: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with Loader(tiny, LoaderConfig(batch_size=BATCH), device=device) as loader:
         assert str(loader.device) == found
     with listening("127.0.0.1:0", [tiny.path], Security()) as server:
@@ -426,3 +479,18 @@ def test_a_device_may_be_a_number(tiny: Store, device: Any, found: str) -> None:
 def test_another_device_is_refused_by_name(tiny: Store, device: Any) -> None:
     with pytest.raises(BucketlineError, match=r"device is .*, expected cpu, cuda, cuda:N, N or None"):
         Loader(tiny, LoaderConfig(batch_size=BATCH), device=device)
+
+
+@pytest.mark.parametrize("device", ["cuda", 0, torch.device("cuda")])
+def test_a_gpu_is_refused_where_there_is_none_when_the_loader_is_made(
+    tiny: Store, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UsageError, match=r"device is cuda.*, and this process sees 0 GPUs, expected cpu, .*; see nvidia-smi"):
+        Loader(tiny, LoaderConfig(batch_size=BATCH), device=device)
+
+
+@pytest.mark.parametrize("service", [True, 1, b"socket"])
+def test_a_service_that_is_no_path_is_refused_by_name(tiny: Store, service: Any) -> None:
+    with pytest.raises(UsageError, match=r"service is .* of type .*, expected the path of a `loader serve`'s socket, or"):
+        Loader(tiny, LoaderConfig(batch_size=BATCH), service=service)

@@ -83,6 +83,7 @@ def test_every_item_is_written_once_and_a_rerun_encodes_nothing(
     written = write_store(tmp_path / "s", NAMES, noting, workers=workers, start=start, columns=COLUMNS)
     assert (written.num_written, written.num_unchanged, written.num_left_out) == (24, 0, 0)
     assert (written.manifest.generation, written.manifest.samples) == (1, 24)
+    assert str(written) == "WriteSummary(num_written=24, num_unchanged=0, num_left_out=0)"  # print() of it is one line
     check(tmp_path / "s", NAMES)
     assert sorted(noting.names) == NAMES
     again = write_store(tmp_path / "s", NAMES, noting, workers=0, columns=COLUMNS)
