@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import printable
-from bucketline.errors import BucketlineError, DeliveryError, StoreError, UsageError
+from bucketline.errors import BucketlineError, DeliveryError, UsageError
 from bucketline.loader.loader import Loader
-from bucketline.loader.mixture import WeightedStore, open_shares, parse_stores
 from bucketline.loader.network.addresses import address_of, is_loopback
 from bucketline.loader.network.sent import RemoteClient, SentCounts
+from bucketline.loader.network.served_stores import ServedStores
 from bucketline.loader.network.tokens import is_proof, new_nonce
 from bucketline.loader.network.wire import (
     ALIVE,
@@ -30,7 +30,6 @@ from bucketline.loader.network.wire import (
 )
 from bucketline.loader.service.protocol import failure_as_json, receive, send
 from bucketline.loader.state import parse_state
-from bucketline.store import Store
 from bucketline.typed_json import TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def listening(
             f"--listen {address} can be reached from other machines; give --token-file FILE, which clients must have as well"
         )
     context = security.context()
-    opened = _Stores(stores, remote)
+    opened = ServedStores(stores, remote)
     try:
         sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -97,30 +96,6 @@ def listening(
         yield listener
     finally:
         listener.stop()
-
-
-class _Stores:
-    """The stores that are served, each generation opened once."""
-
-    def __init__(self, stores: Sequence[Path | str], remote: RemoteOptions | None) -> None:
-        self._arguments, self._remote = parse_stores(stores), remote
-        self.newest = open_shares([str(one) for one in stores], remote)
-        self._opened = {tuple(one.store.manifest.generation for one in self.newest): self.newest}
-        self._lock = threading.Lock()
-
-    def at(self, generations: tuple[int, ...]) -> tuple[WeightedStore, ...]:
-        """Return the stores at these generations, one for each; at the newest ones that were opened if there are none."""
-        if not generations:
-            return self.newest
-        if len(generations) != len(self._arguments):
-            raise StoreError(f"the state has {len(generations)} stores, the server {len(self._arguments)}; use the same stores")
-        with self._lock:
-            if generations not in self._opened:
-                self._opened[generations] = tuple(
-                    WeightedStore(store=Store.open(one.path, generation, remote=self._remote), repeats=one.repeats)
-                    for one, generation in zip(self._arguments, generations, strict=True)
-                )
-            return self._opened[generations]
 
 
 class _Connection:
@@ -155,10 +130,16 @@ class _Connection:
                 self._show()
         except OSError:
             self.is_over = True
-            if self.stream is not None:
-                self.stream.release()
+            self.release()
         finally:
             self.sending.release()
+
+    def release(self) -> bool:
+        """Let the batches end; return False if there are none yet, or no more."""
+        stream = self.stream
+        if stream is not None:
+            stream.release()
+        return stream is not None
 
     def shut(self) -> None:
         with suppress(OSError):
@@ -168,7 +149,7 @@ class _Connection:
 class Listener:
     """Answers clients at an address, each in a thread of its own."""
 
-    def __init__(self, sock: socket.socket, stores: _Stores, token: bytes | None, context: ssl.SSLContext | None) -> None:
+    def __init__(self, sock: socket.socket, stores: ServedStores, token: bytes | None, context: ssl.SSLContext | None) -> None:
         self._sock, self._stores, self._token, self._context = sock, stores, token, context
         self.port: int = sock.getsockname()[1]
         self.sent = SentCounts()
@@ -201,10 +182,14 @@ class Listener:
 
     def _show_life(self) -> None:
         while not self._stopped.wait(ALIVE_EVERY_S):
-            with self._lock:
-                connections = list(self._connections.values())
-            for connection in connections:
-                connection.show_life()
+            self._show_life_to_all()
+            self._stores.let_go()
+
+    def _show_life_to_all(self) -> None:
+        with self._lock:
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.show_life()
 
     def _answer(self, connection: _Connection) -> None:
         try:
@@ -214,6 +199,7 @@ class Listener:
                 print(printable(f"a client's connection failed: {type(error).__name__}: {error}"), file=sys.stderr, flush=True)
         finally:
             connection.sock.close()
+            connection.stream = None  # `_accept` knows the last connection until the next one comes
             with self._lock:
                 del self._connections[threading.current_thread()]
 
@@ -311,9 +297,7 @@ class Listener:
         with self._lock:
             connections = dict(self._connections)
         for connection in connections.values():
-            if connection.stream is not None:
-                connection.stream.release()
-            else:
+            if not connection.release():
                 connection.shut()
         for thread, connection in connections.items():
             thread.join(1.0)
