@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import BucketlineError, DeliveryError, StoreError
+from bucketline.errors import BucketlineError, DeliveryError, StoreError, UsageError
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.gather import Gather
 from bucketline.loader.mixture import WeightedStore, join, parse_stores
@@ -61,10 +61,11 @@ class Service:
         """Open the stores' newest generations, so that a store that cannot be opened fails early. `remote`: see `Store.open`.
 
         Raises:
+            UsageError: if two of them are copies of one store.
             StoreError: if a store cannot be opened.
         """
         opened = [Store.open(one.path, remote=remote) for one in parse_stores(stores)]
-        self._paths = {store.manifest.store_id: store.place for store in opened}
+        self._paths = _by_id(opened)
         self._sources = {store.source.url: store.source for store in opened if store.source is not None}
         self._remote = remote
         self._opened: dict[tuple[object, ...], _Open] = {}
@@ -244,6 +245,26 @@ class Service:
     def _count_down(self, found: _Open) -> None:
         with self._lock:
             found.num_users -= 1
+
+
+def _by_id(stores: Sequence[Store]) -> dict[str, Path | str]:
+    """Return the places of stores by the ids that clients name; a place may be given twice.
+
+    Raises:
+        UsageError: if two places have one id: generations of equal numbers could be different ones.
+    """
+    found: dict[str, Store] = {}
+    for store in stores:
+        before = found.setdefault(store.manifest.store_id, store)
+        if _place(before) != _place(store):
+            raise UsageError(
+                f"{before.place} and {store.place} are copies of one store ({store.manifest.store_id}); start a service for each"
+            )
+    return {store_id: store.place for store_id, store in found.items()}
+
+
+def _place(store: Store) -> Path | str:
+    return store.path.resolve() if store.source is None else store.source.url
 
 
 def _counts(client: SessionStats) -> dict[str, float]:

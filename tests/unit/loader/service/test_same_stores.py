@@ -1,0 +1,49 @@
+"""A service keeps stores apart: a copy of one, equal or diverged, never stands in for it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bucketline.errors import UsageError
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.service import client
+from bucketline.loader.service.server import Service
+from bucketline.store import Store
+from bucketline.store.change.drop import drop
+from tests.building import make_store, samples_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return make_store(tmp_path / "s.store", samples_of({"train/64x64": 6})).path
+
+
+@pytest.mark.parametrize("is_diverged", [False, True])
+def test_two_copies_of_a_store_are_refused_by_name(path: Path, tmp_path: Path, *, is_diverged: bool) -> None:
+    copy = shutil.copytree(path, tmp_path / "copy.store")
+    if is_diverged:
+        for place, number in ((path, 0), (copy, 1)):
+            drop(place, Store.open(place).bucket("train/64x64").sample_ids(np.array([number])))
+    with pytest.raises(UsageError, match=rf"{path} and {copy} are copies of one store \(.*\); start a service for each"):
+        Service([path, copy])
+
+
+def test_a_store_that_is_given_twice_is_served_once(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmp_path / "link.store"
+    link.symlink_to(path)
+    service = Service([path, link, f"{path}:2"])
+    assert service.stats()["stores"] == [str(path)]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    monkeypatch.setattr(client, "connected", lambda _: ours)
+    with Loader(path, LoaderConfig(batch_size=2, epochs=1), service="/unused") as loader:
+        service.take_in(theirs)
+        assert sum(len(batch.ids) for batch in loader) == 6
+    service.stop()
