@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import select
@@ -244,7 +245,20 @@ def _register(buffer: NDArray[np.uint8]) -> bool:
             buffer.nbytes,
             code,
         )
+        _clear_last_error(code)
     return code == 0
+
+
+def _clear_last_error(code: int) -> None:
+    """Clear the runtime's last error of this thread, which torch would raise at its next kernel launch.
+
+    torch's bindings of the runtime lack the function; torch has loaded the runtime for the whole process.
+    """
+    clear = getattr(ctypes.CDLL(None), "hipGetLastError" if torch.version.hip else "cudaGetLastError", None)
+    if clear is None:
+        log.warning("the CUDA runtime's last error cannot be cleared: the next CUDA call may report error %d once more", code)
+    else:
+        clear()
 
 
 def _unregister(buffer: NDArray[np.uint8]) -> None:

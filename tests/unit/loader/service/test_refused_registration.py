@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +47,25 @@ class HostCopier:
             let_go()
 
 
+class Runtime:
+    """Stands in for libcudart's last error: a failed call leaves it, the next launch that torch checks raises it."""
+
+    def __init__(self, code: int) -> None:
+        self._code, self._pending = code, 0
+
+    def fail(self) -> int:
+        self._pending = self._code
+        return self._code
+
+    def cudaGetLastError(self) -> int:  # noqa: N802 - as it is called there
+        found, self._pending = self._pending, 0
+        return found
+
+    def check(self) -> None:
+        if self.cudaGetLastError():
+            raise RuntimeError("CUDA error: operation not supported")
+
+
 @pytest.mark.parametrize("code", [0, REFUSED])
 def test_batches_are_the_same_and_one_warning_says_why_they_are_copied_twice(
     store: Store, socket_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
@@ -53,11 +74,13 @@ def test_batches_are_the_same_and_one_warning_says_why_they_are_copied_twice(
 
     def register(address: int, *_: int) -> int:
         calls["register"].append(address)
-        return code
+        return runtime.fail()
 
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=calls["unregister"].append)
+    runtime = Runtime(code)
 
     def pinned(tensor: torch.Tensor) -> torch.Tensor:
+        runtime.check()
         calls["bounced"].append(tensor.data_ptr())
         return tensor.clone()
 
@@ -66,6 +89,7 @@ def test_batches_are_the_same_and_one_warning_says_why_they_are_copied_twice(
         return client.ServiceStream(sock, name, replace(request, is_pinned=True), copier)
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: runtime)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     monkeypatch.setattr(client.ServiceBackend, "_served", served)
     config = LoaderConfig(batch_size=4, epochs=2)
@@ -80,3 +104,14 @@ def test_batches_are_the_same_and_one_warning_says_why_they_are_copied_twice(
     else:
         assert sorted(calls["register"]) == sorted(calls["unregister"])
         assert (calls["bounced"], warned) == ([], [])
+
+
+def test_a_refusal_leaves_no_error_in_the_runtime(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    runtime = Runtime(REFUSED)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: runtime.fail()))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: runtime)
+    assert not client._register(np.zeros(8, np.uint8))
+    runtime.check()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())  # a runtime that is linked statically
+    assert not client._register(np.zeros(8, np.uint8))
+    assert "the next CUDA call may report error 801 once more" in caplog.text
