@@ -258,7 +258,8 @@ def _by_id(stores: Sequence[Store]) -> dict[str, Path | str]:
         before = found.setdefault(store.manifest.store_id, store)
         if _place(before) != _place(store):
             raise UsageError(
-                f"{before.place} and {store.place} are copies of one store ({store.manifest.store_id}); start a service for each"
+                f"{before.place} and {store.place} are copies of one store ({store.manifest.store_id}); "
+                "start a service for each"
             )
     return {store_id: store.place for store_id, store in found.items()}
 
