@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import socket
+import sys
+import threading
+from contextlib import contextmanager, suppress
 from itertools import accumulate
+from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
+MAX_CONNECTIONS = 16
+ANSWER_S = 10.0  # from a connection to its answer
 _Rows = list[tuple[list[str], float]]
 
 
@@ -33,15 +40,64 @@ def metrics_served(address: str, stats: Callable[[], dict[str, Any]]) -> Iterato
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_ServiceCollector(stats))
     try:
-        server, thread = start_http_server(port, host, registry)
+        server = (_Server6 if ":" in host else _Server)((host, port), _Handler)
     except OSError as error:
         raise UsageError(f"cannot listen at {address} for --metrics: {error.strerror or error}") from error
+    server.set_app(make_wsgi_app(registry))
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="bucketline-metrics", daemon=True
+    )
+    thread.start()
     try:
         yield server.server_port
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Answers each connection in a thread, a few at a time; further ones are closed."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - likewise
+        end = threading.Timer(ANSWER_S, _shut, (request,))
+        end.daemon = True
+        end.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            end.cancel()
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - likewise
+        """Say nothing of clients that leave or are shut out, which is all that raises here."""
+        if not isinstance(sys.exception(), OSError | ValueError):
+            super().handle_error(request, client_address)
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, *_: object) -> None: ...
+
+
+def _shut(sock: socket.socket) -> None:
+    with suppress(OSError):  # it has been answered in time
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class _ServiceCollector:

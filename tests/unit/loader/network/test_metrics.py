@@ -10,10 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from contextlib import ExitStack, suppress
 from io import StringIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
@@ -23,6 +25,7 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.commands.serve import summary
 from bucketline.loader.commands.stats import stats_of
 from bucketline.loader.commands.top import screen
+from bucketline.loader.network import metrics as metrics_module
 from bucketline.loader.network.addresses import address_of
 from bucketline.loader.network.listener import Security, listening
 from bucketline.loader.network.metrics import metrics_served
@@ -108,6 +111,43 @@ def test_metrics_count_what_each_client_was_given_and_stay_when_it_has_left(
     assert 0 < then["bucketline_client_waited_seconds_total"][stores] < 60
     with pytest.raises(OSError, match="refused"):
         metrics_at(port)
+
+
+def test_metrics_stay_within_their_connections_and_time(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics_module, "MAX_CONNECTIONS", 3, raising=False)
+    monkeypatch.setattr(metrics_module, "ANSWER_S", 0.5, raising=False)
+    stats: dict[str, Any] = {"by_stores": [], "clients": [], "fetched": {}, "network": None, "refused": 7}
+    with metrics_served("127.0.0.1:0", lambda: stats) as port, ExitStack() as using:
+        before = threading.active_count()
+        stalled = [using.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(12)]
+        stalled[0].sendall(b"GET /met")
+        for one in stalled:  # each is ended by the server: at once, or when its time is over
+            with suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+        assert wait_until(lambda: threading.active_count() <= before)
+        assert metrics_at(port)["bucketline_requests_refused_total"] == {"": 7}
+    assert capfd.readouterr().err == ""
+
+
+def test_a_client_of_the_metrics_that_sends_a_byte_now_and_then_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "ANSWER_S", 0.3, raising=False)
+    stats: dict[str, Any] = {"by_stores": [], "clients": [], "fetched": {}, "network": None, "refused": 0}
+    with metrics_served("127.0.0.1:0", lambda: stats) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=0.05) as sock:
+
+            def is_ended() -> bool:
+                try:
+                    sock.sendall(b"x")
+                    return sock.recv(1) == b""
+                except TimeoutError:
+                    return False
+                except OSError:
+                    return True
+
+            assert wait_until(is_ended)
+        assert metrics_at(port)
 
 
 def test_fetching_is_counted_by_store_with_its_latencies(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
