@@ -21,6 +21,7 @@ from bucketline.loader.network.tokens import is_proof, new_nonce
 from bucketline.loader.network.wire import (
     ALIVE,
     ALIVE_EVERY_S,
+    MAX_BATCH_BYTES,
     NETWORK_PROTOCOL,
     FrameWriter,
     RemoteRequest,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 REQUEST_S = 10.0  # time limit for a client's handshake, proof and request
 MAX_CLIENTS = 256
-MAX_BATCH_BYTES = 1 << 30  # that a client can request
+END_S = 1.0  # for all clients to read the end of their iterations
 ENDED = "the server was stopped; iterate again, or name another server: the iteration continues at the same batch"
 
 
@@ -299,10 +300,11 @@ class Listener:
         for connection in connections.values():
             if not connection.release():
                 connection.shut()
+        until = time.monotonic() + END_S
+        for thread in connections:
+            thread.join(max(0.0, until - time.monotonic()))
         for thread, connection in connections.items():
-            thread.join(1.0)
-            if thread.is_alive():  # its client does not read
-                connection.shut()
-                thread.join()
+            connection.shut()  # its client does not read, or has the end
+            thread.join()
         for thread in self._threads:
             thread.join()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bucketline.errors import BucketlineError, DeliveryError, UsageError
+from bucketline.errors import BucketlineError, DeliveryError, StateError, UsageError
 from bucketline.loader.collate.buffer_pool import BufferPool
 from bucketline.loader.config import Remainder
 from bucketline.loader.device import device_of
@@ -42,7 +42,7 @@ from bucketline.store.format.columns import LatentKind
 from bucketline.typed_json import TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -222,7 +222,7 @@ class _Servers:
         Raises:
             BucketlineError: if none does before the deadline, or one refuses.
         """
-        sock, answer = self.connected(request, time.monotonic() + self.deadline_s, lambda: False)
+        sock, answer = self.connected(request, time.monotonic() + self.deadline_s, threading.Event())
         sock.close()
         return answer
 
@@ -230,9 +230,7 @@ class _Servers:
         """Begin with the next server, since the present one has failed."""
         self._first = (self._first + 1) % len(self._addresses)
 
-    def connected(
-        self, request: RemoteRequest, until: float, is_over: Callable[[], bool]
-    ) -> tuple[socket.socket, RemoteResponse]:
+    def connected(self, request: RemoteRequest, until: float, over: threading.Event) -> tuple[socket.socket, RemoteResponse]:
         """Connect to a server that grants a request; try each in turn, and all again after a pause.
 
         Raises:
@@ -248,13 +246,12 @@ class _Servers:
                 except (OSError, _UnreachableError) as error:
                     failure = f"{address[0]}:{address[1]}: {getattr(error, 'strerror', None) or error}"
                     self.lost()
-            if is_over() or time.monotonic() + pause > until:
+            if over.is_set() or time.monotonic() + pause > until:
                 raise DeliveryError(
                     f"no server of batches can be reached at {self.names} within {self.deadline_s:g} s; the last failure: "
                     f"{failure}; start one (loader serve --listen), and iterate again: it continues at the same batch"
                 )
-            time.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - so that ranks do not come all at once
-            pause = min(2 * pause, _MAX_PAUSE_S)
+            pause = _paused(pause, over)
 
     def _ask(self, address: tuple[str, int], request: RemoteRequest, left: float) -> tuple[socket.socket, RemoteResponse]:
         sock = socket.create_connection(address, timeout=min(left, SILENCE_S))
@@ -277,7 +274,8 @@ class _Servers:
                 raise failure_of(answer)
             try:
                 granted = decode(RemoteResponse, answer)
-            except TypedJsonError as error:
+                granted.check()
+            except (TypedJsonError, ValueError, StateError) as error:
                 raise DeliveryError(f"the answer of {address[0]}:{address[1]} is invalid: {error}") from error
             sock.settimeout(None)
             limit_silence(sock, SILENCE_S)
@@ -285,6 +283,12 @@ class _Servers:
             sock.close()
             raise
         return sock, granted
+
+
+def _paused(pause: float, over: threading.Event) -> float:
+    """Wait, unless the iteration ends; return the next pause."""
+    over.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311 - so that ranks do not come all at once
+    return min(2 * pause, _MAX_PAUSE_S)
 
 
 class _UnreachableError(Exception):
@@ -315,7 +319,7 @@ class _Receiving:
             depth, FIRST_DEPTH
         )
         self._sock: socket.socket | None = None
-        self._is_over = False
+        self._over = threading.Event()
         self._turn = 0
         self._refusals = 0  # failures that servers have told, since the last batch
         self._thread = threading.Thread(target=self._run, name="bucketline-receiver", daemon=True)
@@ -337,18 +341,21 @@ class _Receiving:
     def _run(self) -> None:
         failure: BaseException | None = None
         try:
-            until = time.monotonic() + self._servers.deadline_s
-            while not self._is_over:
+            until, pause, failures = time.monotonic() + self._servers.deadline_s, _FIRST_PAUSE_S, 0
+            while not self._over.is_set():
                 turn = self._turn
                 try:
                     if self._receive_all(until):
                         break
                 except _UnreachableError as error:
                     if self._turn != turn:
-                        until = time.monotonic() + self._servers.deadline_s
+                        until, pause, failures = time.monotonic() + self._servers.deadline_s, _FIRST_PAUSE_S, 0
                     elif time.monotonic() > until:
                         raise DeliveryError(str(error)) from error
+                failures += 1
                 self._servers.lost()
+                if failures >= self._servers.count:  # each has failed since the last batch
+                    pause = _paused(pause, self._over)
         except BucketlineError as error:
             failure = error
         except Exception as error:  # noqa: BLE001 - delivered to the caller, who raises it
@@ -363,9 +370,9 @@ class _Receiving:
             BucketlineError: if every server refuses the request or cannot read the next batch.
         """
         state = {**(self._wanted.state or {}), "step": self._cursor.step, "micro_step": self._cursor.micro_step}
-        sock, answer = self._servers.connected(replace(self._wanted, state=state), until, lambda: self._is_over)
+        sock, answer = self._servers.connected(replace(self._wanted, state=state), until, self._over)
         self._sock = sock
-        if self._is_over:
+        if self._over.is_set():
             sock.close()
             return True
         with sock:
@@ -413,7 +420,7 @@ class _Receiving:
 
     def close(self) -> None:
         """End the iteration; the thread is gone when this returns."""
-        self._is_over = True
+        self._over.set()
         for filled, copy in self._ready.close():
             if copy is None:
                 self._pool.give_back(filled.buffer)

@@ -15,19 +15,27 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+import torch
+
 from bucketline.errors import DeliveryError
 from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` reads the annotations at run time
+from bucketline.loader.iteration import batch_of
 from bucketline.loader.service.layouts import LayoutReader, LayoutWriter
+from bucketline.loader.state import parse_state
+from bucketline.store.format.columns import LatentKind
 from bucketline.typed_json import Json  # noqa: TC001 - likewise
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bucketline.loader.collate.buffer_pool import Field
+
 NETWORK_PROTOCOL = 2
 ALIVE_EVERY_S = 2.0  # a server with no batch to send sends a sign of life
 ALIVE = {"alive": True}  # before the answer; then it is a frame
 MAX_LAYOUT_BYTES = 1 << 20
+MAX_BATCH_BYTES = 1 << 30  # that a client can request
 MAX_PREFETCH_BYTES, MAX_THREADS = 1 << 28, 4  # of a client, on the server
 _FRAME = struct.Struct("<BQQQIQ")  # kind, step, micro step, epoch, length of the layout or message, bytes of tensors
 
@@ -63,6 +71,20 @@ class RemoteResponse:
     buffer_bytes: int  # size of the largest batch
     stores: tuple[str, ...]  # names, for messages
 
+    def check(self) -> None:
+        """Check what a client computes with.
+
+        Raises:
+            ValueError: if a value is impossible.
+            StateError: if the state is damaged or of another version.
+        """
+        if not self.sizes or any(len(one) != 2 or one[0] < 0 or one[1] < 1 for one in self.sizes):
+            raise ValueError(f"sizes is {self.sizes!s:.100}, expected the rows and the global batch of each bucket")
+        if not 0 < self.buffer_bytes <= MAX_BATCH_BYTES:
+            raise ValueError(f"buffer_bytes is {self.buffer_bytes}, expected 1 to {MAX_BATCH_BYTES}")
+        LatentKind(self.latent_kind)
+        parse_state(self.state)
+
 
 class FrameWriter:
     """Sends frames to one client."""
@@ -94,7 +116,7 @@ class FrameReader:
 
     def __init__(self, sock: socket.socket, buffer_bytes: int) -> None:
         self._sock, self._buffer_bytes = sock, buffer_bytes
-        self._layouts, self._layout = LayoutReader(), b""
+        self._layouts, self._layout = LayoutReader(_expect_batch), b""
         self._head = bytearray(_FRAME.size)
 
     def next_kind(self) -> Kind:
@@ -121,10 +143,10 @@ class FrameReader:
         """Receive the tensors of the batch whose header was read into a buffer, `[buffer_bytes]` uint8."""
         try:
             bucket, num_bytes, fields = self._layouts.decoded(self._layout)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise DeliveryError(f"a batch's layout is damaged: {error}") from error
-        if num_bytes != self._num_bytes or any(one.begin < 0 or one.begin + one.num_bytes > num_bytes for one in fields):
-            raise DeliveryError(f"a batch of {bucket} has {self._num_bytes} bytes, its layout {num_bytes}")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DeliveryError(f"a batch's layout is damaged: {error}; is it a server of the same bucketline?") from error
+        if num_bytes != self._num_bytes:
+            raise DeliveryError(f"a batch of {bucket:.100} has {self._num_bytes} bytes, its layout {num_bytes}")
         self._exactly(buffer.numpy().data[:num_bytes])
         return FilledBuffer(
             buffer=buffer,
@@ -157,6 +179,24 @@ class FrameReader:
             if not got:
                 raise DeliveryError("the server has ended without a message")
             at += got
+
+
+def _expect_batch(bucket: str, num_bytes: int, fields: list[Field]) -> None:
+    """Check that a layout is that of a batch, by making one of it.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if type(bucket) is not str or type(num_bytes) is not int or not 0 <= num_bytes <= MAX_BATCH_BYTES:
+        raise ValueError(f"it is of bucket {bucket!r:.100} with {num_bytes!r:.100} bytes")
+    if len({one.name for one in fields}) != len(fields) or any(one.begin + one.num_bytes > num_bytes for one in fields):
+        raise ValueError(f"it has two tensors of one name, or one beyond its {num_bytes} bytes")
+    flat = torch.empty(num_bytes, dtype=torch.uint8)
+    filled = FilledBuffer(buffer=flat, fields=fields, num_bytes=num_bytes, step=0, micro_step=0, epoch=0, bucket=bucket)
+    try:
+        batch_of(filled, flat, LatentKind.MODE)
+    except (TypeError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
+        raise ValueError(f"its tensors are not those of a batch ({error})") from error
 
 
 def limit_silence(sock: socket.socket, seconds: float) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.loader.collate.buffer_pool import Field
+from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bucketline.loader.collate.buffer_pool import FilledBuffer
 
 _MAX_KNOWN = 1 << 12
@@ -42,22 +45,35 @@ def _layout(filled: FilledBuffer) -> bytes:
 class LayoutReader:
     """Decodes layouts, equal ones once."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[str, int, list[Field]], object] | None = None) -> None:
+        """Decode layouts. `check` is called with the bucket, bytes and fields of each new one, and may refuse it."""
+        self._check = check
         self._known: dict[bytes, tuple[str, int, list[Field]]] = {}
 
     def decoded(self, layout: bytes) -> tuple[str, int, list[Field]]:
-        """Return the bucket, bytes and fields that were encoded."""
+        """Return the bucket, bytes and fields that were encoded.
+
+        Raises:
+            ValueError, TypeError: if it is damaged.
+        """
         known = self._known.get(layout)
         if known is None:
             if len(self._known) > _MAX_KNOWN:
                 self._known.clear()
             bucket, num_bytes, fields = json.loads(layout)
-            known = self._known[layout] = (bucket, num_bytes, [_field(*one) for one in fields])
+            known = (bucket, num_bytes, [_field(*one) for one in fields])
+            if self._check is not None:
+                self._check(*known)
+            self._known[layout] = known
         return known
 
 
 def _field(name: str, dtype: str, shape: list[int], begin: int, num_bytes: int) -> Field:
-    found = getattr(torch, dtype)
+    found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
         raise TypeError(f"{dtype} is not a dtype")
+    if any(type(number) is not int or number < 0 for number in (*shape, begin, num_bytes)) or begin % ALIGN_BYTES:
+        raise ValueError(f"{name} has the shape {shape} and {num_bytes} bytes from {begin}")
+    if num_bytes != found.itemsize * math.prod(shape):
+        raise ValueError(f"{name} has {num_bytes} bytes for {dtype} {shape}")
     return Field(name=name, dtype=found, shape=tuple(shape), begin=begin, num_bytes=num_bytes)

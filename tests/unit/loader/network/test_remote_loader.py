@@ -23,8 +23,10 @@ from bucketline.loader import Batch, Loader, LoaderConfig, RemoteLoader
 from bucketline.loader.network import listener as listener_module
 from bucketline.loader.network import remote_loader as client_module
 from bucketline.loader.network.listener import Security, listening
-from bucketline.loader.network.wire import allowed
+from bucketline.loader.network.tokens import proof_of
+from bucketline.loader.network.wire import NETWORK_PROTOCOL, allowed
 from bucketline.loader.service.protocol import receive, send
+from bucketline.typed_json import encode
 from tests.building import make_store, samples_of
 from tests.commands import spawn
 from tests.conditioned import Form, conditioned_store
@@ -171,11 +173,14 @@ STRANGERS = {
     "deep": b"\0\0\x40\0" + b"[" * 0x4000,
     "half a message": b"\0\0\0\x10{",
     "a proof that is none": b'\0\0\0\x0c{"proof": 1}',
+    "a proof that is not text": b'\0\0\0\x13{"proof": "\\ud800"}',
 }
 
 
 @pytest.mark.parametrize("said", STRANGERS)
-def test_strangers_at_the_port_change_nothing(store: Store, token: Path, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_at_the_port_change_nothing(
+    store: Store, token: Path, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(listener_module, "REQUEST_S", 0.3)
     with served(store) as found:
         with socket.create_connection(("127.0.0.1", found.port)) as sock:
@@ -189,6 +194,43 @@ def test_strangers_at_the_port_change_nothing(store: Store, token: Path, said: s
             assert b"plan" not in answer
         with remote(found, LoaderConfig(batch_size=2), token) as far:
             assert next(far.forever()).step == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_stalled_clients_hold_up_the_end_of_a_server_once_and_not_one_by_one(
+    tmp_path: Path, token: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "END_S", 0.2, raising=False)
+    large = make_store(tmp_path / "large.store", samples_of({"train/512x512": 64}))
+    request = {
+        "protocol": NETWORK_PROTOCOL,
+        "config": encode(LoaderConfig(batch_size=64)),
+        "rank": 0,
+        "world_size": 1,
+        "state": None,
+        "is_streamed": True,
+    }
+    with served(large) as found, ExitStack() as using:
+        for _ in range(6):
+            sock = using.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+            sock.connect(("127.0.0.1", found.port))
+            nonce = str(receive(sock, 10)[0]["nonce"])
+            send(sock, {**request, "proof": proof_of(TOKEN, nonce)})
+            receive(sock, 10)
+        seen_at: dict[str, float] = {}
+
+        def is_full() -> bool:
+            """Return True if nothing more was sent for a while."""
+            clients = found.sent.stats()["clients"]
+            now = time.monotonic()
+            since = seen_at.setdefault(str([(one["address"], one["batches"]) for one in clients]), now)
+            return len(clients) == 6 and now - since > 0.2
+
+        assert wait_until(is_full)
+        begun = time.monotonic()
+        found.stop()
+        assert time.monotonic() - begun < 3
 
 
 def test_random_bytes_never_end_the_server(store: Store, token: Path) -> None:

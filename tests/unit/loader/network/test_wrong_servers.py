@@ -1,0 +1,168 @@
+"""What servers may answer that are broken, lie, or are something else: an error with a name, soon, and few requests."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bucketline.errors import BucketlineError, DeliveryError
+from bucketline.loader import Loader, LoaderConfig, RemoteLoader
+from bucketline.loader.network.wire import NETWORK_PROTOCOL, Kind
+from bucketline.loader.service.protocol import receive, send
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bucketline.store import Store
+
+CONFIG = LoaderConfig(batch_size=2)
+HEAD = struct.Struct("<BQQQIQ")
+END = HEAD.pack(Kind.END, 0, 0, 0, 0, 0)
+HELLO = {"bucketline": NETWORK_PROTOCOL, "nonce": "n"}
+
+
+def granted(store: Store, **changes: object) -> dict[str, Any]:
+    """Return the answer of a server, with some values changed."""
+    with Loader(store, CONFIG) as loader:
+        answer = {
+            "state": loader.state_dict(),
+            "sizes": [list(one) for one in loader.plan.epoch_steps.sizes],
+            "latent_kind": loader.latent_kind.value,
+            "buffer_bytes": loader.buffer_bytes,
+            "stores": ["s"],
+        }
+    return {**answer, **changes}
+
+
+class Server:
+    """Answers each client with the same message, and then with the same bytes."""
+
+    def __init__(self, answer: dict[str, Any], frames: bytes, hello: dict[str, Any] = HELLO) -> None:
+        self._answer, self._frames, self._hello, self.num_asked = answer, frames, hello, 0
+        self._sock = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._sock.getsockname()[1]
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                return
+            with sock, suppress(OSError, BucketlineError):
+                self.num_asked += 1
+                send(sock, self._hello)
+                asked, _ = receive(sock, 10)
+                send(sock, self._answer)
+                if asked["is_streamed"]:
+                    sock.sendall(self._frames)
+
+    def close(self) -> None:
+        self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        self._thread.join()
+
+
+@contextmanager
+def server(answer: dict[str, Any], frames: bytes = b"", hello: dict[str, Any] = HELLO) -> Iterator[Server]:
+    found = Server(answer, frames, hello)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def failure(kind: str) -> bytes:
+    message = json.dumps({"error": kind, "message": "the disk is on fire"}).encode()
+    return HEAD.pack(Kind.FAILURE, 0, 0, 0, len(message), 0) + message
+
+
+def layout_of(*values: object, num_bytes: int = 0) -> bytes:
+    text = json.dumps(values).encode()
+    return HEAD.pack(Kind.BATCH, 0, 0, 0, len(text), num_bytes) + text + bytes(num_bytes)
+
+
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_an_end_before_the_last_step_is_an_error(store: Store, epochs: int | None) -> None:
+    config = LoaderConfig(batch_size=2, epochs=epochs)
+    with (
+        server(granted(store), END) as found,
+        RemoteLoader(str(found.port), config, deadline_s=1) as far,
+        pytest.raises(DeliveryError, match="before step 0"),
+    ):
+        next(far.forever())
+
+
+@pytest.mark.parametrize("frames", [failure("DeliveryError"), b""], ids=["fails", "ends"])
+def test_a_server_that_fails_at_once_is_asked_a_few_times_until_the_deadline(store: Store, frames: bytes) -> None:
+    with server(granted(store), frames) as found, RemoteLoader(str(found.port), CONFIG, deadline_s=0.7) as far:
+        with pytest.raises(DeliveryError, match=r"the disk is on fire|ended without a message|no server of batches"):
+            next(far.forever())
+        assert 2 <= found.num_asked < 12
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "sizes of three": {"sizes": [[1, 2, 3]]},
+    "sizes of one": {"sizes": [[4]]},
+    "a global batch of 0": {"sizes": [[4, 0]]},
+    "negative sizes": {"sizes": [[-4, 2]]},
+    "no sizes": {"sizes": []},
+    "rows beyond reason": {"sizes": [[10**30, 1]]},
+    "an unknown kind of latents": {"latent_kind": "x"},
+    "no bytes": {"buffer_bytes": -1},
+    "bytes beyond reason": {"buffer_bytes": 1 << 62},
+    "no state": {"state": {}},
+    "a state of another version": {"state": {"version": 99}},
+    "a missing field": {"stores": None},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_answer_is_an_error_that_names_the_server(store: Store, name: str) -> None:
+    with server(granted(store, **WRONG[name])) as found, pytest.raises(DeliveryError, match=rf"127.0.0.1:{found.port}"):
+        RemoteLoader(str(found.port), CONFIG, deadline_s=0.3)
+
+
+BATCHES = {
+    "no JSON": HEAD.pack(Kind.BATCH, 0, 0, 0, 2, 0) + b"\xff{",
+    "nothing": layout_of(),
+    "a bucket that is a number": layout_of(1, 0, []),
+    "fields that are numbers": layout_of("b", 0, [1]),
+    "no fields": layout_of("b", 0, []),
+    "a field of text": layout_of("b", 8, [["latents", "uint8", "xy", 0, 8]], num_bytes=8),
+    "a shape of text": layout_of("b", 8, [["latents", "uint8", ["x"], 0, 8]], num_bytes=8),
+    "a shape that is larger": layout_of("b", 8, [["latents", "uint8", [9], 0, 8]], num_bytes=8),
+    "a negative shape": layout_of("b", 8, [["latents", "uint8", [-8], 0, 8]], num_bytes=8),
+    "a negative begin": layout_of("b", 8, [["latents", "uint8", [8], -8, 8]], num_bytes=8),
+    "a begin of text": layout_of("b", 8, [["latents", "uint8", [8], "0", 8]], num_bytes=8),
+    "a fraction": layout_of("b", 8, [["latents", "uint8", [8], 0.5, 4]], num_bytes=8),
+    "an unknown dtype": layout_of("b", 8, [["latents", "nn", [8], 0, 8]], num_bytes=8),
+    "an odd begin": layout_of("b", 8, [["latents", "float32", [1], 1, 4]], num_bytes=8),
+    "a field twice": layout_of("b", 8, [["latents", "uint8", [8], 0, 8]] * 2, num_bytes=8),
+    "fields that a batch lacks": layout_of("b", 8, [["x", "uint8", [8], 0, 8]], num_bytes=8),
+    "deep": HEAD.pack(Kind.BATCH, 0, 0, 0, 100_000, 0) + b"[" * 100_000,
+    "another step": HEAD.pack(Kind.BATCH, 7, 0, 0, len(json.dumps(["b", 0, []])), 0) + json.dumps(["b", 0, []]).encode(),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_wrong_batch_is_an_error_of_delivery(store: Store, name: str) -> None:
+    with (
+        server(granted(store), BATCHES[name]) as found,
+        RemoteLoader(str(found.port), CONFIG, deadline_s=0.15) as far,
+        pytest.raises(DeliveryError),
+    ):
+        next(far.forever())
+
+
+@pytest.mark.parametrize("hello", [{}, {"nonce": 1}, {"nonce": "\ud800"}, {"nonce": ["n"] * 1000}])
+def test_a_wrong_greeting_is_an_error_of_delivery(hello: dict[str, Any]) -> None:
+    with server({}, b"", hello) as found, pytest.raises(DeliveryError, match=rf"127.0.0.1:{found.port}"):
+        RemoteLoader(str(found.port), CONFIG, deadline_s=0.3)
