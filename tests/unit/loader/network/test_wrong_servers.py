@@ -1,4 +1,4 @@
-"""What servers may answer that are broken, lie, or are something else: an error with a name, soon, and few requests."""
+"""Answers of servers that are broken, lie, or are something else: an error with a name, soon, and few requests."""
 
 from __future__ import annotations
 
