@@ -256,10 +256,15 @@ def _each(values: Json) -> NDArray[np.float64]:
 
 
 def _converted(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Return values in a stored dtype, of BF16 as bits. In parts so small that torch converts each in this thread."""
+    """Return values in a stored dtype, of BF16 as bits, rounded to F32 and then to it, as packing rounds them.
+
+    In parts so small that torch converts each in this thread.
+    """
+    with np.errstate(all="ignore"):  # the caller rejects what is out of range
+        single = values.astype("<f4", copy=False)
     if dtype == "F32":
-        return values.astype("<f4", copy=False)
-    flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1))
+        return single
+    flat = torch.from_numpy(np.ascontiguousarray(single).reshape(-1))
     found = torch.empty(flat.shape, dtype=TORCH_DTYPES[dtype])
     for begin in range(0, len(flat), _PART):
         found[begin : begin + _PART] = flat[begin : begin + _PART]

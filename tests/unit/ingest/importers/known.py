@@ -63,10 +63,15 @@ class Known:
     samples: tuple[Sample, ...]
     scale: float
     shift: float
+    dtype: torch.dtype = torch.float32  # in which a cache stores its latents, if its format leaves that open
 
     def fed(self, latent: NDArray[np.float32]) -> NDArray[np.float32]:
         """Scale a latent as its model sees it, as trainers do that store it so."""
-        return ((latent - np.float32(self.shift)) * np.float32(self.scale)).astype(np.float32)
+        return ((latent.astype("f8") - self.shift) * self.scale).astype("f4")
+
+    def cached(self, latent: NDArray[np.float32], *, scaled: bool = True) -> torch.Tensor:
+        """Return a latent as a cache stores it."""
+        return torch.from_numpy(np.array(self.fed(latent) if scaled else latent)).to(self.dtype)
 
 
 def make_known(folder: Path, name: str, count: int = 6) -> Known:
@@ -161,35 +166,64 @@ def run_import(kind: str, source: Path, store: Path, known: Known | None, *optio
     return call("ingest", "import", kind, source, store, *named, "--json", *options)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The form that a cache's format gives to what was packed, and what it does not record."""
+
+    scaled: bool = True  # latents are as the model is fed
+    dtype: torch.dtype | None = None  # of latents, if the format says it, whatever the VAE computes in
+    text_dtype: torch.dtype = torch.float32
+    has_size: bool = True  # of the original
+    has_resized: bool = True  # of the image that was cropped, if the original's size is unknown
+    has_crop: bool = False
+    text: str = "source"  # or `encode`, `none`
+
+
 def assert_as_packed(
-    store: Path,
-    known: Known,
-    *,
-    has_text: bool,
-    crops: str = "unknown",
-    ids: dict[str, str] | None = None,
-    has_size: bool = True,
-    is_half: bool = False,
+    store: Path, known: Known, form: Form, *, crops: str = "unknown", ids: dict[str, str] | None = None
 ) -> None:
-    """Compare every sample of an imported store with the packed one: latent, embedding, size, bucket and crop."""
+    """Compare every sample of an imported store with the packed one, to the bit: latent, embedding, caption, sizes and crop."""
+    manifest = Store.open(store).manifest
     imported = {sample.id: sample for sample in read_store(store)}
-    atol = 2**-10 / known.scale if is_half else 1e-6  # of a cache in 16 bits whose values are below 4 as the model is fed
     assert len(imported) == len(known.samples)
     for sample in known.samples:
-        own = imported[(ids or {}).get(sample.id, sample.id)]
-        np.testing.assert_allclose(own.latent, sample.latent, rtol=2**-10, atol=atol)
-        assert own.record.bucket == sample.record.bucket
-        assert own.record.original_size == (sample.record.original_size if has_size else (0, 0))
-        assert own.record.resized == (sample.record.resized if has_size else (0, 0))
+        own, record = imported[(ids or {}).get(sample.id, sample.id)], sample.record
+        dtype = manifest.specs[own.record.bucket].column("latent").dtype
+        assert_same_bits(own.latent, undone(known, sample.latent, form), dtype)
+        assert own.record.bucket == record.bucket
+        original = record.original_size if form.has_size else record.resized if form.has_resized else (0, 0)
+        assert own.record.original_size == original
+        assert own.record.resized == (record.resized if form.has_size or form.has_resized else (0, 0))
         if crops == "unknown":
             assert own.record.crop[:2] == (-1, -1)
             assert own.record.crop_in_source == (-1, -1, -1, -1)
         else:
-            assert (own.record.crop, own.record.crop_in_source) == (sample.record.crop, sample.record.crop_in_source)
+            assert own.record.crop == record.crop
+            assert not form.has_size or own.record.crop_in_source == record.crop_in_source
         assert own.caption == sample.caption
-        if has_text:
-            np.testing.assert_allclose(own.tokens, sample.tokens, rtol=2**-9, atol=1e-5)
+        if form.text != "none":
+            assert_same_bits(own.tokens, rounded(sample.tokens, form.text_dtype), dtype)
             if sample.pooled is not None:
                 assert own.pooled is not None
-                np.testing.assert_allclose(own.pooled, sample.pooled, rtol=2**-9, atol=1e-5)
+                assert_same_bits(own.pooled, rounded(sample.pooled, form.text_dtype), dtype)
     assert call("store", "verify", store).code == 0
+
+
+def undone(known: Known, latent: NDArray[np.float32], form: Form) -> NDArray[Any]:
+    """Return what the VAE made, computed in 64 bits from the values that the cache stores; not by the importer's code."""
+    stored = rounded(known.cached(latent, scaled=form.scaled).float().numpy(), form.dtype or known.dtype)
+    return stored.astype("<f8") / known.scale + known.shift if form.scaled else stored
+
+
+def rounded(values: NDArray[np.float32], dtype: torch.dtype) -> NDArray[np.float32]:
+    """Return what a dtype keeps of values."""
+    found: NDArray[np.float32] = torch.from_numpy(values).to(dtype).float().numpy()
+    return found
+
+
+def assert_same_bits(found: NDArray[np.float32], expected: NDArray[Any], dtype: str) -> None:
+    """Compare values with what is expected of a column of this dtype: of 64 bits rounded to F32, and by F16 once more."""
+    wanted = expected.astype("<f4").astype({"F32": "<f4", "F16": "<f2"}[dtype]).astype("<f4")
+    assert found.shape == wanted.shape
+    differ = int((found.view("<u4") != wanted.view("<u4")).sum())
+    assert differ == 0, f"{differ} of {wanted.size} values differ, at most by {np.abs(found - wanted).max():.3g}"

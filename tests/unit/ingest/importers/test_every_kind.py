@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
@@ -22,7 +23,7 @@ from bucketline.train.trainer import train
 from tests.building import tree
 from tests.commands import call
 from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
-from tests.unit.ingest.importers.writers import LATENTS, WRITERS
+from tests.unit.ingest.importers.writers import FORMS, LATENTS, WRITERS
 from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
@@ -31,9 +32,15 @@ if TYPE_CHECKING:
 
     from tests.unit.ingest.importers.known import Known
 
-TEXT = {"onetrainer": "encode", "diffusion-pipe": "encode"}  # the others keep the embeddings of the cache
-KNOWS_CROPS = ("simpletuner", "onetrainer", "nemo")
 BY_NAME = ("musubi",)  # its ids have neither folder nor extension
+
+
+def crops(kind: str) -> str:
+    return "source" if FORMS[kind].has_crop else "unknown"
+
+
+def ids(kind: str, own: Known) -> dict[str, str] | None:
+    return {sample.id: sample.stem.rpartition("/")[2] for sample in own.samples} if kind in BY_NAME else None
 
 
 def options(kind: str, own: Known) -> tuple[Any, ...]:
@@ -56,25 +63,24 @@ def source(kind: str, own: Known, tmp_path: Path) -> Path:
     return WRITERS[kind][0](tmp_path / "cache", own)
 
 
-def test_latents_and_embeddings_are_those_that_pack_makes(kind: str, own: Known, source: Path, tmp_path: Path) -> None:
-    ran = run_import("auto", source, tmp_path / "s.store", own, *options(kind, own))
+def test_latents_texts_and_sizes_are_those_of_pack_to_the_bit(kind: str, own: Known, source: Path, tmp_path: Path) -> None:
+    ran = run_import("auto", source, tmp_path / "s.store", own, *options(kind, own), "--dtype", "F32")
     assert ran.code == 0, ran.err
     summary = ran.json
     assert summary["kind"] == kind
     assert (summary["found"], summary["imported"], summary["rejected"]) == (6, 6, 0)
-    assert summary["text"] == TEXT.get(kind, "source")
-    ids = {sample.id: sample.stem.rpartition("/")[2] for sample in own.samples} if kind in BY_NAME else None
-    if kind == "ai-toolkit":
-        return  # its originals' sizes are unknown; a test of its own has the rest
-    assert_as_packed(
-        tmp_path / "s.store",
-        own,
-        has_text=True,
-        crops="source" if kind in KNOWS_CROPS else "unknown",
-        ids=ids,
-        has_size=kind not in ("diffusion-pipe", "fastvideo"),
-        is_half=kind in ("mds", "nemo"),
-    )
+    assert summary["text"] == FORMS[kind].text
+    assert_as_packed(tmp_path / "s.store", own, FORMS[kind], crops=crops(kind), ids=ids(kind, own))
+
+
+@pytest.mark.parametrize("kind", ["musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe"], indirect=True)
+def test_latents_that_a_trainer_stores_in_bf16_are_unscaled_from_its_bits(kind: str, own: Known, tmp_path: Path) -> None:
+    halved = replace(own, dtype=torch.bfloat16)
+    source = WRITERS[kind][0](tmp_path / "cache", halved)
+    ran = run_import(kind, source, tmp_path / "s.store", own, *options(kind, own), "--text", "none", "--dtype", "F32")
+    assert ran.code == 0, ran.err
+    form = replace(FORMS[kind], text="none")
+    assert_as_packed(tmp_path / "s.store", halved, form, crops=crops(kind), ids=ids(kind, own))
 
 
 def test_a_second_run_finds_all_unchanged_and_a_dry_run_writes_nothing(
@@ -198,12 +204,12 @@ def test_the_user_has_to_name_the_vae_and_the_manifest_says_so(kind: str, own: K
     imported = call("store", "info", tmp_path / "s.store", "--json").json["rules"]["import"]
     assert imported["vae"] == "named by --model"
     assert imported["captions"] == ("--captions" if kind == "onetrainer" else imported["captions"])
-    assert imported["crop"] == ("source" if kind in (*KNOWS_CROPS, "ai-toolkit") else "unknown")
+    assert imported["crop"] == crops(kind)
 
 
 @pytest.mark.slow
 def test_a_model_is_trained_on_what_was_imported(kind: str, own: Known, source: Path, tmp_path: Path) -> None:
-    more = () if kind in (*KNOWS_CROPS, "ai-toolkit", "diffusion-pipe", "fastvideo") else ("--crop", "center")
+    more = () if FORMS[kind].has_crop or not FORMS[kind].has_size else ("--crop", "center")
     store, latents = tmp_path / "s.store", tmp_path / "run"
     assert run_import(kind, source, store, own, *more, *options(kind, own)).code == 0
     config = TrainConfig(store=(store,), model=own.model, output_dir=latents, batch_size=2, max_steps=2, warmup_steps=0)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.commands import call
-from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
+from tests.unit.ingest.importers.known import Form, assert_as_packed, assert_same_bits, read_store, run_import, undone
 from tests.unit.ingest.importers.writers import (
+    FORMS,
     ai_toolkit,
     ai_toolkit_file,
     diffusion_pipe_values,
@@ -46,7 +47,7 @@ def test_kohyas_other_models(family: str, known: Callable[[str], Known], tmp_pat
     own = known(family)
     summary = imported(run_import("auto", kohya(tmp_path / "cache", own), tmp_path / "s.store", own))
     assert summary["text"] == ("encode" if family == "sd" else "source")
-    assert_as_packed(tmp_path / "s.store", own, has_text=True)
+    assert_as_packed(tmp_path / "s.store", own, Form(scaled=family == "flux"))
 
 
 def test_of_kohyas_caches_of_two_models_one_has_to_be_chosen(known: Callable[[str], Known], tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_of_kohyas_caches_of_two_models_one_has_to_be_chosen(known: Callable[[st
     assert "has latents of several models" in refused.err
     assert "flux (6)" in refused.err
     imported(run_import("kohya", source, tmp_path / "s.store", own, "--variant", "sdxl"))
-    assert_as_packed(tmp_path / "s.store", own, has_text=True)
+    assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
 
 
 def test_kohyas_mirrored_latents_become_the_columns_mirror_and_a_sample_without_is_rejected(
@@ -92,7 +93,7 @@ def test_several_sizes_in_one_file_of_kohyas_become_samples_of_their_own(known: 
 def test_a_centred_crop_is_what_pack_makes_if_the_user_says_so(known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("sdxl")
     imported(run_import("kohya", kohya(tmp_path / "cache", own), tmp_path / "s.store", own, "--crop", "center"))
-    assert_as_packed(tmp_path / "s.store", own, has_text=True, crops="center")
+    assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"], crops="center")
     refused = run_import("kohya", tmp_path / "cache", tmp_path / "other.store", own, "--crop", "source")
     assert refused.code == 2
     assert "kohya does not record crops" in refused.err
@@ -104,7 +105,7 @@ def test_musubis_unscaled_latents_and_unknown_architectures(known: Callable[[str
     summary = imported(run_import("musubi", source, tmp_path / "s.store", own, "--text", "none"))
     assert (summary["variant"], summary["scaling_undone"]) == ("zi", "none")
     ids = {sample.id: sample.stem.rpartition("/")[2] for sample in own.samples}
-    assert_as_packed(tmp_path / "s.store", own, has_text=False, ids=ids)
+    assert_as_packed(tmp_path / "s.store", own, Form(scaled=False, text="none"), ids=ids)
     refused = run_import("musubi", musubi(tmp_path / "qil", own, "qil"), tmp_path / "other.store", own)
     assert refused.code == 1
     assert "latents of 'qil'" in refused.err
@@ -118,7 +119,7 @@ def test_musubis_latents_and_texts_of_wan(known: Callable[[str], Known], tmp_pat
     summary = imported(run_import("auto", musubi(tmp_path / "wan", own, "wan"), tmp_path / "s.store", own))
     assert (summary["variant"], summary["text"]) == ("wan", "source")
     ids = {sample.id: sample.stem.rpartition("/")[2] for sample in own.samples}
-    assert_as_packed(tmp_path / "s.store", own, has_text=True, ids=ids)
+    assert_as_packed(tmp_path / "s.store", own, FORMS["musubi"], ids=ids)
 
 
 @pytest.mark.parametrize(("hashed", "packed"), [(True, True), (False, False)])
@@ -128,7 +129,7 @@ def test_simpletuners_names_hashed_or_not_and_files_gzipped_or_not(
     own = known("flux")
     source = simpletuner(tmp_path / "cache", own, hashed=hashed, packed=packed)
     imported(run_import("auto", source, tmp_path / "s.store", own))
-    assert_as_packed(tmp_path / "s.store", own, has_text=True, crops="source")
+    assert_as_packed(tmp_path / "s.store", own, FORMS["simpletuner"], crops="source")
 
 
 def test_a_model_that_simpletuners_table_lacks_is_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_a_crop_of_a_larger_image_is_rejected_unless_crops_are_unknown(known: Ca
     assert summary["rejected_by_reason"] == {"crop unknown or impossible": 1}
     assert "--crop unknown imports it" in summary["rejects"][0]["detail"]
     imported(run_import("simpletuner", source, tmp_path / "other.store", own, "--crop", "unknown"))
-    assert_as_packed(tmp_path / "other.store", own, has_text=True)
+    assert_as_packed(tmp_path / "other.store", own, FORMS["simpletuner"])
 
 
 def test_onetrainers_next_format_is_refused_by_name(known: Callable[[str], Known], tmp_path: Path) -> None:
@@ -173,12 +174,12 @@ def test_ai_toolkits_sizes_crops_and_mirrored_copies(known: Callable[[str], Know
     stored = {sample.id: sample for sample in read_store(tmp_path / "s.store")}
     for sample in own.samples:
         found = stored[sample.id]
-        np.testing.assert_allclose(found.latent, sample.latent, rtol=2**-10, atol=1e-6)
-        np.testing.assert_allclose(found.tokens, sample.tokens, rtol=2**-9, atol=1e-5)
+        assert_same_bits(found.latent, undone(own, sample.latent, FORMS["ai-toolkit"]), "F16")
+        assert_same_bits(found.tokens, sample.tokens, "F16")
         assert found.record.original_size == found.record.resized == sample.record.resized
         assert found.record.crop == sample.record.crop
     mirrored = stored[f"{first.id}/flip_x"]
-    np.testing.assert_allclose(mirrored.latent[:, :, ::-1], first.latent, rtol=2**-10, atol=1e-6)
+    assert_same_bits(mirrored.latent[:, :, ::-1], undone(own, first.latent, FORMS["ai-toolkit"]), "F16")
 
 
 def test_pixels_in_ai_toolkits_latents_are_rejected(known: Callable[[str], Known], tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
-from tests.unit.ingest.importers.writers import ai_toolkit, kohya, onetrainer
+from tests.unit.ingest.importers.known import assert_as_packed, assert_same_bits, read_store, run_import
+from tests.unit.ingest.importers.writers import FORMS, ai_toolkit, kohya, onetrainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ def test_of_two_embeddings_of_an_image_ai_toolkits_digest_tells_the_captions(
     assert (ran.json["imported"], ran.json["text"]) == (6, "source")
     stored = {sample.id: sample for sample in read_store(tmp_path / "s.store")}
     for sample in own.samples:
-        np.testing.assert_allclose(stored[sample.id].tokens, sample.tokens, rtol=2**-9, atol=1e-5)
+        assert_same_bits(stored[sample.id].tokens, sample.tokens, "F16")
 
 
 def test_a_caption_that_is_newer_than_kohyas_text_cache_is_encoded_again(known: Callable[[str], Known], tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_caption_that_is_newer_than_kohyas_text_cache_is_encoded_again(known: 
     assert any("2 text caches older than the caption file" in note for note in ran.json["notes"])
     edited = replace(first, caption=other.caption, tokens=other.tokens, pooled=other.pooled)
     expected = tuple(edited if sample is first else sample for sample in own.samples)
-    assert_as_packed(tmp_path / "s.store", replace(own, samples=expected), has_text=True)
+    assert_as_packed(tmp_path / "s.store", replace(own, samples=expected), FORMS["kohya"])
     assert run_import("kohya", source, tmp_path / "s.store", own).json["unchanged"] == 6
 
 
@@ -88,4 +88,4 @@ def test_of_two_groups_of_onetrainers_the_newest_has_the_image(
     assert (ran.json["imported"], ran.json["rejected"]) == (6, 6)
     assert any("6 images are in several groups" in note for note in ran.json["notes"])
     assert all(other.name in reject["id"] for reject in ran.json["rejects"])
-    assert_as_packed(tmp_path / "s.store", own, has_text=True, crops="source")
+    assert_as_packed(tmp_path / "s.store", own, FORMS["onetrainer"], crops="source")

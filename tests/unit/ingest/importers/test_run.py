@@ -18,7 +18,7 @@ from bucketline.train.config import TrainConfig
 from bucketline.train.trainer import train
 from tests.commands import call, forked_ranks
 from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
-from tests.unit.ingest.importers.writers import kohya, kohya_latent, simpletuner
+from tests.unit.ingest.importers.writers import FORMS, kohya, kohya_latent, simpletuner
 from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def test_embeddings_of_another_model_are_refused(
     assert not (tmp_path / "s.store").exists()
     summary = run_import("kohya", source, tmp_path / "s.store", own, "--text", "encode")
     assert summary.code == 0, summary.err
-    assert_as_packed(tmp_path / "s.store", own, has_text=True)
+    assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
 
 
 def test_with_a_published_vae_captions_are_stored_without_embeddings(known: Callable[[str], Known], tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(
     assert again.code == 0, again.err
     assert again.json["unchanged"] > 0
     assert again.json["imported"] + again.json["unchanged"] == 6
-    assert_as_packed(tmp_path / "s.store", own, has_text=True)
+    assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
 
 
 @pytest.mark.slow
@@ -231,5 +231,5 @@ def test_of_several_captions_the_first_is_the_one_that_the_cache_has_embedded(ow
     ran = run_import("kohya", source, tmp_path / "s.store", own)
     assert ran.code == 0, ran.err
     assert ran.json["notes"] == ["of a sample's captions at most 1 can be stored, the first"]
-    assert_as_packed(tmp_path / "s.store", own, has_text=True)
+    assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
     assert run_import("kohya", source, tmp_path / "s.store", own).json["unchanged"] == 6

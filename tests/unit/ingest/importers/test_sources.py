@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
-from tests.unit.ingest.importers.writers import WRITERS, kohya
+from tests.unit.ingest.importers.writers import FORMS, WRITERS, kohya
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ def test_rows_of_another_folder_are_not_replaced_unless_the_user_says_so(known: 
     assert refused.code == 1
     assert "6 rows of the store would be replaced by other files of the same names: 'cats/1.png' came from" in refused.err
     assert "--prefix" in refused.err
-    assert_as_packed(store, own, has_text=True)
+    assert_as_packed(store, own, FORMS["kohya"])
     dry = run_import("kohya", second, store, own, "--dry-run")
     assert dry.code == 1
     both = run_import("kohya", second, store, own, "--prefix", "b")

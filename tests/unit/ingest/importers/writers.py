@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.unit.ingest.importers.fastvideo_writer import fastvideo
+from tests.unit.ingest.importers.known import Form
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,20 +81,32 @@ def kohya(folder: Path, known: Known, model: str | None = None) -> Path:
 
 # musubi-tuner
 
+ARCHITECTURES = {"fk": "flux_kontext", "hv": "hunyuan_video", "zi": "z_image"}  # as the metadata has them, others as they are
+
+
+def _named(arch: str) -> str:
+    return ARCHITECTURES.get(arch, arch)
+
 
 def musubi(folder: Path, known: Known, arch: str = "fk") -> Path:
-    """Write a cache of an architecture: `fk` and `wan` scaled, without frames; `zi` unscaled with its caption only."""
+    """Write a cache of an architecture: `fk` and `wan` scaled, the latter with frames; `zi` unscaled with its caption only."""
     folder.mkdir(parents=True)
     for sample in known.samples:
         stem = sample.stem.rpartition("/")[2]  # the name only, as the trainer has it
         width, height = sample.original_wh
-        latent = known.fed(sample.latent) if arch in ("fk", "wan") else sample.latent
-        metadata = {"architecture": arch, "width": str(width), "height": str(height), "format_version": "1.0.1"}
-        channels, h, w = latent.shape
-        frames = {"zi": latent.reshape(channels, h, w)}.get(arch, latent)
+        latent = known.cached(sample.latent, scaled=arch in ("fk", "wan"))
+        metadata = {
+            "architecture": _named(arch),
+            "width": str(width),
+            "height": str(height),
+            "format_version": "1.0.1",
+        }
+        _, h, w = latent.shape
+        frames = latent[:, None] if arch == "wan" else latent
         name = f"{stem}_{width:04d}x{height:04d}_{arch}.safetensors"
-        save_file({f"latents_1x{h}x{w}_float32": tensor(frames)}, folder / name, metadata)
-        text = {"architecture": arch, "caption1": sample.caption, "format_version": "1.0.1"}
+        dtype = str(latent.dtype).removeprefix("torch.")
+        save_file({f"latents_1x{h}x{w}_{dtype}": frames.contiguous()}, folder / name, metadata)
+        text = {"architecture": _named(arch), "caption1": sample.caption, "format_version": "1.0.1"}
         if arch == "fk":
             assert sample.pooled is not None
             embeds = {"t5_vec_float32": tensor(sample.tokens), "clip_l_pooler_float32": tensor(sample.pooled)}
@@ -109,10 +122,15 @@ def musubi_video(folder: Path, stem: str, latent: Any, arch: str, *, caption: st
     """Write a part of a video, `[C, F, h, w]`, and the video's caption."""
     folder.mkdir(parents=True, exist_ok=True)
     _, frames, h, w = latent.shape
-    metadata = {"architecture": arch, "width": str(8 * w), "height": str(8 * h), "format_version": "1.0.1"}
+    metadata = {
+        "architecture": _named(arch),
+        "width": str(8 * w),
+        "height": str(8 * h),
+        "format_version": "1.0.1",
+    }
     name = f"{stem}_00000-{1 + 4 * (frames - 1):03d}_{8 * w:04d}x{8 * h:04d}_{arch}.safetensors"
     save_file({f"latents_{frames}x{h}x{w}_float32": tensor(latent)}, folder / name, metadata)
-    text = {"architecture": arch, "caption1": caption, "format_version": "1.0.1"}
+    text = {"architecture": _named(arch), "caption1": caption, "format_version": "1.0.1"}
     save_file({"varlen_t5_float32": torch.ones(3, 4)}, folder / f"{stem}_{arch}_te.safetensors", text)
 
 
@@ -129,7 +147,7 @@ def simpletuner(folder: Path, known: Known, *, hashed: bool = True, packed: bool
         stem = sample.stem.rpartition("/")[2]
         name = hashlib.sha256(stem.encode()).hexdigest() if hashed else stem
         where = folder / "cache" / "vae" / sample.id.rpartition("/")[0] / f"{name}.pt"
-        simpletuner_file(where, tensor(known.fed(sample.latent)), packed=packed)
+        simpletuner_file(where, known.cached(sample.latent), packed=packed)
         record, (height, width) = sample.record, sample.bucket_hw
         metadata[path] = {
             "original_size": list(sample.original_wh),
@@ -170,7 +188,7 @@ def onetrainer(folder: Path, known: Known) -> Path:
     for number, sample in enumerate(known.samples):
         record = sample.record
         split = {
-            "latent_image": tensor(sample.latent),
+            "latent_image": known.cached(sample.latent, scaled=False),
             "original_resolution": record.original_size,
             "crop_offset": record.crop[:2],
         }
@@ -210,8 +228,8 @@ def ai_toolkit_file(folder: Path, known: Known, sample: Sample, space: str, **ch
     path = image.parent / "_latent_cache" / f"{image.stem}_{_hashed(info)}.safetensors"
     path.parent.mkdir(exist_ok=True)
     metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in info.items()}
-    latent = np.ascontiguousarray(known.fed(sample.latent)[:, :, :: -1 if changes.get("flip_x") else 1])
-    save_file({"latent": tensor(latent)}, path, metadata)
+    latent = known.cached(sample.latent)
+    save_file({"latent": latent.flip(2) if changes.get("flip_x") else latent}, path, metadata)
     embeds = {"text_embed": tensor(sample.tokens)[None]}
     if sample.pooled is not None:
         embeds["pooled_embed"] = tensor(sample.pooled)[None]
@@ -238,9 +256,9 @@ def diffusion_pipe(folder: Path, known: Known, model: str = "flux") -> Path:
     for (height, width), samples in by_size.items():
         values = [
             {
-                "latents": tensor(known.fed(sample.latent)),
+                "latents": known.cached(sample.latent),
                 "mask": None,
-                "image_spec": (None, f"/data/{sample.id}"),
+                "image_spec": [None, f"/data/{sample.id}"],
                 "caption": [sample.caption],
             }
             for sample in samples
@@ -325,17 +343,21 @@ def nemo(folder: Path, known: Known) -> Path:
         where.mkdir(parents=True, exist_ok=True)
         value = {
             "latent": tensor(known.fed(sample.latent)).half(),
-            "prompt_embeds": tensor(sample.tokens)[None],
-            "clip_hidden": torch.zeros(1, 77, 8),
+            "prompt_embeds": tensor(sample.tokens)[None].bfloat16(),
+            "clip_tokens": torch.zeros(1, 77, dtype=torch.int64),
+            "clip_hidden": torch.zeros(1, 77, 8, dtype=torch.bfloat16),
             "t5_tokens": torch.zeros(1, len(sample.tokens), dtype=torch.int64),
             "original_resolution": sample.original_wh,
             "bucket_resolution": (width, height),
             "crop_offset": (record.crop[1], record.crop[0]),
             "prompt": sample.caption,
             "image_path": path,
+            "bucket_id": 0,
+            "aspect_ratio": width / height,
+            "model_type": "flux",
         }
         if sample.pooled is not None:
-            value["pooled_prompt_embeds"] = tensor(sample.pooled)[None]
+            value["pooled_prompt_embeds"] = tensor(sample.pooled)[None].bfloat16()
         torch.save(value, where / f"{name}.pt")
         item = {"cache_file": f"/lustre/cache/{width}x{height}/{name}.pt", "image_path": path, "prompt": sample.caption}
         items.append({**item, "bucket_resolution": [width, height], "original_resolution": list(sample.original_wh)})
@@ -355,6 +377,17 @@ WRITERS: dict[str, tuple[Callable[[Path, Known], Path], str]] = {  # and the fam
     "mds": (mds, "sd at 256 px"),
     "nemo": (nemo, "flux"),
     "fastvideo": (fastvideo, "t5"),
+}
+FORMS = {  # what each writer makes of the known images
+    "kohya": Form(scaled=False),
+    "musubi": Form(),
+    "simpletuner": Form(has_crop=True),
+    "onetrainer": Form(scaled=False, has_crop=True, text="encode"),
+    "ai-toolkit": Form(has_size=False, has_crop=True),
+    "diffusion-pipe": Form(has_size=False, has_resized=False, text="encode"),
+    "mds": Form(dtype=torch.float16, text_dtype=torch.float16),
+    "nemo": Form(dtype=torch.float16, text_dtype=torch.bfloat16, has_crop=True),
+    "fastvideo": Form(scaled=False, has_size=False, has_resized=False),
 }
 LATENTS = {  # where each kind has its latents
     "kohya": "**/*_sdxl.npz",

@@ -14,7 +14,8 @@ from bucketline.store import Axis, LatentColumn, RowColumn, Store, StoreWriter
 from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.read.verified_sample import checked_row
 from tests.commands import call
-from tests.unit.ingest.importers.known import assert_as_packed, make_known, run_import
+from tests.unit.ingest.importers.known import Form, assert_as_packed, make_known, run_import
+from tests.unit.ingest.importers.writers import FORMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +79,8 @@ def test_what_is_exported_to_kohyas_form_and_imported_again_is_the_same(
     ran = run_import("auto", tmp_path / "out", tmp_path / "s.store", own)
     assert ran.code == 0, ran.err
     assert ran.json["text"] == ("encode" if family == "sd" else "source")
-    assert_as_packed(tmp_path / "s.store", own, has_text=True, ids={sample.id: sample.stem for sample in own.samples})
+    form, stems = Form(scaled=family == "flux"), {sample.id: sample.stem for sample in own.samples}
+    assert_as_packed(tmp_path / "s.store", own, form, ids=stems)
 
 
 @pytest.mark.parametrize("family", ["sd", "flux"])
@@ -90,7 +92,7 @@ def test_what_is_exported_to_mds_and_imported_again_is_the_same(
     assert len(list((tmp_path / "out" / "train").glob("*/*.mds"))) > 2
     ran = run_import("auto", tmp_path / "out", tmp_path / "s.store", own)
     assert ran.code == 0, ran.err
-    assert_as_packed(tmp_path / "s.store", own, has_text=True, is_half=True)
+    assert_as_packed(tmp_path / "s.store", own, FORMS["mds"])
 
 
 def test_an_mds_shard_is_as_its_description_says(known: Callable[[str], Known], tmp_path: Path) -> None:
