@@ -1,4 +1,4 @@
-"""Import caches that peers' own code wrote: tensors, captions and sizes have to be equal, bit by bit."""
+"""Import caches that peers' own packages wrote: latents, embeddings, captions and sizes have to be equal, bit by bit."""
 
 from __future__ import annotations
 
@@ -13,34 +13,60 @@ import numpy as np
 
 from bucketline.bench.peers import mds_exchange
 from bucketline.bench.peers.environments import Environment, Failure, environment
-from bucketline.command_line import guarded
+from bucketline.command_line import counted, guarded
 from bucketline.errors import BucketlineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from numpy.typing import NDArray
+
     from bucketline.ingest.importers.cache import Cached, Entry
 
 CHANNELS, TOKENS, POOLED = 16, (12, 24), (8,)
 SIZES = (((48, 72), (32, 48)), ((90, 60), (48, 32)))  # height and width of originals and buckets; the crop is the whole
-FOLLOWED = {  # formats whose writers are in no package: what the tests' writers follow
+FOLLOWED = {  # formats whose writers are in no package that can be installed: what the tests' writers follow
     "kohya": "sd-scripts 0.10.1",
     "musubi": "musubi-tuner 0.3.4",
-    "simpletuner": "SimpleTuner 4.8.0",
     "onetrainer": "OneTrainer, mgds of August 2026",
     "ai-toolkit": "ai-toolkit of August 2026",
     "diffusion-pipe": "diffusion-pipe of August 2026",
     "nemo": "NeMo Automodel 0.5.0",
 }
-_WRITERS = {"fastvideo": ("fastvideo", "fastvideo_files")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A package that writes caches, and how its caches are imported."""
+
+    package: str
+    module: str  # of `formats`, which writes by it
+    options: tuple[str, ...]
+    unscaled: Callable[[NDArray[np.float32]], NDArray[Any]]  # what the VAE made, of the values that the cache stores
+
+
+PEERS = {
+    "fastvideo": Peer(
+        package="fastvideo",
+        module="fastvideo_files",
+        options=("--vae", "wan", "--trust-scale"),  # random values do not have the spread of Wan's latents
+        unscaled=lambda latent: latent,
+    ),
+    "simpletuner": Peer(
+        package="simpletuner",
+        module="simpletuner_files",
+        options=("--vae", "flux"),
+        unscaled=lambda latent: latent.astype("f8") / 0.3611 + 0.1159,
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportExchange:
     """Write caches with each peer that is a package, import them, and compare; exit with 1 if a value differs.
 
-    The packages run in virtual environments of their own with pinned versions, made on the first run. The other formats are
-    written by the tests, which follow the versions that the table says.
+    The packages run in virtual environments of their own with pinned versions, made on the first run. The other formats have
+    writers in the tests, which follow the versions that the table says.
 
     Example: python -m bucketline.bench.peers.import_exchange
     """
@@ -54,7 +80,7 @@ class ImportExchange:
         rows: list[tuple[str, str, str]] = []
         ways: dict[str, Callable[[Path], tuple[str, int]]] = {
             kind: lambda folder, kind=kind: self._exchanged(kind, folder)  # type: ignore[misc]
-            for kind in _WRITERS
+            for kind in PEERS
         }
         ways["mds"] = self._mds
         failed = 0
@@ -62,25 +88,28 @@ class ImportExchange:
             try:
                 with tempfile.TemporaryDirectory(prefix="import-") as folder:
                     version, number = way(Path(folder))
-                rows.append((kind, version, f"{number} values equal"))
+                rows.append((kind, f"package {version}", f"{counted(number, 'value')} equal to the bit"))
             except BucketlineError as error:
                 failed += 1
                 rows.append((kind, "", f"FAILED: {error}"))
-        rows += [(kind, followed, "written by the tests") for kind, followed in FOLLOWED.items()]
+        rows += [
+            (kind, f"writer that follows {version}", "not run here: tests/unit/ingest/importers")
+            for kind, version in FOLLOWED.items()
+        ]
         width = max(len(kind) for kind, _, _ in rows), max(len(version) for _, version, _ in rows)
         for kind, version, what in rows:
             print(f"{kind:{width[0]}}  {version:{width[1]}}  {what}")
         return 1 if failed else 0
 
     def _exchanged(self, kind: str, folder: Path) -> tuple[str, int]:
-        package, module = _WRITERS[kind]
+        peer = PEERS[kind]
         made = self._environment("cache_writers")
         samples = {str(n): sample(n) for n in range(self.samples)}
         np.savez(folder / "arrays.npz", **{f"{n}/{name}": value for n, own in samples.items() for name, value in own.items()})
         cache = folder / "cache"
         cache.mkdir()
-        _in(made, module, folder / "arrays.npz", cache)
-        return f"{package} {made.versions[package]}", compare(package, cache, samples)
+        _in(made, peer.module, folder / "arrays.npz", cache)
+        return f"{peer.package} {made.versions[peer.package]}", compare(kind, cache, samples)
 
     def _mds(self, folder: Path) -> tuple[str, int]:
         made = self._environment("streaming")
@@ -122,7 +151,7 @@ def compare(kind: str, cache: Path, samples: Mapping[str, Mapping[str, Any]]) ->
     from bucketline.store import Store
 
     store = cache.parent / "i.store"
-    if code := ingest_main(["import", kind, str(cache), str(store), "--vae", "wan", "--dtype", "F32", "--trust-scale"]):
+    if code := ingest_main(["import", kind, str(cache), str(store), "--dtype", "F32", *PEERS[kind].options]):
         raise BucketlineError(f"ingest import ended with {code}")
     opened, importer, number = Store.open(store), IMPORTERS[kind], 0
     listing = importer.listed(ListRequest(source=cache))
@@ -135,13 +164,18 @@ def compare(kind: str, cache: Path, samples: Mapping[str, Mapping[str, Any]]) ->
         found = _values(entry, cached)
         _, record = opened.sample(entry.id)
         found["caption"] = record.captions[0]
+        found["stored"] = opened.bucket(record.bucket).read(np.array([record.row]), "latent")[0].reshape(cached.latent.shape)
         if cached.geometry.original is not None:
             found["original"] = np.array(record.original_size)
         if cached.geometry.resized is not None:
             found["bucket"] = np.array(cached.geometry.resized)
         for name, value in found.items():
-            if not np.array_equal(np.asarray(value), wanted[name]):
-                raise BucketlineError(f"{kind}, sample {entry.id}: {name} is {value!r:.80}, expected {wanted[name]!r:.80}")
+            if name == "stored":
+                expected = PEERS[kind].unscaled(wanted["latent"]).astype("<f4").reshape(value.shape)
+            else:
+                expected = wanted[name]
+            if not np.array_equal(np.asarray(value), expected):
+                raise BucketlineError(f"{kind}, sample {entry.id}: {name} is {value!r:.80}, expected {expected!r:.80}")
             number += 1
     return number
 

@@ -102,18 +102,35 @@ def check_import(folder: Path, made: Environment, samples: int) -> int:
     if code:
         raise BucketlineError(f"ingest import ended with {code}")
     store = Store.open(folder / "i.store")
+    texts = _imported_texts(folder / "written")
     bucket = store.bucket("train/512x512")
     if bucket.num_rows != samples:
         raise BucketlineError(f"{bucket.num_rows} of {samples} samples of the package were imported")
     rows = np.arange(samples)
+    number = 0
     for sample_id, latent in zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True):
         own = next(values for values in expected.values() if values["key"] == sample_id)
         fed = np.frombuffer(own["latents_512"], dtype="<f2").reshape(4, 64, 64).astype("f4")
         wanted = (fed.astype("f8") / 0.18215).astype("<f2")
         _, record = store.sample(sample_id)
-        told = {"caption": record.captions[0], "latent": latent.tobytes()}
-        _compare({"caption": own["caption"], "latent": wanted.tobytes()}, told, f"sample {sample_id} of the package")
-    return 2 * samples
+        height, width = record.original_size
+        told = {"caption": record.captions[0], "latent": latent.tobytes(), "caption_latents": texts[sample_id]}
+        told |= {"original_height": height, "original_width": width}
+        expects = {name: own[name] for name in told if name != "latent"} | {"latent": wanted.tobytes()}
+        _compare(expects, told, f"sample {sample_id} of the package")
+        number += len(told)
+    return number
+
+
+def _imported_texts(folder: Path) -> dict[str, bytes]:
+    """Return the embeddings that the importer reads, by key; without its encoders, `ingest import` stores none."""
+    from bucketline.ingest.importers.cache import ListRequest
+    from bucketline.ingest.importers.changes import read_entry
+    from bucketline.ingest.importers.registry import IMPORTERS
+
+    listing = IMPORTERS["mds"].listed(ListRequest(source=folder))
+    read = {entry.id: read_entry(IMPORTERS["mds"], folder, entry, listing.variant) for entry in listing.entries}
+    return {key: cached.texts[0].tokens.numpy().astype("<f2", casting="same_kind").tobytes() for key, cached in read.items()}
 
 
 def _sample(number: int, size: tuple[int, int]) -> dict[str, Any]:

@@ -47,3 +47,10 @@ def without_init(*packages: str) -> None:
         module.__path__ = folders
         module.__spec__ = ModuleSpec(name, None, is_package=True)
         sys.modules[name] = module
+
+
+def left_out(module: str, *names: str) -> None:
+    """Stand in for a module that is not needed, whose own needs are not installed; its names cannot be called."""
+    own = ModuleType(module)
+    own.__dict__.update(dict.fromkeys(names))
+    sys.modules[module] = own
