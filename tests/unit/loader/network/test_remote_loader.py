@@ -425,7 +425,7 @@ def test_killed_servers_are_replaced_and_nothing_is_lost(store: Store, token: Pa
     try:
         with RemoteLoader([f"127.0.0.1:{port}" for port in ports], config, token=token) as far:
             found = []
-            for number, batch in enumerate(far):
+            for number, batch in enumerate(far.forever()):
                 found.append(batch.ids.tolist())
                 if number % (len(expected) // 6) == 10:
                     victim = (number // 10) % 2
