@@ -6,35 +6,40 @@ followed on the same server, or from http to https on the same host; another one
 
 from __future__ import annotations
 
-import http.client
 import re
 import ssl
-import sys
-import threading
 import time
 import urllib.request
-import weakref
 from base64 import b64encode
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote, urljoin, urlsplit
+
+from urllib3 import PoolManager, ProxyManager, Retry, Timeout
+from urllib3.exceptions import HTTPError
+from urllib3.util import parse_url
 
 from bucketline.store.remote.pauses import pause_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from urllib.parse import SplitResult
+
+    from urllib3 import BaseHTTPResponse, HTTPConnectionPool
 
 CONNECT_S = 5.0
 MAX_REDIRECTS = 5
-MAX_IDLE = 64  # connections that are kept
-BUFFER_BYTES = 1 << 20
+MAX_IDLE = 256  # connections to a server that are kept: as many as a loader has threads
+MAX_SERVERS = 8  # on one host, to which connections are kept
+PIECE_BYTES = 1 << 20
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _AGAIN = (408, 429)  # and 5xx: statuses after which the request is made again
 _PORTS = {"http": 80, "https": 443}
+_ONCE = Retry.from_int(retries=False)  # no redirect either: that rule, and when to try again, is ours
 
 
 class WebError(Exception):
@@ -49,42 +54,30 @@ class WebWithoutRangesError(WebError):
     """A web server answers a request of a range with the whole file."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
+class _Server(NamedTuple):
     scheme: str
-    host: str
+    host: str  # an IPv6 address in brackets
     port: int
 
-    @classmethod
-    def of(cls, url: str) -> _Origin:
-        parts = urlsplit(url)
-        scheme = parts.scheme.lower()
-        if scheme not in _PORTS or not parts.hostname:
-            raise WebError(f"redirects to {scheme or 'no'}://, which is not a web server")
-        return cls(scheme, parts.hostname, parts.port or _PORTS[scheme])
+    def led_to(self, target: str, location: str) -> tuple[_Server, str]:
+        """Return where a redirect from a path here leads: a server and a path on it.
 
-    def may_lead_to(self, other: _Origin) -> bool:
-        """Return whether a redirect from here to another server is followed."""
-        return self == other or (self.scheme == "http" and other.scheme == "https" and self.host == other.host)
+        Raises:
+            WebError: if that is another server, but for https on the same host.
+        """
+        try:
+            url = parse_url(urljoin(f"{self}{target}", location))
+        except ValueError:  # urllib3's is one too
+            raise WebError("the server redirects to something that is not a URL") from None
+        if url.scheme not in _PORTS or not url.host:
+            raise WebError(f"the server redirects to {url.scheme or 'no'}://, which is not a web server")
+        other = _Server(url.scheme, url.host, url.port or _PORTS[url.scheme])
+        if other != self and (self.scheme, other.scheme, other.host) != ("http", "https", self.host):
+            raise WebError(f"the server redirects to another one, {other}; if you trust that, give its URL instead")
+        return other, url.request_uri
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Connection:
-    http: http.client.HTTPConnection
-    origin: _Origin
-    is_to_proxy: bool = False  # which is told the whole URL
-    headers: dict[str, str] = field(default_factory=dict)  # for the proxy
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.http.close()
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # a thread that ends with the interpreter may be reading, and never returns the lock
-            self.close()
 
 
 @dataclass(slots=True)
@@ -95,46 +88,41 @@ class WebAnswer:
     _server: WebServer = field(repr=False)
     _name: str
     _span: tuple[int, int]  # of the file
-    _connection: _Connection = field(repr=False)
-    _response: http.client.HTTPResponse = field(repr=False)
-    _is_closed: bool = False
+    _response: BaseHTTPResponse = field(repr=False)
 
-    def stream(self, min_chunk_size: int = BUFFER_BYTES) -> Iterator[memoryview]:
-        """Yield the bytes in pieces, each valid until the next; what breaks off is requested again from there."""
+    def stream(self, min_chunk_size: int = PIECE_BYTES) -> Iterator[bytes]:
+        """Yield the bytes in pieces; what breaks off is requested again from there."""
         at, end = self._span
-        buffer = memoryview(bytearray(min(max(min_chunk_size, 1), BUFFER_BYTES, max(1, end - at))))
+        most = min(max(min_chunk_size, 1), PIECE_BYTES)
         until, tries = time.monotonic() + self._server.deadline_s, 0
         try:
             while at < end:
                 try:
-                    count = self._response.readinto(buffer[: end - at])
-                except (OSError, http.client.HTTPException):
-                    count = 0
-                if count:
-                    at += count
-                    yield buffer[:count]
+                    piece = self._response.read(min(most, end - at), decode_content=False)
+                except HTTPError:
+                    piece = b""
+                if piece:
+                    at += len(piece)
+                    yield piece
                     if at < end and time.monotonic() > until:
                         raise WebError(f"{end - at} bytes had not come within {self._server.deadline_s:g} s")
                     continue
                 tries += 1
-                _end(self._connection, self._response)
+                self.close()
                 pause = pause_after(tries)
                 if time.monotonic() + pause > until - self._server.deadline_s / 2:
                     raise WebError(f"the connection ended {end - at} bytes before the answer did")
                 time.sleep(pause)
                 again = self._server.get(self._name, (at, end))
+                self._response = again._response
                 if (again.meta["size"], again.meta["e_tag"]) != (self.meta["size"], self.meta["e_tag"]):
                     raise WebError("the file was replaced while it was read")
-                self._connection, self._response = again._connection, again._response
-                again._is_closed = True  # this one closes them
         finally:
             self.close()
 
     def close(self) -> None:
-        """Keep the connection if the answer was read to its end, else close it; idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._server.keep(self._connection, self._response)
+        """Close the connection, unless the answer was read to its end and the connection is kept; idempotent."""
+        self._response.close()
 
 
 class WebServer:
@@ -143,17 +131,17 @@ class WebServer:
     def __init__(self, url: str, *, deadline_s: float) -> None:
         """`url` is the folder's, with the user and password that the server expects."""
         parts = urlsplit(url)
-        self._origin = _Origin.of(url)
-        host = f"[{self._origin.host}]" if ":" in self._origin.host else self._origin.host
-        self._folder = f"{self._origin.scheme}://{host}:{self._origin.port}{quote(unquote(parts.path)).rstrip('/')}"
+        host = (parts.hostname or "").encode("idna").decode()
+        scheme = parts.scheme.lower()
+        self._server = _Server(scheme, f"[{host}]" if ":" in host else host, parts.port or _PORTS[scheme])
+        self._folder = quote(unquote(parts.path)).rstrip("/")
         self.deadline_s = deadline_s
+        read_s = deadline_s / 4
+        self._timeout = Timeout(connect=min(CONNECT_S, read_s), read=read_s)
         self._headers = {"Accept-Encoding": "identity", "User-Agent": "bucketline"}
-        if parts.username is not None:
-            self._headers["Authorization"] = _basic(parts)
-        self._idle: list[_Connection] = []
-        weakref.finalize(self, _close_all, self._idle).atexit = False  # before the sockets' own finalizers, which warn
-        self._lock = threading.Lock()
-        self._tls: ssl.SSLContext | None = None
+        if "@" in parts.netloc:
+            self._headers["Authorization"] = _basic(parts.netloc.rpartition("@")[0])
+        self._connections = lru_cache(MAX_SERVERS)(_connections_to)
 
     def head(self, name: str) -> Any:  # noqa: ANN401 - as `obstore.head`
         """Return what a file is.
@@ -161,9 +149,9 @@ class WebServer:
         Raises:
             FileNotFoundError, WebError: as `get`.
         """
-        connection, response = self._requested("HEAD", name, None)
-        self.keep(connection, response)
-        return _meta(name, response, response.getheader("Content-Length"))
+        response = self._requested("HEAD", name, None)
+        response.drain_conn()  # there is no body: the connection is kept
+        return _meta(name, response, response.headers.get("Content-Length"))
 
     def get(self, name: str, span: tuple[int, int] | None = None) -> WebAnswer:
         """Request a file, or the bytes from the first number up to, not including, the second.
@@ -172,58 +160,50 @@ class WebServer:
             FileNotFoundError: if it is not there.
             WebError: if the server does not answer, answers something else, or redirects to another one.
         """
-        connection, response = self._requested("GET", name, span)
+        response = self._requested("GET", name, span)
         try:
-            if response.getheader("Content-Encoding", "identity") != "identity" or response.length is None:
+            length = response.length_remaining
+            if response.headers.get("Content-Encoding", "identity") != "identity" or length is None:
                 raise WebError("the server does not say how many bytes it sends")
             if span is None:
-                if response.status != http.client.OK:
+                if response.status != HTTPStatus.OK:
                     raise WebError(f"the server answers with status {response.status}")
-                found, total = (0, response.length), str(response.length)
+                found, total = (0, length), str(length)
             else:
-                if response.status == http.client.OK:
+                if response.status == HTTPStatus.OK:
                     raise WebWithoutRangesError("Range request not supported")
-                match = _CONTENT_RANGE.fullmatch(response.getheader("Content-Range", ""))
+                match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
                 if match is None:
                     raise WebError("the server does not say which range it sends")
                 found, total = (int(match[1]), int(match[2]) + 1), match[3]
                 if found[0] != span[0] or found[1] != min(span[1], int(total)):
                     raise WebError(f"bytes {span[0]} to {span[1]} were requested, {found[0]} to {found[1]} came")
-                if response.length > found[1] - found[0]:
-                    found = found[0], found[0] + response.length  # which the caller refuses
-            return WebAnswer(_meta(name, response, total), self, name, found, connection, response)
+                if length > found[1] - found[0]:
+                    found = found[0], found[0] + length  # which the caller refuses
+            return WebAnswer(_meta(name, response, total), self, name, found, response)
         except BaseException:
-            _end(connection, response)
+            response.close()
             raise
 
-    def keep(self, connection: _Connection, response: http.client.HTTPResponse) -> None:
-        """Keep a connection whose answer was read to its end; close another one."""
-        with self._lock:
-            is_open = connection.http.sock is not None and not response.will_close
-            if is_open and response.isclosed() and len(self._idle) < MAX_IDLE:
-                self._idle.append(connection)
-                return
-        _end(connection, response)
-
-    def _requested(self, method: str, name: str, span: tuple[int, int] | None) -> tuple[_Connection, http.client.HTTPResponse]:
+    def _requested(self, method: str, name: str, span: tuple[int, int] | None) -> BaseHTTPResponse:
         """Return the answer to a request, made again for half of the deadline where the server may answer later."""
         headers = self._headers if span is None else {**self._headers, "Range": f"bytes={span[0]}-{span[1] - 1}"}
         end, tries = time.monotonic() + self.deadline_s / 2, 0
         while True:
             try:
-                connection, response = self._followed(method, f"{self._folder}/{quote(name)}", headers)
-            except (OSError, http.client.HTTPException) as error:
-                why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                response = self._followed(method, f"{self._folder}/{quote(name)}", headers)
+            except HTTPError as error:
+                why = _cause(error)
             else:
-                if response.status in (http.client.OK, http.client.PARTIAL_CONTENT):
-                    return connection, response
-                _end(connection, response)
-                if response.status in (http.client.NOT_FOUND, http.client.GONE):
+                if response.status in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
+                    return response
+                response.close()
+                if response.status in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
                     raise FileNotFoundError(name)
                 why = f"status {response.status} {response.reason}"
-                if response.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+                if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                     raise WebDeniedError(why)
-                if response.status < http.client.INTERNAL_SERVER_ERROR and response.status not in _AGAIN:
+                if response.status < HTTPStatus.INTERNAL_SERVER_ERROR and response.status not in _AGAIN:
                     raise WebError(f"the server answers with {why}")
             tries += 1
             pause = pause_after(tries)
@@ -231,91 +211,70 @@ class WebServer:
                 raise WebError(f"no answer after {tries} tries ({why})")
             time.sleep(pause)
 
-    def _followed(self, method: str, url: str, headers: dict[str, str]) -> tuple[_Connection, http.client.HTTPResponse]:
+    def _followed(self, method: str, target: str, headers: dict[str, str]) -> BaseHTTPResponse:
         """Return an answer that is not a redirect."""
+        server = self._server
         for _ in range(MAX_REDIRECTS + 1):
-            origin = _Origin.of(url)
-            connection, response = self._sent(method, origin, url, headers)
-            target = response.getheader("Location")
-            if not 300 <= response.status < 400 or target is None:
-                return connection, response
-            _end(connection, response)
-            url = urljoin(url, target)
-            other = _Origin.of(url)
-            if not origin.may_lead_to(other):
-                raise WebError(f"the server redirects to another one, {other}; if you trust that, give its URL instead")
+            response = self._sent(method, server, target, headers)
+            location = response.headers.get("Location")
+            if not 300 <= response.status < 400 or location is None:
+                return response
+            response.close()
+            server, target = server.led_to(target, location)
         raise WebError(f"the server redirects more than {MAX_REDIRECTS} times")
 
-    def _sent(
-        self, method: str, origin: _Origin, url: str, headers: dict[str, str]
-    ) -> tuple[_Connection, http.client.HTTPResponse]:
-        parts = urlsplit(url)
-        target = parts.path + (f"?{parts.query}" if parts.query else "")
-        while True:
-            connection, is_kept = self._connection(origin)
-            try:
-                place = f"{parts.scheme}://{parts.netloc}" if connection.is_to_proxy else ""
-                connection.http.request(method, place + target, headers={**headers, **connection.headers})
-                return connection, connection.http.getresponse()
-            except (OSError, http.client.HTTPException):
-                connection.close()
-                if not is_kept:  # the server may have closed one that was kept
-                    raise
-
-    def _connection(self, origin: _Origin) -> tuple[_Connection, bool]:
-        """Return a connection to a server, and whether it was kept from an earlier request."""
-        with self._lock:
-            for kept in reversed(self._idle):
-                if kept.origin == origin:
-                    self._idle.remove(kept)
-                    return kept, True
-        connection: http.client.HTTPConnection
-        read_s = self.deadline_s / 4
-        proxy = _proxy_of(origin)
-        host, port = (origin.host, origin.port) if proxy is None else (proxy.hostname or "", proxy.port or 80)
-        if origin.scheme == "https":
-            if self._tls is None:
-                self._tls = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(host, port, timeout=min(CONNECT_S, read_s), context=self._tls)
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=min(CONNECT_S, read_s))
-        own = {} if proxy is None or not proxy.username else {"Proxy-Authorization": _basic(proxy)}
-        if proxy is not None and origin.scheme == "https":
-            connection.set_tunnel(origin.host, origin.port, headers=own)
-        connection.connect()
-        connection.sock.settimeout(read_s)
-        is_to_proxy = proxy is not None and origin.scheme == "http"
-        return _Connection(connection, origin, is_to_proxy, own if is_to_proxy else {}), False
+    def _sent(self, method: str, server: _Server, target: str, headers: dict[str, str]) -> BaseHTTPResponse:
+        connections = self._connections(server)
+        is_forwarded = connections.proxy is not None and server.scheme == "http"  # by a proxy, which is told the whole URL
+        return connections.urlopen(
+            method,
+            f"{server}{target}" if is_forwarded else target,
+            headers=headers,
+            retries=_ONCE,
+            redirect=False,
+            assert_same_host=False,
+            timeout=self._timeout,
+            preload_content=False,
+            decode_content=False,
+        )
 
 
-def _close_all(connections: list[_Connection]) -> None:
-    for connection in connections:
-        connection.close()
-
-
-def _end(connection: _Connection, response: http.client.HTTPResponse) -> None:
-    with suppress(OSError):
-        response.close()  # which may own the socket
-    connection.close()
-
-
-def _basic(parts: SplitResult) -> str:
-    pair = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
-    return f"Basic {b64encode(pair.encode()).decode()}"
-
-
-def _proxy_of(origin: _Origin) -> SplitResult | None:
+def _connections_to(server: _Server) -> HTTPConnectionPool:
+    """Return the connections to a server, through a proxy if the environment names one."""
+    options: dict[str, Any] = {"maxsize": MAX_IDLE}
+    if server.scheme == "https":
+        options["ssl_context"] = ssl.create_default_context()  # else the certificates are read again for each connection
     known = urllib.request.getproxies()
-    proxy = known.get(origin.scheme) or known.get("all")
-    if not proxy or urllib.request.proxy_bypass(origin.host):
-        return None
-    return urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    proxy = known.get(server.scheme) or known.get("all")
+    manager = PoolManager(**options)
+    if proxy and not urllib.request.proxy_bypass(server.host.strip("[]")):
+        url = parse_url(proxy if "://" in proxy else f"http://{proxy}")
+        own = {"Proxy-Authorization": _basic(url.auth)} if url.auth else {}
+        manager = ProxyManager(url._replace(auth=None).url, proxy_headers=own, **options)
+    return manager.connection_from_host(server.host, server.port, server.scheme)
 
 
-def _meta(name: str, response: http.client.HTTPResponse, num_bytes: str | None) -> dict[str, Any]:
+def _basic(auth: str) -> str:
+    user, _, password = auth.partition(":")
+    return f"Basic {b64encode(f'{unquote(user)}:{unquote(password)}'.encode()).decode()}"
+
+
+def _cause(error: BaseException) -> str:
+    """Return what went wrong first, without the client's own objects around it."""
+    while isinstance(first := error.__cause__ or (error.args or (None,))[-1], BaseException):
+        error = first
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+@lru_cache(64)  # the ranges of a file have the same
+def _modified(text: str) -> datetime:
+    with suppress(ValueError):
+        return parsedate_to_datetime(text)
+    return datetime.fromtimestamp(0, UTC)
+
+
+def _meta(name: str, response: BaseHTTPResponse, num_bytes: str | None) -> dict[str, Any]:
     if num_bytes is None or not num_bytes.isdecimal():
         raise WebError("the server does not say how many bytes the file has")
-    modified = datetime.fromtimestamp(0, UTC)
-    with suppress(TypeError, ValueError):
-        modified = parsedate_to_datetime(response.getheader("Last-Modified", ""))
-    return {"path": name, "size": int(num_bytes), "last_modified": modified, "e_tag": response.getheader("ETag")}
+    modified = _modified(response.headers.get("Last-Modified", ""))
+    return {"path": name, "size": int(num_bytes), "last_modified": modified, "e_tag": response.headers.get("ETag")}

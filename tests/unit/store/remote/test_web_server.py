@@ -6,7 +6,7 @@ import os
 import ssl
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
@@ -15,9 +15,8 @@ import pytest
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.errors import StoreError
-from bucketline.store.remote import web_server
 from bucketline.store.remote.objects import DeniedError, MissingObjectError, NoRangesError, ObjectFolder, RemoteOptions
-from bucketline.store.remote.web_server import WebServer
+from bucketline.store.remote.web_server import WebError, WebServer, _Server
 from tests.commands import spawn
 from tests.unit.loader.network.test_remote_loader import certificate_of
 
@@ -128,9 +127,18 @@ def test_a_redirect_to_another_server_is_refused_by_name(
     ],
 )
 def test_a_redirect_stays_on_the_server_or_goes_to_https_on_its_host(target: str, *, is_followed: bool) -> None:
-    origin = web_server._Origin.of("http://host/a")
-    assert origin.may_lead_to(web_server._Origin.of(target)) is is_followed
-    assert not web_server._Origin.of("https://host/a").may_lead_to(web_server._Origin.of("http://host/a"))
+    with nullcontext() if is_followed else pytest.raises(WebError, match="redirects to another one"):
+        assert _Server("http", "host", 80).led_to("/a", target)[1] == "/b"
+    with pytest.raises(WebError, match="redirects to another one, http://host:80;"):
+        _Server("https", "host", 443).led_to("/a", "http://host/b")
+
+
+@pytest.mark.parametrize("elsewhere", ["http://[bad", "http://host:port", "http://host:99999", "ftp://host"])
+def test_a_redirect_to_what_is_not_a_web_server_is_refused(elsewhere: str, data: bytes, tmp_path: Path) -> None:
+    with RangeServer(tmp_path, elsewhere=elsewhere) as server:
+        server.outage = Fault.ELSEWHERE
+        with pytest.raises(StoreError, match=r"the server redirects to .*not a"):
+            folder_on(server).read(NAME)
 
 
 def test_a_user_and_password_are_sent_and_a_proxy_is_told_the_whole_url(
@@ -139,13 +147,13 @@ def test_a_user_and_password_are_sent_and_a_proxy_is_told_the_whole_url(
     seen: list[dict[str, str]] = []
     with RangeServer(tmp_path) as server:
         monkeypatch.setattr(server, "made", lambda _: b"through the proxy")
-        sent = web_server.WebServer._sent
+        sent = WebServer._sent
 
-        def noted(own: WebServer, method: str, origin: object, url: str, headers: dict[str, str]) -> object:
+        def noted(own: WebServer, method: str, to: _Server, target: str, headers: dict[str, str]) -> object:
             seen.append(headers)
-            return sent(own, method, origin, url, headers)  # type: ignore[arg-type]
+            return sent(own, method, to, target, headers)
 
-        monkeypatch.setattr(web_server.WebServer, "_sent", noted)
+        monkeypatch.setattr(WebServer, "_sent", noted)
         folder = ObjectFolder.open(f"http://me:p%40ss@{server.url.removeprefix('http://')}/a.store")
         assert folder.read_range(NAME, 0, 5) == data[:5]
         assert seen[0]["Authorization"] == "Basic bWU6cEBzcw=="
@@ -158,14 +166,16 @@ def test_connections_are_used_again(data: bytes, tmp_path: Path) -> None:
     with RangeServer(tmp_path) as server:
         web = WebServer(f"{server.url}/a.store", deadline_s=DEADLINE_S)
         first = web.get(NAME, (0, 10))
-        assert b"".join(map(bytes, first.stream())) == data[:10]
+        assert b"".join(first.stream()) == data[:10]
         first.close()  # again
-        (kept,) = web._idle
+        assert web.head(NAME)["size"] == NUM_BYTES
         second = web.get(NAME)
-        assert second._connection is kept
         next(second.stream())
+        connections = web._connections(web._server)
+        assert connections.num_connections == 1
         del second  # in the middle of its answer
-        assert kept.http.sock is None
+        assert b"".join(web.get(NAME, (3, 9)).stream()) == data[3:9]
+        assert connections.num_connections == 2
 
 
 def test_an_interpreter_may_end_while_a_thread_reads(data: bytes, tmp_path: Path) -> None:
