@@ -15,6 +15,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 FOLDER = "decoding"
 SLOT_BYTES = 32
-TRIAL_S = 600  # a decoder that takes longer counts as one that crashes
+TRIAL_S = 600  # a decoder that takes longer is ended
 _NOTES, _SUSPECT, _CRASHES = "notes-", "suspect-", "crashes-"
 _TRIAL = "bucketline.ingest.pipeline.trial_decode"
 
@@ -41,12 +42,13 @@ class DecodeNotes:
         self._suspects: set[bytes] = set()
         self._crashing: set[bytes] = set()
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._trial = threading.Lock()
         with suppress(OSError):
             self._folder.mkdir(exist_ok=True)
             self._take_over()
             self._path = self._folder / f"{_NOTES}{os.getpid()}-{os.urandom(4).hex()}"
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)  # another process may be looking at it for a moment
             os.ftruncate(self._fd, num_slots * SLOT_BYTES)
             self._map = mmap.mmap(self._fd, num_slots * SLOT_BYTES)
         for slot in range(num_slots):
@@ -60,21 +62,24 @@ class DecodeNotes:
         return {bytes.fromhex(name) for name in names if set(name) <= set("0123456789abcdef") and len(name) % 2 == 0}
 
     def _take_over(self) -> None:
-        """Mark the images that processes noted which are gone."""
+        """Mark the images that processes noted which are gone. What another process takes over meanwhile is left to it."""
         for path in self._folder.glob(f"{_NOTES}*"):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                data = os.read(fd, 1 << 16)
-                for at in range(0, len(data), SLOT_BYTES):
-                    content = data[at : at + SLOT_BYTES].rstrip(b"\0")
-                    if content:
-                        (self._folder / f"{_SUSPECT}{content.hex()}").touch()
+            with suppress(OSError):
+                self._take_over_from(path)
+
+    def _take_over_from(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if its process is running
+            data = os.read(fd, 1 << 16)
+            for at in range(0, len(data), SLOT_BYTES):
+                content = data[at : at + SLOT_BYTES].rstrip(b"\0")
+                if content:
+                    (self._folder / f"{_SUSPECT}{content.hex()}").touch()
+            if data:  # else its process is about to lock it
                 path.unlink(missing_ok=True)
-            except BlockingIOError:
-                continue  # of a process that is running
-            finally:
-                os.close(fd)
+        finally:
+            os.close(fd)
 
     @contextmanager
     def of(self, content: bytes, data: bytes) -> Iterator[None]:
@@ -102,7 +107,15 @@ class DecodeNotes:
             raise RejectedError(Reason.DAMAGED, _CRASHED)
         if key not in self._suspects:
             return
-        self._suspects.discard(key)
+        with self._trial:  # another thread may have an image of the same bytes
+            if key in self._suspects:
+                self._try(key, data)
+                self._suspects.discard(key)
+        if key in self._crashing:
+            raise RejectedError(Reason.DAMAGED, _CRASHED)
+
+    def _try(self, key: bytes, data: bytes) -> None:
+        """Decode an image in a process of its own, and note how that ended."""
         mark = self._folder / f"{_SUSPECT}{key.hex()}"
         try:
             done = subprocess.run(
@@ -110,9 +123,9 @@ class DecodeNotes:
             )
             code = done.returncode
         except subprocess.TimeoutExpired:
-            code = -signal.SIGXCPU
-        if code == -signal.SIGKILL:  # by hand, or because memory was short
-            raise RejectedError(Reason.DAMAGED, "its decoder was killed, perhaps for its memory; run again", is_passing=True)
+            code = -signal.SIGKILL
+        if code == -signal.SIGKILL:  # by the time, by hand, or because memory was short
+            raise RejectedError(Reason.DAMAGED, _KILLED, is_passing=True)
         with suppress(OSError):
             if code >= 0:
                 mark.unlink(missing_ok=True)
@@ -120,7 +133,6 @@ class DecodeNotes:
                 mark.rename(self._folder / f"{_CRASHES}{key.hex()}")
         if code < 0:
             self._crashing.add(key)
-            raise RejectedError(Reason.DAMAGED, _CRASHED)
 
     def close(self) -> None:
         """Remove the notes of this process; those about images that crash remain."""
@@ -134,4 +146,5 @@ class DecodeNotes:
             self._folder.rmdir()
 
 
+_KILLED = f"its decoder was killed, perhaps for its memory, or took more than {TRIAL_S} s; run again"
 _CRASHED = "its decoder crashes (tried in a process of its own, after an earlier run had ended with it); save it again"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -81,6 +84,41 @@ def test_an_image_that_is_marked_is_refused_as_long_as_its_bytes_are_the_same(tm
         pass
     with notes.of(identity(saved_again), saved_again):
         pass
+    notes.close()
+
+
+def test_images_of_the_same_bytes_are_all_refused_by_one_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials, data = list[bytes](), png(20, 30)
+
+    def crashes(*_args: object, **_options: object) -> subprocess.CompletedProcess[bytes]:
+        trials.append(data)
+        return subprocess.CompletedProcess([], -signal.SIGSEGV)
+
+    monkeypatch.setattr(subprocess, "run", crashes)
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / f"suspect-{identity(data).hex()}").touch()
+    notes, both, decoded = DecodeNotes(tmp_path, 2), threading.Barrier(2), list[bool]()
+
+    def decode() -> None:
+        both.wait()
+        with suppress(RejectedError), notes.of(identity(data), data):
+            decoded.append(True)
+
+    threads = [threading.Thread(target=decode) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    notes.close()
+    assert (len(trials), decoded) == (1, [])
+
+
+def test_notes_that_cannot_be_taken_over_do_not_stop_this_process_from_noting(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "notes-1-gone").symlink_to(tmp_path / "nothing")
+    (tmp_path / FOLDER / "notes-2-new").touch()  # of a process that is about to lock it
+    notes = DecodeNotes(tmp_path, 1)
+    assert len(list((tmp_path / FOLDER).glob("notes-*"))) == 3
     notes.close()
 
 
