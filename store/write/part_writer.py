@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import UsageError
 from bucketline.option_types import expect
-from bucketline.store.format.hashing import caption_digest, checksum, sample_digest
+from bucketline.store.format.hashing import caption_digest, sample_digest
 from bucketline.store.format.layout import pending_path, shard_paths
 from bucketline.store.read.store import Store
-from bucketline.store.write.arrays import bits_of
+from bucketline.store.write.caption_sketch import CaptionSketch
 from bucketline.store.write.one_at_a_time import OneAtATime
 from bucketline.store.write.row_form import new_record
 from bucketline.store.write.shard_writer import ShardWriter
@@ -54,7 +54,7 @@ class PartWriter:
         self._begun: list[str] = []  # names of shards, sealed or not
         self._added: set[bytes] = set()  # digests of ids
         self._specs: dict[str, BlockSpec] = {}
-        self._caption_sums: dict[bytes, int] = {}  # of the given arrays of the current shard's captions, by digest
+        self._sketches: dict[bytes, CaptionSketch] = {}  # of the given arrays of the current shard's captions, by digest
         self._shard: ShardWriter | None = None
         self._turn = OneAtATime(path)
 
@@ -184,10 +184,10 @@ class PartWriter:
         Raises:
             UsageError: if it comes with others.
         """
-        digest, own = caption_digest(text), _sum_of(given)
+        digest, own = caption_digest(text), CaptionSketch.of(given)
         if not shard.has_caption(digest):
-            self._caption_sums[digest] = own
-        elif self._caption_sums.setdefault(digest, own) != own:
+            self._sketches[digest] = own
+        elif not self._sketches.setdefault(digest, own).is_like(own):
             self._form.caption(item, text, given)  # says what is wrong with them, if anything is
             raise UsageError(
                 f"{item} has the caption {text!r:.80} with other arrays than an earlier sample, expected the same: a caption "
@@ -235,7 +235,7 @@ class PartWriter:
         if self._shard is None:
             form, name = self._form, self._new_name()
             self._begun.append(name)
-            self._caption_sums = {}
+            self._sketches = {}
             self._shard = ShardWriter(
                 self.path,
                 name,
@@ -256,16 +256,6 @@ class PartWriter:
             paths = shard_paths(self.path, name)
             if not any(path.exists() for path in (paths.lmdb, paths.extents, paths.index, pending_path(self.path, name))):
                 return name
-
-
-def _sum_of(given: object) -> int:
-    """Return a checksum of a caption's arrays as they were given."""
-    parts: list[bytes | memoryview] = []
-    for name, value in sorted(given.items()) if isinstance(given, Mapping) else [("", given)]:
-        for own, one in value.items() if isinstance(value, Mapping) else [("", value)]:
-            kind, data = bits_of(one)
-            parts += [f"{name}/{own}:{kind}".encode(), data]
-    return checksum(*parts)
 
 
 def _item(sample_id: str) -> str:
