@@ -49,6 +49,7 @@ FEWER = "--max-steps 2 --num-images 2 --image-steps 1"
 MEANT: dict[str, tuple[tuple[str, str], ...]] = {
     "README.md": ((r"^loader seen CHECKPOINT .*$", "loader seen --help"),),
     "docs/packing.md": (
+        (r"workers=8", "workers=0"),  # a block is not a file that workers can import; examples/parallel_write.py is
         (r"ingest pack SOURCE STORE --model MODEL", f"ingest pack {PACK}"),
         (r"pack photos photos\.store", "pack photos packed.store"),
         (r"ingest pack …", f"ingest pack {PACK}"),
@@ -62,6 +63,8 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"--output-dir runs/a --batch-size 4 --max-steps 1000", f"--output-dir runs/data --batch-size 4 {FEWER}"),
     ),
     "docs/loader.md": (
+        (r"^--resume --new-plan$", "bucketline train --help"),
+        (r"^store compact --gc$", "store compact photos.store --gc --dry-run"),
         (r"^--columns target,control/depth$", f"{PLAN} --columns target"),
         (
             r"--batch-size 16 --world-size 64 --shuffle lines --machines 8",
