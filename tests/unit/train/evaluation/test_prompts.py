@@ -178,8 +178,6 @@ def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_
     elif packed.family != "sd3":
         changed = {"clip_sample": False, "set_alpha_to_one": True, "timestep_spacing": "trailing"}
         pipeline.scheduler = diffusers.DDIMScheduler.from_config(pipeline.scheduler.config, **changed)
-    if packed.family == "sd3":
-        more["sigmas"] = [1.0, 2 / 3, 1 / 3]  # those of Flux, which the trainer takes for both
     if packed.family.startswith("pixart"):
         more |= {"clean_caption": False, "use_resolution_binning": False}
 
