@@ -69,11 +69,11 @@ rows, counted against that run.
 With `remainder="carry"`, the default, rows that fill no batch open Bucketline's next epoch, and the last one delivers what is
 left over in short batches; `"partial"` delivers each row once in each epoch, in short batches.
 
-What the figures depend on: each loop counts its epochs by itself, and the state that Streaming saves after an epoch's last batch still
-belongs to that epoch, so that a loop that counts on loses what remains of it. On two ranks, WebDataset's loop draws shards with
-replacement (`resampled`), as its documentation advises where ranks must have equal numbers of batches; on one it draws the streams with
-Python's generator, which the loop does not seed. LitData's errors come from the state of several streams, read without worker processes;
-one stream resumes exactly.
+What the figures depend on: each loop counts its epochs by itself, and the state that Streaming saves after an epoch's
+last batch still belongs to that epoch, so that a loop that counts on loses what remains of it. On two ranks,
+WebDataset's loop draws shards with replacement (`resampled`), as its documentation advises where ranks must have equal
+numbers of batches; on one it draws the streams with Python's generator, which the loop does not seed. LitData's errors
+come from the state of several streams, read without worker processes; one stream resumes exactly.
 
 """
 
