@@ -94,7 +94,7 @@ def truncate_sidecars_read_plainly(bench: Bench, service: str | None) -> Ended:
     path = bench.store()
     config = bench.config(plain_reads=True, prefetch_bytes=1, epochs=8)  # more than is located ahead
     with Loader(path, config) as own:
-        expected = [batch.ids.tolist() for batch in own]
+        expected = [batch.ids.tolist() for batch in own.forever()]
     with started(Loader(path, config, service=service)) as loader:
         batches = loader.forever()
         taken = 1 + bench.random.randrange(2)
