@@ -57,7 +57,7 @@ def fork_while_read(bench: Bench, service: str | None) -> Ended:
     config = bench.config(epochs=8, threads=bench.random.choice([1, 2, 3]), verify=bench.random.random() < 0.3)
     path = bench.store()
     with Loader(path, config) as own:
-        expected = [batch.ids.tolist() for batch in own]
+        expected = [batch.ids.tolist() for batch in own.forever()]
     longest = 0.0
     with started(Loader(path, config, service=service)) as loader:
         for _ in range(FORKS):
