@@ -153,7 +153,14 @@ def test_batches_hold_what_plain_reads_give_over_all_shards_with_captions_padded
 ) -> None:
     monkeypatch.setattr(ColdDetector, "is_cold", property(lambda _: cold))
     shards: set[int] = set()
-    options = {"shuffle": "full", "remainder": "carry", "epochs": 4, "batch_size": 20, "plain_reads": plain_reads}
+    options = {
+        "shuffle": "full",
+        "remainder": "carry",
+        "rewind": False,
+        "epochs": 4,
+        "batch_size": 20,
+        "plain_reads": plain_reads,
+    }
     for loader in loaders_of(store, pad_to=store.max_tokens + 2, **options):
         for batch in loader.forever():
             rows = loader.plan.at(batch.step).rows
