@@ -50,7 +50,7 @@ def read(url: str, cache: Path, expected: list[str], *, step: int, cache_bytes: 
         options = RemoteOptions(cache=cache, cache_bytes=cache_bytes, deadline_s=DEADLINE_S)
         with Loader(url, reaching(CONFIG, options)) as loader:
             loader.load_state_dict({**loader.state_dict(), "step": step})
-            for batch in loader:
+            for batch in loader.forever():
                 check_batch(batch, step, expected)
                 step += 1
     except BucketlineError as error:
@@ -79,7 +79,7 @@ def filled(url: str, cache: Path, expected: list[str], disk: SmallDisk) -> tuple
     control(url.rpartition("/")[0], f"bytes_per_s={SLOW_BYTES_PER_S}")
     try:
         with Loader(url, reaching(CONFIG, options)) as loader:
-            for batch in loader:
+            for batch in loader.forever():
                 check_batch(batch, step, expected)
                 step += 1
                 if pinned == 0 and (found := cache_folder(cache).room.pinned()) > PINNED_BYTES:

@@ -103,7 +103,7 @@ class Victim:
     def _loader(self, url: str, own: Path) -> dict[str, Any]:
         config = dataclasses.replace(CONFIG, cache=str(own / "cache"), deadline=DEADLINE_S)
         with Loader(url, config) as loader:
-            found = [digest_of(batch) for batch in loader]
+            found = [digest_of(batch) for batch in loader.forever()]
         return {"code": 0, "err": "", "wrong": "" if found == self.store.digests(CONFIG) else "differs from the local store"}
 
 

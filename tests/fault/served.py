@@ -50,7 +50,7 @@ class Served:
         key = f"{config.batch_size} {config.seed} {config.shuffle} {config.text}"
         if key not in self.expected:
             with Loader(Store.open(self.local), config) as loader:
-                self.expected[key] = [digest_of(batch) for batch in loader]
+                self.expected[key] = [digest_of(batch) for batch in loader.forever()]
         return self.expected[key]
 
 
@@ -137,7 +137,7 @@ def one_pass(
         while own.batches < len(expected):
             begun = time.perf_counter()
             try:
-                for batch in loader:
+                for batch in loader.forever():
                     took(begun)
                     check_batch(batch, own.batches, expected)
                     own.batches += 1
