@@ -48,12 +48,12 @@ class Watched:
 
 
 def fit(loader: Loader, validation: Loader, folder: Path, *, resume: str | None = None, **options: Any) -> Watched:
-    lightning = pytest.importorskip("pytorch_lightning")
+    import pytorch_lightning as lightning
     from pytorch_lightning.callbacks import ModelCheckpoint
 
     seen = Watched()
 
-    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = torch.nn.Linear(1, 1)
