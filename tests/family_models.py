@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from tests.language_models import WORDS
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -19,7 +21,6 @@ PIPELINES = {
     "pixart_sigma": "PixArtSigmaPipeline",
 }
 T5_WIDTH = 24
-WORDS = ("a", "red", "green", "blue", "cat", "dog", "house", "of", "the")
 
 
 def write_pipeline(folder: Path, family: str, **more: Any) -> Path:

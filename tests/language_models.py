@@ -1,0 +1,178 @@
+"""Tiny language models of the real classes, a few thousand random weights each, and their tokenizers with chat templates."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+WORDS = ("a", "red", "green", "blue", "cat", "dog", "house", "of", "the")
+QWEN_SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+QWEN_THINKING = ("<think>", "</think>")  # one token each, and not special
+MISTRAL_SPECIAL = ("<unk>", "<s>", "</s>", "<pad>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[IMG]")
+# Words of the pipelines' own prompts are one token each, as in the published tokenizers: pipelines drop a fixed number of them.
+_PROMPTS = (
+    "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
+    "objects and background:\nuser\nassistant\nComprehend and analyze the provided prompt.\n\n"
+)
+_CONTENT = (
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}"
+)
+QWEN_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n" + _CONTENT + "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+MISTRAL_TEMPLATE = (
+    "<s>{% for message in messages %}"
+    "{% if message.role == 'system' %}[SYSTEM_PROMPT]" + _CONTENT + "[/SYSTEM_PROMPT]"
+    "{% else %}[INST]" + _CONTENT + "[/INST]{% endif %}{% endfor %}"
+)
+QWEN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.5,  # large enough that masks and positions show in the outputs
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_SIGHT: dict[str, Any] = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16}
+
+
+@functools.cache
+def _merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Return a byte-level vocabulary, and the merges that make a token of each word in `WORDS` and `_PROMPTS`."""
+    import tokenizers
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, to_bytes])
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([_PROMPTS, " ".join(WORDS)], trainer)
+    model = json.loads(backend.to_str())["model"]
+    return model["vocab"], [(first, second) for first, second in model["merges"]]
+
+
+def qwen_tokenizer() -> Any:
+    """Make a Qwen tokenizer: byte-level, so that any text has tokens, with the template of Qwen's chats."""
+    import transformers
+
+    vocabulary, merges = _merges()
+    tokenizer = transformers.Qwen2Tokenizer(
+        vocab=dict(vocabulary), merges=list(merges), additional_special_tokens=list(QWEN_SPECIAL), model_max_length=4096
+    )
+    tokenizer.add_tokens(list(QWEN_THINKING))
+    tokenizer.chat_template = QWEN_TEMPLATE
+    return tokenizer
+
+
+def mistral_tokenizer() -> Any:
+    """Make a byte-level tokenizer with the template of Mistral's chats, which pads on the left."""
+    import tokenizers
+    import transformers
+
+    vocabulary, merges = _merges()
+    special = {token: len(vocabulary) + n for n, token in enumerate(MISTRAL_SPECIAL)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={**vocabulary, **special}, merges=list(merges)))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        additional_special_tokens=list(MISTRAL_SPECIAL),
+        padding_side="left",
+        model_max_length=4096,
+    )
+    tokenizer.chat_template = MISTRAL_TEMPLATE
+    return tokenizer
+
+
+def qwen25_vl() -> Any:
+    """Make a Qwen2.5-VL."""
+    import transformers
+
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**_SIZES, "vocab_size": len(qwen_tokenizer()), "rope_parameters": QWEN_ROPE},
+        vision_config={**_SIGHT, "fullatt_block_indexes": [0]},
+        **_vision_tokens(),
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3(num_layers: int = 2) -> Any:
+    """Make a Qwen3 language model."""
+    import transformers
+
+    sizes = {**_SIZES, "num_hidden_layers": num_layers, "vocab_size": len(qwen_tokenizer())}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+
+
+def qwen3_vl(kind: str = "Qwen3VLForConditionalGeneration") -> Any:
+    """Make a Qwen3-VL of a class."""
+    import transformers
+
+    config = transformers.Qwen3VLConfig(
+        text_config={
+            **_SIZES,
+            "vocab_size": len(qwen_tokenizer()),
+            "rope_parameters": {**QWEN_ROPE, "mrope_interleaved": True},
+        },
+        vision_config={**_SIGHT, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        **_vision_tokens(),
+    )
+    return getattr(transformers, kind)(config)
+
+
+def mistral3(num_layers: int = 2) -> Any:
+    """Make a Mistral 3 that sees images."""
+    import transformers
+
+    sight = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
+    sizes = {**_SIZES, "num_hidden_layers": num_layers, "vocab_size": len(mistral_tokenizer())}
+    config = transformers.Mistral3Config(
+        text_config={**sizes, "model_type": "mistral"},
+        vision_config={**sight, "model_type": "pixtral", "image_size": 28, "patch_size": 14},
+        image_token_index=mistral_tokenizer().convert_tokens_to_ids("[IMG]"),
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def qwen3_vl_processor() -> Any:
+    """Make a Qwen3-VL processor of a tokenizer only: for images and videos it needs torchvision."""
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.processing_utils import ProcessorMixin
+
+    class TextOnly(Qwen3VLProcessor):  # type: ignore[misc] # transformers has no types
+        def __init__(self, tokenizer: Any, chat_template: str) -> None:
+            ProcessorMixin.__init__(self, tokenizer, chat_template=chat_template)
+            self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+
+    TextOnly.__name__, TextOnly.__module__ = Qwen3VLProcessor.__name__, Qwen3VLProcessor.__module__  # in a pipeline's index
+    return TextOnly(qwen_tokenizer(), QWEN_TEMPLATE)
+
+
+def _vision_tokens() -> dict[str, int]:
+    tokenizer = qwen_tokenizer()
+    names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    return {field: tokenizer.convert_tokens_to_ids(token) for field, token in names.items()}
