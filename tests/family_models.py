@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from tests import language_models
 from tests.language_models import WORDS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 CLIP_LENGTH = 77
@@ -20,6 +22,14 @@ PIPELINES = {
     "pixart_alpha": "PixArtAlphaPipeline",
     "pixart_sigma": "PixArtSigmaPipeline",
 }
+RECENT_PIPELINES = {
+    "qwenimage": "QwenImagePipeline",
+    "qwenimage21": "QwenImage21Pipeline",
+    "flux2": "Flux2Pipeline",
+    "flux2 klein": "Flux2KleinPipeline",
+    "z_image": "ZImagePipeline",
+    "krea2": "Krea2Pipeline",
+}
 T5_WIDTH = 24
 
 
@@ -31,9 +41,14 @@ def write_pipeline(folder: Path, family: str, **more: Any) -> Path:
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(sum(map(ord, family)))
+    parts: dict[str, Any]
+    if family in RECENT_PIPELINES:
+        parts = {**_RECENT_PARTS[family](), "transformer": tiny_model(family)}
+        getattr(diffusers, RECENT_PIPELINES[family])(**parts, **more).save_pretrained(folder)
+        return folder
     clip = transformers.CLIPTokenizer.from_pretrained(write_clip_tokenizer(folder / "tokenizers" / "clip"))
     t5 = transformers.T5TokenizerFast.from_pretrained(write_t5_tokenizer(folder / "tokenizers" / "t5"))
-    parts: dict[str, Any] = {"vae": tiny_vae(), "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
+    parts = {"vae": tiny_vae(), "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
     parts |= {_part(family): tiny_model(family)}
     if family in ("sd", "sdxl"):
         parts |= {"text_encoder": _tiny_clip(8, projected=False), "tokenizer": clip}
@@ -57,6 +72,14 @@ def write_pipeline(folder: Path, family: str, **more: Any) -> Path:
     return folder
 
 
+def open_pipeline(folder: Path, family: str) -> Any:
+    """Open a pipeline that `write_pipeline` wrote; a processor of images needs torchvision, and is made again instead."""
+    import diffusers
+
+    made = {"processor": language_models.qwen3_vl_processor()} if family == "qwenimage21" else {}
+    return diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, **made)
+
+
 def write_dit(folder: Path, names: dict[int, str]) -> Path:
     """Write a class-conditional DiT of three classes, their names in its index as the published ones have them."""
     import diffusers
@@ -72,15 +95,7 @@ def tiny_vae(**changes: Any) -> Any:
     """Make an AutoencoderKL that halves once."""
     import diffusers
 
-    sizes: dict[str, Any] = {
-        "block_out_channels": (4, 4),
-        "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2,
-        "norm_num_groups": 2,
-        "latent_channels": 4,
-        "sample_size": 16,
-    }
-    return diffusers.AutoencoderKL(**{**sizes, **changes})
+    return diffusers.AutoencoderKL(**{**_VAE, **changes})
 
 
 def tiny_dc() -> Any:
@@ -99,12 +114,48 @@ def tiny_dc() -> Any:
     )
 
 
+def tiny_qwen_vae() -> Any:
+    """Make an AutoencoderKLQwenImage that halves once."""
+    return _tiny("AutoencoderKLQwenImage", temperal_downsample=[True], dim_mult=[1, 1], **_QWEN_VAE)
+
+
+def tiny_qwen21_vae() -> Any:
+    """Make an AutoencoderKLQwenImage21 that divides sizes by 16, as its pipeline expects, and takes four channels."""
+    sizes: dict[str, Any] = {"temperal_downsample": [False, True, True, True], "dim_mult": [1] * 5, "decoder_base_dim": 4}
+    return _tiny("AutoencoderKLQwenImage21", **sizes, **_QWEN_VAE)
+
+
+def tiny_flux2_vae() -> Any:
+    """Make an AutoencoderKLFlux2 that halves once; its packed latents have a mean and a variance per channel."""
+    import torch
+
+    vae = _tiny("AutoencoderKLFlux2", **_VAE)
+    vae.bn.running_mean.copy_(torch.randn(16))
+    vae.bn.running_var.copy_(torch.rand(16) + 0.5)
+    return vae
+
+
 def _tiny(kind: str, **sizes: Any) -> Any:
     import diffusers
 
     return getattr(diffusers, kind)(**sizes)
 
 
+_VAE: dict[str, Any] = {
+    "block_out_channels": (4, 4),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "norm_num_groups": 2,
+    "latent_channels": 4,
+    "sample_size": 16,
+}
+_QWEN_VAE: dict[str, Any] = {
+    "base_dim": 4,
+    "z_dim": 4,
+    "num_res_blocks": 1,
+    "latents_mean": [-0.7571, -0.7089, -0.9113, 0.1075],
+    "latents_std": [2.8184, 1.4541, 2.3275, 2.6558],
+}
 _HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 4}
 _UNET: dict[str, Any] = {
     "block_out_channels": (4, 8),
@@ -152,6 +203,42 @@ _FLUX: dict[str, Any] = {
     "axes_dims_rope": (2, 2, 4),
     "guidance_embeds": True,
 }
+_ROPED: dict[str, Any] = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8, "axes_dims_rope": (2, 2, 4)}
+_QWEN: dict[str, Any] = {**_ROPED, "in_channels": 16, "out_channels": 4, "joint_attention_dim": 16}
+_QWEN21: dict[str, Any] = {**_ROPED, "in_channels": 4, "out_channels": 4, "context_in_dim": 16}
+_FLUX2: dict[str, Any] = {
+    **_ROPED,
+    "axes_dims_rope": (2, 2, 2, 2),
+    "num_single_layers": 1,
+    "in_channels": 16,
+    "joint_attention_dim": 3 * 16,
+    "timestep_guidance_channels": 8,
+}
+_Z_IMAGE: dict[str, Any] = {
+    "in_channels": 4,
+    "dim": 16,
+    "n_layers": 1,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "cap_feat_dim": 16,
+    "axes_dims": [4, 2, 2],
+    "axes_lens": [1024, 32, 32],
+}
+_KREA2: dict[str, Any] = {
+    **_ROPED,
+    "in_channels": 16,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+    "timestep_embed_dim": 8,
+    "text_hidden_dim": 16,
+    "num_text_layers": 2,
+    "text_num_attention_heads": 2,
+    "text_num_key_value_heads": 2,
+    "text_intermediate_size": 16,
+    "num_layerwise_text_blocks": 1,
+    "num_refiner_text_blocks": 1,
+}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sd": ("UNet2DConditionModel", _UNET),
     "sdxl": ("UNet2DConditionModel", {**_UNET, **_TEXT_AND_SIZES}),
@@ -163,6 +250,59 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "pixart_sigma": ("PixArtTransformer2DModel", {**_PIXART, "sample_size": 8}),
     "sd3": ("SD3Transformer2DModel", _SD3),
     "flux": ("FluxTransformer2DModel", _FLUX),
+    "qwenimage": ("QwenImageTransformer2DModel", _QWEN),
+    "qwenimage21": ("QwenImage21Transformer2DModel", _QWEN21),
+    "flux2": ("Flux2Transformer2DModel", _FLUX2),
+    "flux2 klein": ("Flux2Transformer2DModel", {**_FLUX2, "guidance_embeds": False}),
+    "z_image": ("ZImageTransformer2DModel", _Z_IMAGE),
+    "krea2": ("Krea2Transformer2DModel", _KREA2),
+}
+
+
+def _flow(**config: Any) -> Any:
+    return _tiny("FlowMatchEulerDiscreteScheduler", **config)
+
+
+def _qwenimage() -> dict[str, Any]:
+    text = {"text_encoder": language_models.qwen25_vl(), "tokenizer": language_models.qwen_tokenizer()}
+    flow = _flow(use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02)
+    return {**text, "vae": tiny_qwen_vae(), "scheduler": flow}
+
+
+def _qwenimage21() -> dict[str, Any]:
+    text = {"text_encoder": language_models.qwen3_vl(), "processor": language_models.qwen3_vl_processor()}
+    return {**text, "vae": tiny_qwen21_vae(), "scheduler": _flow(use_dynamic_shifting=True)}
+
+
+def _flux2() -> dict[str, Any]:
+    # the published one has a processor of images, which needs torchvision, around the same tokenizer
+    text = {"text_encoder": language_models.mistral3(31), "tokenizer": language_models.mistral_tokenizer()}
+    return {**text, "vae": tiny_flux2_vae(), "scheduler": _flow(use_dynamic_shifting=True, shift=3.0)}
+
+
+def _flux2_klein() -> dict[str, Any]:
+    text = {"text_encoder": language_models.qwen3(28), "tokenizer": language_models.qwen_tokenizer()}
+    return {**_flux2(), **text}
+
+
+def _z_image() -> dict[str, Any]:
+    text = {"text_encoder": language_models.qwen3(), "tokenizer": language_models.qwen_tokenizer()}
+    return {**text, "vae": tiny_vae(scaling_factor=0.3611, shift_factor=0.1159), "scheduler": _flow(shift=3.0)}
+
+
+def _krea2() -> dict[str, Any]:
+    text = {"text_encoder": language_models.qwen3_vl("Qwen3VLModel"), "tokenizer": language_models.qwen_tokenizer()}
+    flow = _flow(use_dynamic_shifting=True, max_image_seq_len=6400)
+    return {**text, "vae": tiny_qwen_vae(), "scheduler": flow, "text_encoder_select_layers": (1, 2)}
+
+
+_RECENT_PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "qwenimage": _qwenimage,
+    "qwenimage21": _qwenimage21,
+    "flux2": _flux2,
+    "flux2 klein": _flux2_klein,
+    "z_image": _z_image,
+    "krea2": _krea2,
 }
 
 
