@@ -32,11 +32,16 @@ def json_hash(value: object) -> str:
 
 
 def weights_hash(module: nn.Module, but: frozenset[str] = frozenset()) -> str:
-    """Return the digest of an encoder's weights as loaded, 32 hexadecimal digits: names and bytes, without those in `but`."""
+    """Return the digest of an encoder's weights, 32 hexadecimal digits: names and bytes, without those in `but`.
+
+    Floats are taken in 32 bits, one tensor at a time, so that weights have the same digest in any dtype that they are saved in.
+    """
     import torch
 
     tensors, state = module.state_dict(), xxhash.xxh3_128()
     for name in sorted(tensors.keys() - but):
+        tensor = tensors[name].detach().cpu()
+        wide = tensor.float() if tensor.is_floating_point() else tensor
         state.update(name.encode())
-        state.update(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        state.update(wide.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()

@@ -44,11 +44,13 @@ class ModelFile:
 
     def has(self, part: str) -> bool:
         """Return whether the file has a part, by its name in diffusers' layout; True for the UNet or transformer."""
-        if part not in PREFIXES:
-            return True
+        return part not in PREFIXES or bool(self.shapes_of(part))
+
+    def shapes_of(self, part: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors of a VAE or a text encoder, by their names in the file."""
         is_t5 = "T5" in str(self._config_of(part).get("architectures"))
         prefixes = (T5_PREFIX,) if is_t5 else PREFIXES[part]
-        return any(name.startswith(prefixes) for name in self.shapes)
+        return {name: shape for name, shape in self.shapes.items() if name.startswith(prefixes)}
 
     def load(self, part: str, dtype: torch.dtype | None = None) -> Any:  # noqa: ANN401 - diffusers has no types
         """Load a part in `dtype`; None: in 32 bits.

@@ -51,3 +51,14 @@ def variant_of(item: str, names: Iterable[str], bases: tuple[str, ...]) -> str |
             "keep one of them"
         )
     return chosen
+
+
+def safetensors_of(names: Iterable[str], bases: tuple[str, ...], variant: str | None) -> list[str]:
+    """Return the names of a component's .safetensors files of a variant, None for the plain ones; empty if it has only others.
+
+    >>> safetensors_of(["model-00001-of-00002.safetensors", "model.fp16.safetensors", "model.bin"], TRANSFORMERS, None)
+    ['model-00001-of-00002.safetensors']
+    """
+    base, own = "|".join(map(re.escape, bases)), "" if variant is None else re.escape(f".{variant}")
+    pattern = re.compile(rf"(?:{base})(?:{own}{_PARTS}?|{_PARTS}{own})\.safetensors")
+    return sorted(name for name in names if pattern.fullmatch(name))

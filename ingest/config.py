@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 Dtype = Literal["F16", "BF16", "F32"]
+EncodeDtype = Literal["F16", "BF16", "F32", "int8", "nf4"]
 TextDtype = Literal["I8", "F8_E4M3", "F16", "BF16", "F32"]
 LatentsOption = Literal["mode", "sample", "moments"]
 PackText = Literal["plain"]
@@ -162,9 +163,10 @@ class PackConfig(SourceArguments, ChangingArguments):
     text_dtype: TextDtype | None = None
     """Data type of stored tokens: F16, BF16, F32, or quantised to about half of 16 bits: I8, with a scale for every 32 values,
     or F8_E4M3, with a scale per token; delivered as F16. Default: that of --dtype."""
-    encode_dtype: Dtype = "F32"
+    encode_dtype: EncodeDtype = "F32"
     """Data type in which the encoders compute; BF16 is faster on a GPU, where F32 is TF32 in the VAE's convolutions. A VAE that
-    overflows in F16 gets F32."""
+    overflows in F16 gets F32. int8 and nf4 quantise the text encoders' linear layers to 8 or 4 bits (extra `quantised`); what
+    else they have computes in BF16, the VAE in F32."""
     latents: LatentsOption = "mode"
     """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False

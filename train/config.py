@@ -19,6 +19,7 @@ from bucketline.errors import UsageError
 from bucketline.loader.config import ReadOptions
 from bucketline.train.noise_schedule import FlowWeighting, Objective, TimestepSampling
 from bucketline.train.preset import with_preset
+from bucketline.weight_format import WeightFormat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +47,7 @@ WeightDtype = StrEnum("WeightDtype", ["FP32", "BF16"])
 """The dtype of the trained weights."""
 Ema = StrEnum("Ema", ["OFF", "DEVICE", "CPU"])
 """The place of the moving average of the weights."""
-Base = StrEnum("Base", ["INT8", "FP8", "NF4"])
+Base = WeightFormat
 """The format of the frozen weights of a LoRA run."""
 LrSchedule = StrEnum("LrSchedule", ["CONSTANT", "COSINE", "LINEAR", "WSD"])
 """The course of the learning rate after the warm-up. Source: cosine without restarts: Loshchilov and Hutter 2017 (arXiv

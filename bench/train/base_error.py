@@ -107,7 +107,7 @@ def _measured(trainer: Trainer, plain: Trainer, batches: Sequence[Batch]) -> dic
     """Return a trainer's figures by part, one for each batch; errors only if it is not the one without quantising."""
     import torch
 
-    from bucketline.train.memory.frozen_base import QuantisedLinear
+    from bucketline.quantised_linear import QuantisedLinear
     from bucketline.train.step import loss_of
 
     model, before = trainer.training.model, plain.training.model

@@ -67,6 +67,20 @@ def snapshot(name: str) -> Snapshot:
     return Snapshot(path=paths[-1], files=files)
 
 
+def downloaded(name: str, files: list[str], revision: str) -> list[Path]:
+    """Return the paths of a hub model's files in the cache, after downloading those that it lacks.
+
+    Raises:
+        ModelError: if one cannot be downloaded.
+    """
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return [Path(hf_hub_download(name, file, revision=revision)) for file in files]
+    except Exception as error:  # whatever the hub's HTTP client raises
+        raise ModelError(f"{name}: its weights cannot be downloaded from the hub: {one_line(error)}; try again") from error
+
+
 def one_line(error: Exception) -> str:
     r"""Return the first line of a library's error message; the others hold advice that is not meant for our users.
 

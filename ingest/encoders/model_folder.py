@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
 from bucketline.files.redact import redacted
-from bucketline.ingest.encoders.hub import snapshot
+from bucketline.ingest.encoders.hub import downloaded, snapshot
 from bucketline.model_file import ModelFile, open_model_file, refuse_config_without_file, single_file
-from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, variant_of
+from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, safetensors_of, variant_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,12 +51,25 @@ class ModelFolder:
         Raises:
             ModelError: if the model has no such part, or the part has no weights.
         """
-        part = self.part(name)
-        if self.hub_files is None:
-            names = [path.name for path in (self.path / name).iterdir()]
-        else:
-            names = [file.removeprefix(f"{name}/") for file in self.hub_files if file.startswith(f"{name}/")]
+        part, names = self.part(name), self._files(name)
         return {**part, "variant": variant_of(f"{redacted(self.name)}: {name}/", names, bases)}
+
+    def weight_files(self, name: str, bases: tuple[str, ...]) -> list[Path]:
+        """Return the .safetensors files that `weights` stands for, downloaded if they are a hub's; empty if it has none.
+
+        Raises:
+            ModelError: as `weights`; or if they cannot be downloaded.
+        """
+        own = safetensors_of(self._files(name), bases, self.weights(name, bases)["variant"])
+        if self.hub_files is None:
+            return [self.path / name / file for file in own]
+        return downloaded(self.name, [f"{name}/{file}" for file in own], self.path.name)
+
+    def _files(self, name: str) -> list[str]:
+        """Return the names of the files of a part."""
+        if self.hub_files is None:
+            return [path.name for path in (self.path / name).iterdir()]
+        return [file.removeprefix(f"{name}/") for file in self.hub_files if file.startswith(f"{name}/")]
 
     def from_file(self, name: str) -> Any | None:  # noqa: ANN401 - diffusers and transformers have no common type
         """Load a part from the model's single file; None if there is no such file, or the folder has the part instead.

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.fingerprint import config_hash, weights_hash
+from bucketline.ingest.encoders.part_weights import part_weights
 from bucketline.ingest.encoders.text_columns import MAX_CUT_CHARS, Cut
 from bucketline.ingest.encoders.weights import loading, refuse_incomplete, tokenizer_hash
+from bucketline.quantised_linear import QuantisedLinear, quantise_layers
 from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.weight_files import TRANSFORMERS
+from bucketline.weight_format import WeightFormat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
 
+QUANTISED = ("int8", "nf4")
+UNQUANTISED = "BF16"  # dtype of what is not quantised in such an encoder, and of its computation
 UNNAMED = "?"  # an architecture that the configuration does not name
 
 
@@ -121,10 +126,10 @@ def load_text_part(
     transformers.logging.disable_progress_bar()
     encoder, spared = model.from_file(encoder_name), frozenset[str]()
     if encoder is None:
-        weights = model.weights(encoder_name, TRANSFORMERS)
+        weights, own = model.weights(encoder_name, TRANSFORMERS), _loading_dtype(model, encoder_name, dtype)
         with loading(model, encoder_name):
             encoder, told = _model_class(part.architecture).from_pretrained(
-                **weights, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+                **weights, dtype=own, output_loading_info=True, trust_remote_code=False
             )
             spared = refuse_incomplete(f"{model.name}: {encoder_name}/", told, unread=unread)
     provenance: dict[str, Json] = {
@@ -134,8 +139,11 @@ def load_text_part(
         "tokenizer_hash": tokenizer_hash(part.tokenizer),
         "dtype": dtype,
     }
-    _cast(encoder, dtype)
-    encoder = encoder.to(device).eval().requires_grad_(requires_grad=False)
+    encoder.eval().requires_grad_(requires_grad=False)
+    if dtype in QUANTISED:
+        quantise_layers(encoder, WeightFormat(dtype), device, _EncoderLinear)
+    _cast(encoder, UNQUANTISED if dtype in QUANTISED else dtype)
+    encoder = encoder.to(device)
     return TextPart(tokenizer=part.tokenizer, encoder=encoder, limit=part.limit, provenance=provenance)
 
 
@@ -151,12 +159,35 @@ def _model_class(architecture: str) -> Any:  # noqa: ANN401 - any transformers m
     return found if is_model else transformers.AutoModel
 
 
+def _loading_dtype(model: ModelFolder, name: str, dtype: str) -> torch.dtype:
+    """Return the dtype to load an encoder in: that of its files if they have one, unless it will compute in F32.
+
+    Such weights are mapped from the files, not copied. The others are F32 in any case, or become it when they are hashed.
+    """
+    found = None if dtype == "F32" else part_weights(model, name, TRANSFORMERS)
+    alone = next(iter(found.dtypes)) if found is not None and len(found.dtypes) == 1 else "F32"
+    return TORCH_DTYPES[alone if alone in ("F16", "BF16") else "F32"]
+
+
 def _cast(encoder: nn.Module, dtype: str) -> None:
-    """Cast the weights to a dtype, except those that the class keeps in float32 because they overflow in float16 (T5)."""
+    """Cast the weights to a dtype, except those that the class keeps in float32 because they overflow in float16 (T5).
+
+    Buffers that are not saved with the weights, such as the frequencies of rotary positions, keep their precision.
+    """
     kept = set(getattr(encoder, "_keep_in_fp32_modules", None) or ()) if dtype == "F16" else set()
     for name, weights in encoder.named_parameters():
-        if not kept & set(name.split(".")):
-            weights.data = weights.data.to(TORCH_DTYPES[dtype])
-    for buffer in encoder.buffers():
-        if buffer.is_floating_point():
+        is_kept = kept & set(name.split("."))
+        weights.data = weights.data.to(torch.float32 if is_kept else TORCH_DTYPES[dtype])
+    saved = encoder.state_dict().keys()
+    for name, buffer in encoder.named_buffers():
+        if name in saved and buffer.is_floating_point():
             buffer.data = buffer.data.to(TORCH_DTYPES[dtype])
+
+
+class _EncoderLinear(QuantisedLinear):
+    """A quantised linear layer of an encoder."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A tensor without values: transformers' T5 reads the dtype in which its layers compute."""
+        return torch.empty(self.out_features, self.in_features, dtype=TORCH_DTYPES[UNQUANTISED], device="meta")

@@ -10,7 +10,7 @@ import tyro
 
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
-from bucketline.ingest.config import Dtype, TextDtype  # noqa: TC001 - tyro reads the annotations at run time
+from bucketline.ingest.config import Dtype, EncodeDtype, TextDtype  # noqa: TC001 - tyro reads the annotations at run time
 from bucketline.ingest.rules import SplitBy, reject_limit
 from bucketline.store.commands.place import ChangingArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
@@ -80,8 +80,8 @@ class ImportConfig(ChangingArguments):
     """Data type of stored latents and, without --text-dtype, of tokens."""
     text_dtype: TextDtype | None = None
     """Data type of stored tokens, as for `ingest pack`. Default: that of --dtype."""
-    encode_dtype: Dtype = "F32"
-    """Data type in which text encoders compute."""
+    encode_dtype: EncodeDtype = "F32"
+    """Data type in which text encoders compute, as for `ingest pack`."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Token limit per caption, as for `ingest pack`: 256 for a cache of Flux schnell."""
     batch_size: int = 8

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from bucketline.allocator import keep_freed_memory
 from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import CaptionEncoder, TextSettings
+from bucketline.ingest.encoders.text_model import QUANTISED
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.store.format.columns import LatentKind
 
@@ -36,7 +37,9 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
     if device.type == "cpu":
         keep_freed_memory()
     latents, encode_dtype = LatentKind(config.latents), config.encode_dtype
-    vae = VaeEncoder(model, device, config.dtype, latents=latents, encode_dtype=encode_dtype)
+    vae = VaeEncoder(
+        model, device, config.dtype, latents=latents, encode_dtype="F32" if encode_dtype in QUANTISED else encode_dtype
+    )
     settings = TextSettings(
         stored_dtype=config.text_dtype or config.dtype,
         encode_dtype=encode_dtype,
