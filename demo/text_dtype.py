@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.store import Store
 from bucketline.store.format.quantised_text import QUANTISED, dequantise, measured_error, quantise

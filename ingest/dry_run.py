@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.fingerprint import config_hash
-from bucketline.ingest.encoders.families.registry import family_of
 from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.text.registry import family_of
 from bucketline.ingest.encoders.text_columns import text_spec
 from bucketline.ingest.encoders.vae import refuse_latents
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid

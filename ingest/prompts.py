@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import FingerprintError, SourceError, UsageError
 from bucketline.files.regular_file import read_regular, why_unread
-from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.oom_retry import OomRetry
+from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.pipeline.batch_encoder import as_caption
 from bucketline.store.format.block import IMAGE_AXES

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from bucketline.ingest.config import ScanConfig
-    from bucketline.ingest.encoders.families.token_statistics import CaptionLengths
+    from bucketline.ingest.encoders.text.token_statistics import CaptionLengths
     from bucketline.ingest.encoders.text_columns import CaptionLength
     from bucketline.ingest.images.geometry import Placement
     from bucketline.ingest.sources.source import Listing, Source, SourceItem, Stamp
@@ -191,8 +191,8 @@ def _shape(config: ScanConfig) -> _Shape:
     if config.model is None:
         grid = parse_grid(config.grid or _DEFAULT_GRID, step_px=_DEFAULT_DOWNSCALE * 8, align_px=_DEFAULT_DOWNSCALE)
         return _Shape(grid=grid, downscale=_DEFAULT_DOWNSCALE, latent_channels=stored * _DEFAULT_CHANNELS)
-    from bucketline.ingest.encoders.families.class_labels import refuse_text_dtype
-    from bucketline.ingest.encoders.families.token_statistics import open_caption_lengths
+    from bucketline.ingest.encoders.text.class_labels import refuse_text_dtype
+    from bucketline.ingest.encoders.text.token_statistics import open_caption_lengths
     from bucketline.ingest.encoders.text_columns import TextSettings
     from bucketline.ingest.encoders.vae import refuse_latents
 

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from bucketline.families.family import Family
     from bucketline.loader import Batch, Loader
     from bucketline.store import Bucket
     from bucketline.train.config import TrainConfig
-    from bucketline.train.models import ModelFamily
     from bucketline.train.step import Training
 
 COUNTED_SIZES = 3
@@ -185,7 +185,7 @@ def make_moments(optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def count_flops(model: nn.Module, family: ModelFamily, batch: Batch) -> float:
+def count_flops(model: nn.Module, family: Family, batch: Batch) -> float:
     """Return the FLOPs of training a model on a batch; a multiply-add counts as two.
 
     The forward pass is counted on the meta device, which allocates nothing. The backward pass costs the same again for the
@@ -209,7 +209,7 @@ def count_flops(model: nn.Module, family: ModelFamily, batch: Batch) -> float:
     return float(counter.get_total_flops()) * (2.0 + share)
 
 
-def flops_of_buckets(model: nn.Module, family: ModelFamily, batches: Mapping[str, Batch]) -> dict[str, float]:
+def flops_of_buckets(model: nn.Module, family: Family, batches: Mapping[str, Batch]) -> dict[str, float]:
     """Return the FLOPs of training on each batch.
 
     FLOPs per row are a quadratic in the number of latent positions (constant, linear, and self-attention's square), so three

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError, UsageError
+from bucketline.families.schedules import SCALED_LINEAR
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -252,17 +253,3 @@ def _diffusion(config: dict[str, Any], path: Path, device: torch.device) -> Mode
         raise ModelError(f"{path}: prediction_type is {prediction!r}, expected {' or '.join(supported)}")
     noise = NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, device)
     return ModelSchedule(noise=noise, objective=Objective(prediction), config={**config, "prediction_type": prediction})
-
-
-SCALED_LINEAR: Mapping[str, Any] = {
-    "num_train_timesteps": 1000,
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "prediction_type": "epsilon",
-}
-"""Source: the scheduler configuration published with Stable Diffusion 1.5, and that of SDXL."""
-
-
-LINEAR: Mapping[str, Any] = {**SCALED_LINEAR, "beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "linear"}
-"""Source: the scheduler configuration published with DiT-XL/2, and that of PixArt."""

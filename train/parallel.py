@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import TrainError
-from bucketline.square_only import DIT
+from bucketline.families.registry import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -49,7 +49,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def separate_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks that only their own `forward` reads: a DiT's forward also calls into its first block."""
     blocks = repeated_blocks(model)
-    return blocks[1:] if plain_class(model).__name__ == DIT else blocks
+    name = plain_class(model).__name__
+    return blocks[1:] if any(one.reads_first_block and one.model_class == name for one in FAMILIES) else blocks
 
 
 def without_sync(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:

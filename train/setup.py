@@ -64,10 +64,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from bucketline.families.family import Family
     from bucketline.loader import Batch, Loader, WeightedStore
     from bucketline.store import Bucket, Store
     from bucketline.store.read.store import OpenShards
-    from bucketline.train.models import ModelFamily
     from bucketline.train.noise_schedule import ModelSchedule
     from bucketline.train.outputs.weights import Weights
     from bucketline.typed_json import Json
@@ -202,7 +202,7 @@ def replicated(model: nn.Module, config: TrainConfig, device: torch.device) -> D
 
 def _load_model(
     config: TrainConfig, ranks: TrainRanks, store: Store, rows: OpenShards, device: torch.device, *, resumes: bool
-) -> tuple[ModelFamily, nn.Module, ModelSchedule]:
+) -> tuple[Family, nn.Module, ModelSchedule]:
     """Load the model and its noise schedule, and add adapters; `resumes`: a checkpoint fills these, not a file."""
     shard_ranks_of(config, ranks)  # refused before weights are read
     expect_possible(config, ranks.world_size)
@@ -235,7 +235,7 @@ def _load_model(
     if config.lora_rank is not None:
         add_adapters(model, family, config)
         if config.lora_from is not None and not resumes:
-            start_from(config.lora_from, model, family.pipeline)
+            start_from(config.lora_from, model, family.lora_pipeline)
     if config.precision is Precision.FP8:
         log.info("%d linear layers compute in 8-bit floats", use_float8(model))
     if config.base is not None:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from bucketline.families.family import Family
     from bucketline.loader import Batch
     from bucketline.train.config import TrainConfig
     from bucketline.train.ema import Average
-    from bucketline.train.models import ModelFamily
     from bucketline.train.noising import Prep
     from bucketline.train.optimizers.stepping import StepInBackward
 
@@ -34,7 +34,7 @@ class Training:
     """The model in training: the inputs of a step, which changes only weights, optimizer state and average."""
 
     config: TrainConfig
-    family: ModelFamily
+    family: Family
     model: nn.Module  # wrapped in DistributedDataParallel or FSDP2 if there are several processes
     optimizer: Optimizer
     average: Average

@@ -6,7 +6,6 @@ Letters: T tokens of a caption, D width of a token.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from bucketline.store.format.block import Column
@@ -19,17 +18,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from bucketline.families.family import Padding
     from bucketline.typed_json import Json
 
 
 MAX_CUT_CHARS = 200  # captions have no limit of their own
-
-
-class Padding(StrEnum):
-    """The tokens that are stored: those that the model attends to."""
-
-    MAX_LENGTH = "max_length"  # all positions, padding included; every caption has the same number
-    VALID = "valid"  # only the caption's own tokens; the model masks the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
+from bucketline.families.family import refuse_unsquare
+from bucketline.families.registry import family_of_model, square_only
 from bucketline.ingest.images.bucket_grid import Grid, parse_grid
-from bucketline.square_only import refuse_unsquare, square_only
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
-
-PACKED = {"FluxTransformer2DModel": 2, "ChromaTransformer2DModel": 2}
-"""Transformers whose pipelines pack this many latent pixels each way into one, before `patch_size` applies."""
 
 _LEVELS = {"AutoencoderKL": "block_out_channels", "AutoencoderDC": "encoder_block_out_channels"}
 """Supported VAE classes, and the field of their config whose length is the number of halvings plus one."""
@@ -66,7 +64,8 @@ def _token_px(transformer: Mapping[str, Any], downscale: int) -> int:
     patch = transformer.get("patch_size") or 1
     if not isinstance(patch, int):  # of a video model: frames, height, width
         patch = patch[-1]
-    return downscale * int(patch) * PACKED.get(str(transformer.get("_class_name")), 1)
+    family = family_of_model(transformer)
+    return downscale * int(patch) * (1 if family is None else family.packing)
 
 
 def _side_px(unet: Mapping[str, Any] | None, transformer: Mapping[str, Any] | None, downscale: int) -> int:

@@ -11,15 +11,14 @@ import torch
 
 from bucketline.command_line import counted
 from bucketline.errors import ModelError, SourceError, UsageError
-from bucketline.ingest.encoders.families.class_labels import ClassLabels
-from bucketline.ingest.encoders.families.family import TextFamily
-from bucketline.ingest.encoders.families.pipelines import CLASS_CONDITIONAL
-from bucketline.ingest.encoders.families.registry import family_of, is_known, load_caption_encoder
+from bucketline.families.family import Padding
+from bucketline.families.registry import family_of_pipeline
 from bucketline.ingest.encoders.oom_retry import OomRetry
-from bucketline.ingest.encoders.text_columns import Padding, TextSettings
+from bucketline.ingest.encoders.text.registry import family_of, is_known, load_caption_encoder
+from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.model.device import chosen_device
-from bucketline.store.format.columns import CLASS_LABELS, TOKENS
+from bucketline.store.format.columns import TOKENS
 from bucketline.store.format.pack_options import PLAIN_FAMILY
 from bucketline.torch_dtypes import TORCH_DTYPES
 
@@ -91,7 +90,8 @@ def _family_of(model: ModelFolder, asked: str | None, of_cache: str | None, *, h
     Embeddings of a cache that are plain may be kept with a model of any pipeline, since they are compared with its encoder's.
     """
     has_text = any(model.has(name) for name in ("text_encoder", "text_encoder_2"))
-    if not has_text and model.index().get("_class_name") != CLASS_CONDITIONAL:
+    own = family_of_pipeline(str(model.index().get("_class_name")))
+    if not has_text and (own is None or own.parts):
         return None
     keeps = of_cache == PLAIN_FAMILY and asked in (None, SOURCE) and not is_known(model)
     if asked is None and not keeps and not has_captions and of_cache is None:
@@ -100,9 +100,7 @@ def _family_of(model: ModelFolder, asked: str | None, of_cache: str | None, *, h
         family = family_of(model, is_plain=keeps or asked == PLAIN)
     except ModelError as error:
         raise ModelError(f"{error}; --text none imports the captions without embeddings") from error
-    if isinstance(family, TextFamily):
-        return family.name
-    return CLASS_LABELS if family is ClassLabels else PLAIN_FAMILY
+    return PLAIN_FAMILY if family is None else family.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

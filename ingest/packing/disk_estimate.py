@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.command_line import counted
+from bucketline.families.family import Padding
 from bucketline.files.disk_space import refuse_too_little_disk
-from bucketline.ingest.encoders.text_columns import Padding
 from bucketline.ingest.listing_diff import unknown
 from bucketline.store import Store
 from bucketline.store.format.safetensors_header import DTYPES

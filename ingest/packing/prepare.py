@@ -65,7 +65,7 @@ def prepare(
     """
     existing = newest_manifest(config.store)
     if facts.columns.tokens[0].name == CLASS_LABELS:
-        from bucketline.ingest.encoders.families.class_labels import refuse_text_dtype
+        from bucketline.ingest.encoders.text.class_labels import refuse_text_dtype
 
         config.caption_rules.refuse_for_classes(model.name)
         refuse_text_dtype(model, config.text_dtype)

@@ -14,8 +14,8 @@ from PIL import Image
 
 from bucketline.errors import CorruptError, LockedError, ModelError, UsageError
 from bucketline.files.locks import FileLock
-from bucketline.ingest.encoders.families.any_transformer import TextEncoder
 from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.text.any_transformer import TextEncoder
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import Framing

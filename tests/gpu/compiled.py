@@ -14,7 +14,7 @@ from bucketline.train.config import Compile
 from bucketline.train.float8 import CAPABILITY
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import loss_of, train_step
-from tests.gpu.material import BACKEND, DEVICE, KINDS, ON_GPU, sync, tell, tiny_batch, tiny_training
+from tests.gpu.material import BACKEND, DEVICE, NAMES, ON_GPU, sync, tell, tiny_batch, tiny_training
 
 if TYPE_CHECKING:
     from bucketline.loader import Batch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def families(*names: str) -> None:
     """Compiled bf16 agrees roughly with eager fp32, compiles nothing new after the warm-up, and never makes the host wait."""
-    for name in names or tuple(KINDS):
+    for name in names or tuple(NAMES):
         sizes = [(8, 8)] if name == "dit" else [(8, 8), (8, 12)]
         batches = [tiny_batch(name, *size) for size in sizes]
         for lora, checkpointing in ((False, True), (True, False)):

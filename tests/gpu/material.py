@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from bucketline.families.family import StoreFacts
+from bucketline.families.registry import family_named
 from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
 from bucketline.train.config import Compile, Precision, TrainConfig
 from bucketline.train.ema import Average
 from bucketline.train.float8 import use_float8
-from bucketline.train.models import FAMILIES, StoreFacts
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise_schedule import FlowSchedule, NoiseSchedule, Objective
 from bucketline.train.noising import LatentScale, Prep
@@ -31,7 +32,8 @@ BACKEND = os.environ.get("ACCEPT_BACKEND", "inductor" if ON_GPU else "eager")
 ROOM = Path(os.environ.get("ACCEPT_ROOM") or Path(tempfile.gettempdir()) / "accept")
 TOKENS = {"sd": 8, "sdxl": 20, "dit": 1, "pixart_alpha": T5_WIDTH, "sd3": T5_WIDTH, "flux": T5_WIDTH}
 POOLED = {"sdxl": 12, "sd3": 20, "flux": 8}
-KINDS = {"sd": "StableDiffusion", "sdxl": "Sdxl", "dit": "Dit", "pixart_alpha": "PixArt", "sd3": "Sd3", "flux": "Flux"}
+
+NAMES = ("sd", "sdxl", "dit", "pixart_alpha", "sd3", "flux")
 
 failed: list[str] = []
 
@@ -103,7 +105,8 @@ def tiny_training(
 
     torch.manual_seed(0)
     model = tiny_model(name, **({"pos_embed_max_size": 32} if name == "sd3" else {}), **sizes).train()
-    kind = next(one for one in FAMILIES if one.__name__ == KINDS[name])
+    kind = family_named("class_labels" if name == "dit" else name)
+    assert kind is not None
     facts = StoreFacts(latent_channels=4, text={"tokens": 8, "pooled": 8}, shows_padding=name not in ("sd", "pixart_alpha"))
     family = kind(dict(model.config), facts)
     family.prepare(model)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from bucketline.families.family import Family
     from bucketline.loader import WeightedStore
     from bucketline.store.format.text_block import RaggedSpec
     from bucketline.store.prompts.prompt_file import Prompt, PromptSet
     from bucketline.store.read.store import Store
     from bucketline.train.config import TrainConfig
-    from bucketline.train.models import ModelFamily
     from bucketline.typed_json import Json
 
 CAPTIONS = "captions"  # instead of a set's name: draw stored captions
@@ -64,7 +64,7 @@ class DrawingBatch:
     real: Tensor | None = None  # [B, C, h, w] float32, unscaled; of prompts None
 
 
-def load_prompts(config: TrainConfig, shares: Sequence[WeightedStore], family: ModelFamily) -> tuple[StoredPrompt, ...]:
+def load_prompts(config: TrainConfig, shares: Sequence[WeightedStore], family: Family) -> tuple[StoredPrompt, ...]:
     """Return the prompts that a run draws, of all of its stores, each once; none if it draws stored captions, or nothing.
 
     Raises:
@@ -85,7 +85,7 @@ def load_prompts(config: TrainConfig, shares: Sequence[WeightedStore], family: M
     return tuple(found)
 
 
-def _prompts_of(store: Store, name: str, own: PromptSet, family: ModelFamily) -> Iterator[StoredPrompt]:
+def _prompts_of(store: Store, name: str, own: PromptSet, family: Family) -> Iterator[StoredPrompt]:
     bucket = store.buckets()[0]
     factor = bucket.height_px // bucket.spec.column(LATENT).shape[1]
     for number, prompt in enumerate(own.prompts, 1):
@@ -101,7 +101,7 @@ def _prompts_of(store: Store, name: str, own: PromptSet, family: ModelFamily) ->
         )
 
 
-def _refuse_size(item: str, prompt: Prompt, latent: tuple[int, int], factor: int, family: ModelFamily) -> None:
+def _refuse_size(item: str, prompt: Prompt, latent: tuple[int, int], factor: int, family: Family) -> None:
     """Check that a model can draw a prompt's size: what it expects of a bucket's."""
     size = f"{prompt.height_px}x{prompt.width_px}"
     advice = "write the prompts with other sizes by `ingest prompts`, or draw stored captions by --image-prompts captions"

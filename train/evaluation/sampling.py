@@ -14,8 +14,8 @@ from bucketline.train.noise_schedule import FlowSchedule
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bucketline.families.family import Family
     from bucketline.train.evaluation.prompts import DrawingBatch
-    from bucketline.train.models import ModelFamily
     from bucketline.train.noise_schedule import ModelSchedule
     from bucketline.train.step import Training
 
@@ -47,7 +47,7 @@ def guidance_of(training: Training) -> float:
     return training.family.image_guidance if asked is None else asked
 
 
-def _scheduler(family: ModelFamily, schedule: ModelSchedule, num_steps: int, noise: Tensor) -> Any:  # noqa: ANN401 - diffusers has no types
+def _scheduler(family: Family, schedule: ModelSchedule, num_steps: int, noise: Tensor) -> Any:  # noqa: ANN401 - diffusers has no types
     """Return diffusers' scheduler for one latent size.
 
     Source: Song et al. 2020, "Denoising Diffusion Implicit Models" (arXiv 2010.02502), with trailing timesteps, since only the

@@ -12,16 +12,13 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from bucketline.loader import Batch
-from bucketline.train.models.sdxl import NUM_SIZES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from bucketline.families.family import Family
     from bucketline.train.config import TrainConfig
-    from bucketline.train.models import ModelFamily
 
-NUM_TOKENS = {"PixArtTransformer2DModel": 300, "SD3Transformer2DModel": 333, "FluxTransformer2DModel": 512}
-"""Tokens of a caption by the defaults of the model's pipeline; of other models, CLIP's 77."""
 NORMS = (functional.layer_norm, functional.group_norm, functional.rms_norm)
 LATENT_SIZE = 128  # of a model whose configuration says none
 
@@ -59,7 +56,7 @@ class SomeRecomputed:
         return recomputed(block, *args) if is_one else block(*args)
 
 
-def kept_activations(model: nn.Module, family: ModelFamily, images: int) -> int:
+def kept_activations(model: nn.Module, family: Family, images: int) -> int:
     """Return the bytes that a forward pass in bf16 keeps until the backward pass, without weights, inputs and compiling.
 
     The batch has so many images of the model's own size. The pass is one on the CPU, whose attention keeps no matrix either,
@@ -96,22 +93,19 @@ def _storage(tensor: Tensor) -> Any:  # noqa: ANN401 - torch has no type for it
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def latent_size(family: ModelFamily) -> int:
+def latent_size(family: Family) -> int:
     """Return the height and width of a model's own latents."""
     size = family.config.get("sample_size")
     return size if isinstance(size, int) else LATENT_SIZE
 
 
-def example_batch(family: ModelFamily, images: int) -> Batch:
+def example_batch(family: Family, images: int) -> Batch:
     """Return a batch of zeros for a model, with captions of as many tokens as its pipeline's."""
     config: Any = family.config
     size = latent_size(family)
     channels = config["in_channels"] // family.packing**2
-    widths = (config.get(name) for name in ("joint_attention_dim", "caption_channels", "cross_attention_dim"))
-    pooled = config.get("pooled_projection_dim") or 0
-    if of_both := config.get("projection_class_embeddings_input_dim"):
-        pooled = of_both - NUM_SIZES * config["addition_time_embed_dim"]
-    tokens = NUM_TOKENS.get(family.model_class, 77)
+    tokens, pooled = family.usual_tokens, family.pooled_width
+    width = 1 if family.token_field is None else family.number(family.token_field)
     number = torch.zeros(images, dtype=torch.int64)
     sizes = torch.full((images, 2), 8 * size, dtype=torch.int32)
     return Batch(
@@ -120,7 +114,7 @@ def example_batch(family: ModelFamily, images: int) -> Batch:
         epoch=0,
         bucket="",
         columns={"target": torch.zeros(images, channels, size, size)},
-        tokens=torch.zeros(images, tokens, next((width for width in widths if width), 1)),
+        tokens=torch.zeros(images, tokens, width),
         token_mask=torch.ones(images, tokens, dtype=torch.bool),
         original_size=sizes,
         crop=sizes,

@@ -11,11 +11,12 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bucketline.families.family import Family, StoreFacts
+from bucketline.families.registry import family_of_model
 from bucketline.train.config import Base, Ema, OptimizerName, Precision, Sharding, TrainConfig, WeightDtype
 from bucketline.train.memory.activations import kept_activations, latent_size, recompute
 from bucketline.train.memory.frozen_base import quantise_base
 from bucketline.train.memory.offload import frozen_bytes, offloaded
-from bucketline.train.models import FAMILIES, StoreFacts
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.optimizers.choice import KINDS, make_optimizer
 from bucketline.train.parallel import repeated_blocks
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from bucketline.train.models import ModelFamily
     from bucketline.typed_json import Json
 
 RANKS = 8
@@ -93,9 +93,9 @@ class CountedModel:
         """`config`: as diffusers' class has it, with the class's name."""
         self._config = config
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._made: dict[tuple[Any, ...], tuple[ModelFamily, nn.Module]] = {}
+        self._made: dict[tuple[Any, ...], tuple[Family, nn.Module]] = {}
 
-    def made(self, asked: TrainConfig) -> tuple[ModelFamily, nn.Module]:
+    def made(self, asked: TrainConfig) -> tuple[Family, nn.Module]:
         """Return the model as a run trains it, and its family; the same for runs that change nothing in it."""
         key = asked.lora_rank, asked.base, asked.weights
         if key not in self._made:
@@ -142,13 +142,14 @@ def run_of(options: Options) -> TrainConfig:
     return TrainConfig(**{**needed, "learning_rate": 1.0, "precision": Precision.BF16, **options})
 
 
-def _on_meta(config: Mapping[str, Json], asked: TrainConfig) -> tuple[ModelFamily, nn.Module]:
+def _on_meta(config: Mapping[str, Json], asked: TrainConfig) -> tuple[Family, nn.Module]:
     import diffusers
 
     kind = str(config["_class_name"])
     with torch.device("meta"):
         model: nn.Module = getattr(diffusers, kind).from_config(dict(config))
-    family_class = next(one for one in FAMILIES if one.takes(kind, config))
+    family_class = family_of_model(config)
+    assert family_class is not None, kind
     family = family_class(dict(model.config), StoreFacts(latent_channels=0, text={}))  # type: ignore[arg-type]
     family.prepare(model)
     if asked.weights is WeightDtype.BF16:

@@ -11,10 +11,10 @@ import diffusers
 import torch
 
 from bucketline.errors import ModelError
+from bucketline.families.family import Family, StoreFacts
+from bucketline.families.registry import FAMILIES, class_name, family_of_model
 from bucketline.model_file import ModelFile, open_model_file, refuse_config_without_file, single_file
-from bucketline.square_only import class_name
 from bucketline.store.format.columns import LATENT
-from bucketline.train.models import FAMILIES, ModelFamily, StoreFacts
 from bucketline.train.refusals import latent_channels
 from bucketline.weight_files import DIFFUSERS, variant_of
 
@@ -78,7 +78,7 @@ def load(
     *,
     dtype: torch.dtype = torch.float32,
     on_meta: bool = False,
-) -> tuple[ModelFamily, nn.Module]:
+) -> tuple[Family, nn.Module]:
     """Load a model, or initialize it at random from the seed if its folder has no weights; return its family and the model.
 
     `file`: the single file that has the weights instead of the folder. `dtype`: of the weights, which are read in it.
@@ -126,7 +126,7 @@ def weight_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
 
 
-def _check(family: ModelFamily, path: Path) -> None:
+def _check(family: Family, path: Path) -> None:
     """Check a configuration against the store; the error names the first mismatch."""
     text = family.store.text
     for column in family.columns:
@@ -143,7 +143,7 @@ def _check(family: ModelFamily, path: Path) -> None:
             )
 
 
-def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[ModelFamily]]:
+def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family]]:
     """Return the folder of a model's configuration, the configuration as it is, and the family."""
     for name in FOLDERS:
         path = model_folder / name / "config.json"
@@ -155,16 +155,23 @@ def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[ModelF
             raise ModelError(f"{path} cannot be read as JSON: {error}") from error
         if not isinstance(config, dict):
             raise ModelError(f"{path} holds {config!r:.80}, expected a model's configuration")
-        kind = str(class_name(config))
-        for family in FAMILIES:
-            if family.takes(kind, config) and family.folder == name:
-                return path.parent, config, family
+        if (family := family_of_model(config, name, _pipeline_of(model_folder))) is not None:
+            return path.parent, config, family
         known = ", ".join(sorted({f"{one.folder}/ {one.model_class}" for one in FAMILIES}))
-        raise ModelError(f"{path}: _class_name is {kind!r:.80}, expected one of {known}")
+        raise ModelError(f"{path}: _class_name is {str(class_name(config))!r:.80}, expected one of {known}")
     raise ModelError(
         f"{model_folder} has neither unet/config.json nor transformer/config.json; --model must be a folder in diffusers' "
         "layout with one of them (a configuration without weights starts at random)"
     )
+
+
+def _pipeline_of(model_folder: Path) -> str | None:
+    """Return the pipeline that a model's index names; None if there is none that can be read."""
+    try:
+        index = json.loads((model_folder / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return str(index.get("_class_name")) if isinstance(index, dict) else None
 
 
 def _from_weights(model_class: Any, folder: Path, names: list[str], dtype: torch.dtype) -> nn.Module:  # noqa: ANN401 - untyped

@@ -17,8 +17,8 @@ from bucketline.train.config import Precision
 if TYPE_CHECKING:
     from torch import nn
 
+    from bucketline.families.family import Family
     from bucketline.train.config import TrainConfig
-    from bucketline.train.models import ModelFamily
 
 Layers = StrEnum("Layers", {"ATTENTION": "attention", "ATTENTION_MLP": "attention+mlp", "ALL": "all"})
 """Layers by a word, each with those of the words before it."""
@@ -29,7 +29,7 @@ ADAPTER = ".lora_"  # in the names of peft's modules
 IN_A_BLOCK = re.compile(r"(^|\.)(\d+|mid_block)\.")
 
 
-def add_adapters(model: nn.Module, family: ModelFamily, config: TrainConfig) -> None:
+def add_adapters(model: nn.Module, family: Family, config: TrainConfig) -> None:
     """Freeze the model and add adapters, initialized from `--seed`; only these are trained, in 32 bits.
 
     Raises:
@@ -55,7 +55,7 @@ def add_adapters(model: nn.Module, family: ModelFamily, config: TrainConfig) -> 
     cast_training_params(model, dtype=torch.float32)
 
 
-def adapted_layers(model: nn.Module, family: ModelFamily, given: str | None) -> list[str]:
+def adapted_layers(model: nn.Module, family: Family, given: str | None) -> list[str]:
     """Return the layers that `--lora-targets` names, as names or ends of names; None: the family's own choice.
 
     Raises:

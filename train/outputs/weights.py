@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from bucketline.train.models import ModelFamily
+    from bucketline.families.family import Family
 
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -142,10 +142,10 @@ def average_folder(weights: Weights) -> str:
     return weights.folder + AVERAGE_SUFFIX
 
 
-def weights_of(family: ModelFamily, *, adapters: bool, scheduler: Mapping[str, Any] | None = None) -> Weights:
+def weights_of(family: Family, *, adapters: bool, scheduler: Mapping[str, Any] | None = None) -> Weights:
     """Return which weights of a model a checkpoint holds; `scheduler`: the configuration to write with a whole model."""
     if adapters:
-        return Adapters(part=family.folder, pipeline=family.pipeline)
+        return Adapters(part=family.folder, pipeline=family.lora_pipeline)
     named = None if scheduler is None else {"_class_name": "DDPMScheduler", **scheduler}
     return WholeModel(folder=family.folder, scheduler=None if named is None else json.dumps(named, indent=2) + "\n")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bucketline.errors import FingerprintError
+from bucketline.families.family import Padding
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text_columns import Padding
 from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.pipeline.model.packed_model import PACKED_MODEL, model_state, packed_model, record_packed_model
 from bucketline.store.format.columns import LatentKind

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bucketline.allocator import keep_freed_memory
-from bucketline.ingest.encoders.families.registry import load_caption_encoder
+from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import CaptionEncoder, TextSettings
 from bucketline.ingest.encoders.text_model import QUANTISED
 from bucketline.ingest.encoders.vae import VaeEncoder

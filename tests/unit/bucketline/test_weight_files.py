@@ -67,7 +67,7 @@ def test_a_part_without_weights_is_named_with_what_was_looked_for(part: str, own
 def test_the_trainer_loads_a_variant_and_names_what_it_looked_for(tmp_path: Path) -> None:
     from diffusers import UNet2DConditionModel
 
-    from bucketline.train.models import StoreFacts
+    from bucketline.families.family import StoreFacts
     from bucketline.train.models.load import load
     from tests.building import TOKEN_WIDTH
     from tests.unit.train.tiny_run import UNET

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bucketline.ingest.encoders.families.any_transformer import TextEncoder
-from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.text.any_transformer import TextEncoder
+from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import TextSettings, text_spec
 from bucketline.store import Store
 from bucketline.store.format.quantised_text import dequantise, quantise

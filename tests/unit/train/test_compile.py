@@ -164,7 +164,7 @@ def test_the_flops_of_a_convolution_are_those_of_its_formula() -> None:
     """Two for each multiplication with its addition: out x in x 3 x 3 x h x w, three times over."""
     from diffusers import UNet2DConditionModel
 
-    from bucketline.train.models.stable_diffusion import StableDiffusion
+    from bucketline.families.stable_diffusion import StableDiffusion
     from tests.unit.train.tiny_run import UNET, facts
 
     class Once(StableDiffusion):

@@ -14,11 +14,11 @@ from torch.nn.parallel import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.errors import UsageError
+from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.train.config import Ema, Precision, Sharding
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.models.stable_diffusion import StableDiffusion
 from bucketline.train.noise_schedule import NoiseSchedule, Objective
 from bucketline.train.noising import LatentScale, Prep
 from bucketline.train.outputs import checkpoint
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from bucketline.families.family import Family
     from bucketline.loader import Batch
-    from bucketline.train.models import ModelFamily
 
 CPU = torch.device("cpu")
 
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_the_same_to_the_bit_under_any_sharding(tmp_path: Path, 
     write_unet(tmp_path / "model")
     asked = config(tmp_path, lora_rank=lora_rank, precision=Precision.BF16)
 
-    def loaded(*, on_meta: bool) -> tuple[ModelFamily, nn.Module]:
+    def loaded(*, on_meta: bool) -> tuple[Family, nn.Module]:
         dtype = torch.float32 if lora_rank is None else torch.bfloat16
         family, model = load(tmp_path / "model", facts(), 0, dtype=dtype, on_meta=on_meta)
         if lora_rank is not None:
@@ -110,7 +110,7 @@ def test_a_checkpoint_is_the_same_to_the_bit_under_any_sharding(tmp_path: Path, 
     fork_ranks(tmp_path, body, num=4)
 
 
-def sharded(family: str, folder: Path, ranks: TrainRanks, *, keeps_gathered: bool = False) -> tuple[ModelFamily, nn.Module]:
+def sharded(family: str, folder: Path, ranks: TrainRanks, *, keeps_gathered: bool = False) -> tuple[Family, nn.Module]:
     """Load a model whose configuration is in a folder, in shards that are gathered in 16 bits."""
     made, model = load(folder, offered(family) if family != "unet" else facts(), 0, on_meta=not ranks.is_main)
     whole = tensors_of(model)
@@ -121,7 +121,7 @@ def sharded(family: str, folder: Path, ranks: TrainRanks, *, keeps_gathered: boo
     return made, model
 
 
-def predicted(family: ModelFamily, model: nn.Module, batch: Batch) -> Tensor:
+def predicted(family: Family, model: nn.Module, batch: Batch) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return family.predict(model, batch.latents.float(), batch.keys % 1000, batch).float()
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bucketline.families.family import StoreFacts
 from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
 from bucketline.store import Store
 from bucketline.store.prompts.prompt_file import Prompt, encode_prompts
 from bucketline.store.prompts.prompt_sets import write_set
 from bucketline.train.config import TrainConfig
-from bucketline.train.models import StoreFacts
 from bucketline.train.parallel import TrainRanks
 from tests.building import CAPTIONS, TOKEN_WIDTH, Sample, add_samples, caption_of, make_sample, store_writer
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.ingest.encoders.families.class_labels import ClassLabels
-from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.text.class_labels import ClassLabels
+from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store

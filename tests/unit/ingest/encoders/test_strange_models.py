@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import TextSettings
 from tests.building import edit_json
 from tests.commands import call

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from bucketline.ingest.encoders.families.any_transformer import TextEncoder
 from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.text.any_transformer import TextEncoder
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.store import Store

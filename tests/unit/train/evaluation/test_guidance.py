@@ -10,11 +10,11 @@ import diffusers
 import pytest
 import torch
 
+from bucketline.families.flux import Flux
+from bucketline.families.registry import FAMILIES
 from bucketline.train.evaluation import drawing
 from bucketline.train.evaluation.prompts import DrawingBatch
 from bucketline.train.evaluation.sampling import sample_latents
-from bucketline.train.models import FAMILIES, ModelFamily
-from bucketline.train.models.flux import Flux
 from bucketline.train.noise_schedule import load_schedule
 from bucketline.train.noising import sample_noise
 from bucketline.train.trainer import train
@@ -24,12 +24,13 @@ from tests.unit.train.tiny_run import ALONE, config, facts, make_batch
 if TYPE_CHECKING:
     from pathlib import Path
 
-WITHOUT_ADAPTERS = {"PixArt": "PixArtAlphaPipeline", "Dit": "DiTPipeline"}
+    from bucketline.families.family import Family
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_images_have_the_guidance_of_the_familys_pipeline(family: type[ModelFamily]) -> None:
-    pipeline = getattr(diffusers, family.pipeline or WITHOUT_ADAPTERS[family.__name__])
+def test_images_have_the_guidance_of_the_familys_pipeline(family: type[Family]) -> None:
+    pipeline = getattr(diffusers, family.pipelines[0])
+    assert hasattr(pipeline, "load_lora_weights") == family.has_lora_loader
     assert inspect.signature(pipeline.__call__).parameters["guidance_scale"].default == family.image_guidance
 
 
@@ -75,7 +76,7 @@ def test_a_distilled_model_is_told_no_guidance_in_training_and_the_images_in_dra
     family = Flux({"guidance_embeds": True}, facts())
     batch = dataclasses.replace(make_batch(2), text_fixed={"pooled": torch.zeros(2, 8)})
 
-    def told(one: ModelFamily) -> list[float]:
+    def told(one: Family) -> list[float]:
         found: list[float] = one.arguments(torch.zeros(2, 4, 8, 8), torch.zeros(2), batch)["guidance"].tolist()
         return found
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from bucketline.errors import CorruptError, UsageError
+from bucketline.families.dit import Dit
+from bucketline.families.sd3 import Sd3
+from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.loader import WeightedStore
 from bucketline.store import Store
 from bucketline.train.evaluation import drawing, image_grid
 from bucketline.train.evaluation.prompts import load_prompts, prompt_batches
 from bucketline.train.evaluation.sampling import sample_latents
-from bucketline.train.models.dit import Dit
 from bucketline.train.models.load import facts_of
-from bucketline.train.models.sd3 import Sd3
-from bucketline.train.models.stable_diffusion import StableDiffusion
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.setup import start_processes
 from bucketline.train.trainer import Trainer, train

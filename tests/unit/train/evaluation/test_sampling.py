@@ -10,11 +10,12 @@ import diffusers
 import pytest
 import torch
 
+from bucketline.families.flux import Flux
+from bucketline.families.packing import pack, unpack
+from bucketline.families.sd3 import Sd3
 from bucketline.train.ema import Average
 from bucketline.train.evaluation.prompts import DrawingBatch
 from bucketline.train.evaluation.sampling import sample_latents
-from bucketline.train.models.flux import Flux, pack, unpack
-from bucketline.train.models.sd3 import Sd3
 from bucketline.train.noise_schedule import CONFIG, load_schedule
 from tests.family_models import T5_WIDTH, tiny_model
 from tests.unit.train.test_step import make_training

@@ -10,6 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bucketline.errors import ModelError
+from bucketline.families.family import Family, StoreFacts
+from bucketline.families.registry import family_of_model
 from bucketline.train.commands.memory import DOCUMENTED_RANK
 from bucketline.train.commands.memory import main as memory
 from bucketline.train.config import OptimizerName, Precision, WeightDtype
@@ -19,7 +21,6 @@ from bucketline.train.memory.frozen_base import quantise_base
 from bucketline.train.memory.offload import frozen_bytes, offload_blocks
 from bucketline.train.memory.published import PUBLISHED
 from bucketline.train.memory.table import RANKS, CountedModel, as_tables, choices, label, run_of, savings
-from bucketline.train.models import FAMILIES, ModelFamily, StoreFacts
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.optimizers.choice import average_of, make_optimizer
 from bucketline.train.parallel import separate_blocks
@@ -53,10 +54,11 @@ def num_bytes(tensors: Iterable[Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
-def real(made: torch.nn.Module, asked: TrainConfig) -> tuple[ModelFamily, torch.nn.Module]:
+def real(made: torch.nn.Module, asked: TrainConfig) -> tuple[Family, torch.nn.Module]:
     """Return a model as the trainer changes it, in memory."""
     fields: Any = made.config
-    kind = next(one for one in FAMILIES if one.takes(type(made).__name__, fields))
+    kind = family_of_model({**fields, "_class_name": type(made).__name__})
+    assert kind is not None
     family = kind(dict(fields), StoreFacts(latent_channels=0, text={}))
     family.prepare(made)
     if asked.weights is WeightDtype.BF16:
@@ -103,7 +105,7 @@ def test_the_tables_have_every_optimizer() -> None:
     assert {options["optimizer"] for options in choices(RANK) if "optimizer" in options} == {*OptimizerName} - {"adamw"}
 
 
-def held_after(model: torch.nn.Module, family: ModelFamily, images: int) -> int:
+def held_after(model: torch.nn.Module, family: Family, images: int) -> int:
     """Return the bytes that a forward pass has taken and not given back, as torch's profiler sees them."""
     batch, size = example_batch(family, images), latent_size(family)
     noisy, timesteps = torch.zeros(images, batch.latents.shape[1], size, size), torch.zeros(images)

@@ -14,8 +14,9 @@ import torch
 from diffusers import FluxPipeline
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.train.models import FAMILIES, StoreFacts
-from bucketline.train.models.flux import image_ids, pack, unpack
+from bucketline.families.family import StoreFacts
+from bucketline.families.packing import image_ids, pack, unpack
+from bucketline.families.registry import FAMILIES
 from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import FlowSchedule, Objective, load_schedule
 from tests.commands import ROOT
@@ -260,7 +261,8 @@ def test_the_training_page_says_of_every_family_that_the_trainer_takes_it() -> N
         "StableDiffusion": "Stable Diffusion 1, 2",
         "Sdxl": "SDXL",
         "Dit": "DiT",
-        "PixArt": "PixArt",
+        "PixArtAlpha": "PixArt",
+        "PixArtSigma": "PixArt",
         "Sd3": "Stable Diffusion 3",
         "Flux": "Flux",
     }

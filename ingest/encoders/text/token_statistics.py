@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.ingest.encoders.families.any_transformer import tokens_taken
-from bucketline.ingest.encoders.families.class_labels import ClassLabels, refuse_length
-from bucketline.ingest.encoders.families.family import TextFamily
-from bucketline.ingest.encoders.families.registry import family_of
-from bucketline.ingest.encoders.families.token_limits import PromptLengths, make_pipeline
-from bucketline.ingest.encoders.text_columns import CaptionLength, Padding, TextSettings, text_spec
+from bucketline.families.family import Family, Padding
+from bucketline.ingest.encoders.text.any_transformer import tokens_taken
+from bucketline.ingest.encoders.text.class_labels import ClassLabels, refuse_length
+from bucketline.ingest.encoders.text.registry import family_of
+from bucketline.ingest.encoders.text.token_limits import PromptLengths, make_pipeline
+from bucketline.ingest.encoders.text_columns import CaptionLength, TextSettings, text_spec
 from bucketline.ingest.encoders.text_model import load_tokenizer_part, token_counts
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.pack_options import PLAIN_FAMILY
@@ -42,11 +42,11 @@ def open_caption_lengths(model: ModelFolder, settings: TextSettings) -> CaptionL
         UsageError: if the model does not support the requested length.
     """
     kind = family_of(model, is_plain=settings.is_plain)
-    if isinstance(kind, TextFamily):
-        return _of_family(kind, model, settings)
-    if kind is ClassLabels:
+    if kind is not None and not kind.parts:
         refuse_length(model, settings.max_tokens)
         return _of_classes(ClassLabels(model))
+    if kind is not None:
+        return _of_family(kind, model, settings)
     part = load_tokenizer_part(model, "text_encoder", "tokenizer")
     most = tokens_taken(model, part.limit, settings.max_tokens)
 
@@ -76,7 +76,7 @@ def _of_classes(labels: ClassLabels) -> CaptionLengths:
     )
 
 
-def _of_family(family: TextFamily, model: ModelFolder, settings: TextSettings) -> CaptionLengths:
+def _of_family(family: type[Family], model: ModelFolder, settings: TextSettings) -> CaptionLengths:
     parts = {
         part.encoder: load_tokenizer_part(model, part.encoder, part.tokenizer)
         for part in family.parts
@@ -84,7 +84,7 @@ def _of_family(family: TextFamily, model: ModelFolder, settings: TextSettings) -
     }
     named = {part.tokenizer: parts[part.encoder].tokenizer for part in family.parts if part.encoder in parts}
     tokenizers = {name: part.tokenizer for name, part in parts.items()}
-    widths = family.widths(model, {name: part.config for name, part in parts.items()})
+    widths = family.text_widths(model, {name: part.config for name, part in parts.items()})
     lengths = PromptLengths(family, make_pipeline(family, model, named), tokenizers, settings.max_tokens)
     return CaptionLengths(
         family=family.name,

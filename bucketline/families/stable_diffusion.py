@@ -1,35 +1,48 @@
-"""`UNet2DConditionModel` with only text conditioning: Stable Diffusion 1.x and 2.x."""
+"""Stable Diffusion 1.x and 2.x: the last hidden state of one CLIP at all 77 positions, and a UNet with text conditioning."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.train.models.model import Expected, ModelFamily
+from bucketline.families.family import Expected, Family, Part, variants
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from bucketline.families.family import Model
     from bucketline.typed_json import Json
 
 OTHER_INPUTS = ("class_embed_type", "encoder_hid_dim", "encoder_hid_dim_type", "num_class_embeds", "time_cond_proj_dim")
 """Configuration fields for inputs that no store has."""
+TEXT_TIME = "text_time"
 
 
-class StableDiffusion(ModelFamily):
+class StableDiffusion(Family):
     """Stable Diffusion: takes noisy latents, timesteps and the caption's tokens."""
 
+    name = "sd"
+    pipelines = (
+        *variants("StableDiffusion", "Img2Img Inpaint ControlNet ControlNetImg2Img ControlNetInpaint ControlNetXS"),
+        *variants("StableDiffusion", "Depth2Img Upscale")[1:],
+        *variants("LatentConsistencyModel", "Img2Img"),
+    )
+    parts: ClassVar[tuple[Part, ...]] = (Part(kind="CLIPText"),)
     model_class = "UNet2DConditionModel"
     folder = "unet"
-    pipeline = "StableDiffusionPipeline"
     image_guidance = 7.5
     widths: ClassVar[Mapping[str, str]] = {"cross_attention_dim": "tokens"}
     out_channels = (1,)
     added: ClassVar[str | None] = None  # the kind of added conditions
 
     @classmethod
+    def extras(cls, _model: Model) -> dict[str, Any]:
+        """Return that there is no safety checker."""
+        return {"requires_safety_checker": False}
+
+    @classmethod
     def takes(cls, kind: str, config: Mapping[str, Json]) -> bool:
-        """Return whether this is a UNet with these added conditions; of others, Stable Diffusion's check names the field."""
-        return kind == cls.model_class and cls.added in (None, config.get("addition_embed_type"))
+        """Return whether this is a UNet without SDXL's added conditions; of others, the check names the field."""
+        return kind == cls.model_class and (config.get("addition_embed_type") == TEXT_TIME) == (cls.added == TEXT_TIME)
 
     def expects(self) -> Iterator[Expected]:
         """Require the store's sizes, and no inputs that it lacks."""

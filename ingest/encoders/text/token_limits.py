@@ -9,13 +9,14 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.ingest.encoders.text_columns import CaptionLength, Cut, Padding
+from bucketline.families.family import Padding
+from bucketline.ingest.encoders.text_columns import CaptionLength, Cut
 from bucketline.ingest.encoders.text_model import cut_of, token_counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from bucketline.ingest.encoders.families.family import Part, TextFamily
+    from bucketline.families.family import Family, Part
     from bucketline.ingest.encoders.model_folder import ModelFolder
 
 MOST_TOKENS = 4096  # upper bound of --max-tokens; far beyond what any family was trained on
@@ -24,7 +25,7 @@ MOST_TOKENS = 4096  # upper bound of --max-tokens; far beyond what any family wa
 class PromptLengths:
     """Caption length limits of a family."""
 
-    def __init__(self, family: TextFamily, pipeline: Any, tokenizers: Mapping[str, Any], asked: int | None) -> None:  # noqa: ANN401 - diffusers has no types
+    def __init__(self, family: type[Family], pipeline: Any, tokenizers: Mapping[str, Any], asked: int | None) -> None:  # noqa: ANN401 - diffusers has no types
         """Take the limits of a pipeline and of its tokenizers by encoder name; `asked` applies only to the open part.
 
         Raises:
@@ -83,7 +84,7 @@ class PromptLengths:
         ]
 
 
-def make_pipeline(family: TextFamily, model: ModelFolder, parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any pipeline
+def make_pipeline(family: type[Family], model: ModelFolder, parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any pipeline
     """Create the family's pipeline from these parts only, by diffusers name; to measure lengths, tokenizers are enough.
 
     Raises:
@@ -92,7 +93,7 @@ def make_pipeline(family: TextFamily, model: ModelFolder, parts: Mapping[str, An
     import diffusers
 
     diffusers.utils.logging.set_verbosity_error()
-    kind = getattr(diffusers, family.pipeline)
+    kind = getattr(diffusers, family.pipelines[0])
     wanted = inspect.signature(kind.__init__).parameters
     absent = {
         name: None for name, parameter in wanted.items() if name != "self" and parameter.default is inspect.Parameter.empty
@@ -100,4 +101,4 @@ def make_pipeline(family: TextFamily, model: ModelFolder, parts: Mapping[str, An
     try:
         return kind(**{**absent, **parts, **family.extras(model)})
     except (ValueError, TypeError, AttributeError) as error:
-        raise ModelError(f"{model.name}: cannot make a {family.pipeline} from its text parts: {error}") from error
+        raise ModelError(f"{model.name}: cannot make a {family.pipelines[0]} from its text parts: {error}") from error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketline.ingest.encoders.families.token_limits import PromptLengths, make_pipeline
+from bucketline.ingest.encoders.text.token_limits import PromptLengths, make_pipeline
 from bucketline.ingest.encoders.text_columns import Embedding, TextSettings, text_spec
 from bucketline.ingest.encoders.text_model import load_text_part
 from bucketline.torch_dtypes import TORCH_DTYPES
@@ -17,7 +17,7 @@ from bucketline.torch_dtypes import TORCH_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bucketline.ingest.encoders.families.family import Encoded, TextFamily
+    from bucketline.families.family import Encoded, Family
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class PromptEncoder:
     """The text encoders of a family, called through `encode_prompt`."""
 
-    def __init__(self, family: TextFamily, model: ModelFolder, device: torch.device, settings: TextSettings) -> None:
+    def __init__(self, family: type[Family], model: ModelFolder, device: torch.device, settings: TextSettings) -> None:
         """Load the family's text parts.
 
         Raises:
@@ -77,13 +77,13 @@ class PromptEncoder:
             for part in self._family.parts
         }
         if len(parts) > 1:
-            return {"class": self._family.pipeline, "parts": parts}
+            return {"class": self._family.pipelines[0], "parts": parts}
         alone = next(iter(parts.values()))
         assert isinstance(alone, dict)
         return alone
 
     def _encoded(self, captions: list[str]) -> Encoded:
-        return self._family.prompt(self._pipeline, captions, self._more)
+        return self._family.encode_prompt(self._pipeline, captions, self._more)
 
     @torch.inference_mode()
     def encode(self, captions: Sequence[str]) -> list[Embedding]:

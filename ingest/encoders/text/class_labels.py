@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import ModelError, UsageError
+from bucketline.families.family import Padding
 from bucketline.fingerprint import json_hash
-from bucketline.ingest.encoders.text_columns import Embedding, Padding
+from bucketline.ingest.encoders.text_columns import Embedding
 from bucketline.store.format.block import Column
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.text_block import TextSpec

@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.families import flux, pixart, sd, sd3, sdxl
-from bucketline.ingest.encoders.families.any_transformer import TextEncoder
-from bucketline.ingest.encoders.families.class_labels import ClassLabels, refuse_length
-from bucketline.ingest.encoders.families.family import TextFamily
-from bucketline.ingest.encoders.families.pipeline_encoder import PromptEncoder
-from bucketline.ingest.encoders.families.pipelines import CLASS_CONDITIONAL, FAMILY_OF, known_pipelines
+from bucketline.families.registry import (
+    FAMILIES,
+    class_name,
+    family_of_model,
+    family_of_pipeline,
+    known_pipelines,
+)
+from bucketline.ingest.encoders.text.any_transformer import TextEncoder
+from bucketline.ingest.encoders.text.class_labels import ClassLabels, refuse_length
+from bucketline.ingest.encoders.text.pipeline_encoder import PromptEncoder
 from bucketline.ingest.encoders.text_model import UNNAMED, named_architecture
 from bucketline.store.format.columns import TOKENS
 
 if TYPE_CHECKING:
     import torch
 
+    from bucketline.families.family import Family
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding, TextSettings
 
-_FAMILIES: dict[str, TextFamily] = {
-    family.name: family for family in (sd.FAMILY, sdxl.FAMILY, sd3.FAMILY, flux.FAMILY, pixart.ALPHA, pixart.SIGMA)
-}
-_DIT_CLASSES = ("DiTTransformer2DModel", "Transformer2DModel")
-# Without an index, the denoiser names the family; a PixArt is taken for Alpha, since only the length of captions tells
-# it from Sigma, and --max-tokens 300 allows Sigma's.
-_BY_TRANSFORMER: dict[str, TextFamily] = {
-    "SD3Transformer2DModel": sd3.FAMILY,
-    "FluxTransformer2DModel": flux.FAMILY,
-    "PixArtTransformer2DModel": pixart.ALPHA,
-}
 # Encoders that models take the last hidden state of. A language model gets a prompt around the caption, or another layer
 # is taken, and only its pipeline knows which.
 _PLAIN_ENCODERS = ("Bert", "CLIPText", "DistilBert", "MPNet", "MT5", "Roberta", "T5", "UMT5", "XLMRoberta")
 _PLAIN_TYPES = ("bert", "clip_text_model", "distilbert", "mpnet", "mt5", "roberta", "t5", "umt5", "xlm-roberta")
-
 _ENCODERS = ["text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4"]
-_PROJECTED = "CLIPTextModelWithProjection"  # SDXL's first encoder has no projection, SD3's has
-_UNETS = ("UNet2DConditionModel", "None")
 _MAX_NAME = 80
-
-_Kind: TypeAlias = "TextFamily | type[ClassLabels | TextEncoder]"
 
 
 def load_caption_encoder(model: ModelFolder, device: torch.device, settings: TextSettings) -> CaptionEncoder:
@@ -58,13 +47,13 @@ def load_caption_encoder(model: ModelFolder, device: torch.device, settings: Tex
 
 
 def _load(model: ModelFolder, device: torch.device, settings: TextSettings) -> CaptionEncoder:
-    kind = family_of(model, is_plain=settings.is_plain)
-    if isinstance(kind, TextFamily):
-        return PromptEncoder(kind, model, device, settings)
-    if kind is ClassLabels:
-        refuse_length(model, settings.max_tokens)
-        return ClassLabels(model)
-    return TextEncoder(model, device, settings)
+    family = family_of(model, is_plain=settings.is_plain)
+    if family is None:
+        return TextEncoder(model, device, settings)
+    if family.parts:
+        return PromptEncoder(family, model, device, settings)
+    refuse_length(model, settings.max_tokens)
+    return ClassLabels(model)
 
 
 def _refuse_bad_empty_caption(model: ModelFolder, empty: Embedding, dtype: str) -> None:
@@ -79,8 +68,8 @@ def _refuse_bad_empty_caption(model: ModelFolder, empty: Embedding, dtype: str) 
     )
 
 
-def family_of(model: ModelFolder, *, is_plain: bool = False) -> _Kind:
-    """Return the family of a model; `TextEncoder` if its only text encoder's last hidden state is stored.
+def family_of(model: ModelFolder, *, is_plain: bool = False) -> type[Family] | None:
+    """Return the family of a model; None if its only text encoder's last hidden state is stored.
 
     `is_plain`: the user wants that, whatever the model's pipeline does (`--text plain`).
 
@@ -89,20 +78,25 @@ def family_of(model: ModelFolder, *, is_plain: bool = False) -> _Kind:
             not either.
     """
     if is_plain:
-        return _plain(model)
+        _refuse_several(model)
+        return None
     pipeline = model.index().get("_class_name")
     if pipeline is None:
         return _by_parts(model)
     name = str(pipeline)[:_MAX_NAME]
-    if name == CLASS_CONDITIONAL:
-        return ClassLabels
-    if name not in FAMILY_OF:
+    family = family_of_pipeline(name)
+    if family is None:
         raise _unknown(model, f"its pipeline is {name}", name)
-    family = _FAMILIES[FAMILY_OF[name]]
-    if family is sd.FAMILY and not _architecture(model, "text_encoder").startswith(("CLIPText", UNNAMED)):
+    if len(family.parts) == 1 and not _has_its_encoders(family, model):
         # a model may reuse the pipeline class with another encoder, as the demo's does
-        return _plain_if_usual(model, f"its pipeline is {name}, which takes a CLIPTextModel", name)
+        _refuse_unusual(model, f"its pipeline is {name}, which takes a {family.parts[0].kind}Model", name)
+        return None
     return family
+
+
+def _has_its_encoders(family: type[Family], model: ModelFolder) -> bool:
+    """Return whether the text encoders that a model has are of the family's classes; one that is not named may be."""
+    return all(_architecture(model, part.encoder).startswith((part.kind, UNNAMED)) for part in family.parts)
 
 
 def is_known(model: ModelFolder) -> bool:
@@ -126,54 +120,70 @@ def _unknown(model: ModelFolder, found: str, name: str) -> ModelError:
     return ModelError(f"{model.name}: {found}, and how that encodes captions is not known ({known_pipelines(name)}); {remedy}")
 
 
-def _plain(model: ModelFolder) -> _Kind:
+def _refuse_several(model: ModelFolder) -> None:
     if others := [part for part in _ENCODERS[1:] if model.has(part)]:
         raise ModelError(
             f"{model.name} has several text encoders (text_encoder, {', '.join(others)}), and --text plain stores one's last "
             "hidden state; leave it out, or name a model with one text encoder"
         )
-    return TextEncoder
 
 
-def _plain_if_usual(model: ModelFolder, found: str, name: str) -> _Kind:
-    """Return `TextEncoder` for a model whose encoder's last hidden state is what models usually take."""
+def _refuse_unusual(model: ModelFolder, found: str, name: str) -> None:
+    """Refuse a model if the last hidden state of its encoder is not what models usually take.
+
+    Raises:
+        ModelError: if it is not.
+    """
     architecture = _architecture(model, "text_encoder")
     kind = (model.config("text_encoder") or {}).get("model_type")
-    if architecture.startswith((*_PLAIN_ENCODERS, UNNAMED)) or kind in _PLAIN_TYPES:
-        return TextEncoder
-    raise _unknown(model, f"{found}, and its text encoder a {architecture[:_MAX_NAME]}", name)
+    if not architecture.startswith((*_PLAIN_ENCODERS, UNNAMED)) and kind not in _PLAIN_TYPES:
+        raise _unknown(model, f"{found}, and its text encoder a {architecture[:_MAX_NAME]}", name)
 
 
-def _by_parts(model: ModelFolder) -> _Kind:
+def _by_parts(model: ModelFolder) -> type[Family] | None:
+    """Return the family of a model without an index: by its denoiser, else by its text encoders."""
     transformer, unet = model.config("transformer"), model.config("unet")
-    kind = str(((unet if transformer is None else transformer) or {}).get("_class_name"))[:_MAX_NAME]
+    denoiser = (unet if transformer is None else transformer) or {}
+    folder = "unet" if transformer is None else "transformer"
+    kind = str(class_name(denoiser))[:_MAX_NAME]
     encoders = [part for part in _ENCODERS if model.has(part)]
+    family = family_of_model(denoiser, folder)
     if not encoders:
-        is_dit = kind in _DIT_CLASSES and (transformer or {}).get("num_embeds_ada_norm") is not None
-        return ClassLabels if is_dit else TextEncoder
-    if transformer is not None and kind in _BY_TRANSFORMER:
-        return _BY_TRANSFORMER[kind]
-    if transformer is not None or (unet is not None and kind not in _UNETS):
-        part = "unet" if transformer is None else "transformer"
-        raise _unknown(model, f"it has no model_index.json, its {part} is a {kind}", kind)
+        has_classes = denoiser.get("num_embeds_ada_norm") is not None
+        return family if has_classes and family is not None and not family.parts else None
+    if transformer is not None and family is not None and family.parts:
+        return family
+    if transformer is not None or (unet is not None and family is None and kind != "None"):
+        raise _unknown(model, f"it has no model_index.json, its {folder} is a {kind}", kind)
     if encoders == _ENCODERS[:1]:
-        is_sd = unet is not None and _architecture(model, encoders[0]).startswith("CLIPText")
-        return sd.FAMILY if is_sd else _plain_if_usual(model, "it has no model_index.json", "")
+        alone = [one for one in FAMILIES if unet is not None and one.folder == folder and len(one.parts) == 1]
+        fitting = (one for one in alone if _architecture(model, encoders[0]).startswith(one.parts[0].kind))
+        found = next(fitting, None)
+        if found is None:
+            _refuse_unusual(model, "it has no model_index.json", "")
+        return found
     return _by_text_encoders(model, encoders, has_unet=unet is not None)
 
 
-def _by_text_encoders(model: ModelFolder, encoders: list[str], *, has_unet: bool) -> _Kind:
-    """Return the family of a model that has several text encoders, or only the second (SDXL's refiner), and no transformer."""
-    first, second, third = (_architecture(model, part) for part in _ENCODERS[:3])
-    is_clip = second.startswith("CLIPText")
-    if _ENCODERS[3] not in encoders:
-        if is_clip and (third.startswith("T5") or (not has_unet and first.startswith(_PROJECTED))):
-            return sd3.FAMILY
-        if second.startswith("T5") and first.startswith("CLIPText"):
-            return flux.FAMILY
-        if is_clip and _ENCODERS[2] not in encoders:
-            return sdxl.FAMILY
-    raise _unknown(model, f"it has no model_index.json, and {', '.join(encoders)}", "")
+def _by_text_encoders(model: ModelFolder, encoders: list[str], *, has_unet: bool) -> type[Family]:
+    """Return the family of a model that has several text encoders, or only the second (SDXL's refiner), and no transformer.
+
+    Of those with such encoders it is the one that says most about their classes.
+    """
+
+    def fits(family: type[Family]) -> bool:
+        own = {part.encoder: part for part in family.parts}
+        needed = {name for name, part in own.items() if not part.is_optional}
+        return (
+            needed <= set(encoders) <= set(own)
+            and (family.folder == "unet" or not has_unet)
+            and all(_architecture(model, name).startswith(own[name].kind) for name in encoders)
+        )
+
+    found = [family for family in FAMILIES if len(family.parts) > 1 and fits(family)]
+    if not found:
+        raise _unknown(model, f"it has no model_index.json, and {', '.join(encoders)}", "")
+    return max(found, key=lambda family: sum(len(part.kind) for part in family.parts if part.encoder in encoders))
 
 
 def _architecture(model: ModelFolder, part: str) -> str:

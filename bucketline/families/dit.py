@@ -1,12 +1,12 @@
-"""`DiTTransformer2DModel`: class-conditional, square images only."""
+"""DiT: class-conditional, square images only."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bucketline.square_only import DIT, refuse_unsquare
-from bucketline.train.models.model import Expected, ModelFamily
-from bucketline.train.noise_schedule import LINEAR
+from bucketline.families.family import Expected, Family, refuse_unsquare
+from bucketline.families.schedules import LINEAR
+from bucketline.store.format.columns import CLASS_LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,15 +16,21 @@ if TYPE_CHECKING:
     from bucketline.loader import Batch
 
 
-class Dit(ModelFamily):
+class Dit(Family):
     """DiT: takes noisy latents, timesteps and classes; the null class for dropped labels follows the last class."""
 
-    model_class = DIT
+    name = CLASS_LABELS
+    pipelines = ("DiTPipeline",)
+    model_class = "DiTTransformer2DModel"
+    norm_type = "ada_norm_zero"
+    is_square_only = True  # diffusers' class assumes height = width = √tokens when it reassembles its tokens
+    reads_first_block = True
+    has_lora_loader = False
     image_guidance = 4.0
-    columns = ("class_labels",)
+    columns = (CLASS_LABELS,)
     out_channels = (None, 1, 2)  # twice as many with variances
     scheduler = LINEAR
-    lora_targets = (*ModelFamily.lora_targets, "ff.net.0.proj", "ff.net.2")
+    lora_targets = (*Family.lora_targets, "ff.net.0.proj", "ff.net.2")
 
     def expects(self) -> Iterator[Expected]:
         """Require the store's sizes and classes, and square buckets.
@@ -32,7 +38,8 @@ class Dit(ModelFamily):
         Raises:
             UsageError: if a bucket is not square; the message names the first one.
         """
-        refuse_unsquare("the store", DIT, self.store.latent_sizes, "pack the source into a store with --grid square:N")
+        remedy = "pack the source into a store with --grid square:N"
+        refuse_unsquare("the store", self.model_class, self.store.latent_sizes, remedy)
         yield from super().expects()
         yield self.one_of("num_embeds_ada_norm", (self.store.num_classes,), "the store has as many classes")
 

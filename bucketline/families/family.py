@@ -1,0 +1,305 @@
+"""Description of a model family: its text, its latents, its transformer or UNet, and what it needs from a store.
+
+A family is a class with two halves. Packing calls its class methods, which say how captions become columns. Training makes an
+instance of a model's configuration and a store's facts, which says how a batch becomes the model's arguments, and its answer a
+prediction. Torch is imported inside functions only.
+
+Letters: B samples, C latent channels, h and w latent height and width, T or L tokens, D a token's width.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+from bucketline.errors import UsageError
+from bucketline.families.schedules import SCALED_LINEAR
+from bucketline.store.format.columns import POOLED, TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from bucketline.loader import Batch
+    from bucketline.typed_json import Json
+
+
+class Padding(StrEnum):
+    """The tokens that are stored: those that the model attends to."""
+
+    MAX_LENGTH = "max_length"  # all positions, padding included; every caption has the same number
+    VALID = "valid"  # only the caption's own tokens; the model masks the others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """Output of a pipeline for a batch of captions."""
+
+    tokens: Tensor  # [B, T, D]
+    mask: Tensor | None = None  # [B, T], True for tokens that the model sees; None if it sees all
+    fixed: Mapping[str, Tensor] = field(default_factory=dict)  # by column, [B, D']
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One of a family's text encoders."""
+
+    encoder: str = "text_encoder"
+    tokenizer: str = "tokenizer"
+    layer: str = "last_hidden_state"  # which output is stored, as transformers calls it
+    kind: str = ""  # how the names of the encoder's classes begin
+    has_positions: bool = True  # adds token positions of its own (zeros if the part is absent), not shared with another part
+    is_open: bool = False  # its length is an argument of `encode_prompt`, not set by the tokenizer
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """Widths of what a family stores per caption."""
+
+    token: int
+    fixed: Mapping[str, int] = field(default_factory=dict)  # by column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFacts:
+    """The properties of a store that a model must match."""
+
+    latent_channels: int  # C; if the store has moments, of a latent drawn from them
+    text: Mapping[str, int]  # the width of each text column: `tokens`, `pooled`; or `class_labels`
+    num_classes: int | None = None
+    shows_padding: bool = True  # tokens are stored for all positions including padding, as in the model's pipeline
+    latent_sizes: tuple[tuple[str, int, int], ...] = ()  # name, h, w of each bucket
+    has_crops: bool = True  # where the images were cropped is known; imported ones may lack it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """A requirement on one field of a model's configuration."""
+
+    field: str
+    found: Json
+    wanted: str  # in words
+    is_met: bool
+    because: str
+
+
+class StandIn(SimpleNamespace):
+    """Stands in for a part of which a pipeline's text part reads only some fields."""
+
+
+class Model(Protocol):
+    """A model's folder: what its configurations say."""
+
+    @property
+    def name(self) -> str: ...
+    def has(self, name: str) -> bool: ...
+    def config(self, name: str) -> Mapping[str, Any] | None: ...
+    def index(self) -> Mapping[str, Any]: ...
+
+
+def variants(stem: str, others: str = "") -> tuple[str, ...]:
+    """Return the pipelines of a stem: its own, and those of other tasks.
+
+    >>> variants("Flux", "Img2Img Fill")
+    ('FluxPipeline', 'FluxImg2ImgPipeline', 'FluxFillPipeline')
+    """
+    return tuple(f"{stem}{other}Pipeline" for other in ("", *others.split()))
+
+
+def refuse_unsquare(item: str, kind: str, sizes: Iterable[tuple[str, int, int]], remedy: str) -> None:
+    """Check that all sizes (name, height, width) are square.
+
+    Raises:
+        UsageError: if one is not; the message names the first.
+    """
+    for name, height, width in sizes:
+        if height != width:
+            raise UsageError(
+                f"{item} has the size {name}, and the model is a {kind}, which takes only square ones: "
+                f"it would silently return a square with the same number of tokens; {remedy}"
+            )
+
+
+SAME_CHANNELS = "the store's latents have as many channels"
+SAME_WIDTH = {
+    "tokens": "the store's text embeddings are as wide",
+    "pooled": "the store's pooled embeddings are as wide",
+}
+
+
+class Family:
+    """A kind of model. To add one, write a file with a subclass that has a `name`; see docs/families.md."""
+
+    name: ClassVar[str]  # as stores record it
+    pipelines: ClassVar[tuple[str, ...]]  # in diffusers: its own, and those that encode captions by the same code
+    # Text. None of it for a family whose captions are classes.
+    parts: ClassVar[tuple[Part, ...]] = ()
+    padding: ClassVar[Padding] = Padding.MAX_LENGTH
+    results: ClassVar[tuple[str | None, ...]] = (TOKENS,)  # of `encode_prompt`, in order: a column, `mask`, or None
+    prompt_options: ClassVar[Mapping[str, Any]] = {"do_classifier_free_guidance": False}  # other arguments of `encode_prompt`
+    # The transformer or UNet.
+    model_class: ClassVar[str]  # in diffusers
+    norm_type: ClassVar[str | None] = None  # of a published `Transformer2DModel` that is this class in diffusers now
+    folder: ClassVar[str] = "transformer"  # in diffusers' layout
+    columns: ClassVar[tuple[str, ...]] = (TOKENS,)  # text columns of the store
+    widths: ClassVar[Mapping[str, str]] = {}  # fields of the configuration that are as wide as a text column
+    out_channels: ClassVar[tuple[int | None, ...]] = (None, 1)  # times the latent's channels; None: as many as go in
+    packing: ClassVar[int] = 1  # latent positions, in each direction, that become one position of more channels
+    has_mask: ClassVar[bool] = True  # of the tokens that are padding
+    is_square_only: ClassVar[bool] = False  # it silently returns a square for any other size
+    reads_first_block: ClassVar[bool] = False  # its `forward` calls into its first block, not only the block itself
+    usual_tokens: ClassVar[int] = 77  # of a caption by the defaults of its pipeline
+    scheduler: ClassVar[Mapping[str, Any]] = SCALED_LINEAR  # default for a folder without one
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    has_lora_loader: ClassVar[bool] = True  # diffusers' `load_lora_weights` of its pipeline reads an adapter
+    image_guidance: float  # default of its pipeline
+    sets_sigmas: ClassVar[bool] = False  # the pipeline has a flow's noise fall evenly to 1 ÷ steps; else as by the scheduler
+
+    # -- Packing
+
+    @classmethod
+    def encode_prompt(cls, pipeline: Any, captions: list[str], more: Mapping[str, Any]) -> Encoded:  # noqa: ANN401 - diffusers has no types
+        """Encode captions by the pipeline's own `encode_prompt`, with `more` arguments."""
+        given = pipeline.encode_prompt(captions, **cls.prompt_options, **more)
+        found = dict(zip(cls.results, given, strict=False))
+        fixed = {name: value for name, value in found.items() if name not in (TOKENS, "mask", None)}
+        return Encoded(tokens=found[TOKENS], mask=found.get("mask"), fixed=fixed)
+
+    @classmethod
+    def text_widths(cls, _model: Model, configs: Mapping[str, Any]) -> Widths:
+        """Return the widths of the text columns from the encoders' configurations, by name."""
+        return Widths(token=configs[cls.parts[0].encoder].hidden_size)
+
+    @classmethod
+    def extras(cls, _model: Model) -> dict[str, Any]:
+        """Return other arguments of the pipeline's constructor."""
+        return {}
+
+    @classmethod
+    def cleaned(cls, _pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - likewise
+        """Return captions as the tokenizer gets them."""
+        return captions
+
+    # -- Training
+
+    @classmethod
+    def takes(cls, kind: str, _config: Mapping[str, Json]) -> bool:
+        """Return whether a model with this class and configuration belongs to the family."""
+        return kind == cls.model_class
+
+    def __init__(self, config: Mapping[str, Json], store: StoreFacts) -> None:
+        """`config`: the model's config.json, with the class's defaults for missing fields."""
+        self.config = config
+        self.store = store
+        self.guidance = 1.0  # the input of a model that is told it
+
+    @property
+    def lora_pipeline(self) -> str | None:
+        """The pipeline whose `load_lora_weights` loads an adapter; None: diffusers has none."""
+        return self.pipelines[0] if self.has_lora_loader else None
+
+    @property
+    def is_told_guidance(self) -> bool:
+        """True for a guidance-distilled model, whose input says how strong the guidance is."""
+        return bool(self.config.get("guidance_embeds"))
+
+    def with_guidance(self, guidance: float) -> Self:
+        """Return the same family with another guidance input."""
+        other = copy.copy(self)
+        other.guidance = guidance
+        return other
+
+    @property
+    def token_field(self) -> str | None:
+        """The field of the configuration that says how wide tokens are."""
+        return next((own for own, column in self.widths.items() if column == TOKENS), None)
+
+    @property
+    def pooled_width(self) -> int:
+        """The width of the pooled embedding that the model takes; 0 if it takes none."""
+        own = next((own for own, column in self.widths.items() if column == POOLED), None)
+        return self.number(own) if own else 0
+
+    def number(self, field: str) -> int:
+        """Return a field of the configuration; 0 if it is not an integer."""
+        found = self.config.get(field)
+        return found if isinstance(found, int) else 0
+
+    def expects(self) -> Iterator[Expected]:
+        """Yield the configuration fields that must match the store."""
+        channels = self.store.latent_channels * self.packing**2
+        same = SAME_CHANNELS + f" in {self.packing} by {self.packing} positions" * (self.packing > 1)
+        yield self.one_of("in_channels", (channels,), same)
+        wanted = tuple(None if times is None else times * channels for times in self.out_channels)
+        yield self.one_of("out_channels", wanted, same + ", or twice as many with variances" * (2 in self.out_channels))
+        for own, column in self.widths.items():
+            yield self.one_of(own, (self.store.text[column],), SAME_WIDTH[column])
+        yield Expected(
+            field="the store's encoders.text_encoder.padding",
+            found="max_length" if self.store.shows_padding else "valid",
+            wanted="max_length",
+            is_met=self.has_mask or self.store.shows_padding,
+            because="this model has no mask, and sees the padding that its pipeline adds",
+        )
+        for bucket, height, width in self.store.latent_sizes:
+            yield Expected(
+                field="patch_size",
+                found=self.patch_size,
+                wanted=f"a divisor of {height} and {width}",
+                is_met=height % self.patch_size == 0 and width % self.patch_size == 0,
+                because=f"the latents of {bucket} are {height} by {width}",
+            )
+        # Dropout draws from the process's generator: two ranks would differ from one, and a resume from an uninterrupted run.
+        yield self.one_of("dropout", (0, None), "only random draws keyed by step and sample are reproducible: set it to 0")
+
+    def one_of(self, field: str, wanted: Sequence[Json], because: str) -> Expected:
+        """Require one of the `wanted` values of a field."""
+        words = " or ".join("none" if value is None else str(value) for value in wanted)
+        found = self.config.get(field)
+        return Expected(field=field, found=found, wanted=words, is_met=found in wanted, because=because)
+
+    @property
+    def patch_size(self) -> int:
+        """Latent positions per token, in each direction."""
+        return self.packing * (self.number("patch_size") or 1)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Disable the label dropout of a DiT, which uses the process's generator; the loader drops labels with keyed draws."""
+        for module in model.modules():
+            if hasattr(module, "dropout_prob"):
+                module.dropout_prob = 0.0  # type: ignore[assignment] # torch types any attribute as a tensor or module
+
+    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
+        """Return the model's call arguments: latents, timesteps, tokens, and the mask or the pooled embedding that it takes.
+
+        `noisy`: [B, C, h, w] float32. `timesteps`: [B], int64 from 0, or for a flow float32, 1000 · noise.
+        """
+        given: dict[str, Any] = {
+            "sample" if self.folder == "unet" else "hidden_states": noisy,
+            "timestep": timesteps,
+            "encoder_hidden_states": batch.tokens.float(),
+        }
+        if self.has_mask:  # padding tokens, if they are stored, are shown to the model
+            given["encoder_attention_mask"] = None if self.store.shows_padding else batch.token_mask
+        if POOLED in self.widths.values():
+            assert batch.pooled is not None
+            given["pooled_projections"] = batch.pooled.float()
+        return given
+
+    def answer(self, output: Tensor, noisy: Tensor) -> Tensor:
+        """Return the prediction, [B, C, h, w], from the model's output; of 2C channels the second half is a variance.
+
+        The variance has a separate loss in Nichol and Dhariwal 2021 (arXiv 2102.09672). Here its channels get no gradient, as
+        in diffusers' training scripts; diffusers' pipelines ignore these channels in sampling, too.
+        """
+        return output[:, : noisy.shape[1]]
+
+    def predict(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        """Return the model's prediction, [B, C, h, w]; the inputs are those of `arguments`."""
+        output: Tensor = model(**self.arguments(noisy, timesteps, batch), return_dict=False)[0]
+        return self.answer(output, noisy)

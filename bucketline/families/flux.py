@@ -1,0 +1,74 @@
+"""Flux.1: the last hidden state of a T5 at all positions, and the pooled embedding of a CLIP; latents packed into tokens.
+
+The pipeline's `text_ids` are zeros for every caption and are not stored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bucketline.families.family import Family, Part, Widths, variants
+from bucketline.families.packing import PATCH, image_ids, pack, unpack
+from bucketline.families.schedules import flow
+from bucketline.store.format.columns import POOLED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from bucketline.families.family import Model, StoreFacts
+    from bucketline.loader import Batch
+    from bucketline.typed_json import Json
+
+NUM_TRAIN_TIMESTEPS = 1000.0  # the model itself multiplies by it
+
+
+class Flux(Family):
+    """Flux: takes packed latents, timesteps, tokens of all positions, the pooled embedding, and position ids of both."""
+
+    name = "flux"
+    pipelines = variants("Flux", "Img2Img Inpaint Control ControlImg2Img ControlInpaint Fill Kontext KontextInpaint")
+    parts = (
+        Part(layer="pooler_output", kind="CLIPText", has_positions=False),
+        Part(encoder="text_encoder_2", tokenizer="tokenizer_2", kind="T5", is_open=True),
+    )
+    results = ("tokens", POOLED, None)
+    prompt_options: ClassVar[Mapping[str, Any]] = {"prompt_2": None}
+    image_guidance = 3.5
+    model_class = "FluxTransformer2DModel"
+    usual_tokens = 512
+    columns = ("tokens", POOLED)
+    widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens", "pooled_projection_dim": POOLED}
+    packing = PATCH
+    sets_sigmas = True
+    has_mask = False
+    scheduler = flow(  # as published with FLUX.1-dev
+        3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
+    )
+    lora_targets = (*Family.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+    @classmethod
+    def text_widths(cls, _model: Model, configs: Mapping[str, Any]) -> Widths:
+        """Return the T5's width, and the CLIP's."""
+        return Widths(token=configs["text_encoder_2"].hidden_size, fixed={POOLED: configs["text_encoder"].hidden_size})
+
+    def __init__(self, config: Mapping[str, Json], store: StoreFacts) -> None:
+        """FLUX.1-schnell takes no guidance at all."""
+        super().__init__(config, store)
+        self.image_guidance = Flux.image_guidance if self.is_told_guidance else 1.0
+
+    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
+        """Pack the latents, give the noise as a share, and add position ids, and guidance if the model takes it."""
+        height, width = noisy.shape[2] // PATCH, noisy.shape[3] // PATCH
+        guidance = noisy.new_full((len(noisy),), self.guidance) if self.is_told_guidance else None
+        return {
+            **super().arguments(pack(noisy), timesteps / NUM_TRAIN_TIMESTEPS, batch),
+            "guidance": guidance,
+            "txt_ids": noisy.new_zeros(batch.tokens.shape[1], 3),
+            "img_ids": image_ids(height, width, noisy),
+        }
+
+    def answer(self, output: Tensor, noisy: Tensor) -> Tensor:
+        """Unpack the prediction."""
+        return unpack(output, noisy.shape[2], noisy.shape[3])

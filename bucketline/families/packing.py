@@ -1,0 +1,36 @@
+"""Latents packed into tokens of 2 by 2 positions, and the tokens' position ids.
+
+Letters: B samples, C latent channels, h and w latent height and width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PATCH = 2
+
+
+def pack(latents: Tensor) -> Tensor:
+    """Pack 2 by 2 positions into tokens: [B, C, h, w] to [B, h·w/4, 4C]. Source: `FluxPipeline._pack_latents`."""
+    count, channels, height, width = latents.shape
+    tiles = latents.reshape(count, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return tiles.permute(0, 2, 4, 1, 3, 5).reshape(count, height * width // PATCH**2, channels * PATCH**2)
+
+
+def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+    """Undo `pack`: [B, h·w/4, 4C] to [B, C, h, w]."""
+    tiles = tokens.reshape(len(tokens), height // PATCH, width // PATCH, tokens.shape[2] // PATCH**2, PATCH, PATCH)
+    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), tokens.shape[2] // PATCH**2, height, width)
+
+
+def image_ids(height: int, width: int, like: Tensor) -> Tensor:
+    """Return each token's position id, [height·width, 3]: 0, row, column. Source: `FluxPipeline._prepare_latent_image_ids`."""
+    import torch
+
+    places = like.new_zeros(height, width, 3)
+    places[..., 1] = torch.arange(height, device=like.device)[:, None]
+    places[..., 2] = torch.arange(width, device=like.device)[None, :]
+    return places.reshape(height * width, 3)

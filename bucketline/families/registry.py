@@ -1,0 +1,90 @@
+"""The families that are known, found by a pipeline's class, or by a transformer's or UNet's and its configuration."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+from bucketline import families
+from bucketline.families.family import Family
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_ENDING = "Pipeline"
+
+
+def _known() -> Iterator[type[Family]]:
+    """Yield the classes with a name of their own, of every file next to this one."""
+    for found in sorted(pkgutil.iter_modules(families.__path__), key=lambda one: one.name):
+        module = importlib.import_module(f"{families.__name__}.{found.name}")
+        for one in vars(module).values():
+            is_own = isinstance(one, type) and issubclass(one, Family) and one.__module__ == module.__name__
+            if is_own and "name" in vars(one):
+                yield one
+
+
+FAMILIES: tuple[type[Family], ...] = tuple(_known())
+"""By file; of those that take the same model, the first is its family, unless its index names another's pipeline."""
+
+_BY_PIPELINE = {pipeline: family for family in FAMILIES for pipeline in family.pipelines}
+
+
+def family_named(name: str) -> type[Family] | None:
+    """Return the family that stores record by a name; None if there is none."""
+    return next((family for family in FAMILIES if family.name == name), None)
+
+
+def family_of_pipeline(name: str) -> type[Family] | None:
+    """Return the family whose captions a pipeline of diffusers encodes alike; None if there is none."""
+    return _BY_PIPELINE.get(name)
+
+
+def family_of_model(config: Mapping[str, Any], folder: str | None = None, pipeline: str | None = None) -> type[Family] | None:
+    """Return the family of a transformer or UNet by its configuration; None if there is none.
+
+    `folder`: in diffusers' layout, if it is known. `pipeline`: the class that the model's index names, which tells apart
+    families with the same transformer.
+    """
+    kind = str(class_name(config))
+    found = [one for one in FAMILIES if one.takes(kind, config) and folder in (None, one.folder)]
+    return next((one for one in found if pipeline in one.pipelines), found[0] if found else None)
+
+
+def class_name(config: Mapping[str, Any]) -> str | None:
+    """Return a model's class name, of a published `Transformer2DModel` the present one. Source: diffusers' own mapping."""
+    kind = config.get("_class_name")
+    if kind != "Transformer2DModel":
+        return kind
+    norm = str(config.get("norm_type"))
+    return next((one.model_class for one in FAMILIES if one.norm_type == norm), kind)
+
+
+def square_only(transformer: Mapping[str, Any] | None, index: Mapping[str, Any] | None) -> str | None:
+    """Return the class name of a model that takes only square images; None if it takes other shapes too.
+
+    `transformer` is the content of `transformer/config.json`, `index` that of `model_index.json`; None if the file is missing.
+    """
+    index = index or {}
+    part = index.get("transformer")
+    named = part[-1] if isinstance(part, list) else None
+    kind = class_name(transformer or {})
+    for one in (family for family in FAMILIES if family.is_square_only):
+        if one.model_class in ((kind,) if kind else (named,)) or (not kind and index.get("_class_name") in one.pipelines):
+            return one.model_class
+    return None
+
+
+def known_pipelines(name: str) -> str:
+    """Return how many families are known for a message, with the pipeline that is nearest to `name` if one is like it.
+
+    >>> known_pipelines("FluxxPipeline").partition("; ")[2]
+    'the nearest is FluxPipeline'
+    """
+    shown = ", ".join(sorted({family.pipelines[0] for family in FAMILIES}))
+    known = f"known are {shown} and their variants"
+    ends = {one.removesuffix(_ENDING): one for one in _BY_PIPELINE}
+    nearest = difflib.get_close_matches(name.removesuffix(_ENDING), ends, n=1)
+    return f"{known}; the nearest is {ends[nearest[0]]}" if nearest else known

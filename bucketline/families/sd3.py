@@ -1,0 +1,76 @@
+"""Stable Diffusion 3 and 3.5: two CLIPs concatenated and padded to the T5's width, then the T5; both CLIPs' pooled embeddings.
+
+Without the T5, zeros of the same number and width take its place, and are stored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bucketline.errors import ModelError
+from bucketline.families.family import Expected, Family, Part, StandIn, Widths, variants
+from bucketline.families.schedules import flow
+from bucketline.store.format.columns import POOLED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from bucketline.families.family import Model
+
+T5 = "text_encoder_3"
+CLIP = "hidden_states[-2], text_embeds"
+
+
+class Sd3(Family):
+    """Stable Diffusion 3: takes latents, timesteps, tokens of all positions and the pooled embedding."""
+
+    name = "sd3"
+    pipelines = variants("StableDiffusion3", "Img2Img Inpaint ControlNet ControlNetInpainting")
+    parts = (
+        Part(layer=CLIP, kind="CLIPTextModelWithProjection"),
+        Part(encoder="text_encoder_2", tokenizer="tokenizer_2", layer=CLIP, kind="CLIPText", has_positions=False),
+        Part(encoder=T5, tokenizer="tokenizer_3", kind="T5", is_open=True, is_optional=True),
+    )
+    results = ("tokens", None, POOLED, None)
+    prompt_options: ClassVar[Mapping[str, Any]] = {**Family.prompt_options, "prompt_2": None, "prompt_3": None}
+    model_class = "SD3Transformer2DModel"
+    image_guidance = 7.0
+    usual_tokens = 333
+    columns = ("tokens", POOLED)
+    widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens", "pooled_projection_dim": POOLED}
+    has_mask = False
+    scheduler = flow(3.0)  # as published with Stable Diffusion 3 Medium
+    lora_targets = (*Family.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+    @classmethod
+    def extras(cls, model: Model) -> dict[str, Any]:
+        """Return a stand-in for the transformer if the T5 is absent: the pipeline reads the width of the zeros from it."""
+        if model.has(T5):
+            return {}
+        return {"transformer": StandIn(config=StandIn(joint_attention_dim=_width(model), sample_size=None, patch_size=None))}
+
+    @classmethod
+    def text_widths(cls, model: Model, configs: Mapping[str, Any]) -> Widths:
+        """Return the T5's width, and that of both CLIPs' projections together."""
+        pooled = configs["text_encoder"].projection_dim + configs["text_encoder_2"].projection_dim
+        return Widths(token=configs[T5].hidden_size if T5 in configs else _width(model), fixed={POOLED: pooled})
+
+    def expects(self) -> Iterator[Expected]:
+        """Require the store's sizes, and enough positions for its largest bucket."""
+        yield from super().expects()
+        positions = self.config.get("pos_embed_max_size")
+        for bucket, height, width in self.store.latent_sizes:
+            needed = max(height, width) // self.patch_size
+            is_met = isinstance(positions, int) and positions >= needed
+            because, wanted = f"{bucket} has as many tokens on its longer side", f"{needed} or more"
+            yield Expected(field="pos_embed_max_size", found=positions, wanted=wanted, is_met=is_met, because=because)
+
+
+def _width(model: Model) -> int:
+    width = (model.config("transformer") or {}).get("joint_attention_dim")
+    if not isinstance(width, int):
+        raise ModelError(
+            f"{model.name} has no {T5}/, and no transformer/config.json with a joint_attention_dim, "
+            "which says how wide the zeros in its place are; add one of them"
+        )
+    return width
