@@ -29,6 +29,14 @@ RECENT_PIPELINES = {
     "flux2 klein": "Flux2KleinPipeline",
     "z_image": "ZImagePipeline",
     "krea2": "Krea2Pipeline",
+    "prx": "PRXPipeline",
+    "prx dc": "PRXPipeline",
+    "chroma": "ChromaPipeline",
+    "sana": "SanaPipeline",
+    "lumina2": "Lumina2Pipeline",
+    "hidream_image": "HiDreamImagePipeline",
+    "ernie_image": "ErnieImagePipeline",
+    "ideogram4": "Ideogram4Pipeline",
 }
 T5_WIDTH = 24
 
@@ -45,9 +53,10 @@ def write_pipeline(folder: Path, family: str, **more: Any) -> Path:
     if family in RECENT_PIPELINES:
         parts = {**_RECENT_PARTS[family](), "transformer": tiny_model(family)}
         getattr(diffusers, RECENT_PIPELINES[family])(**parts, **more).save_pretrained(folder)
+        if family.startswith("prx"):
+            language_models.write_t5gemma_config(folder / "text_encoder")
         return folder
-    clip = transformers.CLIPTokenizer.from_pretrained(write_clip_tokenizer(folder / "tokenizers" / "clip"))
-    t5 = transformers.T5TokenizerFast.from_pretrained(write_t5_tokenizer(folder / "tokenizers" / "t5"))
+    clip, t5 = clip_tokenizer(), t5_tokenizer()
     parts = {"vae": tiny_vae(), "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
     parts |= {_part(family): tiny_model(family)}
     if family in ("sd", "sdxl"):
@@ -239,6 +248,78 @@ _KREA2: dict[str, Any] = {
     "num_layerwise_text_blocks": 1,
     "num_refiner_text_blocks": 1,
 }
+_PRX: dict[str, Any] = {
+    "in_channels": 4,
+    "context_in_dim": 16,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "depth": 1,
+    "axes_dim": [4, 4],
+}
+_CHROMA: dict[str, Any] = {
+    **_ROPED,
+    "num_single_layers": 1,
+    "in_channels": 16,
+    "joint_attention_dim": T5_WIDTH,
+    "approximator_num_channels": 8,
+    "approximator_hidden_dim": 8,
+    "approximator_layers": 1,
+}
+_SANA: dict[str, Any] = {
+    **_HEADS,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 1,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 4,
+    "cross_attention_dim": 8,
+    "caption_channels": 16,
+}
+_LUMINA2: dict[str, Any] = {
+    "in_channels": 4,
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 2,
+    "num_kv_heads": 1,
+    "multiple_of": 8,
+    "axes_dim_rope": (4, 2, 2),
+    "cap_feat_dim": 16,
+}
+_HIDREAM: dict[str, Any] = {
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "caption_channels": [T5_WIDTH, 16],
+    "text_emb_dim": 8 + 12,
+    "axes_dims_rope": (4, 2, 2),
+    "max_resolution": (16, 16),
+    "llama_layers": [0, 1],
+}
+_ERNIE: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_layers": 1,
+    "ffn_hidden_size": 16,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_in_dim": 16,
+    "rope_axes_dim": (4, 2, 2),
+}
+_IDEOGRAM4: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 1,
+    "attention_head_dim": 8,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "adaln_dim": 8,
+    "llm_features_dim": 13 * 16,
+    "mrope_section": (2, 1, 1),
+}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sd": ("UNet2DConditionModel", _UNET),
     "sdxl": ("UNet2DConditionModel", {**_UNET, **_TEXT_AND_SIZES}),
@@ -256,6 +337,14 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "flux2 klein": ("Flux2Transformer2DModel", {**_FLUX2, "guidance_embeds": False}),
     "z_image": ("ZImageTransformer2DModel", _Z_IMAGE),
     "krea2": ("Krea2Transformer2DModel", _KREA2),
+    "prx": ("PRXTransformer2DModel", _PRX),
+    "prx dc": ("PRXTransformer2DModel", {**_PRX, "patch_size": 1}),
+    "chroma": ("ChromaTransformer2DModel", _CHROMA),
+    "sana": ("SanaTransformer2DModel", _SANA),
+    "lumina2": ("Lumina2Transformer2DModel", _LUMINA2),
+    "hidream_image": ("HiDreamImageTransformer2DModel", _HIDREAM),
+    "ernie_image": ("ErnieImageTransformer2DModel", _ERNIE),
+    "ideogram4": ("Ideogram4Transformer2DModel", _IDEOGRAM4),
 }
 
 
@@ -296,6 +385,66 @@ def _krea2() -> dict[str, Any]:
     return {**text, "vae": tiny_qwen_vae(), "scheduler": flow, "text_encoder_select_layers": (1, 2)}
 
 
+def _prx() -> dict[str, Any]:
+    text = {"text_encoder": language_models.t5gemma(), "tokenizer": language_models.gemma_tokenizer(256)}
+    return {**text, "vae": tiny_vae(scaling_factor=0.3611, shift_factor=0.1159), "scheduler": _flow(shift=3.0)}
+
+
+def _prx_dc() -> dict[str, Any]:
+    return {**_prx(), "vae": tiny_dc()}
+
+
+def _chroma() -> dict[str, Any]:
+    text = {"text_encoder": _tiny_t5(), "tokenizer": t5_tokenizer()}
+    flow = _flow(use_beta_sigmas=True)
+    return {**text, "vae": tiny_vae(scaling_factor=0.3611, shift_factor=0.1159), "scheduler": flow}
+
+
+def _sana() -> dict[str, Any]:
+    text = {"text_encoder": language_models.gemma2(), "tokenizer": language_models.gemma_tokenizer(8192)}
+    flow = _tiny("DPMSolverMultistepScheduler", use_flow_sigmas=True, flow_shift=3.0, prediction_type="flow_prediction")
+    return {**text, "vae": tiny_dc(), "scheduler": flow}
+
+
+def _lumina2() -> dict[str, Any]:
+    text = {"text_encoder": language_models.gemma2(), "tokenizer": language_models.gemma_tokenizer(8192)}
+    eighth = {  # the pipeline takes every VAE for one that divides by 8
+        "block_out_channels": (4,) * 4,
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+    }
+    return {**text, "vae": tiny_vae(scaling_factor=0.3611, shift_factor=0.1159, **eighth), "scheduler": _flow(shift=6.0)}
+
+
+def _hidream_image() -> dict[str, Any]:
+    return {
+        "text_encoder": _tiny_clip(8, projected=True, length=248),
+        "text_encoder_2": _tiny_clip(12, projected=True, length=248),
+        "text_encoder_3": _tiny_t5(),
+        "text_encoder_4": language_models.llama(),
+        "tokenizer": clip_tokenizer(248),
+        "tokenizer_2": clip_tokenizer(248),
+        "tokenizer_3": t5_tokenizer(512),
+        "tokenizer_4": language_models.mistral_tokenizer(begins=True),
+        "vae": tiny_vae(scaling_factor=0.3611, shift_factor=0.1159),
+        "scheduler": _tiny("UniPCMultistepScheduler", use_flow_sigmas=True, flow_shift=3.0, prediction_type="flow_prediction"),
+    }
+
+
+def _ernie_image() -> dict[str, Any]:
+    text = {
+        "text_encoder": language_models.mistral3(kind="Mistral3Model"),
+        "tokenizer": language_models.mistral_tokenizer(begins=True),
+    }
+    return {**text, "vae": tiny_flux2_vae(), "scheduler": _flow(shift=4.0), "pe": None, "pe_tokenizer": None}
+
+
+def _ideogram4() -> dict[str, Any]:
+    text = {"text_encoder": language_models.qwen3_vl("Qwen3VLModel", 36), "tokenizer": language_models.qwen_tokenizer()}
+    other = {"unconditional_transformer": tiny_model("ideogram4")}
+    return {**text, **other, "vae": tiny_flux2_vae(), "scheduler": _flow()}
+
+
 _RECENT_PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "qwenimage": _qwenimage,
     "qwenimage21": _qwenimage21,
@@ -303,20 +452,33 @@ _RECENT_PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "flux2 klein": _flux2_klein,
     "z_image": _z_image,
     "krea2": _krea2,
+    "prx": _prx,
+    "prx dc": _prx_dc,
+    "chroma": _chroma,
+    "sana": _sana,
+    "lumina2": _lumina2,
+    "hidream_image": _hidream_image,
+    "ernie_image": _ernie_image,
+    "ideogram4": _ideogram4,
 }
 
 
 def tiny_model(family: str, **changes: Any) -> Any:
     """Make the family's own model, of sizes that fit the encoders next to it, from torch's generator."""
     kind, sizes = _MODELS[family.removesuffix(" without T5")]
-    return _tiny(kind, **{**sizes, **changes})
+    model = _tiny(kind, **{**sizes, **changes})
+    if family == "ernie_image":  # starts at zero where others start at random, and then predicts zeros
+        for weights in model.parameters():
+            if not weights.any():
+                weights.data.normal_(std=0.1)
+    return model
 
 
 def _part(family: str) -> str:
     return "unet" if family in ("sd", "sdxl") else "transformer"
 
 
-def _tiny_clip(width: int, *, projected: bool) -> Any:
+def _tiny_clip(width: int, *, projected: bool, length: int = CLIP_LENGTH) -> Any:
     import transformers
 
     config = transformers.CLIPTextConfig(
@@ -326,7 +488,7 @@ def _tiny_clip(width: int, *, projected: bool) -> Any:
         projection_dim=width,
         num_hidden_layers=3,
         num_attention_heads=2,
-        max_position_embeddings=CLIP_LENGTH,
+        max_position_embeddings=length,
         bos_token_id=59,
         eos_token_id=60,
         pad_token_id=60,
@@ -341,26 +503,21 @@ def _tiny_t5() -> Any:
     return transformers.T5EncoderModel(config)
 
 
-def write_clip_tokenizer(folder: Path) -> Path:
-    """Write a CLIP tokenizer of letters, and of merges that make some of the words."""
+def clip_tokenizer(length: int = CLIP_LENGTH) -> Any:
+    """Make a CLIP tokenizer of letters, and of merges that make some of the words."""
     import transformers
 
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
-    merges = ["c a", "ca t</w>", "r e", "re d</w>", "t h", "th e</w>", "o f</w>"]
-    merged = [merge.replace(" ", "") for merge in merges]
+    merges = [("c", "a"), ("ca", "t</w>"), ("r", "e"), ("re", "d</w>"), ("t", "h"), ("th", "e</w>"), ("o", "f</w>")]
+    merged = ["".join(merge) for merge in merges]
     vocabulary = [*letters, *(f"{letter}</w>" for letter in letters), *merged, "<|startoftext|>", "<|endoftext|>"]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vocab.json").write_text(json.dumps({word: n for n, word in enumerate(vocabulary)}), encoding="utf-8")
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
-    tokenizer = transformers.CLIPTokenizer(
-        vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"), model_max_length=CLIP_LENGTH
+    return transformers.CLIPTokenizer(
+        vocab={word: n for n, word in enumerate(vocabulary)}, merges=merges, model_max_length=length
     )
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
-def write_t5_tokenizer(folder: Path) -> Path:
-    """Write a T5 tokenizer: a unigram model of the words and of single letters."""
+def t5_tokenizer(length: int = CLIP_LENGTH) -> Any:
+    """Make a T5 tokenizer: a unigram model of the words and of single letters."""
     import tokenizers
     import transformers
 
@@ -373,6 +530,4 @@ def write_t5_tokenizer(folder: Path) -> Path:
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
     )
-    tokenizer = transformers.T5TokenizerFast(tokenizer_object=backend, extra_ids=0, model_max_length=CLIP_LENGTH)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return transformers.T5TokenizerFast(tokenizer_object=backend, extra_ids=0, model_max_length=length)

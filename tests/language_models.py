@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WORDS = ("a", "red", "green", "blue", "cat", "dog", "house", "of", "the")
 QWEN_SPECIAL = (
@@ -83,8 +86,11 @@ def qwen_tokenizer() -> Any:
     return tokenizer
 
 
-def mistral_tokenizer() -> Any:
-    """Make a byte-level tokenizer with the template of Mistral's chats, which pads on the left."""
+def mistral_tokenizer(*, begins: bool = False) -> Any:
+    """Make a byte-level tokenizer with the template of Mistral's chats, which pads on the left.
+
+    If `begins`, it puts the first special token before each text and pads on the right, as Llama's and ERNIE-Image's do.
+    """
     import tokenizers
     import transformers
 
@@ -93,6 +99,8 @@ def mistral_tokenizer() -> Any:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={**vocabulary, **special}, merges=list(merges)))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
+    if begins:
+        backend.post_processor = _beginning("<s>", special["<s>"])
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         unk_token="<unk>",
@@ -100,11 +108,34 @@ def mistral_tokenizer() -> Any:
         eos_token="</s>",
         pad_token="<pad>",
         additional_special_tokens=list(MISTRAL_SPECIAL),
-        padding_side="left",
+        padding_side="right" if begins else "left",
         model_max_length=4096,
     )
     tokenizer.chat_template = MISTRAL_TEMPLATE
     return tokenizer
+
+
+def gemma_tokenizer(max_length: int) -> Any:
+    """Make a Gemma tokenizer: letters, words, and a token for each byte of other text."""
+    import transformers
+
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["\u2581", *(chr(code) for code in range(ord("a"), ord("z") + 1))]
+    merges = [(word[:n], word[n]) for word in WORDS for n in range(1, len(word))]
+    pieces += dict.fromkeys(first + second for first, second in merges)
+    tokenizer = transformers.GemmaTokenizerFast(
+        vocab={piece: n for n, piece in enumerate(pieces)}, merges=merges, model_max_length=max_length
+    )
+    tokenizer.backend_tokenizer.post_processor = _beginning("<bos>", pieces.index("<bos>"))
+    return tokenizer
+
+
+def _beginning(token: str, number: int) -> Any:
+    import tokenizers
+
+    return tokenizers.processors.TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, number)]
+    )
 
 
 def qwen25_vl() -> Any:
@@ -127,13 +158,14 @@ def qwen3(num_layers: int = 2) -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
 
 
-def qwen3_vl(kind: str = "Qwen3VLForConditionalGeneration") -> Any:
+def qwen3_vl(kind: str = "Qwen3VLForConditionalGeneration", num_layers: int = 2) -> Any:
     """Make a Qwen3-VL of a class."""
     import transformers
 
     config = transformers.Qwen3VLConfig(
         text_config={
             **_SIZES,
+            "num_hidden_layers": num_layers,
             "vocab_size": len(qwen_tokenizer()),
             "rope_parameters": {**QWEN_ROPE, "mrope_interleaved": True},
         },
@@ -143,8 +175,8 @@ def qwen3_vl(kind: str = "Qwen3VLForConditionalGeneration") -> Any:
     return getattr(transformers, kind)(config)
 
 
-def mistral3(num_layers: int = 2) -> Any:
-    """Make a Mistral 3 that sees images."""
+def mistral3(num_layers: int = 2, kind: str = "Mistral3ForConditionalGeneration") -> Any:
+    """Make a Mistral 3 that sees images, of a class."""
     import transformers
 
     sight = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
@@ -154,7 +186,44 @@ def mistral3(num_layers: int = 2) -> Any:
         vision_config={**sight, "model_type": "pixtral", "image_size": 28, "patch_size": 14},
         image_token_index=mistral_tokenizer().convert_tokens_to_ids("[IMG]"),
     )
-    return transformers.Mistral3ForConditionalGeneration(config)
+    return getattr(transformers, kind)(config)
+
+
+def llama() -> Any:
+    """Make a Llama, which returns its attention as well."""
+    import transformers
+
+    config = transformers.LlamaConfig(**_SIZES, vocab_size=len(mistral_tokenizer()), attn_implementation="eager")
+    return transformers.LlamaForCausalLM(config)
+
+
+def gemma2() -> Any:
+    """Make a Gemma 2."""
+    import transformers
+
+    return transformers.Gemma2Model(transformers.Gemma2Config(**_gemma_sizes()))
+
+
+def t5gemma() -> Any:
+    """Make the encoder of a T5Gemma."""
+    import transformers
+    from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+
+    return T5GemmaEncoder(transformers.T5GemmaModuleConfig(**_gemma_sizes(), dropout_rate=0.0))
+
+
+def write_t5gemma_config(folder: Path) -> None:
+    """Write the configuration next to a T5Gemma's encoder as published: that of the encoder and of a decoder."""
+    import transformers
+
+    sizes = transformers.T5GemmaModuleConfig(**_gemma_sizes()).to_dict()
+    config = transformers.T5GemmaConfig(encoder=dict(sizes), decoder=dict(sizes), architectures=["T5GemmaEncoder"])
+    config.save_pretrained(folder)
+
+
+def _gemma_sizes() -> dict[str, Any]:
+    special = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+    return {**_SIZES, **special, "query_pre_attn_scalar": 8, "vocab_size": len(gemma_tokenizer(1))}
 
 
 def qwen3_vl_processor() -> Any:
