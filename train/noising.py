@@ -50,19 +50,28 @@ class Noised:
 class LatentScale:
     """Scaling of stored latents for the model: (stored - shift) · scale, per channel if the VAE has a mean and std.
 
+    Per channel and place in a p by p patch if the VAE normalises patches.
+
     Source: diffusers' AutoencoderKL configuration, and its use in the pipelines.
     """
 
-    scale: float | Tensor  # [C, 1, 1]
-    shift: float | Tensor  # [C, 1, 1]
+    scale: float | Tensor  # [C, p, p]
+    shift: float | Tensor  # [C, p, p]
 
     def apply(self, stored: Tensor) -> Tensor:
         """Return the latents for the model, in 32 bits."""
-        return (stored.float() - self.shift) * self.scale
+        return (stored.float() - _over(self.shift, stored)) * _over(self.scale, stored)
 
     def invert(self, latents: Tensor) -> Tensor:
         """Return the latents for the VAE's decoder."""
-        return latents / self.scale + self.shift
+        return latents / _over(self.scale, latents) + _over(self.shift, latents)
+
+
+def _over(each: float | Tensor, latents: Tensor) -> float | Tensor:
+    """Return a patch's numbers, [C, p, p], repeated over latents, [B, C, h, w]."""
+    if isinstance(each, float) or each.shape[-1] == 1:
+        return each
+    return each.repeat(1, latents.shape[2] // each.shape[1], latents.shape[3] // each.shape[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Encode images to latents and back with diffusers' `AutoencoderKL` or `AutoencoderDC`. The trainer scales the latents.
+"""Encode images to latents and back with a VAE of diffusers. The trainer scales the latents.
 
 Letters: B images, H and W their height and width in px, C latent channels, h and w the latent's height and width.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import ModelError, UsageError
+from bucketline.families.vaes import PACKED_VAES, VAES, batch_norm, decode, encode, latent_channels, vae_class
 from bucketline.fingerprint import config_hash, weights_hash
 from bucketline.ingest.encoders.weights import loading, refuse_incomplete
 from bucketline.store.format.columns import LatentKind
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
 
-WITH_POSTERIOR = "AutoencoderKL"
-WITHOUT_POSTERIOR = "AutoencoderDC"
-
 
 def refuse_latents(kind: str, latents: LatentKind) -> None:
     """Check that a VAE of class `kind` can produce `latents`.
@@ -36,7 +34,7 @@ def refuse_latents(kind: str, latents: LatentKind) -> None:
     Raises:
         UsageError: if samples or moments are requested from a VAE without a distribution.
     """
-    if kind == WITHOUT_POSTERIOR and latents is not LatentKind.MODE:
+    if not VAES[kind].has_posterior and latents is not LatentKind.MODE:
         raise UsageError(f"--latents {latents.value}: {kind} has no distribution, only one latent; expected --latents mode")
 
 
@@ -61,13 +59,15 @@ class VaeEncoder:
         self._vae = vae = load_vae(model)
         config = vae.config
         kind = type(vae).__name__
-        self._has_posterior = kind == WITH_POSTERIOR
+        self._kind = VAES[kind]
         refuse_latents(kind, latents)
         self._latents = latents
-        blocks = config.block_out_channels if self._has_posterior else config.encoder_block_out_channels
+        downscale, channels = self._kind.px_per_latent(config), latent_channels(config)
+        assert downscale is not None, config  # an instance's configuration has all fields
+        assert channels is not None, config
         self.stored_dtype = stored_dtype
-        self.downscale = 2 ** (len(blocks) - 1)  # px per latent pixel, each way
-        self.latent_channels = int(config.latent_channels)
+        self.downscale = downscale  # px per latent pixel, each way
+        self.latent_channels = channels
         self.stored_channels = self.latent_channels * (2 if latents is LatentKind.MOMENTS else 1)
         # As diffusers' pipelines: such a VAE overflows in F16. BF16 has the exponents of F32.
         dtype = "F32" if encode_dtype == "F16" and getattr(config, "force_upcast", False) else encode_dtype
@@ -80,11 +80,13 @@ class VaeEncoder:
             "stored_dtype": stored_dtype,
             "latent_channels": self.latent_channels,
             "downscale": self.downscale,
-            "scaling_factor": float(config.scaling_factor),
+            "scaling_factor": float(getattr(config, "scaling_factor", None) or self._kind.scaling),
             "shift_factor": float(getattr(config, "shift_factor", None) or 0.0),
             "latents_mean": _numbers(getattr(config, "latents_mean", None)),
             "latents_std": _numbers(getattr(config, "latents_std", None)),
         }
+        if self._kind.has_batch_norm:
+            self.provenance["batch_norm"] = batch_norm(vae)  # type: ignore[assignment] # lists are invariant
         self._device = device
         self._dtype, self._compute_dtype = TORCH_DTYPES[stored_dtype], TORCH_DTYPES[dtype]
         # torch's own `to`: that of diffusers warns at every cast about modules to keep in F32, without naming any
@@ -99,15 +101,15 @@ class VaeEncoder:
         that tells which of them are finite in that dtype.
         """
         images = torch.from_numpy(pixels).to(self._device).permute(0, 3, 1, 2).contiguous()  # contiguous, as in the pipelines
-        encoded = self._vae.encode((images.to(torch.float32) / 127.5 - 1.0).to(self._compute_dtype))
-        latents = self._of_posterior(encoded.latent_dist.parameters, seeds) if self._has_posterior else encoded.latent
+        encoded = encode(self._vae, (images.to(torch.float32) / 127.5 - 1.0).to(self._compute_dtype))
+        latents = self._of_posterior(encoded, seeds) if self._kind.has_posterior else encoded
         stored = latents.to(self._dtype).cpu().contiguous()
         return stored, torch.isfinite(stored).flatten(1).all(dim=1)
 
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> NDArray[np.uint8]:
         """Decode stored latents, or the means of moments, `[B, C, h, w]` to sRGB images `[B, H, W, 3]`."""
-        images = self._vae.decode(latents.to(self._device, self._compute_dtype), return_dict=False)[0].float()
+        images = decode(self._vae, latents.to(self._device, self._compute_dtype)).float()
         pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
         decoded: NDArray[np.uint8] = pixels.permute(0, 2, 3, 1).cpu().numpy()
         return decoded
@@ -132,7 +134,7 @@ def seed_of(sample_id: str, column: str) -> int:
     return draw(sample_id, "draw", column) >> 1
 
 
-def load_vae(model: ModelFolder, kinds: Sequence[str] = (WITH_POSTERIOR, WITHOUT_POSTERIOR)) -> Any:  # noqa: ANN401 - diffusers has no types
+def load_vae(model: ModelFolder, kinds: Sequence[str] = PACKED_VAES) -> Any:  # noqa: ANN401 - diffusers has no types
     """Load `vae/` in F32.
 
     Raises:
@@ -140,7 +142,7 @@ def load_vae(model: ModelFolder, kinds: Sequence[str] = (WITH_POSTERIOR, WITHOUT
     """
     import diffusers
 
-    kind = str((model.config("vae") or {}).get("_class_name") or WITH_POSTERIOR)
+    kind = vae_class(model.config("vae") or {})
     if kind not in kinds:
         raise ModelError(
             f"{model.name}: vae/ is a {kind[:80]}, expected {' or '.join(kinds)}; pack with a model that has one of these"

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import ModelError
 from bucketline.families.family import refuse_unsquare
 from bucketline.families.registry import family_of_model, square_only
+from bucketline.families.vaes import PACKED_VAES, VAES, latent_channels, vae_class
 from bucketline.ingest.images.bucket_grid import Grid, parse_grid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
-
-_LEVELS = {"AutoencoderKL": "block_out_channels", "AutoencoderDC": "encoder_block_out_channels"}
-"""Supported VAE classes, and the field of their config whose length is the number of halvings plus one."""
 
 
 def latent_sizes(model: ModelFolder) -> tuple[str, int, int]:
@@ -26,15 +24,16 @@ def latent_sizes(model: ModelFolder) -> tuple[str, int, int]:
     """
     model.part("vae")
     config = model.config("vae") or {}
-    kind = str(config.get("_class_name") or "AutoencoderKL")
-    levels = config.get(_LEVELS.get(kind, ""))
-    channels = config.get("latent_channels")
-    if not isinstance(levels, list) or not levels or not isinstance(channels, int):
+    kind = vae_class(config)
+    if kind not in PACKED_VAES:
+        raise ModelError(f"{model.name}: vae/ is a {kind[:80]}, expected {' or '.join(PACKED_VAES)}; name a model that has one")
+    downscale, channels = VAES[kind].px_per_latent(config), latent_channels(config)
+    if downscale is None or channels is None:
         raise ModelError(
-            f"{model.name}: vae/config.json is not that of an AutoencoderKL (block_out_channels, latent_channels) or of an "
-            "AutoencoderDC (encoder_block_out_channels, latent_channels); name a model that has one of these"
+            f"{model.name}: vae/config.json is not that of an {kind}: it lacks its levels or its channels "
+            f"({VAES[kind].levels_field or VAES[kind].halvings_field}, latent_channels or z_dim); download it again"
         )
-    return kind, 2 ** (len(levels) - 1), channels
+    return kind, downscale, channels
 
 
 def model_grid(wanted: str | None, model: ModelFolder, downscale: int) -> Grid:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.command_line import counted
+from bucketline.families import vaes
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import captions_of
 from bucketline.loader.mixture import once_each
@@ -167,5 +168,5 @@ def load_vae(config: TrainConfig, store: Store) -> nn.Module | None:
 @torch.no_grad()
 def decode(vae: nn.Module, latents: Tensor) -> NDArray[np.uint8]:
     """Decode unscaled latents, [B, C, h, w] float32, to images, [B, H, W, 3]."""
-    pixels: Tensor = vae.decode(latents, return_dict=False)[0]  # type: ignore[operator]
+    pixels = vaes.decode(vae, latents)
     return ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()

@@ -9,6 +9,7 @@ import diffusers
 import torch
 
 from bucketline.errors import ModelError
+from bucketline.families.vaes import PACKED_VAES, vae_class
 from bucketline.fingerprint import config_hash, weights_hash
 from bucketline.weight_files import DIFFUSERS, variant_of
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 VAE_FOLDER = "vae"
-VAE_CLASSES = ("AutoencoderKL", "AutoencoderDC")
 UNREADABLE = (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError)  # diffusers' errors
 
 
@@ -58,9 +58,9 @@ def read_vae(folder: Path, encoders: Mapping[str, Json], file: ModelFile | None 
     stored = encoders["vae"]
     assert isinstance(stored, dict)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kind = config.get("_class_name", VAE_CLASSES[0])
-    if kind not in VAE_CLASSES:
-        raise ValueError(f"its class is {kind!r:.80}, expected {' or '.join(VAE_CLASSES)}")
+    kind = vae_class(config)
+    if kind not in PACKED_VAES:
+        raise ValueError(f"its class is {kind!r:.80}, expected {' or '.join(PACKED_VAES)}")
     try:
         if file is not None and file.has(VAE_FOLDER):
             vae = file.load(VAE_FOLDER)

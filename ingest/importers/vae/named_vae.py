@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from bucketline.errors import ModelError, UsageError
+from bucketline.families.vaes import VAES, latent_channels, vae_class
 from bucketline.fingerprint import config_hash
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Scaling
 from bucketline.ingest.importers.vae.spread import MAX_FACTOR_OF_ONE, Expected, Moments
-from bucketline.ingest.importers.vae.weights import DOWNSCALED_BY_LEVELS, KINDS, PACKED, PATCH, batch_norm, has_weights
+from bucketline.ingest.importers.vae.weights import PATCH, batch_norm, has_weights
 from bucketline.store.format.columns import LatentKind
 from bucketline.store.report.published_vaes import PUBLISHED
 from bucketline.torch_dtypes import TORCH_DTYPES, as_stored
@@ -193,24 +194,20 @@ def _of_model(model: ModelFolder, dtype: str, latents: str) -> NamedVae:
     config = model.config("vae")
     if config is None:
         raise ModelError(f"{model.name} has no vae/config.json; name the model whose VAE made the latents")
-    kind = str(config.get("_class_name", "AutoencoderKL"))
-    channels = config.get("latent_channels", config.get("z_dim"))
-    if kind not in KINDS or not isinstance(channels, int):
+    kind, channels = vae_class(config), latent_channels(config)
+    if kind not in VAES or channels is None:
         raise ModelError(f"{model.name}: the constants of its VAE, a {kind:.80}, are unknown; its latents cannot be imported")
-    own = KINDS[kind]
-    downscale = int(config.get(own.downscale_field or "") or own.downscale)
-    if kind in DOWNSCALED_BY_LEVELS:
-        blocks = config.get(DOWNSCALED_BY_LEVELS[kind])
-        if not isinstance(blocks, list):
-            raise ModelError(f"{model.name}: vae/config.json does not tell its levels; download it again")
-        downscale = 2 ** (len(blocks) - 1)
+    own = VAES[kind]
+    downscale = own.px_per_latent(config)
+    if downscale is None:
+        raise ModelError(f"{model.name}: vae/config.json does not tell its levels; download it again")
     constants = {name: config.get(name) for name in ("scaling_factor", "shift_factor", "latents_mean", "latents_std")}
     if constants["scaling_factor"] is None:
         constants["scaling_factor"] = own.scaling  # the class's own default
     provenance = _provenance(
         kind, config_hash(config), _weights_hash(model, kind), dtype, latents, channels, downscale, constants
     )
-    if kind == PACKED:
+    if own.has_batch_norm:
         provenance["batch_norm"] = batch_norm(model)
     frames_step = None if own.frames_field is None else int(config.get(own.frames_field) or own.frames_step)
     return NamedVae(name=f"--model {model.name}", provenance=provenance, frames_step=frames_step)
@@ -220,7 +217,7 @@ def _weights_hash(model: ModelFolder, kind: str) -> str | None:
     """Return the digest of the VAE's weights if the model has them, so that a trainer can compare them."""
     from bucketline.ingest.encoders.vae import VaeEncoder
 
-    if kind not in ("AutoencoderKL", "AutoencoderDC") or not has_weights(model):
+    if not VAES[kind].is_packed or not has_weights(model):
         return None
     return str(VaeEncoder(model, torch.device("cpu"), "F32").provenance["weights_hash"])
 

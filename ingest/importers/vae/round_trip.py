@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from bucketline.errors import SourceError
+from bucketline.families.vaes import VAES, decode, encode
 from bucketline.ingest.encoders.vae import load_vae
 from bucketline.ingest.importers.vae.spread import MAX_FACTOR, MAX_FACTOR_OF_ONE, farthest_from_1, numbers, overall
-from bucketline.ingest.importers.vae.weights import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,11 +59,10 @@ def refuse_other_vae(latents: Sequence[NDArray[Any]], model: ModelFolder, device
         SourceError: if their spread is off by a factor of two, or they do not come back from a VAE whose own do.
         ModelError: if the VAE cannot be loaded.
     """
-    vae = torch.nn.Module.to(load_vae(model, tuple(KINDS)), device=device, dtype=torch.float32).eval()
-    is_video = type(vae).__name__ in ("AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderKLHunyuanVideo")
+    vae = torch.nn.Module.to(load_vae(model, tuple(VAES)), device=device, dtype=torch.float32).eval()
     given = [_middle(latent) for latent in latents]
-    returned = [_again(vae, latent, device, is_video=is_video) for latent in given]
-    own = [_again(vae, latent, device, is_video=is_video) for latent in returned]
+    returned = [_again(vae, latent, device) for latent in given]
+    own = [_again(vae, latent, device) for latent in returned]
     (mean, std), (returned_mean, returned_std) = _typical(given), _typical(returned)
     factors = std / np.maximum(returned_std, 1e-9)
     found = RoundTrip(
@@ -108,12 +107,10 @@ def _middle(latent: NDArray[Any]) -> NDArray[np.float32]:
 
 
 @torch.inference_mode()
-def _again(vae: Any, latent: NDArray[np.float32], device: torch.device, *, is_video: bool) -> NDArray[np.float32]:  # noqa: ANN401
+def _again(vae: Any, latent: NDArray[np.float32], device: torch.device) -> NDArray[np.float32]:  # noqa: ANN401
     """Decode a latent, `[C, h, w]`, and return that of the image."""
     given = torch.from_numpy(latent)[None].to(device)
-    image = vae.decode(given[:, :, None] if is_video else given, return_dict=False)[0].clamp(-1.0, 1.0)
-    encoded = vae.encode(image)
-    found = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
+    found = encode(vae, decode(vae, given).clamp(-1.0, 1.0))[:, : len(latent)]  # of a distribution, the means
     returned: NDArray[np.float32] = found.reshape(latent.shape).cpu().numpy()
     return returned
 
