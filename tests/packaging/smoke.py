@@ -190,6 +190,18 @@ def load(store: Path) -> int:
         return sum(len(batch.latents) for batch in loader)
 
 
+def write_rows(store: Path) -> None:
+    """Write a store of two rows with the base package, for a trainer that looks at its store before it needs an extra."""
+    import numpy as np
+
+    from bucketline.store import LatentColumn, StoreWriter
+
+    columns = [LatentColumn(channels=4, downscale=8, dtype="F16")]
+    with StoreWriter(store, encoders={"vae": {"latent_channels": 4}}, columns=columns) as writer:
+        for n in range(2):
+            writer.add(f"{n}.png", "train", {"latent": np.full((4, 4, 6), n, dtype=np.float16)})
+
+
 def refuse_without_extras(folder: Path) -> None:
     """Expect each command that needs an extra to say so in one line, and to exit with 2.
 
@@ -199,7 +211,8 @@ def refuse_without_extras(folder: Path) -> None:
     photos = folder / "photos"
     photos.mkdir()
     (photos / "a.png").write_bytes(b"no image")
-    train = ("train", "--store", folder / "a.store", "--model", folder, "--output-dir", folder / "run")
+    write_rows(folder / "rows.store")
+    train = ("train", "--store", folder / "rows.store", "--model", folder, "--output-dir", folder / "run")
     asked: dict[str, tuple[object, ...]] = {
         "ingest[ingest]": (BIN / "ingest", "scan", photos),
         "ingest pack[ingest]": (BIN / "ingest", "pack", photos, folder / "a.store", "--model", folder),
