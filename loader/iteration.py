@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -111,6 +112,8 @@ class EpochLoader(ABC):
         mine = self._take_iterator()
         if not crosses:
             self._enter_next_epoch()
+            if self._span.first == self._span.end:
+                warnings.warn(self._steps.without_batch(), stacklevel=2)
         self._meter = Meter()
         is_over = False
         try:

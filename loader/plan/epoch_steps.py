@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bucketline.command_line import counted
 from bucketline.errors import PlanError
 from bucketline.forks import cached_property
 from bucketline.loader.config import Remainder
@@ -65,6 +66,15 @@ class EpochSteps:
     def steps_before(self, epoch: int) -> int:
         """Return the number of steps in the epochs before `epoch`, without the padded ones of `carry`."""
         return sum(self.batches_before(epoch))
+
+    def without_batch(self) -> str:
+        """Return a message that says why an epoch has no batch, and what to do."""
+        rows, size = max(self.sizes, key=lambda one: one[0] / one[1])
+        return (
+            f"this epoch has no batch: by remainder='carry' its rows wait until they fill a global batch, which takes {size}, "
+            f"and the bucket that is nearest to that has {counted(rows, 'row')}; use a smaller batch, fewer ranks, or "
+            "remainder='partial', or count steps over forever()"
+        )
 
     def span(self, number: int) -> EpochSpan:
         """Return the steps of an epoch, counted from 0. After the last, one without steps."""

@@ -103,6 +103,19 @@ def test_lightning_trains_epoch_after_epoch_and_validates_on_the_same_batches(ke
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_lightning_ends_each_epoch_at_the_length_of_the_first(kept: Store, tmp_path: Path) -> None:
+    """By `carry`, epochs differ in length: the last batch of a longer one is not trained on, also after a resume."""
+    train = oracle(kept, remainder=Remainder.CARRY)
+    epochs = [train.epoch(number) for number in range(3)]
+    assert [len(epoch) for epoch in epochs] == [4, 5, 5]
+    shown = [one for epoch in epochs for one in epoch[:4]]
+    for resume, expected in ((None, shown), (str(tmp_path / "step=6.ckpt"), shown[6:])):
+        carry = config(remainder=Remainder.CARRY)
+        with Loader(kept, carry) as loader, Loader(kept, config(split="val", rewind=True)) as validation:
+            assert fit(loader, validation, tmp_path, max_epochs=3, resume=resume).trained == expected
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_limit_of_lightning_is_a_break(kept: Store, tmp_path: Path) -> None:
     train = oracle(kept)
     with Loader(kept, config()) as loader, Loader(kept, config(split="val", rewind=True)) as validation:

@@ -42,6 +42,7 @@ def configs(draw: st.DrawFn) -> LoaderConfig:
     )
 
 
+@pytest.mark.filterwarnings("ignore:this epoch has no batch")
 @given(repeats=st.lists(st.integers(1, 3), min_size=1, max_size=2), config=configs(), ranks=st.integers(1, 4))
 @settings(max_examples=60)
 def test_after_some_epochs_each_row_was_delivered_as_often(

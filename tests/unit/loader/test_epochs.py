@@ -9,6 +9,7 @@ import pickle
 import threading
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -26,7 +27,6 @@ from tests.serving import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from bucketline.store import Store
 
@@ -124,6 +124,7 @@ def test_a_mixture_delivers_each_row_as_often_as_it_repeats(tiny: Store, tmp_pat
         assert epochs_of(loader, 2) == [expected.epoch(0), expected.epoch(1)]
 
 
+@pytest.mark.filterwarnings("ignore:this epoch has no batch")
 def test_an_epoch_of_too_few_rows_for_a_batch_is_empty_and_the_next_one_has_it(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s", samples_of({"train/64x64": 3}))
     expected = oracle(store, batch_size=5)
@@ -135,6 +136,19 @@ def test_an_epoch_of_too_few_rows_for_a_batch_is_empty_and_the_next_one_has_it(t
     with Loader(store, LoaderConfig(batch_size=5)) as loader:
         loader.load_state_dict(state)
         assert epochs_of(loader, 2) == [expected.epoch(4), expected.epoch(5)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_epoch_without_a_batch_is_said_and_the_batches_of_all_epochs_are_found(ways: Ways, way: str) -> None:
+    with ways.open(way, LoaderConfig(batch_size=40)) as loader:
+        said = r"no batch: .*fill a global batch, which takes 40, .* has 13 rows; use a smaller batch, .*forever\(\)"
+        with pytest.warns(UserWarning, match=said) as found:
+            assert micros(loader) == []
+        assert [Path(one.filename).name for one in found] == ["epoch_oracle.py"]  # the line of the caller's `for`
+        assert [batch.epoch for batch in islice(loader.forever(), 2)] == [
+            3,
+            5,
+        ]  # 13 rows fill 40 in four passes, 7 in six
 
 
 @pytest.mark.parametrize("way", WAYS)
