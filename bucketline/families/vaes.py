@@ -76,9 +76,13 @@ def latent_channels(config: Mapping[str, Any]) -> int | None:
 def encode(vae: Any, pixels: Tensor) -> Tensor:  # noqa: ANN401 - diffusers has no types
     """Encode images, [B, 3, H, W] from -1 to 1: return the parameters of the latents' distribution, [B, 2C, h, w].
 
-    Of a VAE without a distribution, return the latents, [B, C, h, w].
+    Of a VAE without a distribution, return the latents, [B, C, h, w]. One of four channels sees opaque images.
     """
+    import torch
+
     kind = VAES[type(vae).__name__]
+    if getattr(vae.config, "in_channels", 3) == 4:
+        pixels = torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1)
     found = vae.encode(pixels[:, :, None] if kind.has_frames else pixels)
     latents: Tensor = found.latent_dist.parameters if kind.has_posterior else found.latent
     return latents[:, :, 0] if kind.has_frames else latents
@@ -88,7 +92,7 @@ def decode(vae: Any, latents: Tensor) -> Tensor:  # noqa: ANN401 - likewise
     """Decode unscaled latents, [B, C, h, w], to images, [B, 3, H, W], about from -1 to 1."""
     has_frames = VAES[type(vae).__name__].has_frames
     images: Tensor = vae.decode(latents[:, :, None] if has_frames else latents, return_dict=False)[0]
-    return images[:, :, 0] if has_frames else images
+    return (images[:, :, 0] if has_frames else images)[:, :3]  # without the opacity
 
 
 def batch_norm(vae: Any) -> dict[str, list[float]]:  # noqa: ANN401 - likewise

@@ -68,6 +68,19 @@ def test_channels_with_a_mean_and_spread_of_their_own_are_scaled_as_sdxls_pipeli
     torch.testing.assert_close(scale.invert(seen), latents)
 
 
+def test_latents_in_patches_are_scaled_as_flux_2s_pipeline_undoes_it(tmp_path: Path) -> None:
+    from diffusers import Flux2Pipeline
+
+    mean, std = torch.randn(8), torch.rand(8) + 0.5
+    statistics: Any = {"mean": mean.tolist(), "std": std.tolist()}
+    store = with_vae(tmp_path / "s", scaling_factor=1.0, shift_factor=0.0, batch_norm=statistics)
+    scale, latents = latent_scale(store, CPU), torch.randn(3, 2, 4, 6)
+    packed: Any = Flux2Pipeline._patchify_latents(scale.apply(latents))  # noqa: SLF001 - the pipeline's own
+    undone = Flux2Pipeline._unpatchify_latents(packed * std.view(1, -1, 1, 1) + mean.view(1, -1, 1, 1))  # noqa: SLF001
+    torch.testing.assert_close(undone, latents)
+    torch.testing.assert_close(scale.invert(scale.apply(latents)), latents)
+
+
 def test_a_shift_beside_a_mean_is_refused(tmp_path: Path) -> None:
     store = with_vae(tmp_path / "s", latents_mean=[0.0, 1.0])
     with pytest.raises(ModelError, match=r"encoders\.vae\.shift_factor 0\.25, expected none in addition to latents_mean"):
