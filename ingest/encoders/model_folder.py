@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,10 @@ from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, safetensors_of, var
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+ENCODERS = ("vae", "text_encoder")  # what the names of parts that ingest loads begin with
+_VOCABULARY = re.compile(r"^tokenizer\.json$|vocab|\.(model|spm|tiktoken)$")
+_HEAD = re.compile(r"(Encoder)?(Model|For[A-Z]\w*)$")  # a pipeline may load a Qwen3Model from the weights of a Qwen3ForCausalLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,35 @@ class ModelFolder:
         if self.hub_files is None:
             return [path.name for path in (self.path / name).iterdir()]
         return [file.removeprefix(f"{name}/") for file in self.hub_files if file.startswith(f"{name}/")]
+
+    def lacks(self, name: str) -> str | None:
+        """Return what a part without it cannot be loaded: its configuration, or a tokenizer's vocabulary; None if it has it."""
+        files = self._files(name)
+        there = ", ".join(sorted(files)) or "no file"
+        if name.startswith("tokenizer"):
+            is_there = any(map(_VOCABULARY.search, files))
+            wanted = "vocabulary (tokenizer.json, vocab.json, vocab.txt, or a .model file)"
+        else:
+            is_there, wanted = "config.json" in files, "config.json"
+        return None if is_there else f"no {wanted}; it has {there}"
+
+    def refuse_other_classes(self) -> None:
+        """Check that the index names the class of each encoder that the encoder's own configuration names.
+
+        Raises:
+            ModelError: if it names another one, whose configuration or weights would be taken for this one's.
+        """
+        for name, entry in self.index().items():
+            if not name.startswith(ENCODERS) or not isinstance(entry, list) or len(entry) != len(("library", "class")):
+                continue
+            config = self.config(name) or {}
+            of_weights = config.get("architectures")
+            own = config.get("_class_name") or (of_weights[0] if isinstance(of_weights, list) and of_weights else None)
+            if isinstance(own, str) and isinstance(entry[1], str) and _HEAD.sub("", own) != _HEAD.sub("", entry[1]):
+                raise ModelError(
+                    f"{redacted(self.name)}: model_index.json names the class {entry[1]:.80} for {name}/, and "
+                    f"{name}/config.json {own:.80}, expected the same; take both from one model"
+                )
 
     def from_file(self, name: str) -> Any | None:  # noqa: ANN401 - diffusers and transformers have no common type
         """Load a part from the model's single file; None if there is no such file, or the folder has the part instead.
@@ -141,9 +175,16 @@ def open_model(name: str, config: str | None = None) -> ModelFolder:
     `config`: for a single file, the folder of its configurations, or the name of a model on a hub that has the same.
 
     Raises:
-        ModelError: if `name` is a path without a model, or the hub lacks the model or cannot be reached.
+        ModelError: if `name` is a path without a model, or one whose index names other encoders than it has; or if the hub
+            lacks the model or cannot be reached.
         UsageError: if `config` is given without a single file.
     """
+    model = _found(name, config)
+    model.refuse_other_classes()
+    return model
+
+
+def _found(name: str, config: str | None) -> ModelFolder:
     if (path := single_file(name)) is not None:
         file = open_model_file(path, config)
         return ModelFolder(name=name, path=file.config, file=file)

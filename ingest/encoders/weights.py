@@ -33,6 +33,8 @@ def loading(model: ModelFolder, part: str) -> Iterator[None]:
                 f"{model.name}: {part}/ requires custom code (auto_map), which is never run; "
                 "use a model whose parts transformers itself has"
             ) from error
+        if (lacks := model.lacks(part)) is not None:
+            raise ModelError(f"{model.name}: {part}/ has {lacks}; download or save the model again") from error
         raise ModelError(f"{model.name}: {part}/ cannot be loaded: {one_line(error)}") from error
 
 

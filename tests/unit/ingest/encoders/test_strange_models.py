@@ -125,3 +125,60 @@ def test_a_configuration_that_says_nothing_is_an_error_in_words(own: Path) -> No
         load_caption_encoder(open_model(str(own)), CPU, TextSettings())
     with pytest.raises(ModelError, match=r"cannot be loaded"):
         load_caption_encoder(open_model(str(own)), CPU, TextSettings(is_plain=True))
+
+
+INDEX = {"_class_name": "StableDiffusionPipeline", "vae": ["diffusers", "AutoencoderKL"]}
+
+
+@pytest.mark.parametrize("command", ["pack", "scan"])
+@pytest.mark.parametrize(
+    ("part", "named", "found"),
+    [("vae", "AutoencoderDC", "AutoencoderKL"), ("text_encoder", "BertModelWithProjection", "BertModel")],
+)
+def test_an_index_that_names_another_class_than_the_part_has_is_refused_before_anything_is_written(
+    part: str, named: str, found: str, command: str, own: Path, tmp_path: Path
+) -> None:
+    (own / "model_index.json").write_text(json.dumps({**INDEX, part: ["its library", named]}), encoding="ascii")
+    write_images(tmp_path / "photos", 2)
+    places = (tmp_path / "photos", tmp_path / "s") if command == "pack" else (tmp_path / "photos",)
+    ran = call("ingest", command, *places, "--model", own, *SMALL)
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err == (
+        f"error: {own}: model_index.json names the class {named} for {part}/, and {part}/config.json {found}, expected the "
+        "same; take both from one model\n"
+    )
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("named", "architecture"), [("Qwen3Model", "Qwen3ForCausalLM"), ("T5EncoderModel", "T5ForConditionalGeneration")]
+)
+def test_an_index_may_name_the_class_of_an_encoder_without_its_head(named: str, architecture: str, own: Path) -> None:
+    edit_json(own / "text_encoder" / "config.json", architectures=[architecture])
+    index = {**INDEX, "text_encoder": ["transformers", named], "text_encoder_2": [None, None]}
+    (own / "model_index.json").write_text(json.dumps(index), encoding="ascii")
+    assert open_model(str(own)).path == own
+
+
+@pytest.mark.parametrize(
+    ("part", "kept", "lacks"),
+    [
+        ("vae", "diffusion_pytorch_model.safetensors", "no config.json; it has diffusion_pytorch_model.safetensors"),
+        ("text_encoder", "model.safetensors", "no config.json; it has model.safetensors"),
+        (
+            "tokenizer",
+            "nothing",
+            "no vocabulary (tokenizer.json, vocab.json, vocab.txt, or a .model file); it has no file",
+        ),
+    ],
+)
+def test_a_part_that_lacks_its_configuration_or_vocabulary_says_so(
+    part: str, kept: str, lacks: str, own: Path, tmp_path: Path
+) -> None:
+    for file in (own / part).iterdir():
+        if file.name != kept:
+            file.unlink()
+    write_images(tmp_path / "photos", 2)
+    ran = call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", own, *SMALL)
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err == f"error: {own}: {part}/ has {lacks}; download or save the model again\n"

@@ -20,7 +20,11 @@ from tests.models import write_images, write_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-NOVEL = {"_class_name": "NovelImagePipeline", "text_encoder": ["transformers", "BertModel"], "vae": ["diffusers", "x"]}
+NOVEL = {
+    "_class_name": "NovelImagePipeline",
+    "text_encoder": ["transformers", "BertModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+}
 ASKED = ("--grid", "16x16", "--min-size-px", 8)
 PIPELINES = sorted(name for family in FAMILIES if family.parts for name in family.pipelines)
 
@@ -104,7 +108,8 @@ def test_a_folder_without_an_index_is_refused_by_the_part_that_is_not_known(
 
 
 def test_a_known_pipeline_with_a_language_model_is_refused(model: Path, tmp_path: Path) -> None:
-    folder = named(model, tmp_path / "model", _class_name="StableDiffusionPipeline")
+    index = {"_class_name": "StableDiffusionPipeline", "text_encoder": ["transformers", "LlamaModel"]}
+    folder = named(model, tmp_path / "model", **index)
     (folder / "text_encoder" / "config.json").write_text('{"architectures": ["LlamaModel"]}', encoding="utf-8")
     with pytest.raises(ModelError, match="its text encoder a LlamaModel"):
         family_of(open_model(str(folder)))
