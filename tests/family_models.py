@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests import language_models
@@ -39,6 +40,29 @@ RECENT_PIPELINES = {
     "ideogram4": "Ideogram4Pipeline",
 }
 T5_WIDTH = 24
+
+
+_UNGUIDED = {"guidance_scale": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a tiny pipeline is held against its family: its class, the size of its images, and how it is called."""
+
+    pipeline: str
+    call: dict[str, Any] = field(default_factory=lambda: _UNGUIDED)  # one caption a row: without guidance
+    size: tuple[int, int] = (16, 24)  # px, height first
+
+
+FORMS: dict[str, Form] = {
+    **{name: Form(pipeline=pipeline) for name, pipeline in PIPELINES.items()},
+    "flux": Form(pipeline="FluxPipeline", call={"guidance_scale": 3.5}),
+    **{
+        name: Form(pipeline=PIPELINES[name], call={**_UNGUIDED, "clean_caption": False, "use_resolution_binning": False})
+        for name in ("pixart_alpha", "pixart_sigma")
+    },
+}
+"""The pipelines of the families that have a file, by a name of `write_pipeline`."""
 
 
 def write_pipeline(folder: Path, family: str, **more: Any) -> Path:
@@ -85,7 +109,9 @@ def open_pipeline(folder: Path, family: str) -> Any:
     """Open a pipeline that `write_pipeline` wrote; a processor of images needs torchvision, and is made again instead."""
     import diffusers
 
-    made = {"processor": language_models.qwen3_vl_processor()} if family == "qwenimage21" else {}
+    made: dict[str, Any] = {"processor": language_models.qwen3_vl_processor()} if family == "qwenimage21" else {}
+    if family == "sd3 without T5":
+        made = {"text_encoder_3": None, "tokenizer_3": None}
     return diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, **made)
 
 

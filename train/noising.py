@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bucketline.families.packing import PATCH
 from bucketline.loader.dequantise import dequantised
 from bucketline.loader.plan.rng import Purpose, normal, uniform
 from bucketline.store.format.columns import LatentKind
@@ -20,13 +21,14 @@ from bucketline.train import noise_schedule
 from bucketline.train.noise_schedule import TimestepSampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from bucketline.loader import Batch
     from bucketline.train.config import TrainConfig
     from bucketline.train.noise_schedule import FlowWeighting, Objective, Schedule
+    from bucketline.typed_json import Json
 
 LOG_VARIANCE_RANGE = (-30.0, 20.0)  # Source: diffusers' DiagonalGaussianDistribution
 
@@ -57,6 +59,18 @@ class LatentScale:
 
     scale: float | Tensor  # [C, p, p]
     shift: float | Tensor  # [C, p, p]
+
+    @classmethod
+    def of(cls, vae: Mapping[str, Json], device: torch.device) -> LatentScale:
+        """Return the scaling of a VAE by a store's record of it."""
+
+        def each(values: Json, side: int = 1) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, side, side)
+
+        if isinstance(norm := vae.get("batch_norm"), dict):
+            return cls(scale=1 / each(norm["std"], PATCH), shift=each(norm["mean"], PATCH))
+        shift = vae.get("latents_mean") or vae.get("shift_factor") or 0.0
+        return cls(scale=each(vae["scaling_factor"]) / each(vae.get("latents_std") or 1.0), shift=each(shift))
 
     def apply(self, stored: Tensor) -> Tensor:
         """Return the latents for the model, in 32 bits."""

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
-from bucketline.families.packing import PATCH
 from bucketline.store.format.columns import LATENT
 from bucketline.train.compile import (
     compile_blocks,
@@ -314,17 +313,10 @@ def _batch_shape(bucket: Bucket, loader: Loader) -> tuple[int, ...]:
 
 
 def latent_scale(store: Store, device: torch.device) -> LatentScale:
-    """Return the latent scaling of the store's VAE, per channel and place in a patch if it has a mean and std."""
+    """Return the latent scaling of the store's VAE."""
     vae = store.manifest.encoders["vae"]
     assert isinstance(vae, dict)
-
-    def each(values: Json, side: int = 1) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, side, side)
-
-    if isinstance(norm := vae.get("batch_norm"), dict):
-        return LatentScale(scale=1 / each(norm["std"], PATCH), shift=each(norm["mean"], PATCH))
-    scale, shift = vae["scaling_factor"], vae.get("latents_mean") or vae.get("shift_factor") or 0.0
-    return LatentScale(scale=each(scale) / each(vae.get("latents_std") or 1.0), shift=each(shift))
+    return LatentScale.of(vae, device)
 
 
 def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from bucketline.errors import UsageError
+from bucketline.families.packing import unpack
 from bucketline.families.schedules import SCALED_LINEAR
 from bucketline.store.format.columns import POOLED, TOKENS
 
@@ -298,6 +299,12 @@ class Family:
         in diffusers' training scripts; diffusers' pipelines ignore these channels in sampling, too.
         """
         return output[:, : noisy.shape[1]]
+
+    def unpacked(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Return latents as the family's pipeline hands them to its scheduler, as [B, C, height, width]."""
+        if latents.ndim == 5:  # a video of one frame
+            return latents[:, :, 0]
+        return unpack(latents, height, width) if latents.ndim == 3 else latents
 
     def predict(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         """Return the model's prediction, [B, C, h, w]; the inputs are those of `arguments`."""

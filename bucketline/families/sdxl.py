@@ -1,7 +1,4 @@
-"""SDXL: penultimate hidden states of two CLIPs, concatenated, and the pooled embedding of the second; a UNet told the sizes.
-
-With `force_zeros_for_empty_prompt` in model_index.json (the default), the model sees zeros for the empty caption.
-"""
+"""SDXL: penultimate hidden states of two CLIPs, concatenated, and the pooled embedding of the second; a UNet told the sizes."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class Sdxl(StableDiffusion):
 
     @classmethod
     def extras(cls, model: Model) -> dict[str, Any]:
-        """Return whether the empty caption is zeros."""
+        """Return whether the model sees zeros for the empty caption, as by default."""
         return {ZEROS: bool(model.index().get(ZEROS, True)), "add_watermarker": False}
 
     @property

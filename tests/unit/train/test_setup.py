@@ -75,8 +75,8 @@ def test_latents_in_patches_are_scaled_as_flux_2s_pipeline_undoes_it(tmp_path: P
     statistics: Any = {"mean": mean.tolist(), "std": std.tolist()}
     store = with_vae(tmp_path / "s", scaling_factor=1.0, shift_factor=0.0, batch_norm=statistics)
     scale, latents = latent_scale(store, CPU), torch.randn(3, 2, 4, 6)
-    packed: Any = Flux2Pipeline._patchify_latents(scale.apply(latents))  # noqa: SLF001 - the pipeline's own
-    undone = Flux2Pipeline._unpatchify_latents(packed * std.view(1, -1, 1, 1) + mean.view(1, -1, 1, 1))  # noqa: SLF001
+    packed: Any = Flux2Pipeline._patchify_latents(scale.apply(latents))
+    undone = Flux2Pipeline._unpatchify_latents(packed * std.view(1, -1, 1, 1) + mean.view(1, -1, 1, 1))
     torch.testing.assert_close(undone, latents)
     torch.testing.assert_close(scale.invert(scale.apply(latents)), latents)
 

@@ -1,0 +1,186 @@
+"""Each family against diffusers' own pipeline, with tiny random parts: the pipeline is the oracle, not our reading of it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+from bucketline.families.family import Padding, StoreFacts
+from bucketline.families.registry import FAMILIES, family_of_pipeline
+from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.text.registry import load_caption_encoder
+from bucketline.ingest.encoders.text_columns import TextSettings
+from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.train.models.load import load
+from bucketline.train.noise_schedule import squared_error
+from bucketline.train.noising import LatentScale
+from tests.commands import ROOT
+from tests.family_models import FORMS, open_pipeline, write_pipeline
+from tests.unit.families.oracle import Recorded, batch_of, differences, one_step, timesteps_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.families.family import Family
+
+CPU = torch.device("cpu")
+LONG = "a red cat and a blue dog of the house " * 20
+CAPTIONS = ("a red cat", LONG, "", "一只红色的猫在房子里", "🐱 a cat 🏠")
+KINDS = ("short", "long", "empty", "Chinese", "emoji", "four")
+MOST_LINES = 80
+
+
+class Made(NamedTuple):
+    """A family's tiny pipeline, and what packing and training make of its folder."""
+
+    pipeline: Any
+    folder: Path
+    encoder: Any
+    vae: VaeEncoder
+    family: Family  # with the model's own configuration
+    size: tuple[int, int]  # px, height first
+    asked: dict[str, Any]  # of the pipeline's call
+
+    @property
+    def model(self) -> Any:
+        """The pipeline's transformer or UNet."""
+        return getattr(self.pipeline, self.family.folder)
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    name = request.param
+    folder = write_pipeline(tmp_path_factory.mktemp("families") / re.sub(r"\W", "-", name), name)
+    model = open_model(str(folder))
+    encoder = load_caption_encoder(model, CPU, TextSettings(stored_dtype="F32"))
+    vae = VaeEncoder(model, CPU, "F32")
+    form = FORMS[name]
+    columns = {column.name: column.shape[-1] for column in (*encoder.columns.tokens, *encoder.columns.fixed)}
+    height, width = (side // vae.downscale for side in form.size)
+    facts = StoreFacts(
+        latent_channels=vae.latent_channels,
+        text=columns,
+        shows_padding=encoder.padding is Padding.MAX_LENGTH,
+        latent_sizes=(("train/oracle", height, width),),
+    )
+    family, _ = load(folder, facts, seed=0)
+    return Made(open_pipeline(folder, name), folder, encoder, vae, family, form.size, form.call)
+
+
+def latents_of(made: Made, count: int) -> torch.Tensor:
+    height, width = (side // made.vae.downscale for side in made.size)
+    return torch.zeros(count, made.vae.latent_channels, height, width)
+
+
+def recorded_and_ours(
+    made: Made, captions: tuple[str, ...], *, learns: bool = False
+) -> tuple[Recorded, torch.Tensor, dict[str, Any]]:
+    """Run the pipeline for one step; return what it did, its latents and what we give the model for the same."""
+    height, width = made.size
+    recorded = one_step(made.pipeline, captions, height=height, width=width, learns=learns, **made.asked)
+    latents = latents_of(made, len(captions))
+    noisy = made.family.unpacked(recorded.sample, *latents.shape[2:])
+    embeddings = made.encoder.encode(list(captions))
+    num_tokens = max(len(one.tokens) for one in embeddings)
+    seen = recorded.arguments.get("encoder_hidden_states")
+    if isinstance(seen, torch.Tensor) and seen.ndim == 3:
+        num_tokens = seen.shape[1]
+    batch = batch_of(embeddings, num_tokens, made.size, latents)
+    made.family.guidance = made.asked.get("guidance_scale", 1.0)
+    timesteps = timesteps_of(made.pipeline, recorded, len(captions))
+    return recorded, noisy, made.family.arguments(noisy, timesteps, batch)
+
+
+@pytest.mark.parametrize("captions", [*((one,) for one in CAPTIONS), CAPTIONS[:4]], ids=KINDS)
+def test_the_model_is_given_what_its_pipeline_gives_it_and_its_output_is_taken_alike(
+    made: Made, captions: tuple[str, ...]
+) -> None:
+    """Captions, packing, positions, masks, noise level and guidance to the bit; sign, scale and packing of the output."""
+    if made.encoder.provenance["empty_caption"] == "zeros":
+        captions = tuple(caption or "a house" for caption in captions)  # the pipeline gives zeros for no negative prompt only
+    with torch.no_grad():
+        recorded, noisy, arguments = recorded_and_ours(made, captions)
+        output = recorded.output[0] if isinstance(recorded.output, tuple) else recorded.output.sample
+        _forget_padding(made, captions, recorded.arguments)
+        assert not differences(arguments, recorded.arguments)
+        own = made.model(**arguments, return_dict=False)[0]
+        for one, other in zip(own, output, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        wanted = made.family.unpacked(recorded.prediction, *noisy.shape[2:])
+        assert torch.equal(made.family.answer(output, noisy), wanted)
+
+
+def _forget_padding(made: Made, captions: tuple[str, ...], theirs: dict[str, Any]) -> None:
+    """Zero the embeddings of padding that the model masks, which are not stored; its output must not depend on them."""
+    seen = theirs.get("encoder_hidden_states")
+    if made.encoder.padding is Padding.VALID and isinstance(seen, torch.Tensor) and seen.ndim == 3:
+        theirs["encoder_hidden_states"] = seen = seen.clone()
+        for n, one in enumerate(made.encoder.encode(list(captions))):
+            seen[n, len(one.tokens) :] = 0
+
+
+def test_a_training_step_is_that_of_a_plain_loop_with_the_pipelines_own_call(made: Made) -> None:
+    trained = list(made.model.requires_grad_(requires_grad=True).parameters())
+    recorded, noisy, arguments = recorded_and_ours(made, ("a red cat", "a blue dog of the house"), learns=True)
+    target = torch.randn(noisy.shape, generator=torch.Generator().manual_seed(3))
+    plain = (made.family.unpacked(recorded.prediction, *noisy.shape[2:]) - target).square().mean()
+    wanted = torch.autograd.grad(plain, trained, allow_unused=True)
+    output = made.model(**arguments, return_dict=False)[0]
+    loss = squared_error(made.family.answer(output, noisy), target).mean()
+    found = torch.autograd.grad(loss, trained, allow_unused=True)
+    assert float(loss.detach()) == pytest.approx(float(plain.detach()), rel=1e-5)
+    pairs = [pair for pair in zip(found, wanted, strict=True) if all(isinstance(one, torch.Tensor) for one in pair)]
+    assert len(pairs) > len(trained) // 2
+    norms = [float(torch.nn.utils.get_total_norm(grads)) for grads in zip(*pairs, strict=True)]
+    assert norms[0] > 0
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+@torch.no_grad()
+def test_latents_are_the_vaes_own_and_scaled_as_the_pipeline_undoes_it(made: Made) -> None:
+    height, width = made.size
+    pixels = torch.randint(0, 256, (2, height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    stored, is_finite = made.vae.encode(pixels.numpy())
+    assert bool(is_finite.all())
+    images = pixels.permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1.0
+    vae = made.pipeline.vae
+    has_frames = "Qwen" in type(vae).__name__
+    encoded = vae.encode(images[:, :, None] if has_frames else images)
+    mode = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
+    torch.testing.assert_close(stored, mode[:, :, 0] if has_frames else mode, rtol=1e-5, atol=1e-6)
+
+    recorded = one_step(made.pipeline, ("a red cat",), decodes=True, height=height, width=width, **made.asked)
+    scale = LatentScale.of(made.vae.provenance, CPU)
+    ended = made.family.unpacked(recorded.stepped, *stored.shape[2:])
+    undone = recorded.decoded[:, :, 0] if has_frames else recorded.decoded
+    torch.testing.assert_close(scale.invert(ended), undone.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scale.apply(scale.invert(ended)), ended, rtol=1e-4, atol=1e-5)
+
+
+def test_every_family_is_tried_and_described_in_a_file_of_one_screen() -> None:
+    tried: set[Any] = {family_of_pipeline(form.pipeline) for form in FORMS.values()}
+    assert {family for family in FAMILIES if family.parts} <= tried
+    for path in {ROOT / "bucketline" / "families" / f"{family.__module__.rpartition('.')[2]}.py" for family in FAMILIES}:
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES, path.name
+
+
+NAMES_OF_FILES = ("ingest/importers/", "store/", "bench/", "train/memory/published.py", "train/presets/")
+"""Where other tools' file names and published configurations stand, which are none of the families'."""
+
+
+def test_no_pipeline_or_model_of_a_family_is_named_outside_its_file() -> None:
+    kinds = {kind for family in FAMILIES for kind in (*family.pipelines, family.model_class)}
+    pattern = re.compile(rf"[\"'](?:{'|'.join(sorted(kinds))})[\"']")
+    own = {family.__module__.rpartition(".")[2] for family in FAMILIES}
+    found = []
+    for room in ("bucketline", "ingest", "loader", "train", "store"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            name = str(path.relative_to(ROOT))
+            if (path.parent.name == "families" and path.stem in own) or name.startswith(NAMES_OF_FILES):
+                continue
+            text = re.sub(r'""".*?"""', "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+            found += [f"{name}: {match}" for match in pattern.findall(text)]
+    assert not found
