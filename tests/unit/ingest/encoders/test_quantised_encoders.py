@@ -13,7 +13,7 @@ from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_model import load_text_part
 from bucketline.quantised_linear import QuantisedLinear
 from tests.commands import call
-from tests.family_models import write_t5_tokenizer
+from tests.family_models import t5_tokenizer
 from tests.models import SMALL, write_images, write_model
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def write_encoder(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) 
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(1)
-    write_t5_tokenizer(folder / "tokenizer")
+    t5_tokenizer().save_pretrained(folder / "tokenizer")
     if kind == "T5":
         sizes: dict[str, Any] = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
         encoder: Any = transformers.T5EncoderModel(transformers.T5Config(**sizes, feed_forward_proj="gated-gelu"))
