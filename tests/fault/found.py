@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _PEOPLE = "tests/fault/test_people_and_strangers.py::"
+_PUSHED, _LIES = "tests/unit/store/sync/test_push_again.py::", "tests/unit/loader/test_hostile_web_servers.py::"
 _DISKS, _TORTURE = "tests/fault/test_disks.py::", "tests/fault/test_torture.py::"
 
 FOUND: list[tuple[str, str]] = [
@@ -81,5 +82,49 @@ FOUND: list[tuple[str, str]] = [
     (
         "A cache on a disk that had been full for a moment held no more than then, until the process ended",
         "tests/fault/test_remote_stores.py::test_a_full_disk_under_the_cache_is_said_or_lived_with_and_no_byte_is_wrong",
+    ),
+    (
+        "A shard's name that was used again at a URL kept the old bytes under the new digests",
+        f"{_PUSHED}test_a_name_that_is_used_again_is_refused_and_both_stay_whole",
+    ),
+    (
+        "A push that was killed between its commit and its note could not be pushed again once garbage had been collected",
+        f"{_PUSHED}test_a_push_that_ends_around_its_commit_can_be_pushed_again_after_a_collection",
+    ),
+    (
+        "Where a server's clock was two days behind, a collection at a URL removed what was superseded seconds ago",
+        f"{_PUSHED}test_what_was_superseded_lately_stays_whatever_the_clocks",
+    ),
+    (
+        "On a disk whose clock was another one than the machine's, a collection removed what was superseded seconds ago",
+        "tests/unit/store/change/test_garbage_collect.py::test_ages_are_by_the_clock_that_dates_the_files",
+    ),
+    (
+        "Threads that shared a writer lost rows, or crashed the process",
+        "tests/unit/store/write/test_writer_threads.py::test_what_several_threads_add_is_all_stored",
+    ),
+    (
+        "A child that was forked from a writer in use touched its files and its locks",
+        "tests/unit/store/write/test_writer_threads.py::test_a_forked_child_of_a_writer_is_refused_and_changes_nothing",
+    ),
+    (
+        "What an error advised of a sealed shard with a damaged sidecar would have lost the shard's rows",
+        "tests/unit/store/write/test_adopt.py::test_a_sealed_shard_without_a_sound_sidecar_is_sealed_again_where_the_message_says",
+    ),
+    (
+        "At `file://`, objects were written and removed through links below the store",
+        "tests/unit/store/sync/test_file_links.py::test_nothing_is_written_or_removed_through_a_link",
+    ),
+    (
+        "Copies of one store that had diverged got each other's bytes from one cache, or ended each other by SIGBUS",
+        "tests/unit/loader/test_copies_in_one_cache.py::test_diverged_copies_are_read_at_once_through_one_cache",
+    ),
+    (
+        "A large file in the place of a store's prompts was read whole before it was refused",
+        f"{_LIES}test_a_large_file_that_is_not_of_prompts_is_not_read_whole",
+    ),
+    (
+        "`store pull` from a server of endless generations looked at them for longer than its deadline",
+        f"{_LIES}test_generations_that_take_longer_than_the_deadline_are_refused",
     ),
 ]
