@@ -83,6 +83,8 @@ def write_pipeline(folder: Path, family: str, **more: Any) -> Path:
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     parts = {"vae": tiny_vae(), "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
     parts |= {_part(family): tiny_model(family)}
+    if family.startswith(("sd3", "flux")):  # whose pipelines add it to what they decode
+        parts |= {"vae": tiny_vae(scaling_factor=1.5305, shift_factor=0.0609)}
     if family in ("sd", "sdxl"):
         parts |= {"text_encoder": _tiny_clip(8, projected=False), "tokenizer": clip}
     if family == "sd":

@@ -168,7 +168,7 @@ def test_every_family_is_tried_and_described_in_a_file_of_one_screen() -> None:
 
 
 NAMES_OF_FILES = ("ingest/importers/", "store/", "bench/", "train/memory/published.py", "train/presets/")
-"""Where other tools' file names and published configurations stand, which are none of the families'."""
+"""The rooms where other tools' file names and published configurations stand, which are none of the families'."""
 
 
 def test_no_pipeline_or_model_of_a_family_is_named_outside_its_file() -> None:
