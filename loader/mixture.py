@@ -31,6 +31,7 @@ from bucketline.typed_json import encode, first_difference
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from bucketline.store import BlockSpec
     from bucketline.store.format.manifest_entries import BucketEntry
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.typed_json import Json
@@ -218,6 +219,7 @@ class Mixture(OpenShards):
             text=stores[0].text,
             encoders=stores[0].encoders,
             ragged=stores[0].ragged,
+            added=_joined_added(stores),
             plain_reads=plain_reads,
         )
 
@@ -309,6 +311,21 @@ def _joined_buckets(stores: Sequence[Store]) -> list[BucketEntry]:
             if difference := first_difference(before, own, f"buckets.{entry.name}"):
                 _refuse(holder, store, *difference)
     return [entry for _, (_, entry) in sorted(holders.items())]
+
+
+def _joined_added(stores: Sequence[Store]) -> dict[str, dict[str, BlockSpec]]:
+    """Return the columns that were added in any of the stores, by name and bucket, after comparing their forms."""
+    joined: dict[str, dict[str, BlockSpec]] = {}
+    holders: dict[tuple[str, str], Store] = {}
+    for store in stores:
+        for name, specs in store.manifest.added_specs.items():
+            for bucket, spec in specs.items():
+                held = joined.setdefault(name, {}).setdefault(bucket, spec)
+                holder = holders.setdefault((name, bucket), store)
+                if held.columns != spec.columns:
+                    before, own = (encode(one.manifest.added[name].buckets[bucket]) for one in (holder, store))
+                    _refuse(holder, store, f"added.{name}.buckets.{bucket}", before, own)
+    return joined
 
 
 def _form_of(bucket: BucketEntry) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from bucketline.store.change.add_column import ColumnAdded
     from bucketline.store.format.block import BlockSpec, Column
     from bucketline.store.format.manifest import Manifest, read_manifest
     from bucketline.store.format.sample_record import SampleRecord
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from bucketline.store.parallel.write_store import WriteSummary, write_store
     from bucketline.store.read.preadv import FileGather
     from bucketline.store.read.store import Bucket, OpenShards, Store
+    from bucketline.store.sync.add_column import add_column
     from bucketline.store.write.part_writer import PartWriter
     from bucketline.store.write.ragged_form import RaggedGroup
     from bucketline.store.write.row_form import Axis, LatentColumn, RowColumn, new_record
@@ -22,6 +24,7 @@ __all__ = [
     "BlockSpec",
     "Bucket",
     "Column",
+    "ColumnAdded",
     "FileGather",
     "LatentColumn",
     "Manifest",
@@ -34,6 +37,7 @@ __all__ = [
     "StoreWriter",
     "TextSpec",
     "WriteSummary",
+    "add_column",
     "new_record",
     "quantised_spec",
     "read_manifest",
@@ -45,6 +49,7 @@ _PLACES = {
     "BlockSpec": "format.block",
     "Bucket": "read.store",
     "Column": "format.block",
+    "ColumnAdded": "change.add_column",
     "FileGather": "read.preadv",
     "LatentColumn": "write.row_form",
     "Manifest": "format.manifest",
@@ -57,6 +62,7 @@ _PLACES = {
     "StoreWriter": "write.store_writer",
     "TextSpec": "format.text_block",
     "WriteSummary": "parallel.write_store",
+    "add_column": "sync.add_column",
     "new_record": "write.row_form",
     "quantised_spec": "format.text_block",
     "read_manifest": "format.manifest",

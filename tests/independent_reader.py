@@ -65,9 +65,15 @@ class Shard:
     records: dict[bytes, dict[str, Any]] = field(default_factory=dict)
 
 
+def version_of(manifest: dict[str, Any]) -> int:
+    """Return the version of the shards and buckets; the added columns are apart."""
+    version: int = manifest["base_version"] if manifest["format_version"] == 4 else manifest["format_version"]
+    return version
+
+
 def axes_of(name: str, manifest: dict[str, Any]) -> dict[str, str]:
     """Return a block's metadata about its axes, after comparing the bucket's name with their sizes."""
-    if manifest["format_version"] < 3:
+    if version_of(manifest) < 3:
         return {}
     (bucket,) = (bucket for bucket in manifest["buckets"] if bucket["name"] == name)
     assert name == f"{bucket['split']}/{'x'.join(str(axis['size']) for axis in bucket['axes'])}"
@@ -101,7 +107,7 @@ def read_shard(store: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> 
                 shard.records[key[7:]] = msgpack.unpackb(value, unicode_errors="surrogateescape")
             elif key == b"meta":
                 shard_id = bytes.fromhex(entry["shard_id"])
-                version = 3 if manifest["format_version"] == 3 else 1
+                version = 3 if version_of(manifest) == 3 else 1
                 assert msgpack.unpackb(value) == {"format_version": version, "shard": entry["name"], "shard_id": shard_id}
             elif group == b"text":
                 own = open_block(value)
@@ -128,6 +134,42 @@ def read_shard(store: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> 
     return shard
 
 
+def read_added(store: Path, entry: dict[str, Any], manifest: dict[str, Any], shard: Shard) -> None:
+    """Read the added columns of a shard's rows, by the extents, into its rows."""
+    for name, own in entry.get("added", {}).items():
+        path = store / "shards" / f"{entry['name']}.{own['shard_id']}.lmdb"
+        data, extents = path.read_bytes(), path.with_suffix(".extents").read_bytes()
+        about, table = metadata_of(extents), open_block(extents)
+        assert (json.loads(about["column"]), json.loads(about["rows_of"])) == (name, entry["shard_id"])
+        assert xxhash.xxh3_128_hexdigest(data) == own["lmdb"]["digest"]
+        with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
+            meta = msgpack.unpackb(txn.get(b"meta"))
+            assert meta == {"format_version": 4, "shard": path.stem, "shard_id": bytes.fromhex(own["shard_id"])}
+        for bucket, (rows, blocks, first_block, dropped) in own["groups"].items():
+            form, found = manifest["added"][name]["buckets"][bucket], 0
+            assert (rows, dropped) == (len(shard.rows[bucket]), 0)
+            for at in range(first_block, first_block + blocks):
+                begin = int(table["offset"][at])
+                block = data[begin : begin + int(table["length"][at])]
+                axes = axes_of(bucket, manifest)
+                expected = {"format": "bucketline.block/1", "bucket": bucket, "first_row": str(found), **axes}
+                assert metadata_of(block) == expected
+                columns = open_block(block)
+                assert sorted(columns) == sorted(("checksum", "id", name))
+                assert (columns[name].dtype.str[1:], list(columns[name].shape[1:])) == (
+                    DTYPES[form["dtype"]].strip("<"),
+                    form["shape"],
+                )
+                for k, row in enumerate(shard.rows[bucket][found : found + len(columns["id"])]):
+                    assert row["id"].tobytes() == columns["id"][k].tobytes()
+                    stored = sorted(("id", name), key=lambda one: (-columns[one].itemsize, one))
+                    data_of_row = b"".join(columns[one][k].tobytes() for one in stored)
+                    assert xxhash.xxh3_64_intdigest(data_of_row) == columns["checksum"][k]
+                    row[name] = columns[name][k]
+                found += len(columns["id"])
+            assert found == rows
+
+
 def dropped_rows(store: Path, entry: dict[str, Any]) -> dict[str, set[int]]:
     if entry["dropped"] is None:
         return {}
@@ -142,6 +184,7 @@ def live_rows(store: Path) -> Iterator[tuple[Shard, str, Arrays, dict[str, Any]]
     manifest = json.loads((store / "manifest.json").read_text())
     for entry in manifest["shards"]:
         shard, dropped = read_shard(store, entry, manifest), dropped_rows(store, entry)
+        read_added(store, entry, manifest, shard)
         assert sum(map(len, shard.rows.values())) == entry["samples"] == len(shard.records)
         for name, entries in shard.entries.items():
             lengths = [len(own[next(iter(manifest["ragged"][name]["tokens"]))]) for _, own in entries]

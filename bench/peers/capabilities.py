@@ -65,7 +65,7 @@ _ANSWERS: dict[str, tuple[tuple[Can, str], ...]] = {
         (Can.NO, "each rank and worker draws its data set independently of the others"),
         (Can.PARTLY, "drop_last evens out ranks by dropping; without it they may end at different steps"),
         (Can.NO, "chunks are shuffled, and samples within a chunk"),
-        (Can.YES, "StreamingDataLoader.state_dict, with the same number of workers and batch size"),
+        (Can.PARTLY, "StreamingDataLoader.state_dict: one data set resumes exactly, several without workers end in an error"),
         (Can.NO, "CombinedStreamingDataset, which batches of one bucket need, refuses it; only a StreamingDataset can"),
         (Can.NO, "no digest of a chunk is kept"),
         (Can.NO, "each rank's workers read"),

@@ -56,6 +56,8 @@ class BatchBuilder:
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
         conditioning = make_conditioning(store, self._buckets.values(), config)
         self._requested, self._ragged = conditioning.columns, conditioning.ragged
+        names = {name for one in conditioning.columns for name in (one.name, one.mirrored)}
+        self._added = sorted(names & store.added.keys())
         self._planner = CopyPlanner(store, self._gather, conditioning)
         longest = [
             self._planner.layout(bucket, config.rows_of(bucket), conditioning.max_tokens, self._planner.longest_entries())
@@ -82,7 +84,7 @@ class BatchBuilder:
         for name, numbers in by_bucket.items():
             bucket = self._buckets[name]
             try:
-                whole = bucket.locate(np.concatenate([planned[number].rows for number in numbers]))
+                whole = bucket.locate(np.concatenate([planned[number].rows for number in numbers]), self._added)
             except StoreError as error:
                 # `Readahead` retries them one by one; only then search for the sample
                 rows = planned[numbers[0]].rows
@@ -119,7 +121,7 @@ class BatchBuilder:
         """Return the table through which the lines of micro-batches are held; None if all of them are on this machine."""
         if not LineTable.needed_for(self._store.shards):
             return None
-        lines = LineTable(self._store.shards)
+        lines = LineTable(self._store.files)
         lines.look_at_all()
         if not lines.is_complete:
             return lines
@@ -136,8 +138,10 @@ class BatchBuilder:
 
     def hold_rows(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
         """Request the lines of a micro-batch's rows, of their whole blocks, and keep them until it is released."""
-        own, spec = batch.located, batch.bucket.spec
-        batch.lines.append(lines.hold(own.shard, own.data - spec.header_bytes, own.data + own.rows * spec.row_bytes, priority))
+        for own in (batch.located, *batch.located.added.values()):
+            spec = own.spec or batch.bucket.spec
+            begin, end = own.data - spec.header_bytes, own.data + own.rows * spec.row_bytes
+            batch.lines.append(lines.hold(own.shard, begin, end, priority))
 
     def hold_captions(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
         """Choose the captions of rows that are present, and request the lines of their blocks and of ragged entries'."""
@@ -156,13 +160,15 @@ class BatchBuilder:
 
     def ask_rows(self, batch: PendingBatch) -> None:
         """Ask the kernel to read a micro-batch's rows."""
+        for added in batch.located.added.values():
+            self._gather.ahead(added)
         if self.config.verify:
             self._gather.ahead(batch.located)
             return
         own = {*SMALL_COLUMNS, CAPTIONS, *(one.present for one in self._requested), *(group.number for group in self._ragged)}
         if not self.config.flip:
             own |= {one.name for one in self._requested}
-        self._gather.ahead(batch.located, [column for column in batch.bucket.columns if column.name in own])
+        self._gather.ahead(batch.located, [column for column in batch.bucket.spec.columns if column.name in own])
         if self.config.flip:
             for values in Window(self._planner, [batch]).columns():
                 self._gather.ahead_at(values.shard, values.offsets, values.num_bytes)
@@ -254,8 +260,9 @@ class BatchBuilder:
         located = batch.located.part(n, n + 1)
         own = replace(batch, rows=batch.rows[one], weight=batch.weight[one], keys=batch.keys[one], located=located)
         files = FileGather(self._store)
-        for column in batch.bucket.columns:
-            files.rows(own.located, column, np.empty((1, *column.shape), dtype=column.numpy_dtype))
+        for place in (located, *located.added.values()):
+            for column in (place.spec or batch.bucket.spec).columns:
+                files.rows(place, column, np.empty((1, *column.shape), dtype=column.numpy_dtype))
         window = Window(self._planner, [own])
         captions = window.captions()
         self._store.caption(int(captions.shard[0]), int(captions.row[0]))

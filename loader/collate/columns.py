@@ -151,6 +151,7 @@ def _requested_columns(store: OpenShards, buckets: Sequence[Bucket], config: Loa
         name = stored_name(role)
         mirrored = stored_name(flipped_role(role)) if config.flip and role != AUDIO else name
         for bucket, own in names.items():
+            _refuse_lacking(store, [name, mirrored], bucket)
             if name not in own or role_of(name) != role or role.endswith(FLIPPED_SUFFIX):
                 known = sorted(map(role_of, own - _FIXED))
                 roles = [one for one in known if not one.endswith(FLIPPED_SUFFIX) and not one.startswith(PRESENT_PREFIX)]
@@ -172,6 +173,20 @@ def _requested_columns(store: OpenShards, buckets: Sequence[Bucket], config: Loa
             )
         )
     return tuple(requested)
+
+
+def _refuse_lacking(store: OpenShards, names: Sequence[str], bucket: str) -> None:
+    """Check that all rows of a bucket have those of some columns that were added.
+
+    Raises:
+        UsageError: if some lack one.
+    """
+    for name in names:
+        if name in store.added:
+            try:
+                store.bucket(bucket).column(name)
+            except StoreError as error:
+                raise UsageError(f"columns has {role_of(name)!r:.80}: {error}; or leave it out of columns") from error
 
 
 def latent_kind(store: OpenShards) -> LatentKind:

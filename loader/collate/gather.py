@@ -46,25 +46,25 @@ class Gather:
     """Copies values of one open store's rows and captions. Maps each shard on first use."""
 
     def __init__(self, store: OpenShards, *, plain_reads: bool = False) -> None:
-        """Reserve addresses for all shards. With `plain_reads`, or if the system refuses, use plain reads for everything."""
+        """Reserve addresses for all files. With `plain_reads`, or if the system refuses, use plain reads for everything."""
         self._store = store
         self._files = FileGather(store)
-        self._is_mapped = np.ones(len(store.shards), dtype=bool)  # False once a shard turns out to have no byte offsets
-        self._is_known = np.zeros(len(store.shards), dtype=bool)
+        self._is_mapped = np.ones(len(store.files), dtype=bool)  # False once a shard turns out to have no byte offsets
+        self._is_known = np.zeros(len(store.files), dtype=bool)
         self._are_all_mapped = False
         self._is_refused = False
         self._forms: dict[tuple[int, int], _Form] = {}
         self._mapping = ForkSafeLock()  # several threads may use a shard for the first time
-        shards = store.shards
+        files = store.files
 
         def opened(ordinal: int) -> AbstractContextManager[int]:
-            return shards[ordinal].opened()
+            return files[ordinal].opened()
 
-        if not plain_reads and not map_budget.fits(len(shards)):
-            self._warn(map_budget.advice(len(shards)))
+        if not plain_reads and not map_budget.fits(len(files)):
+            self._warn(map_budget.advice(len(files)))
             plain_reads = True
         try:
-            self._range = AddressRange([] if plain_reads else [shard.entry.lmdb.num_bytes for shard in shards], opened)
+            self._range = AddressRange([] if plain_reads else [file.entry.lmdb.num_bytes for file in files], opened)
         except StoreError as error:
             self._warn(str(error))
             self._range, plain_reads = AddressRange([], opened), True
@@ -88,7 +88,7 @@ class Gather:
         if not self._is_known[shard].all():
             with self._mapping:
                 for ordinal in np.unique(shard[~self._is_known[shard]]).tolist():
-                    self._is_mapped[ordinal] = self._store.shards[ordinal].places is Places.FILE
+                    self._is_mapped[ordinal] = self._store.files[ordinal].places is Places.FILE
                     if self._is_mapped[ordinal]:
                         try:
                             self._range.map(np.array([ordinal]))
@@ -174,7 +174,7 @@ class Gather:
         """
         if not self.map(located.shard):
             return
-        spec = self._store.specs[located.bucket]
+        spec = located.spec or self._store.specs[located.bucket]
         wanted = spec.columns if columns is None else columns
         first_byte = self._range.first_byte[located.shard]
         for column in wanted:

@@ -11,8 +11,9 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.batch import FIXED_PREFIX
 from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.gather import as_bytes
+from bucketline.store.format.block import ID
 from bucketline.store.format.text_block import delivered
-from bucketline.store.read.preadv import check_rows
+from bucketline.store.read.preadv import check_added, check_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +34,9 @@ def verify_batch(store: OpenShards, gather: Gather, copy_plan: CopyPlan, buffer:
         CorruptError: if a row or caption differs from what was written; names the first such sample or caption.
     """
     tensors = carve(buffer, copy_plan.layout.fields)
-    check_rows(store, copy_plan.batch.located, _whole_rows(gather, copy_plan, tensors))
+    whole = _whole_rows(gather, copy_plan, tensors)
+    check_rows(store, copy_plan.batch.located, whole)
+    _check_added(store, copy_plan, tensors, whole[ID])
     _check_captions(store, copy_plan, tensors)
     for rows in copy_plan.ragged:
         _check_entries(store, copy_plan, rows, tensors)
@@ -50,9 +53,19 @@ def _whole_rows(gather: Gather, copy_plan: CopyPlan, tensors: Mapping[str, Tenso
     for requested in copy_plan.columns:
         delivered = as_bytes(tensors[requested.field])
         for name, own in ((requested.name, ~flipped), (requested.mirrored, flipped)):
-            if own.any() and delivered.size:
+            if own.any() and delivered.size and name not in located.added:
                 columns[name][own] = delivered[own]
     return columns
+
+
+def _check_added(store: OpenShards, copy_plan: CopyPlan, tensors: Mapping[str, Tensor], ids: NDArray[np.uint8]) -> None:
+    """Compare the values of added columns with their checksums, and whose they are with the rows' ids, `[B, 16]`."""
+    located, flipped = copy_plan.batch.located, tensors["flipped"].numpy()
+    for requested in copy_plan.columns:
+        delivered = as_bytes(tensors[requested.field])
+        for name, own in ((requested.name, ~flipped), (requested.mirrored, flipped)):
+            if own.any() and name in located.added:
+                check_added(store, located.where(own), name, delivered[own], ids[own])
 
 
 def _check_captions(store: OpenShards, copy_plan: CopyPlan, tensors: Mapping[str, Tensor]) -> None:

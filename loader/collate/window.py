@@ -115,7 +115,7 @@ class CopyPlanner:
         key = (bucket.name, num_rows, length, ragged)
         if key not in self._layouts:
             requested = self.conditioning.columns
-            columns = {one.field: bucket.spec.column(one.name) for one in requested}
+            columns = {one.field: bucket.column(one.name) for one in requested}
             optional = [one.role for one in requested if one.present is not None]
             form = self.conditioning.text
             groups = list(zip(self.conditioning.ragged, ragged, strict=True))
@@ -130,13 +130,11 @@ class Window:
         self.batches = sorted(batches, key=attrgetter("bucket.name"))
         self._planner, self._store, self._gather = planner, planner.store, planner.gather
         sizes = [len(batch.keys) for batch in self.batches]
-        located = [batch.located for batch in self.batches]
         self._ends: list[int] = [0, *np.cumsum(sizes).tolist()]  # [M + 1], 0 and the end of each micro-batch's rows
         self._sizes = np.array(sizes)  # [M]
-        self._shard: NDArray[np.int64] = np.concatenate([own.shard for own in located])  # [N]
-        self._data: NDArray[np.int64] = np.concatenate([own.data for own in located])  # [N] byte of the block's columns
-        self._rows: NDArray[np.int64] = np.concatenate([own.rows for own in located])  # [N] K of the block
-        self._row_in_block: NDArray[np.int64] = np.concatenate([own.row_in_block for own in located])  # [N]
+        self._own = _Places([batch.located for batch in self.batches])
+        self._shard = self._own.shard
+        self._added: dict[str, _Places] = {}  # the values of added columns, once they are needed
         self._keys: NDArray[np.int64] = np.concatenate([batch.keys for batch in self.batches])  # [N]
 
     def _each_row(self, values: Sequence[int]) -> NDArray[np.int64]:
@@ -145,16 +143,25 @@ class Window:
         return every
 
     def _offsets(self, column: str) -> NDArray[np.int64]:
-        """Return the byte offset in the shard's file of each row's value of a column, `[N]`."""
-        known = {batch.bucket.name: batch.bucket.spec for batch in self.batches}
+        """Return the byte offset in its file of each row's value of a column, `[N]`."""
+        at = self._places_of(column)
+        known = {batch.bucket.name: self._store.spec_with(column, batch.bucket.name) for batch in self.batches}
         places = {name: (spec.prefix_bytes[column], spec.column(column).row_bytes) for name, spec in known.items()}
         if len(known) == 1:
             ((prefix, row_bytes),) = places.values()
-            return self._data + self._rows * prefix + self._row_in_block * row_bytes
+            return at.data + at.rows * prefix + at.row_in_block * row_bytes
         own = [places[batch.bucket.name] for batch in self.batches]
         prefixes, widths = (self._each_row(values) for values in zip(*own, strict=True))
-        offsets: NDArray[np.int64] = self._data + self._rows * prefixes + self._row_in_block * widths
+        offsets: NDArray[np.int64] = at.data + at.rows * prefixes + at.row_in_block * widths
         return offsets
+
+    def _places_of(self, column: str) -> _Places:
+        """Return the files and blocks of the rows' values of a column."""
+        if column not in self._store.added:
+            return self._own
+        if column not in self._added:
+            self._added[column] = _Places([batch.located.added[column] for batch in self.batches])
+        return self._added[column]
 
     def _stored(self, column: str) -> NDArray[np.uint8]:
         """Read a small column of all rows, `[N, row_bytes]`. It is the same in every bucket."""
@@ -163,19 +170,22 @@ class Window:
 
     def columns(self) -> list[PlainRead]:
         """Return the locations of the columns requested, each row's own or its mirror image's, of a window of one bucket."""
-        conditioning, spec = self._planner.conditioning, self.batches[0].bucket.spec
+        conditioning, bucket = self._planner.conditioning, self.batches[0].bucket
         flipped = conditioning.flips(self._keys)
-        return [
-            PlainRead(shard=self._shard, offsets=self._value_offsets(one, flipped), num_bytes=spec.column(one.name).row_bytes)
-            for one in conditioning.columns
-        ]
+        found = []
+        for one in conditioning.columns:
+            shard, offsets = self._values(one, flipped)
+            found.append(PlainRead(shard=shard, offsets=offsets, num_bytes=bucket.column(one.name).row_bytes))
+        return found
 
-    def _value_offsets(self, column: RequestedColumn, flipped: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Return the byte offset of each row's value of a column that is requested, `[N]`."""
-        own = self._offsets(column.name)
+    def _values(self, column: RequestedColumn, flipped: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the file of each row's value of a column that is requested, and its byte offset there, `[N]` each."""
+        shard, offsets = self._places_of(column.name).shard, self._offsets(column.name)
         if column.mirrored == column.name or not flipped.any():
-            return own
-        return np.where(flipped, self._offsets(column.mirrored), own)
+            return shard, offsets
+        mirrored = self._places_of(column.mirrored).shard
+        shard = shard if mirrored is shard else np.where(flipped, mirrored, shard)
+        return shard, np.where(flipped, self._offsets(column.mirrored), offsets)
 
     def entries(self, group: RequestedGroup, captions: LocatedEntries, number: NDArray[np.uint8] | None = None) -> RaggedRows:
         """Locate the rows' entries in a ragged group, or those of the captions that were chosen.
@@ -208,7 +218,8 @@ class Window:
             CorruptError: if captions cannot be found, or a crop does not fit its image.
         """
         conditioning = self._planner.conditioning
-        plainly = not self._gather.map(self._shard) or plainly
+        for places in (self._own, *(self._places_of(name) for name in self.batches[0].located.added)):
+            plainly = not self._gather.map(places.shard) or plainly
         known = [batch.captions for batch in self.batches if batch.captions is not None]
         captions = joined(known) if len(known) == len(self.batches) else self.captions()
         starts = self._gather.read(captions.shard, captions.starts_offsets(), 16).view("<i8")
@@ -259,10 +270,10 @@ class Window:
         found: list[dict[str, GatherIndex | PlainRead]] = [{} for _ in self.batches]
         buckets = list(_runs([batch.bucket.name for batch in self.batches]))
         for column in self._planner.conditioning.columns:
-            offsets = self._value_offsets(column, flipped)
+            shard, offsets = self._values(column, flipped)
             for first, last in buckets:
-                row_bytes = self.batches[first].bucket.spec.column(column.name).row_bytes
-                each = self._each(self._shard, offsets, row_bytes, self._ends[first : last + 1], plainly=plainly)
+                row_bytes = self.batches[first].bucket.column(column.name).row_bytes
+                each = self._each(shard, offsets, row_bytes, self._ends[first : last + 1], plainly=plainly)
                 for own, what in zip(found[first:last], each, strict=True):
                     own[column.field] = what
         return found
@@ -417,6 +428,16 @@ class Window:
                 whole[:, at : at + field.num_bytes] = np.ascontiguousarray(own).reshape(last - m, -1).view(np.uint8)
             found.extend(whole)
         return found
+
+
+class _Places:
+    """The files and blocks of located rows, one after another, `[N]` each."""
+
+    def __init__(self, located: Sequence[Located]) -> None:
+        self.shard: NDArray[np.int64] = np.concatenate([own.shard for own in located])
+        self.data: NDArray[np.int64] = np.concatenate([own.data for own in located])  # byte of the block's columns
+        self.rows: NDArray[np.int64] = np.concatenate([own.rows for own in located])  # K of the block
+        self.row_in_block: NDArray[np.int64] = np.concatenate([own.row_in_block for own in located])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,7 +159,7 @@ class PlanCommand(BatchOptions):
             bucket = store.bucket(entry["name"])
             requested = make_conditioning(store, [bucket], config).columns
             names = [name for column in requested for name in (column.name, column.present) if name is not None]
-            row_bytes = sum(bucket.spec.column(name).row_bytes for name in names)
+            row_bytes = sum(bucket.column(name).row_bytes for name in names)
             entry["column_bytes"] = row_bytes * config.rows_of(bucket)
 
     def _bill(self, store: OpenShards, plan: Plan, machines: int) -> Bill:

@@ -58,6 +58,8 @@ class InUse:
         part = self._uses.part
         rare = [one.global_batch for one in plan.buckets if part < 1.0 and part * one.num_rows <= 2 * one.global_batch]
         self._rare_bytes = 2 * max(rare, default=0) // machines * LINE_BYTES  # of batches whose rows are anywhere
+        own = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
+        self._with_added = num_bytes_of(store) / max(1, own)  # lines of added columns are used with those of their rows
         self._found: dict[int, int] = {}
 
     def of(self, window_rows: int) -> int:
@@ -68,7 +70,7 @@ class InUse:
             apart = SAME_USE * window_rows * self._steps_a_row
             own = [uses.of(*one).joined(apart) for one in (asked if self._uses.part == 1.0 else asked[:1])]
             most = max(one.most_at_once(uses.num_bytes[one.line]) for one in own)
-            self._found[window_rows] = int(most * min(1.0, self._per_machine)) + self._rare_bytes
+            self._found[window_rows] = int(most * self._with_added * min(1.0, self._per_machine)) + self._rare_bytes
         return self._found[window_rows]
 
     def ring(self, window_rows: int, cache_bytes: int) -> int:
@@ -82,13 +84,13 @@ class InUse:
 
 
 def num_bytes_of(store: OpenShards) -> int:
-    """Return the bytes of all shards' files."""
-    return sum(shard.entry.lmdb.num_bytes for shard in store.shards)
+    """Return the bytes of all shards' files, those of added columns too."""
+    return sum(file.entry.lmdb.num_bytes for file in store.files)
 
 
 def sidecar_bytes_of(store: OpenShards) -> int:
     """Return the bytes of the files next to the shards that are needed to read rows; a cache holds them whole."""
-    return sum(shard.entry.extents.num_bytes for shard in store.shards)
+    return sum(file.entry.extents.num_bytes for file in store.files)
 
 
 def holds(cache_bytes: int, store: OpenShards) -> bool:

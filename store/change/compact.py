@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError, UsageError
@@ -15,6 +16,7 @@ from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.garbage_collect import Collected, collect
 from bucketline.store.format.manifest import generations
+from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.newest import existing_manifest
@@ -22,7 +24,6 @@ from bucketline.store.write.publish import changing, next_generation, publish_sh
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import ShardEntry
@@ -103,20 +104,22 @@ def plan_runs(manifest: Manifest, shard_bytes: int) -> list[Run]:
     """Return the shards to rewrite: those with dropped rows, and adjacent small ones."""
     sizes = [live_bytes(manifest, shard) for shard in manifest.shards]
     small = [SMALL * size < shard_bytes for size in sizes]
-    chosen = [
-        shard.dropped is not None or (small[n] and any(small[n - 1 : n] + small[n + 1 : n + 2]))
-        for n, shard in enumerate(manifest.shards)
-    ]
+    added = [shard.added.keys() for shard in manifest.shards]  # rows with other added columns are never joined
+
+    def joins(n: int, other: int) -> bool:
+        return 0 <= other < len(small) and small[n] and small[other] and added[n] == added[other]
+
+    chosen = [shard.dropped is not None or joins(n, n - 1) or joins(n, n + 1) for n, shard in enumerate(manifest.shards)]
     runs, at = [], 0
     while at < len(chosen):
         end = at
-        while end < len(chosen) and chosen[end]:
+        while end < len(chosen) and chosen[end] and added[end] == added[at]:
             end += 1
         if end > at:
             num_bytes = sum(sizes[at:end])
             number = max(1, -int(-num_bytes * OVERHEAD // shard_bytes))
             runs.append(Run(shards=range(at, end), sizes=(-(-num_bytes // number),) * (number - 1), num_bytes=num_bytes))
-        at = end + 1
+        at = max(end, at + 1)
     return runs
 
 
@@ -132,8 +135,7 @@ def _row_bytes(manifest: Manifest, shard: ShardEntry) -> int:
 
 
 def _file_bytes(shard: ShardEntry) -> int:
-    lists = shard.dropped.num_bytes if shard.dropped else 0
-    return shard.lmdb.num_bytes + shard.extents.num_bytes + shard.index.num_bytes + lists
+    return sum(file.num_bytes for _, file in files_of(Path(), shard))
 
 
 def _rewrite(
@@ -142,8 +144,10 @@ def _rewrite(
     """Copy the runs' rows and publish. Return the new manifest and its new shards. Call under the store's lock."""
     total = sum(run.num_bytes for run in runs)
     largest = max(min(run.num_bytes, shard_bytes) for run in runs)  # stored twice while it is sealed
-    refuse_too_little_disk(path, int((total + largest) * OVERHEAD), f"compacting {path}")
-    to_copy = sum(_row_bytes(manifest, manifest.shards[n]) for run in runs for n in run.shards)
+    old = [manifest.shards[n] for run in runs for n in run.shards]
+    added = sum(manifest.row_bytes(shard) - _row_bytes(manifest, shard) for shard in old)
+    refuse_too_little_disk(path, int((total + largest + added) * OVERHEAD), f"compacting {path}")
+    to_copy = sum(_row_bytes(manifest, shard) for shard in old)
     done = [0]
 
     def copied(num_bytes: int) -> None:

@@ -1,23 +1,30 @@
 """Copy live rows of shards to new shards: in order, with their records and the captions and ragged entries that they use.
 
+A new shard has rows of the same added columns, whose values go to new files next to it.
+
 Rows are read a block at a time, located by the extents; every row and caption is verified against its checksum.
 """
 
 from __future__ import annotations
 
 import secrets
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.errors import CorruptError
-from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, bad_rows, decode_block
+from bucketline.store.change.copied_values import CopiedValues
+from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, bad_rows
 from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, decode_record, encode_record
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
+from bucketline.store.read.blocks import read_block
 from bucketline.store.read.ragged_entries import caption_entries, groups_of, row_entries
-from bucketline.store.shard.reader import keys_of
+from bucketline.store.shard.reader import SealedShard, keys_of
+from bucketline.store.write.column_shard import write_column_shard
+from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -26,12 +33,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.format.text_block import Entry
     from bucketline.store.read.store import Store
-    from bucketline.store.shard.reader import SealedShard
-    from bucketline.store.shard.row_locator import BlockRanges
 
 _RECREATED = (CHECKSUM, CAPTIONS, ORIGINAL_SIZE, CROP, ID)  # columns that the writer creates itself
 
@@ -44,6 +48,8 @@ class RowCopier:
         self._store, self._on_bytes = store, on_bytes
         self._prefix = f"{COPY_PREFIX}{generation:06d}-{secrets.token_hex(4)}"
         self._writer: ShardWriter | None = None
+        self._columns: set[str] = set()  # the added columns of its rows
+        self._taken: dict[str, array[int]] = {}  # by bucket, ordinal and row of each of its rows, in turn
         self._sizes: list[int] = []
         self._size = 0
         self._max_bytes = self._filled = 0  # of the shard being written
@@ -54,7 +60,8 @@ class RowCopier:
     def copy(self, ordinals: range, sizes: tuple[int, ...], last_size: int) -> list[str]:
         """Copy all live rows of some shards. Return the names of the new sealed shards.
 
-        The new shards are full at `sizes`, in bytes, in turn; any further ones at `last_size`.
+        The new shards are full at `sizes`, in bytes, in turn; any further ones at `last_size`. One ends, too, where the next
+        shard's rows have other added columns.
 
         Raises:
             CorruptError: if a row or caption is damaged, naming it.
@@ -85,7 +92,8 @@ class RowCopier:
         for number in range(self._num_named):
             name = f"{self._prefix}-{number:04d}"
             pending, paths = pending_path(self._store.path, name), shard_paths(self._store.path, name)
-            for path in (pending, pending.with_suffix(".sealing"), paths.lmdb, paths.extents, paths.index):
+            added = paths.folder.glob(f"{name}.*.*")
+            for path in (pending, pending.with_suffix(".sealing"), paths.lmdb, paths.extents, paths.index, *added):
                 path.unlink(missing_ok=True)
 
     def _group(self, ordinal: int, group: str, digests: NDArray[np.uint8]) -> None:
@@ -125,6 +133,7 @@ class RowCopier:
             latents = {name: v for name, v in values.items() if name not in _RECREATED and not name.startswith(RAGGED_PREFIX)}
             entries = row_entries(self._store, ordinal, values)
             writer.add(spec=spec, latents=latents, record=record, captions=captions, entries=entries)
+            self._taken.setdefault(group, array("q")).extend((ordinal, first_row + k))
             self._filled += spec.row_bytes + len(encode_record(record))
             self._filled += sum(self._new_bytes(name, entry) for name, entry in entries.items())
         self._on_bytes(len(live) * spec.row_bytes)
@@ -162,9 +171,11 @@ class RowCopier:
 
         A shard's fill is counted as in `live_bytes`, from which the sizes were chosen.
         """
-        if self._writer is not None and self._filled >= self._max_bytes:
+        columns = set(self._store.shards[ordinal].entry.added)
+        if self._writer is not None and (self._filled >= self._max_bytes or columns != self._columns):
             self._seal()
         if self._writer is None:
+            self._columns, self._taken = columns, {}
             self._max_bytes, self._filled = self._sizes.pop(0) if self._sizes else self._size, 0
             name = f"{self._prefix}-{self._num_named:04d}"
             self._num_named += 1
@@ -186,24 +197,13 @@ class RowCopier:
         if self._writer is not None:
             self._writer.seal()
             self._sealed.append(self._writer.name)
+            if self._columns:
+                entry, _ = describe_shard(self._store.path, self._writer.name, self._store.manifest)
+                shard = SealedShard(self._store.path, entry)
+                for column in sorted(self._columns):
+                    values = CopiedValues(self._store, column, self._taken)
+                    write_column_shard(self._store.path, shard, column, values)
             self._writer = None
-
-
-def read_block(shard: SealedShard, spec: BlockSpec, first_row: int, ranges: BlockRanges) -> dict[str, NDArray[Any]]:
-    """Return the complete block that begins with a row, `[K, …]` per column; `ranges` has only its location.
-
-    Raises:
-        CorruptError: if the bytes there are not this block.
-        StoreError: if the medium fails.
-    """
-    item = f"shard {shard.name}, the block of {spec.bucket} at row {first_row}"
-    offset, length, num_rows = int(ranges.offset[0]), int(ranges.length[0]), int(ranges.rows[0])
-    if length != spec.block_bytes(num_rows):
-        raise CorruptError(f"{item} has {length} bytes, expected {spec.block_bytes(num_rows)}; run `store verify`")
-    found, columns = decode_block(spec, shard.read(offset, length), item)
-    if found != first_row:
-        raise CorruptError(f"{item} says that it begins with row {found}; run `store verify`")
-    return columns
 
 
 def caption_digests(shard: SealedShard) -> NDArray[np.uint8]:

@@ -11,22 +11,26 @@ import os
 import re
 import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.errors import StoreError
+from bucketline.errors import LockedError, StoreError
 from bucketline.files.atomic_write import sync_folder
+from bucketline.files.locks import FileLock
 from bucketline.store.format.layout import COPY_PREFIX
 from bucketline.store.format.manifest import generation_path, generations, read_manifest
-from bucketline.store.format.manifest_entries import SHARD_NAME
+from bucketline.store.format.manifest_entries import SHARD_ID, SHARD_NAME
+from bucketline.store.read.lost_files import files_of
+from bucketline.store.write.column_shard import ADDING_LOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
 
-_FILE = re.compile(rf"({SHARD_NAME.pattern})\.(lmdb|extents|index|dropped-[0-9]+)")
+_FILE = re.compile(rf"({SHARD_NAME.pattern})\.(({SHARD_ID.pattern})\.)?(lmdb|extents|index|dropped-[0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,28 +70,48 @@ def collect(store: Path, newest: Manifest, older_than_s: float, *, dry_run: bool
     live = {shard.name for manifest in kept for shard in manifest.shards}
     known = {name for manifest in (*kept, *gone) for name in manifest.retired}
     known |= {shard.name for manifest in gone for shard in manifest.shards}
-    lists = {
-        f"{shard.name}.dropped-{shard.dropped.generation}"
-        for manifest in kept
-        for shard in manifest.shards
-        if shard.dropped is not None
-    }
-    files = []
-    for path in sorted((store / "shards").iterdir()):
-        match = _FILE.fullmatch(path.name)
-        if match is None:
-            continue
-        name, kind = match[1], match[2]
-        is_stale_list = kind.startswith("dropped-") and path.name not in lists
-        if (is_stale_list and name in live | known) or (name not in live and (name in known or name.startswith(COPY_PREFIX))):
-            files.append(path)
-    documents = [generation_path(store, n) for n in old]
-    num_bytes = sum(_disk_bytes(path) for path in (*files, *documents))
-    if not dry_run:
-        _remove(path for path in files if path.suffix == ".lmdb")
-        _remove(path for path in files if path.suffix != ".lmdb")
-        _remove(documents)
+    listed = {path.name for manifest in kept for shard in manifest.shards for path, _ in files_of(store, shard)}
+    paths = sorted((store / "shards").iterdir())  # before the lock: what a column is made of from now on is not among them
+    with _column_lock(store, dry_run=dry_run) as none_is_added:
+        files = [path for path in paths if _is_stale(path, listed, live, known, none_is_added=none_is_added)]
+        documents = [generation_path(store, n) for n in old]
+        num_bytes = sum(_disk_bytes(path) for path in (*files, *documents))
+        if not dry_run:
+            _remove(path for path in files if path.suffix == ".lmdb")
+            _remove(path for path in files if path.suffix not in (".lmdb", ".index"))
+            _remove(path for path in files if path.suffix == ".index")
+            _remove(documents)
     return Collected(generations=tuple(old), files=tuple(path.name for path in files), disk_bytes=num_bytes, waiting=waiting)
+
+
+def _is_stale(path: Path, listed: set[str], live: set[str], known: set[str], *, none_is_added: bool) -> bool:
+    """Return whether a file is of a shard that no kept generation lists, or a list or a column that none of them lists.
+
+    `known`: shards that a generation listed, or has retired.
+    """
+    if (match := _FILE.fullmatch(path.name)) is None:
+        return False
+    name, is_of_column = match[1], match[2] is not None
+    if name not in live:
+        return name in known or name.startswith(COPY_PREFIX)
+    is_list = path.name.startswith(f"{name}.dropped-")
+    return path.name not in listed and (is_list or (is_of_column and none_is_added))
+
+
+@contextmanager
+def _column_lock(store: Path, *, dry_run: bool) -> Iterator[bool]:
+    """Yield whether no column is being added, so that what a killed call left can go; let none begin meanwhile."""
+    path = store / "pending" / ADDING_LOCK
+    if dry_run or not path.exists():
+        yield True
+        return
+    try:
+        held = FileLock(path)
+    except LockedError:
+        yield False
+        return
+    with held:
+        yield True
 
 
 def _disk_bytes(path: Path) -> int:

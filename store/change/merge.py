@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.change.merge_rows import Part
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import BucketEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest_entries import AddedColumn, BucketEntry, FileEntry, ShardEntry
     from bucketline.typed_json import Json
 
 _TEXT_DTYPE = "encoders.text_encoder.stored_dtype"
@@ -72,7 +72,7 @@ def merge(
     out = Path(os.path.abspath(out))  # noqa: PTH100 - keeps its links unresolved
     _refuse_places(out, sources)
     stores = [Store.open(path) for path in sources]
-    buckets = _agreed_buckets(stores)
+    buckets, added = _agreed_buckets(stores), added_to(stores)
     parts, num_replaced = merged_parts(stores, replace=replace)
     total = sum(file.num_bytes for part in parts for _, file in _files(part))
     refuse_too_little_disk(out.parent, total, f"merging into {out}")
@@ -89,7 +89,13 @@ def merge(
             shards = [_copy(folder, part, name, copied) for part, name in zip(parts, _names(parts), strict=True)]
             first = stores[0].manifest
             manifest = dataclasses.replace(
-                first, store_id=uuid.uuid4().hex, generation=GENERATION, buckets=buckets, shards=tuple(shards), retired=()
+                first,
+                store_id=uuid.uuid4().hex,
+                generation=GENERATION,
+                buckets=buckets,
+                shards=tuple(shards),
+                retired=(),
+                added=added,
             )
             merge_sets([(store.path, store.manifest) for store in stores], folder)
             written = write_manifest(folder, sealed(manifest))
@@ -127,6 +133,24 @@ def _agreed_buckets(stores: Sequence[Store]) -> tuple[BucketEntry, ...]:
     return tuple(buckets[name][0] for name in sorted(buckets))
 
 
+def added_to(stores: Sequence[Store]) -> dict[str, AddedColumn]:
+    """Return the added columns of all stores; rows of those that lack one lack it in the merged store.
+
+    Raises:
+        FingerprintError: if two stores have one in different forms.
+    """
+    added: dict[str, AddedColumn] = {}
+    holders: dict[tuple[str, str], Path] = {}
+    for store in stores:
+        for name, column in store.manifest.added.items():
+            before = added.get(name, column).buckets
+            for bucket, form in column.buckets.items():
+                path = holders.setdefault((name, bucket), store.path)
+                _compare(f"added.{name}.{bucket}", encode(before.get(bucket, form)), encode(form), path, store.path)
+            added[name] = dataclasses.replace(column, buckets={**column.buckets, **before})
+    return added
+
+
 def fingerprint_of(manifest: Manifest) -> Json:
     """Return all that stores must have in common if their shards are to be in one store."""
     return {
@@ -155,7 +179,10 @@ def _compare(at: str, one: Json, two: Json, first: Path, second: Path) -> None:
 
 def _files(part: Part) -> list[tuple[Path, FileEntry]]:
     paths, entry = part.shard.paths, part.shard.entry
-    return [(paths.extents, entry.extents), (paths.index, entry.index), (paths.lmdb, entry.lmdb)]
+    own = [(paths.extents, entry.extents), (paths.index, entry.index), (paths.lmdb, entry.lmdb)]
+    columns = [(column, part.shard.column_shard(column).paths) for column in sorted(entry.added)]
+    own += [(files.extents, entry.added[column].extents) for column, files in columns]
+    return own + [(files.lmdb, entry.added[column].lmdb) for column, files in columns]
 
 
 def _names(parts: Sequence[Part]) -> list[str]:
@@ -171,8 +198,8 @@ def _names(parts: Sequence[Part]) -> list[str]:
 def _copy(store: Path, part: Part, name: str, on_bytes: Callable[[int], None]) -> ShardEntry:
     """Copy a shard's files and write its list of dropped rows. Return its entry."""
     paths = shard_paths(store, name)
-    for (source, file), target in zip(_files(part), (paths.extents, paths.index, paths.lmdb), strict=True):
-        copy_file(source, target, file, on_bytes)
+    for source, file in _files(part):
+        copy_file(source, paths.folder / f"{name}{source.name.removeprefix(part.shard.name)}", file, on_bytes)
     entry, data = entry_of(part, GENERATION)
     if entry.dropped is not None:
         write_durably(paths.dropped(entry.dropped.generation), data)

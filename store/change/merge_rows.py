@@ -64,6 +64,8 @@ def merged_parts(stores: Sequence[Store], *, replace: bool) -> tuple[list[Part],
             number = numbers.setdefault(shard.entry.shard_id, len(shards))
             if number == len(shards):
                 shards.append(shard)
+            elif len(shard.entry.added) > len(shards[number].entry.added):  # a copy to which a column was added
+                shards[number] = shard
             _refuse_other_files(shards[number], shard)
         own = _samples_of(store, ordinal, numbers)
         num_replaced += _join(merged, own, stores, replace=replace)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.store.change.copy_rows import caption_digests, compare_with_record, read_block
+from bucketline.store.change.copy_rows import caption_digests, compare_with_record
 from bucketline.store.format.block import ID, bad_rows
 from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
+from bucketline.store.read.blocks import read_block
 from bucketline.store.read.iter_samples import live_positions
 from bucketline.store.read.ragged_entries import caption_entries, row_entries
 from bucketline.store.read.store import Store

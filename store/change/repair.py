@@ -24,10 +24,11 @@ from bucketline.store.format.hashing import bytes_digest, file_digest
 from bucketline.store.format.layout import Places, shard_paths
 from bucketline.store.format.manifest import generations, read_manifest
 from bucketline.store.format.manifest_entries import FileEntry
-from bucketline.store.read.lost_files import files_of
+from bucketline.store.read.lost_files import files_of, files_of_column
 from bucketline.store.read.store import Store
 from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
 from bucketline.store.shard.sidecar import PagedFile
+from bucketline.store.verify.column import ColumnCheck
 from bucketline.store.verify.shard import ShardCheck
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.describe import describe_shard
@@ -61,6 +62,7 @@ class RepairedShard:
     kept: int  # number of samples
     dropped: int  # number of samples
     dropped_ids: tuple[str, ...]  # of samples with readable records
+    lost_columns: tuple[str, ...] = ()  # added columns that its rows lack now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,7 @@ class _Damaged:
     bad: set[Path]  # its damaged files
     rebuilt: dict[Path, bytes]
     survey: Survey | None  # None if rebuilding the sidecars is enough
+    lost_columns: tuple[str, ...]  # added columns with damaged files, which its rows lose
 
 
 def repair(
@@ -126,8 +129,10 @@ def _examined(path: Path, manifest: Manifest, ordinals: list[int], *, writes: bo
     found = []
     for ordinal in ordinals:
         entry = manifest.shards[ordinal]
+        lost = tuple(column for column in sorted(entry.added) if _is_damaged(Store(path, manifest), entry, column))
+        entry = dataclasses.replace(entry, added={name: own for name, own in entry.added.items() if name not in lost})
         bad = {file for file, expected in files_of(path, entry) if not _is_as_written(file, expected)}
-        found.append(_Damaged(ordinal=ordinal, entry=entry, bad=bad, rebuilt={}, survey=None))
+        found.append(_Damaged(ordinal=ordinal, entry=entry, bad=bad, rebuilt={}, survey=None, lost_columns=lost))
     for one in found:
         _rebuild_sidecars(path, one)
     for one in found:  # uses the indexes of newer shards too
@@ -137,6 +142,8 @@ def _examined(path: Path, manifest: Manifest, ordinals: list[int], *, writes: bo
             for file, data in one.rebuilt.items():
                 write_or_explain(file, data)
         left = one.bad - one.rebuilt.keys()
+        if one.lost_columns and not one.bad and not _has_faults(path, manifest, one):
+            continue
         if not one.bad or left or (writes and _has_faults(path, manifest, one)):
             one.survey = _survey(path, manifest, one, left if writes else one.bad)
     return found
@@ -259,6 +266,16 @@ def _older_list(path: Path, entry: ShardEntry) -> dict[str, set[int]]:
     return {}
 
 
+def _is_damaged(store: Store, entry: ShardEntry, column: str) -> bool:
+    """Return whether an added column of a shard's rows has a fault."""
+    for file, expected in files_of_column(store.path, entry, column):
+        if not _is_as_written(file, expected):
+            return True
+    check = ColumnCheck(store, entry, column, lambda _: None)
+    check.run()
+    return bool(check.faults)
+
+
 def _entry_of(data: bytes) -> FileEntry:
     return FileEntry(num_bytes=len(data), digest=bytes_digest(data))
 
@@ -303,4 +320,5 @@ def _report_shard(one: _Damaged, written: tuple[ShardEntry, ...]) -> RepairedSha
         kept=kept,
         dropped=live - kept,
         dropped_ids=() if survey is None else tuple(survey.ids),
+        lost_columns=one.lost_columns,
     )

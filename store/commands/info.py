@@ -110,6 +110,10 @@ def _print_info(report: dict[str, Any]) -> None:
             f"ragged {name}: {group['entries']} entries of {group['of']}, {', '.join(columns)}, T at most {group['max_tokens']}"
         )
         console.print(printable(about.replace("'", "")), highlight=False, soft_wrap=True, markup=False)
+    for name, column in report["added"].items():
+        about = f"added {name}: {column['rows']} of {counted(report['samples'], 'row')}"
+        lacking = "" if column["rows"] == report["samples"] else "; `add_column` gives it to the others"
+        console.print(printable(f"{about}{lacking}"), highlight=False, soft_wrap=True, markup=False)
     for own in report["prompts"]:
         about = f"{counted(own['prompts'], 'prompt')}, {human_bytes(own['num_bytes'])}" if own["prompts"] else own["problem"]
         console.print(printable(f"prompts {own['name']}: {about}"), highlight=False, soft_wrap=True, markup=False)

@@ -47,7 +47,7 @@ class Verify(ChangingArguments):
             fault = Fault(error=str(error))
             result = Verified(blocks=0, rows=0, corrupt=(fault,))
         else:
-            total = sum(shard.lmdb.num_bytes for shard in store.manifest.shards)
+            total = sum(shard.data_bytes for shard in store.manifest.shards)
             with bar_of_bytes("verify", total) as on_bytes:
                 result = verify(store, on_bytes, self.threads)
         return self._print(result)
@@ -59,7 +59,7 @@ class Verify(ChangingArguments):
 
         objects = self.objects(url)
         manifest = newest_generation(objects)
-        with bar_of_bytes("verify", sum(shard.lmdb.num_bytes for shard in manifest.shards)) as on_bytes:
+        with bar_of_bytes("verify", sum(shard.data_bytes for shard in manifest.shards)) as on_bytes:
             return verify_objects(objects, on_bytes, self.threads, manifest)
 
     def _print(self, result: Verified) -> int:

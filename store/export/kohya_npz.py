@@ -55,7 +55,7 @@ class KohyaForm:
         def why_not(bucket: str, role: str) -> str | None:
             if role != MASK:
                 return "kohya's caches have no place for it, only for a mask"
-            column = store.manifest.specs[bucket].column(MASK)
+            column = store.bucket(bucket).column(MASK)
             if (column.dtype, column.shape) == ("U8", size_of(bucket)):
                 return None
             shape = "x".join(map(str, column.shape))

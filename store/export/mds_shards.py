@@ -48,8 +48,7 @@ class MdsForm:
         """
 
         def why_not(bucket: str, role: str) -> str | None:
-            spec = store.manifest.specs[bucket]
-            column, latent = spec.column(role), spec.column(LATENT)
+            column, latent = store.bucket(bucket).column(role), store.bucket(bucket).column(LATENT)
             if role == MASK:
                 is_own = column.dtype == "U8" and column.shape in (size_of(bucket), latent.shape[1:])
             else:

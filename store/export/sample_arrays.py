@@ -144,7 +144,7 @@ def form_of(store: Store, what: str, columns: Sequence[str] | None, *, holds: Ca
     return StoreForm(
         family=str(text.get("family") or variant or ""),
         channels=stored // 2 if vae.get("latents") == LatentKind.MOMENTS.value else stored,
-        flip=any(FLIPPED in bucket.columns for bucket in manifest.buckets),
+        flip=FLIPPED in _columns_of_all(store),
         token_width=widths.get(TOKENS),
         pooled_width=widths.get(POOLED),
         shift=_each(vae.get("latents_mean") or vae.get("shift_factor") or 0.0),
@@ -154,16 +154,15 @@ def form_of(store: Store, what: str, columns: Sequence[str] | None, *, holds: Ca
 
 
 def _side(store: Store, what: str, columns: Sequence[str] | None, holds: Callable[[str, str], str | None]) -> tuple[str, ...]:
-    there = sorted(
-        name for name in store.manifest.columns if name not in (LATENT, FLIPPED) and not name.endswith(FLIPPED_SUFFIX)
-    )
+    has_role = {*store.manifest.columns, *(store.added.keys() & _columns_of_all(store))}
+    there = sorted(name for name in has_role if name not in (LATENT, FLIPPED) and not name.endswith(FLIPPED_SUFFIX))
     wanted = there if columns is None else list(columns)
     if missing := [role for role in wanted if role not in there]:
         raise StoreError(
             f"{store.path} has no column {missing[0]!r:.80} next to its latents, only {', '.join(there) or 'none'}"
         )
     for role in wanted:
-        reasons = (holds(bucket.name, role) for bucket in store.manifest.buckets)
+        reasons = (holds(bucket.name, role) for bucket in store.buckets())
         if why := next(filter(None, reasons), None):
             others = ",".join(other for other in wanted if other != role) or NO_COLUMNS
             raise StoreError(
@@ -173,9 +172,15 @@ def _side(store: Store, what: str, columns: Sequence[str] | None, holds: Callabl
     return tuple(wanted)
 
 
+def _columns_of_all(store: Store) -> set[str]:
+    """Return the columns that all rows have, added ones too."""
+    names = [{column.name for column in bucket.columns} for bucket in store.buckets()]
+    return set.intersection(*names) if names else set()
+
+
 def mask_shape(store: Store, bucket: str) -> tuple[int, ...]:
     """Return the shape of the masks of a bucket's samples."""
-    return store.manifest.specs[bucket].column(MASK).shape
+    return store.bucket(bucket).column(MASK).shape
 
 
 def size_of(bucket: str) -> tuple[int, ...]:

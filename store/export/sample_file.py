@@ -10,7 +10,7 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.store.format.safetensors_header import header_bytes_for, lay_out, write_header
 from bucketline.store.format.sample_record import SampleRecord
 from bucketline.store.format.text_block import delivered
-from bucketline.store.read.verified_sample import checked_captions, checked_entries, checked_row
+from bucketline.store.read.verified_sample import added_values, checked_captions, checked_entries, checked_row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ def sample_file(store: Store, shard: int, record: SampleRecord) -> bytes:
     Raises:
         CorruptError: if the row or a caption does not match its checksum.
     """
-    row = checked_row(store, shard, record)
+    row = checked_row(store, shard, record) | added_values(store, shard, record)
     stored = checked_captions(store, shard, record)
     captions = [delivered(store.text, caption) for caption in stored]
     of_captions, of_row = checked_entries(store, shard, record, row, stored)
@@ -54,7 +54,7 @@ def sample_file(store: Store, shard: int, record: SampleRecord) -> bytes:
         of_row={name: entry.num_tokens for name, entry in of_row.items()},
     )
     placed, metadata = _lay_out(store, record, [caption.num_tokens for caption in captions], tokens)
-    values = [row[column.name] for column in store.manifest.specs[record.bucket].columns]
+    values = [row[column.name] for column in store.bucket(record.bucket).columns]
     for name, entry in of_row.items():
         values += _values(store.ragged_specs[name], entry)
     for caption, entries in zip(captions, of_captions, strict=True):
@@ -89,7 +89,7 @@ def record_as_json(record: SampleRecord) -> dict[str, Any]:
 def _lay_out(
     store: Store, record: SampleRecord, num_tokens: Sequence[int], ragged: RaggedTokens
 ) -> tuple[list[Tensor], dict[str, str]]:
-    columns = [(column.name, column.dtype, column.shape) for column in store.manifest.specs[record.bucket].columns]
+    columns = [(column.name, column.dtype, column.shape) for column in store.bucket(record.bucket).columns]
     for name, tokens in ragged.of_row.items():
         columns += _shapes(f"ragged.{name}", store.ragged_specs[name], tokens)
     for n, tokens in enumerate(num_tokens):

@@ -29,8 +29,25 @@ from bucketline.store.format.columns import (
     stored_name,
 )
 from bucketline.store.format.hashing import bytes_digest
-from bucketline.store.format.manifest_entries import SHARD_NAME, BucketEntry, ColumnRole, RaggedEntry, ShardEntry, TextEntry
-from bucketline.store.format.manifest_versions import COLUMNS_VERSION, COMPACT_VERSION, from_version, to_version
+from bucketline.store.format.manifest_entries import (
+    SHARD_NAME,
+    AddedColumn,
+    BucketEntry,
+    ColumnEntry,
+    ColumnRole,
+    ColumnShardEntry,
+    RaggedEntry,
+    ShardEntry,
+    TextEntry,
+    column_spec,
+)
+from bucketline.store.format.manifest_versions import (
+    ADDED_VERSION,
+    COLUMNS_VERSION,
+    COMPACT_VERSION,
+    from_version,
+    to_version,
+)
 from bucketline.store.format.safetensors_header import MAX_HEADER_BYTES
 from bucketline.store.format.text_block import TEXT_GROUP, RaggedSpec, is_bucket
 from bucketline.typed_json import Json, TypedJsonError, decode, encode, first_difference, is_given
@@ -64,6 +81,7 @@ class Manifest:
     retired: tuple[str, ...]  # shards of an earlier generation that this one no longer lists; their files may still exist
     digest: str  # of this document with an empty digest
     ragged: dict[str, RaggedEntry] = field(default_factory=dict)  # by name; only in version 3
+    added: dict[str, AddedColumn] = field(default_factory=dict)  # by name: columns in files of their own
 
     def __post_init__(self) -> None:
         names = {bucket.name for bucket in self.buckets}
@@ -89,6 +107,43 @@ class Manifest:
                     raise ValueError(f"bucket {bucket.name} lacks the column {column.name!r} or has it in another form")
         self._check_mirrors()
         self._check_columns()
+        self._check_added()
+
+    def _check_added(self) -> None:
+        """Check the added columns: their names and forms, and that their files can hold the rows."""
+        forms = {bucket.name: bucket.columns for bucket in self.buckets}
+        for name, column in self.added.items():
+            if column.role != role_of(name) or not ROLE.fullmatch(column.role) or any(name in own for own in forms.values()):
+                raise ValueError(f"the added column {name!r:.80} has the role {column.role!r:.80}, or the rows have it already")
+            base = stored_name(column.role.removesuffix(FLIPPED_SUFFIX))
+            for bucket, form in column.buckets.items():
+                others = [found for found in (forms.get(bucket, {}).get(base), self._added_form(base, bucket)) if found]
+                if bucket not in forms or (base != name and form not in others):
+                    raise ValueError(
+                        f"the added column {name!r} has no bucket {bucket!r:.80}, or another form than {base!r} there"
+                    )
+        for shard in self.shards:
+            for name, own in shard.added.items():
+                self._check_column_shard(shard, name, own)
+
+    def _added_form(self, name: str, bucket: str) -> ColumnEntry | None:
+        column = self.added.get(name)
+        return column.buckets.get(bucket) if column else None
+
+    def _check_column_shard(self, shard: ShardEntry, name: str, own: ColumnShardEntry) -> None:
+        item = f"shard {shard.name}, added column {name!r:.80}"
+        specs = self.added_specs.get(name, {})
+        if own.lmdb.num_bytes >= MAX_SHARD_BYTES or not 0 < own.extents.num_bytes <= own.lmdb.num_bytes + 2 * MAX_HEADER_BYTES:
+            raise ValueError(f"{item}: its files have impossible lengths")
+        if lacking := [bucket for bucket, rows in shard.live.items() if rows and bucket not in own.groups]:
+            raise ValueError(f"{item}: it lacks the rows of {lacking[0]}")
+        for bucket, group in own.groups.items():
+            rows = shard.groups[bucket].rows if bucket in shard.groups else -1
+            if bucket not in specs or group.rows != rows or not 0 < group.blocks <= rows or group.dropped:
+                raise ValueError(f"{item}: {group.rows} rows of {bucket!r:.80} in {group.blocks} blocks, the shard has {rows}")
+            has_room = group.rows * specs[bucket].row_bytes <= own.lmdb.num_bytes
+            if not has_room or (group.first_block + group.blocks) * EXTENT_BYTES > own.extents.num_bytes:
+                raise ValueError(f"{item}: it cannot hold {group.rows} rows of {bucket} in {group.blocks} blocks")
 
     def _check_ragged(self) -> None:
         """Check the ragged groups, and that every bucket has the columns of those that rows refer to, and no others."""
@@ -159,6 +214,8 @@ class Manifest:
 
     def _check_shard(self, shard: ShardEntry, buckets: set[str]) -> None:
         """Check a shard's numbers against its file lengths, so that no later read exceeds them."""
+        if shard.is_of_column:
+            raise ValueError(f"{shard.name!r} is not a shard name")
         if unknown := {name for name in shard.groups if is_bucket(name)} - buckets:
             raise ValueError(f"shard {shard.name} holds rows of {min(unknown)!r}, which is not listed as a bucket")
         if TEXT_GROUP not in shard.groups:
@@ -215,6 +272,20 @@ class Manifest:
     def specs(self) -> dict[str, BlockSpec]:
         return {bucket.name: bucket.spec() for bucket in self.buckets}
 
+    @cached_property
+    def added_specs(self) -> dict[str, dict[str, BlockSpec]]:
+        """Return the columns of the blocks of each added column, by its name and bucket: its value, checksum and id."""
+        axes = {bucket.name: tuple(axis.name for axis in bucket.axes) for bucket in self.buckets}
+        return {
+            name: {bucket: column_spec(bucket, axes[bucket], name, form) for bucket, form in column.buckets.items()}
+            for name, column in self.added.items()
+        }
+
+    @property
+    def written_version(self) -> int:
+        """The version of its document: readers that know `format_version` only must not take the rows without added columns."""
+        return ADDED_VERSION if self.added else self.format_version
+
     @property
     def known_shards(self) -> set[str]:
         """Names of the listed and the retired shards."""
@@ -224,12 +295,14 @@ class Manifest:
     def payload_bytes(self) -> int:
         """Bytes of live rows' columns and sample records, and of all caption embeddings and ragged entries."""
         return sum(
-            shard.record_bytes
-            + shard.caption_bytes
-            + self.ragged_bytes(shard)
-            + sum(rows * self.specs[name].row_bytes for name, rows in shard.live.items())
-            for shard in self.shards
+            shard.record_bytes + shard.caption_bytes + self.ragged_bytes(shard) + self.row_bytes(shard) for shard in self.shards
         )
+
+    def row_bytes(self, shard: ShardEntry) -> int:
+        """Return the bytes of a shard's live rows, with their added columns."""
+        added = (self.added_specs[name] for name in shard.added)
+        specs = (self.specs, *added)
+        return sum(rows * spec[bucket].row_bytes for spec in specs for bucket, rows in shard.live.items() if bucket in spec)
 
     def ragged_bytes(self, shard: ShardEntry) -> int:
         """Return the bytes of a shard's ragged entries."""
@@ -253,7 +326,7 @@ def sealed(manifest: Manifest) -> Manifest:
 def dump_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's serialised bytes, in the form of its version."""
     document: Any = to_version(encode(manifest), manifest.format_version)  # type: ignore[arg-type]
-    if manifest.format_version >= COMPACT_VERSION:
+    if document["format_version"] >= COMPACT_VERSION:
         return json.dumps(document, separators=(",", ":"), sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
     return json.dumps(document, indent=1, sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
 
@@ -319,8 +392,8 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
         version = document["format_version"]
         if type(version) is not int:
             raise TypedJsonError(f"format_version is {version!r:.40}")
-        if version > COLUMNS_VERSION:
-            raise StoreError(f"{item} has format version {version}, this bucketline reads up to {COLUMNS_VERSION}; update it")
+        if version > ADDED_VERSION:
+            raise StoreError(f"{item} has format version {version}, this bucketline reads up to {ADDED_VERSION}; update it")
         manifest = decode(Manifest, from_version(document, version))
         digest = manifest.digest if _is_as_written(data, manifest.digest) else sealed(manifest).digest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -350,7 +423,7 @@ def finished(manifest: Manifest, store: Path | str) -> tuple[Manifest, bytes]:
     """
     manifest = sealed(manifest)
     data = dump_manifest(manifest)
-    if len(data) > MAX_MANIFEST_BYTES and manifest.format_version < COMPACT_VERSION:
+    if len(data) > MAX_MANIFEST_BYTES and manifest.format_version < COMPACT_VERSION and not manifest.added:
         manifest = sealed(dataclasses.replace(manifest, format_version=COMPACT_VERSION))
         data = dump_manifest(manifest)
     if len(data) > MAX_MANIFEST_BYTES:

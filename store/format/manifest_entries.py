@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
-from bucketline.store.format.block import BlockSpec, Column
+from bucketline.store.format.block import ID, BlockSpec, Column, fixed_columns
 from bucketline.store.format.columns import NAME, RAGGED_PREFIX, SAME, EntriesOf
 from bucketline.store.format.quantised_text import TextError, refuse_strange_form
 from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, RaggedSpec, TextSpec, is_bucket
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 SHARD_ID = re.compile(r"[0-9a-f]{32}")
+COLUMN_SHARD_NAME = re.compile(rf"({SHARD_NAME.pattern})\.({SHARD_ID.pattern})")  # of an added column's files
 BUCKET_NAME = re.compile(r"(train|val)/([1-9][0-9]{0,8}(?:x[1-9][0-9]{0,8}){0,7})")  # split/sizes of the axes
 AXIS_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
@@ -87,6 +88,28 @@ class RaggedTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AddedColumn:
+    """A column that was added to rows after they were written."""
+
+    role: str
+    buckets: dict[str, ColumnEntry]  # its form by bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnShardEntry:
+    """The file with an added column's values of a shard's rows, and its extents."""
+
+    shard_id: str  # 32 random hexadecimal digits, also stored in its files, and part of their names
+    lmdb: FileEntry
+    extents: FileEntry
+    groups: dict[str, GroupEntry]  # by bucket name; as many rows as the shard has
+
+    def __post_init__(self) -> None:
+        if not SHARD_ID.fullmatch(self.shard_id):
+            raise ValueError(f"{self.shard_id!r} is not a shard id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
     """A sealed shard: its files and their contents."""
 
@@ -103,12 +126,40 @@ class ShardEntry:
     max_tokens: int  # of the longest caption
     text_error: TextError | None = None  # of its captions' tokens; only where they are quantised, and only in version 3
     ragged: dict[str, RaggedTotals] = field(default_factory=dict)  # by name, of the groups of which it has entries
+    added: dict[str, ColumnShardEntry] = field(default_factory=dict)  # by column, of the added columns that its rows have
 
     def __post_init__(self) -> None:
-        if not SHARD_NAME.fullmatch(self.name):
+        if not (COLUMN_SHARD_NAME if self.is_of_column else SHARD_NAME).fullmatch(self.name):
             raise ValueError(f"{self.name!r} is not a shard name")
         if not SHARD_ID.fullmatch(self.shard_id):
             raise ValueError(f"{self.shard_id!r} is not a shard id")
+
+    @property
+    def is_of_column(self) -> bool:
+        """True for what `column_shard` returns, which no manifest lists as a shard."""
+        return self.name.endswith(f".{self.shard_id}")
+
+    def column_shard(self, column: str) -> ShardEntry:
+        """Return the file of an added column as a shard: of the same rows, without captions, records and index."""
+        own = self.added[column]
+        return ShardEntry(
+            name=f"{self.name}.{own.shard_id}",
+            shard_id=own.shard_id,
+            lmdb=own.lmdb,
+            extents=own.extents,
+            index=own.extents,
+            dropped=None,
+            groups=own.groups,
+            samples=self.samples,
+            record_bytes=0,
+            caption_bytes=0,
+            max_tokens=0,
+        )
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of its own file, and of those of added columns."""
+        return self.lmdb.num_bytes + sum(own.lmdb.num_bytes for own in self.added.values())
 
     @property
     def live(self) -> dict[str, int]:
@@ -209,6 +260,13 @@ def bucket_sizes(name: str, axes: tuple[str, ...]) -> dict[str, int] | None:
     match = BUCKET_NAME.fullmatch(name)
     sizes = match[2].split("x") if match else []
     return dict(zip(axes, map(int, sizes), strict=True)) if sizes and len(sizes) == len(axes) else None
+
+
+def column_spec(bucket: str, axes: tuple[str, ...], name: str, form: ColumnEntry) -> BlockSpec:
+    """Return the columns of the blocks of an added column in a bucket: its values, and the rows' ids and checksums."""
+    own = Column(name=name, dtype=form.dtype, shape=form.shape)
+    fixed = tuple(column for column in fixed_columns(1) if column.name in (CHECKSUM, ID))
+    return BlockSpec(bucket=bucket, columns=(*fixed, own), axes=axes)
 
 
 def _columns(entries: Mapping[str, ColumnEntry]) -> tuple[Column, ...]:

@@ -29,8 +29,9 @@ def info(
     manifest = store.manifest
     made: dict[str, Any] = {"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions}
     roles = {name: asdict(column) for name, column in manifest.columns.items()}
+    roles |= {name: {"role": column.role, "encoder": None, "optional": False} for name, column in manifest.added.items()}
     return {
-        "format_version": manifest.format_version,
+        "format_version": manifest.written_version,
         "generation": manifest.generation,
         "samples": manifest.samples,
         "payload_bytes": manifest.payload_bytes,
@@ -51,6 +52,7 @@ def info(
             }
             for name, group in manifest.ragged.items()
         },
+        "added": {name: {"role": column.role, "rows": _rows_with(manifest, name)} for name, column in manifest.added.items()},
         "prompts": [asdict(one) for one in prompts],
         "buckets": [
             {
@@ -66,6 +68,11 @@ def info(
             for bucket in store.buckets()
         ],
     }
+
+
+def _rows_with(manifest: Manifest, column: str) -> int:
+    """Return how many live rows have an added column."""
+    return sum(shard.live_samples for shard in manifest.shards if column in shard.added)
 
 
 def joined_error(manifest: Manifest) -> TextError | None:

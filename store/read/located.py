@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -21,11 +21,13 @@ class Located:
     """Locations of rows of one bucket: one entry per requested row, in that order."""
 
     bucket: str
-    shard: NDArray[np.int64]  # [B] ordinal of the shard in the store
+    shard: NDArray[np.int64]  # [B] ordinal of the file in the store: of a shard, or of an added column of its rows
     row: NDArray[np.int64]  # [B] row number in the shard's bucket
     data: NDArray[np.int64]  # [B] byte in the shard's file at which the block's columns begin
     rows: NDArray[np.int64]  # [B] K of the block
     row_in_block: NDArray[np.int64]  # [B]
+    spec: BlockSpec | None = None  # of the blocks of an added column; None: the bucket's
+    added: Mapping[str, Located] = field(default_factory=dict)  # the values of added columns, by name
 
     def offsets(self, spec: BlockSpec, column: str) -> NDArray[np.int64]:
         """Return the byte offset of each row's value of a column in the shard's file, `[B]`."""
@@ -33,13 +35,19 @@ class Located:
 
     def part(self, begin: int, end: int) -> Located:
         """Return the entries from `begin` to `end`: many batches are located at once and then used one by one."""
+        return self.where(slice(begin, end))
+
+    def where(self, chosen: slice | NDArray[np.bool_]) -> Located:
+        """Return some of the entries, in the same order."""
         return Located(
             bucket=self.bucket,
-            shard=self.shard[begin:end],
-            row=self.row[begin:end],
-            data=self.data[begin:end],
-            rows=self.rows[begin:end],
-            row_in_block=self.row_in_block[begin:end],
+            shard=self.shard[chosen],
+            row=self.row[chosen],
+            data=self.data[chosen],
+            rows=self.rows[chosen],
+            row_in_block=self.row_in_block[chosen],
+            spec=self.spec,
+            added={name: own.where(chosen) for name, own in self.added.items()},
         )
 
 

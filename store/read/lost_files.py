@@ -47,11 +47,20 @@ class LostShard:
 
 
 def files_of(store: Path, entry: ShardEntry) -> Iterator[tuple[Path, FileEntry | DroppedEntry]]:
-    """Yield a shard's files with their manifest entries; the shard's own file comes first."""
+    """Yield a shard's files with their manifest entries: its own file, extents, index, then what it may have."""
     paths = shard_paths(store, entry.name)
     yield from ((paths.lmdb, entry.lmdb), (paths.extents, entry.extents), (paths.index, entry.index))
     if entry.dropped is not None:
         yield paths.dropped(entry.dropped.generation), entry.dropped
+    for column in sorted(entry.added):
+        yield from files_of_column(store, entry, column)
+
+
+def files_of_column(store: Path, entry: ShardEntry, column: str) -> Iterator[tuple[Path, FileEntry]]:
+    """Yield the files of an added column of a shard's rows: extents, then values."""
+    own = entry.column_shard(column)
+    paths = shard_paths(store, own.name)
+    yield from ((paths.extents, own.extents), (paths.lmdb, own.lmdb))
 
 
 def lost_shards(store: Path, manifest: Manifest, *, sidecars: bool = True) -> tuple[LostShard, ...]:
@@ -62,7 +71,7 @@ def lost_shards(store: Path, manifest: Manifest, *, sidecars: bool = True) -> tu
     """
     found = []
     for entry in manifest.shards:
-        files = files_of(store, entry) if sidecars else ((shard_paths(store, entry.name).lmdb, entry.lmdb),)
+        files = [file for file in files_of(store, entry) if sidecars or file[0].suffix == ".lmdb"]
         lost = tuple(file for path, expected in files if (file := _lost(path, expected.num_bytes)) is not None)
         if lost:
             found.append(LostShard(shard=entry.name, samples=entry.live_samples, files=lost))

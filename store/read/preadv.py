@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from bucketline.errors import CorruptError
-from bucketline.store.format.block import CHECKSUM, row_checksum
+from bucketline.store.format.block import CHECKSUM, ID, row_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +36,10 @@ class ReadableShards(Protocol):
     @property
     def shards(self) -> tuple[SealedShard, ...]:
         """Shards by ordinal."""
+
+    @property
+    def files(self) -> tuple[SealedShard, ...]:
+        """The shards, then the files of the columns that were added to their rows."""
 
 
 class FileGather:
@@ -64,7 +68,7 @@ class FileGather:
             StoreError: if a shard's file is missing or its medium fails.
             CorruptError: if a shard's file ends too early or belongs to another shard.
         """
-        spec = self._store.specs[located.bucket]
+        spec = located.spec or self._store.specs[located.bucket]
         self._read(located.shard, located.offsets(spec, column.name), _rows_of(out, len(located.row), column.row_bytes))
 
     def read(
@@ -95,27 +99,51 @@ class FileGather:
             own[1].append(out)
 
         def read(ordinal: int) -> None:
-            self._store.shards[ordinal].read_into(*by_shard[ordinal])
+            self._store.files[ordinal].read_into(*by_shard[ordinal])
 
         for _ in self._pool.map(read, by_shard) if self._pool else map(read, by_shard):
             pass  # re-raises an exception from a thread
 
 
-def check_rows(store: ReadableShards, located: Located, values: Mapping[str, NDArray[Any]]) -> None:
-    """Verify complete rows, all columns `[B, …]`, against their checksums.
+def check_rows(store: ReadableShards, located: Located, values: Mapping[str, NDArray[Any]], column: str | None = None) -> None:
+    """Verify complete rows, all columns `[B, …]`, against their checksums; or an added column's values, with their ids.
 
     Raises:
-        CorruptError: if a row does not match; the message names the first one's sample.
+        CorruptError: if a row does not match; the message names the first one's sample, and the added column.
     """
-    spec = store.specs[located.bucket]
+    spec = (located if column is None else located.added[column]).spec or store.specs[located.bucket]
     flat = {name: _rows_of(own, len(located.row), spec.column(name).row_bytes) for name, own in values.items()}
     for n, stored in enumerate(flat[CHECKSUM]):
         if row_checksum(spec, {name: rows[n] for name, rows in flat.items()}) != int.from_bytes(stored, "little"):
             shard, row = store.shards[int(located.shard[n])], int(located.row[n])
-            raise CorruptError(
-                f"{shard.describe_row(located.bucket, row)}: its bytes do not match their checksum; "
-                "`store drop` it and pack its source again"
-            )
+            what, remedy = "its bytes do", "`store drop` it and pack its source again"
+            if column is not None:
+                what, remedy = f"the bytes of its {column} do", "run `store repair` and add the column again"
+            raise CorruptError(f"{shard.describe_row(located.bucket, row)}: {what} not match their checksum; {remedy}")
+
+
+def check_added(store: ReadableShards, located: Located, column: str, values: NDArray[Any], ids: NDArray[Any]) -> None:
+    """Verify the values of an added column, `[B, …]`, against their checksums, and that they are of the rows of these ids.
+
+    `ids`: the digests in the rows, `[B, …]`, 16 bytes each.
+
+    Raises:
+        CorruptError: as `check_rows`.
+    """
+    own = located.added[column]
+    assert own.spec is not None
+    found: dict[str, NDArray[Any]] = {column: values}
+    with FileGather(store) as gather:
+        for other in own.spec.columns:
+            if other.name != column:
+                found[other.name] = np.empty((len(own.row), *other.shape), dtype=other.numpy_dtype)
+                gather.rows(own, other, found[other.name])
+    check_rows(store, located, found, column)
+    wrong = (found[ID].reshape(len(own.row), -1).view("u1") != ids.reshape(len(own.row), -1).view("u1")).any(axis=1)
+    if wrong.any():
+        n = int(np.argmax(wrong))
+        item = store.shards[int(located.shard[n])].describe_row(located.bucket, int(located.row[n]))
+        raise CorruptError(f"{item}: its {column} is another sample's; run `store repair` and add the column again")
 
 
 def _rows_of(out: NDArray[Any], num_rows: int, row_bytes: int) -> list[memoryview]:

@@ -5,14 +5,14 @@ A reader stays on the generation that it opened; later generations do not affect
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.command_line import default_cache
+from bucketline.command_line import counted, default_cache
 from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
 from bucketline.option_types import expect, expect_int, unlike
@@ -33,7 +33,7 @@ from bucketline.store.format.text_block import (
     delivered,
 )
 from bucketline.store.read.located import Located, LocatedEntries
-from bucketline.store.read.preadv import FileGather, check_rows
+from bucketline.store.read.preadv import FileGather, check_added, check_rows
 from bucketline.store.remote.urls import RemoteOptions, is_url, refuse_misspelt
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.shard.row_locator import BlockTable
@@ -59,6 +59,14 @@ class StoreRows:
     per_pass: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedRows:
+    """A column that was added to rows after they were written."""
+
+    specs: Mapping[str, BlockSpec]  # of its blocks, by bucket
+    shard: NDArray[np.int64]  # [shards] ordinal of the file with the values of a shard's rows; -1 if they have none
+
+
 class Bucket:
     """A bucket of a store: one split and an exact size of each axis, over all shards. Rows are numbered 0 to n - 1."""
 
@@ -70,13 +78,36 @@ class Bucket:
         self.width_px = self.axes.get(IMAGE_AXES[1], 0)
         self.split = entry.split
         self.spec = store.specs[entry.name]
+        self._added = {name: own for name, own in store.added.items() if self.name in own.specs}
         live = [group.live if (group := shard.entry.groups.get(entry.name)) else 0 for shard in store.shards]
         self._ends = np.cumsum(live, dtype=np.int64)
         self._starts = self._ends - np.array(live, dtype=np.int64)
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        return self.spec.columns
+        """The columns that every row has: those of the rows' blocks, then the added ones."""
+        added = (own.specs[self.name].column(name) for name, own in self._added.items() if not self.rows_without(name))
+        return (*self.spec.columns, *added)
+
+    def column(self, name: str) -> Column:
+        """Return a column by name.
+
+        Raises:
+            StoreError: if there is none, or it was added and some rows lack it.
+        """
+        if name not in self._added:
+            return self.spec.column(name)
+        if lacking := self.rows_without(name):
+            raise StoreError(
+                f"{counted(lacking, 'row')} of {self.num_rows} of {self.name} in {self._store.where} have no {name!r}: they "
+                f"came after it was added; `add_column` with {name!r} gives it to the rows that lack it"
+            )
+        return self._added[name].specs[self.name].column(name)
+
+    def rows_without(self, name: str) -> int:
+        """Return how many rows lack an added column; all, if there is no column of that name."""
+        live = self._ends - self._starts
+        return int(live[self._added[name].shard < 0].sum()) if name in self._added else int(live.sum())
 
     @property
     def num_rows(self) -> int:
@@ -113,8 +144,8 @@ class Bucket:
         live = row - int(np.searchsorted(self._store.shards[shard].dropped_rows(self.name), row))
         return [first + live for first in self.first_rows(shard)]
 
-    def locate(self, rows: NDArray[np.int64]) -> Located:
-        """Locate rows by number, `[B]`, each from 0 to `num_rows` - 1.
+    def locate(self, rows: NDArray[np.int64], added: Sequence[str] = ()) -> Located:
+        """Locate rows by number, `[B]`, each from 0 to `num_rows` - 1, and their values of some `added` columns.
 
         Raises:
             CorruptError: if a shard's sidecars do not cover a row.
@@ -125,7 +156,8 @@ class Bucket:
                 f"{self.name} has the rows 0 to {self.num_rows - 1}, requested were {int(rows.min())} to "
                 f"{int(rows.max())}; number a bucket's rows from 0 to num_rows - 1"
             )
-        return self._locate_live(self._live(rows))
+        located = self._locate_live(self._live(rows))
+        return replace(located, added={name: self._locate_added(name, located) for name in added}) if added else located
 
     def _live(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the live row, counted over all shards, for each row number; rows of a repeated store share one."""
@@ -135,16 +167,28 @@ class Bucket:
         """Locate live rows by their number over all shards."""
         shard = np.searchsorted(self._ends, rows, side="right").astype(np.int64)
         own = self._store.table.live_rows(self.name, shard, rows - self._starts[shard])
-        ranges = self._store.table.find(self.name, shard, own)
-        wrong = ranges.length != self.spec.header_bytes + ranges.rows * self.spec.row_bytes
+        return self._locate_in(shard, own, self.spec)
+
+    def _locate_added(self, name: str, located: Located) -> Located:
+        """Locate the values of an added column of located rows."""
+        self.column(name)  # which raises if some rows lack it
+        added = self._added[name]
+        return replace(
+            self._locate_in(added.shard[located.shard], located.row, added.specs[self.name]), spec=added.specs[self.name]
+        )
+
+    def _locate_in(self, shard: NDArray[np.int64], row: NDArray[np.int64], spec: BlockSpec) -> Located:
+        """Locate rows by the ordinals of their files and by their numbers there."""
+        ranges = self._store.table.find(self.name, shard, row)
+        wrong = ranges.length != spec.header_bytes + ranges.rows * spec.row_bytes
         if wrong.any():
-            path = self._store.shards[int(shard[np.argmax(wrong)])].paths.extents
+            path = self._store.files[int(shard[np.argmax(wrong)])].paths.extents
             raise CorruptError(f"{path}: a block of {self.name} has an impossible length; run `store verify`")
         return Located(
             bucket=self.name,
             shard=shard,
-            row=own,
-            data=ranges.offset + self.spec.header_bytes,
+            row=row,
+            data=ranges.offset + spec.header_bytes,
             rows=ranges.rows,
             row_in_block=ranges.row_in_block,
         )
@@ -166,18 +210,20 @@ class Bucket:
                 "rows", rows, f"whole numbers, 0 to {self.num_rows - 1}, in one dimension: give np.arange(…), or a list"
             )
         rows = rows.astype(np.int64, copy=False)
-        wanted = self.spec.column(column)
+        wanted, is_added = self.column(column), column in self._added
         values = np.empty((len(rows), *wanted.shape), dtype=wanted.numpy_dtype) if out is None else out
         with FileGather(self._store) as gather:
-            located = self.locate(rows)
-            gather.rows(located, wanted, values)
+            located = self.locate(rows, [column] if is_added else ())
+            gather.rows(located.added[column] if is_added else located, wanted, values)
             if verify:
-                own = {column: values}
-                others = (c for c in self.columns if c.name != column)
+                own = {} if is_added else {column: values}
+                others = (c for c in self.spec.columns if c.name not in own)
                 for other in others:
                     own[other.name] = np.empty((len(rows), *other.shape), dtype=other.numpy_dtype)
                     gather.rows(located, other, own[other.name])
                 check_rows(self._store, located, own)
+                if is_added:
+                    check_added(self._store, located, column, values, own[ID])
         return values
 
     def read_ragged(self, row: int, name: str, caption: int = 0) -> dict[str, NDArray[Any]] | None:
@@ -219,9 +265,10 @@ class OpenShards:
         text: TextSpec,
         encoders: Mapping[str, Json],
         ragged: Mapping[str, RaggedEntry] = MappingProxyType({}),
+        added: Mapping[str, Mapping[str, BlockSpec]] = MappingProxyType({}),
         plain_reads: bool = False,
     ) -> None:
-        """Take shards with rows of these buckets, captions of this spec and these ragged groups.
+        """Take shards with rows of these buckets, captions of this spec, these ragged groups, and added columns by bucket.
 
         `plain_reads`: do not map sidecars.
         """
@@ -234,13 +281,23 @@ class OpenShards:
         self.ragged = ragged  # by name
         self.ragged_specs = {name: group.spec(name) for name, group in ragged.items()}
         self.plain_reads = plain_reads
+        files = list(self.shards)
+        self.added: dict[str, AddedRows] = {}  # by name
+        for name, specs_of_column in added.items():
+            ordinals = np.full(len(self.shards), -1, dtype=np.int64)
+            for ordinal, shard in enumerate(self.shards):
+                if name in shard.entry.added:
+                    ordinals[ordinal] = len(files)
+                    files.append(shard.column_shard(name))
+            self.added[name] = AddedRows(specs=specs_of_column, shard=ordinals)
+        self.files = tuple(files)  # the shards, then the files of added columns
         self.table = BlockTable(
-            [shard.entry for shard in self.shards],
-            [shard.paths for shard in self.shards],
+            [file.entry for file in self.files],
+            [file.paths for file in self.files],
             plain_reads=plain_reads,
-            sources=[shard.source for shard in self.shards],
+            sources=[file.source for file in self.files],
         )
-        for ordinal, shard in enumerate(self.shards):
+        for ordinal, shard in enumerate(self.files):
             shard.share(self.table, ordinal)
         self.max_tokens = max((shard.entry.max_tokens for shard in self.shards), default=0)
         self.max_entry_tokens = {  # of the longest entry of each ragged group
@@ -248,6 +305,10 @@ class OpenShards:
             for name in ragged
         }
         self._entries = tuple(buckets)
+
+    def spec_with(self, column: str, bucket: str) -> BlockSpec:
+        """Return the columns of the blocks of a bucket that have a column: the rows', or the added column's own."""
+        return self.added[column].specs[bucket] if column in self.added else self.specs[bucket]
 
     def store_of_shards(self) -> NDArray[np.int64]:
         """Return the number of each shard's store among those that are read as one, `[shards]`."""
@@ -440,6 +501,7 @@ class Store(OpenShards):
             text=manifest.text.spec(),
             encoders=manifest.encoders,
             ragged=manifest.ragged,
+            added=manifest.added_specs,
             plain_reads=plain_reads,
         )
         self.path = path

@@ -17,9 +17,11 @@ from bucketline.store.read.ragged_entries import caption_entries, row_entries
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.format.text_block import Caption, Entry, RaggedSpec
     from bucketline.store.read.store import Store
+    from bucketline.store.shard.reader import SealedShard
 
 
 def checked_row(store: Store, shard: int, record: SampleRecord) -> dict[str, bytes]:
@@ -41,13 +43,38 @@ def checked_row(store: Store, shard: int, record: SampleRecord) -> dict[str, byt
     return row
 
 
+def added_values(store: Store, shard: int, record: SampleRecord) -> dict[str, bytes]:
+    """Return a sample's values of the added columns that all rows of its bucket have, each compared with its checksum.
+
+    Raises:
+        CorruptError: if one does not match, or belongs to another sample.
+    """
+    found = {}
+    for column in store.bucket(record.bucket).columns:
+        if column.name in store.added:
+            spec = store.added[column.name].specs[record.bucket]
+            reader = store.files[int(store.added[column.name].shard[shard])]
+            row = _values(reader, spec, record, [own.name for own in spec.columns])
+            is_intact = row_checksum(spec, row) == int.from_bytes(row[CHECKSUM], "little")
+            if not is_intact or row[ID] != sample_digest(record.id):
+                raise CorruptError(
+                    f"sample {record.id!r:.200}: the bytes of its {column.name} do not match their checksum, or are another "
+                    "sample's; run `store verify`"
+                )
+            found[column.name] = row[column.name]
+    return found
+
+
 def row_values(store: Store, shard: int, record: SampleRecord, names: Iterable[str]) -> dict[str, bytes]:
     """Return some columns of a sample's row, without verifying them.
 
     Raises:
         CorruptError: if the shard's sidecars do not cover the row.
     """
-    reader, spec = store.shards[shard], store.manifest.specs[record.bucket]
+    return _values(store.shards[shard], store.manifest.specs[record.bucket], record, names)
+
+
+def _values(reader: SealedShard, spec: BlockSpec, record: SampleRecord, names: Iterable[str]) -> dict[str, bytes]:
     ranges = reader.block_ranges(record.bucket, np.array([record.row]))
     data = int(ranges.offset[0]) + spec.header_bytes
     rows, k = int(ranges.rows[0]), int(ranges.row_in_block[0])

@@ -210,6 +210,7 @@ def _files(store: Store) -> dict[str, int]:
         for shard in store.manifest.shards:
             for kind, entry in (("shards", shard.lmdb), ("extents", shard.extents), ("indexes", shard.index)):
                 found[kind] = found.get(kind, 0) + entry.num_bytes
+            found["shards"] += shard.data_bytes - shard.lmdb.num_bytes
         return found
     for folder, _, names in os.walk(store.path):
         for name in names:

@@ -81,12 +81,16 @@ class SealedShard:
     def __init__(self, store: Path, entry: ShardEntry, *, plain_reads: bool = False, source: ShardSource | None = None) -> None:
         """Open nothing yet. With `plain_reads`, map neither the shard nor its sidecars. `source`: see there."""
         self.entry, self.source = entry, source
-        self._plain_reads = plain_reads
+        self._store, self._plain_reads = store, plain_reads
         self.name = entry.name
         self.paths = shard_paths(store, entry.name) if source is None else source.paths(entry)
         self.takes_any_length = False  # whether to read a file whose length differs from the manifest's
         self._is_ours = False  # whether the file's shard id has been checked
         self._shared: tuple[BlockTable, int] | None = None
+
+    def column_shard(self, column: str) -> SealedShard:
+        """Return the file of an added column of the shard's rows, as a shard without captions, records and index."""
+        return SealedShard(self._store, self.entry.column_shard(column), plain_reads=self._plain_reads, source=self.source)
 
     def share(self, table: BlockTable, ordinal: int) -> None:
         """Use the sidecars of a table over many shards, in which this is number `ordinal`, so that they are mapped once."""

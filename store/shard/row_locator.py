@@ -179,12 +179,15 @@ class BlockTable:
     def every_block(self, group: str, shards: NDArray[np.int64] | None = None) -> Blocks:
         """Return all blocks of a group (a bucket, or `text`) by shard, from all shards' extents or only those of `shards`.
 
+        Those of added columns are not among them.
+
         Raises:
             StoreError: if a shard's extents are missing.
             CorruptError: if they are damaged.
         """
         entry = self._group(group)
-        of_shard = np.arange(len(self._entries)) if shards is None else np.unique(shards)
+        own = [ordinal for ordinal, entry in enumerate(self._entries) if not entry.is_of_column] if shards is None else shards
+        of_shard = np.unique(np.asarray(own, dtype=np.int64))
         blocks = entry.blocks[of_shard]
         shard = np.repeat(of_shard, blocks)
         self.extents.open(shard)

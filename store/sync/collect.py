@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import StoreError
 from bucketline.store.change.garbage_collect import Collected, Waiting
 from bucketline.store.format.manifest import MANIFEST, dump_manifest
-from bucketline.store.format.manifest_entries import SHARD_NAME
+from bucketline.store.format.manifest_entries import SHARD_ID, SHARD_NAME
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import complete_first, generation_name, newest_generation, read_generation
 from bucketline.store.remote.lines import lines_name
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from bucketline.store.remote.objects import ObjectEntry, ObjectFolder
 
 UNLISTED_S = 2 * FRESH_S  # an object that no generation lists is left alone for this time
-_OBJECT = re.compile(rf"shards/({SHARD_NAME.pattern})\.(lmdb|extents|index|lines|dropped-[0-9]+)")
+_OBJECT = re.compile(rf"shards/({SHARD_NAME.pattern})\.({SHARD_ID.pattern}\.)?(lmdb|extents|index|lines|dropped-[0-9]+)")
 
 
 def collect_objects(objects: ObjectFolder, older_than_s: float, *, dry_run: bool = False) -> Collected:

@@ -27,7 +27,7 @@ from bucketline.store.format.manifest import (
     generations,
     read_manifest,
 )
-from bucketline.store.read.lost_files import files_of
+from bucketline.store.read.lost_files import files_of, files_of_column
 from bucketline.store.remote.generations import (
     commit,
     complete_first,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import DroppedEntry, ShardEntry
+    from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
     T = TypeVar("T")
@@ -88,12 +88,12 @@ class Mirror:
                 if self._is_made_here(entry):
                     continue
                 self._mark(entry)
-                files = list(files_of(self.path, entry))
-                for path, expected in files[:2] if sidecars else files:
-                    if not path.exists():
+                for path, expected in files_of(self.path, entry):
+                    if not path.exists() and not (sidecars and _is_copied(path)):
                         make_sparse(path, expected.num_bytes)
             if sidecars:
-                self._downloader.get(file for entry in newest.shards for file in list(files_of(self.path, entry))[2:])
+                files = (file for entry in newest.shards for file in files_of(self.path, entry))
+                self._downloader.get(file for file in files if _is_copied(file[0]))
             self._write_manifest(newest)
         return newest
 
@@ -150,8 +150,9 @@ class Mirror:
         wanted = set(names)
         entries = [entry for entry in self.base.shards if entry.name in wanted and not self._is_made_here(entry)]
         for entry in entries:
-            for path, _ in list(files_of(self.path, entry))[:2]:
-                path.unlink(missing_ok=True)
+            for path, _ in files_of(self.path, entry):
+                if not _is_copied(path):
+                    path.unlink(missing_ok=True)
         self._downloader.get(file for entry in entries for file in files_of(self.path, entry))
 
     def add_generation(self, earlier: Manifest) -> None:
@@ -172,12 +173,15 @@ class Mirror:
         Lists of dropped rows get drawn names: another writer may be preparing a generation of the same number.
         """
         base, sent = self.base, sent_shards(self.path)
-        before = {entry.name: entry.dropped for entry in base.shards} if base else dict[str, "DroppedEntry | None"]()
-        with noted(self.objects, "change", {entry.name for entry in changed.shards} - before.keys() - sent.keys()):
+        before = {entry.name: entry for entry in base.shards} if base else dict[str, "ShardEntry"]()
+        to_send = {
+            entry.name for entry in changed.shards if entry.name not in before or entry.added != before[entry.name].added
+        }
+        with noted(self.objects, "change", to_send - sent.keys()):
             uploader = Uploader(self.objects)
             uploader.look(base, self._restored | sent.keys())
             manifest, data = self._prepared(changed, before, uploader)
-            new = [entry for entry in manifest.shards if entry.name not in before or entry.dropped != before[entry.name]]
+            new = [entry for entry in manifest.shards if entry != before.get(entry.name)]
             self._refuse_lost(manifest, [entry for entry in new if entry.name in sent], uploader)
             self._refuse_collected([entry for entry in new if entry.name in self._restored], uploader)
             uploader.send(self.path, manifest, [entry for entry in new if entry.name not in self._restored])
@@ -187,9 +191,7 @@ class Mirror:
         self._write_manifest(manifest)
         return manifest
 
-    def _prepared(
-        self, changed: Manifest, before: Mapping[str, DroppedEntry | None], uploader: Uploader
-    ) -> tuple[Manifest, bytes]:
+    def _prepared(self, changed: Manifest, before: Mapping[str, ShardEntry], uploader: Uploader) -> tuple[Manifest, bytes]:
         """Return what is committed for a changed manifest, and its bytes."""
         base, drawn = self.base, FIRST_DRAWN + secrets.randbelow(END_DRAWN - FIRST_DRAWN)
         shards = tuple(self._with_drawn_list(entry, before, drawn) for entry in changed.shards)
@@ -233,8 +235,9 @@ class Mirror:
                 "nothing was committed: rerun the command"
             )
 
-    def _with_drawn_list(self, entry: ShardEntry, before: Mapping[str, DroppedEntry | None], drawn: int) -> ShardEntry:
-        if entry.dropped is None or entry.dropped == before.get(entry.name) or entry.name in self._restored:
+    def _with_drawn_list(self, entry: ShardEntry, before: Mapping[str, ShardEntry], drawn: int) -> ShardEntry:
+        is_listed = entry.name in before and entry.dropped == before[entry.name].dropped
+        if entry.dropped is None or is_listed or entry.name in self._restored:
             return entry
         paths = shard_paths(self.path, entry.name)
         write_or_explain(paths.dropped(drawn), paths.dropped(entry.dropped.generation).read_bytes())
@@ -247,7 +250,14 @@ class Mirror:
             if self._is_made_here(entry):
                 self._mark(entry)
                 make_sparse(shard_paths(self.path, entry.name).lmdb, entry.lmdb.num_bytes)
+                self.let_columns_go(entry)
                 sent_note(self.path, entry.name).unlink(missing_ok=True)
+
+    def let_columns_go(self, entry: ShardEntry) -> None:
+        """Keep only the length of the files of a shard's added columns."""
+        for column in entry.added:
+            for path, expected in files_of_column(self.path, entry, column):
+                make_sparse(path, expected.num_bytes)
 
     def remove_made(self, manifest: Manifest) -> None:
         """Remove the shards that were made here for a generation that was not committed, here and in the bucket."""
@@ -260,6 +270,11 @@ class Mirror:
         self.objects.remove([name for name, _ in self.objects.names("shards") if shard_of(name) in names])
 
 
+def _is_copied(path: Path) -> bool:
+    """Return whether a mirror has a copy of a file of the bucket's shards, and not only its length."""
+    return path.suffix == ".index" or path.suffix.startswith(".dropped-")
+
+
 @contextmanager
 def mirrored(objects: ObjectFolder) -> Iterator[Mirror]:
     """Yield a mirror in a temporary folder, which is removed at the end."""
@@ -268,12 +283,12 @@ def mirrored(objects: ObjectFolder) -> Iterator[Mirror]:
 
 
 @contextmanager
-def _naming(objects: ObjectFolder, mirror: Mirror) -> Iterator[None]:
-    """Let errors name the URL, not the temporary folder."""
+def naming(objects: ObjectFolder, path: Path) -> Iterator[None]:
+    """Let errors name the URL, not the folder that stands for it."""
     try:
         yield
     except BucketlineError as error:
-        raise type(error)(str(error).replace(str(mirror.path), objects.url)) from error
+        raise type(error)(str(error).replace(str(path), objects.url)) from error
 
 
 def change(
@@ -299,7 +314,7 @@ def change(
     with mirrored(objects) as mirror:
         for _ in range(ATTEMPTS):
             base = mirror.refresh(sidecars=sidecars)
-            with _naming(objects, mirror):
+            with naming(objects, mirror.path):
                 result = operation(mirror)
             changed = read_manifest(mirror.path)
             if base is None or changed.digest == base.digest or dry_run or mirror.commit(changed) is not None:

@@ -48,6 +48,7 @@ class MirrorSource:
         self._pieces = dict[str, set[int]]()
 
     def _is_in_the_bucket(self, name: str) -> bool:
+        name = name.partition(".")[0]  # of an added column's file the shard's
         return (self._path / "shards" / f"{name}.remote").exists() or sent_note(self._path, name).exists()
 
     def paths(self, entry: ShardEntry) -> ShardPaths:
@@ -58,7 +59,7 @@ class MirrorSource:
         """Make sidecars available; see `ShardSource`."""
         with self._lock:
             for path, expected in files:
-                if path in self._whole or not self._is_in_the_bucket(path.name.partition(".")[0]):
+                if path in self._whole or not self._is_in_the_bucket(path.name):
                     continue
                 if not path.exists() or file_digest(path) != (expected.num_bytes, expected.digest):
                     Downloader(self._objects).get_one(path, expected)

@@ -36,10 +36,10 @@ from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.publish import changing, prepare_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.format.manifest_entries import AddedColumn, DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
 GENERATION = 1  # of a store of some rows: 0 is the empty store
@@ -259,6 +259,18 @@ def _update(
     return manifest
 
 
+def _sidecars(store: Path, entry: ShardEntry) -> list[tuple[Path, FileEntry | DroppedEntry]]:
+    return [(path, expected) for path, expected in files_of(store, entry) if path.suffix != ".lmdb"]
+
+
+def _of_buckets(added: Mapping[str, AddedColumn], names: set[str]) -> dict[str, AddedColumn]:
+    """Return added columns of some buckets only."""
+    return {
+        name: dataclasses.replace(own, buckets={bucket: form for bucket, form in own.buckets.items() if bucket in names})
+        for name, own in added.items()
+    }
+
+
 class _Copies:
     """A new store of some rows."""
 
@@ -297,6 +309,7 @@ class _Copies:
             generation=GENERATION,
             shards=tuple(shards),
             buckets=tuple(bucket for bucket in self._manifest.buckets if bucket.name in listed),
+            added=_of_buckets(self._manifest.added, listed),
             retired=(),
         )
         _remove_others(self._out, manifest)
@@ -304,14 +317,15 @@ class _Copies:
 
     def _take(self, entry: ShardEntry) -> list[ShardEntry]:
         """Return the new store's shards with the selected rows of a shard."""
-        key = f"{entry.name}:{entry.dropped.digest if entry.dropped else ''}"
+        added = "".join(f":{column}:{own.shard_id}" for column, own in sorted(entry.added.items()))
+        key = f"{entry.name}:{entry.dropped.digest if entry.dropped else ''}{added}"
         if key in self._note.copies:
             return [describe_shard(self._out, name, self._manifest)[0] for name in self._note.copies[key]]
         prepare_store(self._work)
         files = list(files_of(self._work, entry))
         if is_there(shard_paths(self._out, entry.name).lmdb, entry.lmdb):  # all of its rows are selected
             return [entry]
-        self._downloader.get(files[1:])
+        self._downloader.get(_sidecars(self._work, entry))
         if self._selection.reads_records:
             self._get_data(entry)
         shard = SealedShard(self._work, entry)
@@ -331,16 +345,16 @@ class _Copies:
         with RowCopier(Store(self._work, view), GENERATION) as copier:
             names = copier.copy(range(1), (), max(1, entry.lmdb.num_bytes))
         for name in names:
-            paths, new = shard_paths(self._work, name), shard_paths(self._out, name)
-            for source, target in ((paths.extents, new.extents), (paths.index, new.index), (paths.lmdb, new.lmdb)):
-                source.replace(target)
+            made = sorted((self._work / "shards").glob(f"{name}.*"), key=lambda path: path.name == f"{name}.lmdb")
+            for source in made:
+                source.replace(self._out / "shards" / source.name)
         self._note.add(key, names)
         self._forget()
         return [describe_shard(self._out, name, self._manifest)[0] for name in names]
 
     def _get_data(self, entry: ShardEntry) -> None:
         refuse_too_little_disk(self._out, 2 * entry.lmdb.num_bytes, f"pulling {self._folder.url}")
-        self._downloader.get(list(files_of(self._work, entry))[:1])
+        self._downloader.get(files_of(self._work, entry))
 
     def _forget(self) -> None:
         shutil.rmtree(self._work, ignore_errors=True)

@@ -125,6 +125,25 @@ class WorkingStore:
                 return newest
         raise StoreError(f"{self.objects.url}: {ATTEMPTS} times another writer committed first; rerun the command")
 
+    def change(self, operation: Callable[[], Manifest]) -> Manifest:
+        """Commit the generation that `operation` publishes in the folder. Return the bucket's newest generation.
+
+        If another writer commits first, it is repeated on the winner's generation.
+
+        Raises:
+            StoreError: if the bucket cannot be written; what `operation` raises.
+        """
+        for _ in range(ATTEMPTS):
+            base, changed = self._mirror.base, operation()
+            if base is not None and changed.digest == base.digest:
+                return base
+            if (committed := self._mirror.commit(changed)) is not None:
+                for entry in committed.shards:
+                    self._mirror.let_columns_go(entry)
+                return committed
+            self._mirror.refresh(keeps_copies=True)
+        raise StoreError(f"{self.objects.url}: {ATTEMPTS} times another writer committed first; rerun the command")
+
     def _dropped(self, base: Manifest | None, local: Manifest, added: list[str]) -> list[bytes]:
         """Return the digests of samples that were live in `base` and are in no shard of `local`."""
         after = {entry.name: entry for entry in local.shards}

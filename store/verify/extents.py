@@ -13,10 +13,11 @@ import numpy as np
 from bucketline.store.format.text_block import is_bucket
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
+    from bucketline.store.format.block import BlockSpec
     from bucketline.store.read.store import Store
     from bucketline.store.shard.reader import SealedShard
     from bucketline.store.verify.faults import Faults
@@ -57,8 +58,10 @@ class BlockPlaces:
             )
 
 
-def find_places(store: Store, shard: SealedShard, file_bytes: int | None, faults: Faults) -> BlockPlaces:
-    """Return the valid block ranges, in file order.
+def find_places(
+    store: Store, specs: Mapping[str, BlockSpec], shard: SealedShard, file_bytes: int | None, faults: Faults
+) -> BlockPlaces:
+    """Return the valid block ranges, in file order; `specs` are the columns of the blocks of rows.
 
     `file_bytes` is the length of the shard's file; None if the offsets are not file offsets.
     """
@@ -68,7 +71,7 @@ def find_places(store: Store, shard: SealedShard, file_bytes: int | None, faults
         with faults.guard(group):
             table = _table_of(shard, group, number)
             _check_rows(shard, group, table, faults)
-            tables.append(table[_is_possible(store, shard, group, table, file_bytes, faults)])
+            tables.append(table[_is_possible(store, specs, shard, group, table, file_bytes, faults)])
     joined = np.concatenate(tables)
     joined = joined[np.argsort(joined[:, 2], kind="stable")]
     return BlockPlaces(groups, joined[_is_apart(groups, joined, faults)])
@@ -100,7 +103,13 @@ def _check_rows(shard: SealedShard, group: str, table: NDArray[np.int64], faults
 
 
 def _is_possible(
-    store: Store, shard: SealedShard, group: str, table: NDArray[np.int64], file_bytes: int | None, faults: Faults
+    store: Store,
+    specs: Mapping[str, BlockSpec],
+    shard: SealedShard,
+    group: str,
+    table: NDArray[np.int64],
+    file_bytes: int | None,
+    faults: Faults,
 ) -> NDArray[np.bool_]:
     """Return which blocks are inside the file and have the right length for their rows."""
     offset, length, rows = table[:, 2], table[:, 3], table[:, 5]
@@ -112,7 +121,7 @@ def _is_possible(
         begin, size = int(offset[block]) % _U64, int(length[block]) % _U64
         faults.add(f"the extents place the block at bytes {begin} to {begin + size}, beyond the file", group, block)
     good &= ~outside
-    wrong = good & _has_wrong_length(store, group, length, rows)
+    wrong = good & _has_wrong_length(store, specs, group, length, rows)
     for block in np.flatnonzero(wrong).tolist():
         faults.add(
             f"the extents give {int(rows[block])} rows the impossible length of {int(length[block])} bytes", group, block
@@ -120,13 +129,15 @@ def _is_possible(
     return good & ~wrong
 
 
-def _has_wrong_length(store: Store, group: str, length: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _has_wrong_length(
+    store: Store, specs: Mapping[str, BlockSpec], group: str, length: NDArray[np.int64], rows: NDArray[np.int64]
+) -> NDArray[np.bool_]:
     if not is_bucket(group):
         own = store.spec_of(group)
         rest = length - own.header_bytes - 8 - rows * own.entry_bytes
         wrong = (rest < 0) | (rest % own.token_bytes != 0)
     else:
-        spec = store.manifest.specs[group]
+        spec = specs[group]
         wrong = length != spec.header_bytes + rows * spec.row_bytes
     result: NDArray[np.bool_] = wrong | ((length > MAX_BLOCK_BYTES) & (rows > 1))
     return result

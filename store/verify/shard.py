@@ -53,6 +53,7 @@ class ShardCheck:
     def __init__(self, store: Store, entry: ShardEntry, on_bytes: Callable[[int], None]) -> None:
         """Open nothing yet. `on_bytes` reports progress and is called with 0 in between; if it raises, the check ends."""
         self._store, self._on_bytes = store, on_bytes
+        self._specs, self._has_lines = store.manifest.specs, store.manifest.format_version >= COLUMNS_VERSION
         self._shard = SealedShard(store.path, entry)  # a separate reader, so that its maps are freed with it
         self._faults = Faults(entry.name)
         self.blocks = self.rows = 0
@@ -121,21 +122,20 @@ class ShardCheck:
     def _places(self, file_bytes: int) -> BlockPlaces:
         with self._faults.guard():
             if self._shard.places is Places.FILE:
-                return find_places(self._store, self._shard, file_bytes, self._faults)
+                return find_places(self._store, self._specs, self._shard, file_bytes, self._faults)
         return BlockPlaces([], np.empty((0, 6), dtype=np.int64))
 
     def _read(self, fd: int, num_bytes: int, places: BlockPlaces) -> str:
         state, lines = xxhash.xxh3_128(), LineSums()
-        has_lines = self._store.manifest.format_version >= COLUMNS_VERSION
         for place, segment in _segments(fd, num_bytes, places):
             state.update(segment)
-            if has_lines:
+            if self._has_lines:
                 lines.update(segment)
             if place is not None:
                 self.block(place, segment)
             self._read_bytes += len(segment)
             self._tell(self._read_bytes if self._read_bytes - self._told_bytes >= _TELL_BYTES else self._told_bytes)
-        if has_lines:
+        if self._has_lines:
             with self._faults.guard():
                 self._lines(lines.finish())
         return state.hexdigest()
@@ -217,7 +217,7 @@ class ShardCheck:
             self._faults.add("the index does not lead to this caption", TEXT_GROUP, place.block, place.first_row + n)
 
     def _row_block(self, place: BlockPlace, data: memoryview, item: str) -> None:
-        spec = self._store.manifest.specs[place.group]
+        spec = self._specs[place.group]
         first_row, columns = decode_block(spec, data, item)
         self._is_expected(place, first_row, len(columns[ID]))
         bad = bad_rows(spec, columns)
@@ -294,7 +294,7 @@ class ShardCheck:
         """Compare LMDB's view with the sidecars, and the manifest's numbers with what was read."""
         walk = ShardWalk(self._shard, self._faults, self._on_bytes)
         if self._shard.places is Places.KEY:
-            walk.run(self._by_key(find_places(self._store, self._shard, None, self._faults)))
+            walk.run(self._by_key(find_places(self._store, self._specs, self._shard, None, self._faults)))
         else:
             walk.run(None)
         self._dropped_rows()

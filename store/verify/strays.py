@@ -9,10 +9,12 @@ from bucketline.errors import StoreError
 from bucketline.files.regular_file import read_regular
 from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, dump_manifest, read_manifest
+from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
 from bucketline.store.prompts.prompt_sets import describe_sets, file_of
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.verify.faults import Fault, Faults, mismatch
 from bucketline.store.write.attempts import ATTEMPTS
+from bucketline.store.write.column_shard import MAKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from bucketline.store.read.store import Store
 
 _KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "packed_model.json", "pushed.json")
+_COLUMN = "values of a column that is being added, or that a killed call left"
 _DECODING = "decoding"  # folder of the packer's notes about images that crash their decoder
 
 
@@ -134,7 +137,7 @@ class FolderCheck:
                 self._strays.append(Stray(path=str(name), what=what))
 
 
-def _what_is(parts: tuple[str, ...], suffix: str) -> str | None:
+def _what_is(parts: tuple[str, ...], suffix: str) -> str | None:  # noqa: PLR0911 - one return per kind of file
     """Return a description of a file that no generation lists; None if it belongs there."""
     match parts:
         case (name,) if name in (MANIFEST, *_KNOWN):
@@ -146,6 +149,10 @@ def _what_is(parts: tuple[str, ...], suffix: str) -> str | None:
         case ("pending", _) if suffix in (".lock", ".lmdb"):
             what = "a shard that is being written, or that an interrupted run left; the next pack adopts it"
             return what if suffix == ".lmdb" else None
+        case ("pending", _) if suffix == MAKING:
+            return f"{_COLUMN}; the next `add_column` removes it"
+        case ("shards", name) if COLUMN_SHARD_NAME.fullmatch(name.removesuffix(suffix)):
+            return f"{_COLUMN}; the same call takes it, or `store compact --gc` removes it"
         case ("shards", _) if suffix in (".lmdb", ".extents", ".index"):
             return "belongs to a shard that no generation lists; the next pack adopts it if it is complete"
     return "not one of the store's files"

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bucketline.store.verify.column import ColumnCheck
 from bucketline.store.verify.faults import Fault
 from bucketline.store.verify.shard import ShardCheck
 from bucketline.store.verify.strays import FolderCheck, Stray
@@ -77,4 +78,9 @@ def verify(store: Store, on_bytes: Callable[[int], None], threads: int | None = 
 def _check_shard(store: Store, entry: ShardEntry, on_bytes: Callable[[int], None]) -> Verified:
     check = ShardCheck(store, entry, on_bytes)
     check.run()
-    return Verified(blocks=check.blocks, rows=check.rows, corrupt=check.faults)
+    faults, blocks = check.faults, check.blocks
+    for column in sorted(entry.added):
+        of_column = ColumnCheck(store, entry, column, on_bytes)
+        of_column.run()
+        faults, blocks = (*faults, *of_column.faults), blocks + of_column.blocks
+    return Verified(blocks=blocks, rows=check.rows, corrupt=faults)

@@ -79,6 +79,16 @@ def as_array(value: Any, dtype: str) -> NDArray[Any]:  # noqa: ANN401 - anything
     return array.view(bits) if _BITS.get(array.dtype.name) == dtype else array
 
 
+def dtype_of(value: Any) -> str | None:  # noqa: ANN401 - as `as_array`
+    """Return the name of the dtype in which `as_array` takes a value unchanged; None if there is none."""
+    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    name = _BITS.get(str(dtype).removeprefix("torch."))
+    if name is None and hasattr(value, "detach"):
+        dtype = as_array(value, "U8").dtype
+    own = (own for own, known in DTYPES.items() if known == dtype and own not in _BITS.values())
+    return name or next(own, None)
+
+
 def bits_of(value: Any) -> tuple[str, bytes | memoryview]:  # noqa: ANN401 - as `as_array`
     """Return dtype and shape of a value, and its bytes; of anything but an array, its text."""
     if hasattr(value, "detach"):

@@ -32,6 +32,7 @@ from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PagedFile
+from bucketline.store.write.column_shard import found_columns
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
@@ -82,10 +83,11 @@ def noted_description(store: Path, name: str) -> Described | None:
     """
     path = sent_note(store, name)
     try:
-        found = decode(Described, json.loads(read_regular(path, _MAX_NOTE_BYTES)))
+        note = json.loads(read_regular(path, _MAX_NOTE_BYTES))
+        found = decode(Described, {**note, "entry": {"added": {}, **note["entry"]}})  # an earlier version notes none
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptError(f"{path} is damaged ({error!s:.200}); remove shards/{name}.* and rerun the command") from error
     if found.entry.name != name:
         raise CorruptError(f"{path} describes the shard {found.entry.name}; remove shards/{name}.* and rerun the command")
@@ -94,6 +96,8 @@ def noted_description(store: Path, name: str) -> Described | None:
 
 def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEntry, list[BucketEntry]]:
     """Return a sealed shard's manifest entry and its buckets' entries, noted or read from its files.
+
+    A copy of rows has their added columns in files of its own, which `RowCopier` has written.
 
     Raises:
         StoreError: if a file is missing.
@@ -111,9 +115,10 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
             raise StoreError(f"{path} is missing, although its shard exists; {again}") from error
         files.append(FileEntry(num_bytes=num_bytes, digest=digest))
     try:
-        return _described(store, name, manifest, files)
+        entry, buckets = _described(store, name, manifest, files)
     except CorruptError as error:
         raise CorruptError(f"{error}; {again}") from error
+    return (dataclasses.replace(entry, added=found_columns(store, entry)) if manifest.added else entry), buckets
 
 
 def _described(store: Path, name: str, manifest: Manifest, files: list[FileEntry]) -> tuple[ShardEntry, list[BucketEntry]]:

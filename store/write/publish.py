@@ -21,6 +21,7 @@ from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import COPY_PREFIX, ENGINE, shard_paths
 from bucketline.store.format.manifest import Manifest, generations, read_manifest, sealed, write_manifest
 from bucketline.store.format.manifest_entries import (
+    SHARD_NAME,
     ColumnRole,
     DroppedEntry,
     GroupEntry,
@@ -193,7 +194,7 @@ def unlisted(store: Path, manifest: Manifest, beginnings: tuple[str, ...] = ("",
     Raises:
         StoreError: if a generation is damaged that may list one.
     """
-    found = {path.stem for path in (store / "shards").glob("*.lmdb")} - manifest.known_shards
+    found = {path.stem for path in (store / "shards").glob("*.lmdb") if SHARD_NAME.fullmatch(path.stem)} - manifest.known_shards
     found = {name for name in found if name.startswith(beginnings) and not name.startswith(COPY_PREFIX)}
     return sorted(found - listed_by_any(store, found))
 

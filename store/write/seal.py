@@ -190,6 +190,21 @@ def rebuilt_sidecars(path: Path) -> tuple[bytes, bytes]:
     return extents, index
 
 
+def column_extents(path: Path, name: str, about: Mapping[str, object]) -> bytes:
+    """Return the contents of the extents of an added column's file, with `about` in their metadata.
+
+    Raises:
+        CorruptError: if the file is not one.
+    """
+    try:
+        found, own, lines = _examined(path, name)
+    except lmdb.Error as error:
+        raise CorruptError(f"{path} cannot be opened by LMDB: {error}") from error
+    if not found.blocks or not found.shard_id:
+        raise CorruptError(f"{path} holds no block, or no id")
+    return _extents(found, {**own, **about}, lines, name)
+
+
 def _write_anew(pending: Path, copy: Path) -> None:
     """Rewrite a shard's values to a new file in key order.
 
@@ -268,7 +283,15 @@ class _UnconfirmedError(Exception):
 
 
 def _describe(path: Path, name: str) -> tuple[bytes, bytes | None]:
-    """Return the contents of a shard's extents and index files; None for the index if it holds no sample.
+    """Return the contents of a shard's extents and index files; None for the index if it holds no sample."""
+    found, about, lines = _examined(path, name)
+    if not found.samples:
+        return b"", None
+    return _extents(found, about, lines, name), _index(found, name)
+
+
+def _examined(path: Path, name: str) -> tuple[_Found, dict[str, object], LineSums]:
+    """Return what is in a file, what its extents say of it, and the checksums of its lines.
 
     If an offset cannot be verified by reading it back (another engine, another page format), the complete shard is described by
     key: readers then go through LMDB.
@@ -283,10 +306,8 @@ def _describe(path: Path, name: str) -> tuple[bytes, bytes | None]:
             places = Places.KEY
             found = _walk(_end_to_end(txn), name)
             lines = line_sums(path)
-    if not found.samples:
-        return b"", None
     about = {"places": places, "shard_id": found.shard_id.hex(), "shard_id_at": found.shard_id_at, "page_bytes": page_bytes}
-    return _extents(found, about, lines, name), _index(found, name)
+    return found, about, lines
 
 
 def _walk(values: Iterator[tuple[bytes, memoryview, int]], name: str) -> _Found:

@@ -46,7 +46,7 @@ class Repair:
         if isinstance(self.store, str):
             raise UsageError(_instead(shown(self.store)))
         refuse_below(1, threads=self.threads)
-        total = sum(shard.lmdb.num_bytes for shard in read_manifest(self.store).shards)
+        total = sum(shard.data_bytes for shard in read_manifest(self.store).shards)
         with bar_of_bytes("repair", total) as on_bytes:
             done = repair(self.store, threads=self.threads, dry_run=self.dry_run, on_bytes=on_bytes)
         if self.json:
@@ -82,10 +82,16 @@ class Repair:
             )
 
     def _what(self, shard: RepairedShard) -> str:
+        lost = (
+            f"; its rows lose {', '.join(shard.lost_columns)}, which `add_column` gives to them again"
+            if shard.lost_columns
+            else ""
+        )
         if not shard.is_replaced:
-            return f"{', '.join(shard.restored)} {'would be rebuilt' if self.dry_run else 'rebuilt'}, nothing lost"
+            rebuilt = f"{', '.join(shard.restored)} {'would be rebuilt' if self.dry_run else 'rebuilt'}, nothing lost"
+            return f"{rebuilt if shard.restored else 'all of its samples can be read'}{lost}"
         where = f" in {', '.join(shard.written)}" if shard.written else ""
-        return f"{shard.kept} of {counted(shard.kept + shard.dropped, 'sample')} can be read{where}"
+        return f"{shard.kept} of {counted(shard.kept + shard.dropped, 'sample')} can be read{where}{lost}"
 
 
 def _instead(url: str) -> str:

@@ -221,5 +221,5 @@ def open_remote(
 
     manifest = within(options.deadline_s, objects.url, find)
     source = source_of(manifest)
-    source.num_bytes = sum(shard.lmdb.num_bytes for shard in manifest.shards)
+    source.num_bytes = sum(shard.data_bytes for shard in manifest.shards)
     return manifest, source

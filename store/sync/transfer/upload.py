@@ -18,6 +18,7 @@ import xxhash
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files.regular_file import read_regular
 from bucketline.store.format.hashing import LineSums, bytes_digest
+from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.lines import encode_lines, lines_name, needs_lines
 from bucketline.store.remote.objects import PART_BYTES, MissingObjectError
@@ -62,8 +63,8 @@ class _File:
 
     def is_same_in(self, listed: ShardEntry | None) -> bool:
         """Return whether the bucket's newest generation, if it lists the shard, lists these bytes: sidecars may be rebuilt."""
-        if listed is None:
-            return not self.is_list
+        if listed is None or COLUMN_SHARD_NAME.fullmatch(self.path.stem):
+            return not self.is_list  # the names of added columns' files are drawn
         return self.expected in (listed.lmdb, listed.extents, listed.index, listed.dropped)
 
 
@@ -265,10 +266,10 @@ def send_lists(folder: ObjectFolder, store: Path) -> None:
 
 
 def _files(store: Path, manifest: Manifest, shards: Iterable[ShardEntry]) -> Iterator[_File]:
-    """Yield shards' files: the index first, which takes the name, and the shard's own file last."""
+    """Yield shards' files: the index first, which takes the name, and the shard's own file last, after all that it may have."""
     for entry in shards:
-        own, extents, index, *lists = files_of(store, entry)
-        for path, expected in (index, extents, *lists, own):
+        own, extents, index, *others = files_of(store, entry)
+        for path, expected in (index, extents, *others, own):
             yield _File(
                 path=path,
                 name=f"shards/{path.name}",

@@ -46,8 +46,8 @@ def test_a_manifest_edited_by_hand_is_refused(copy: Path) -> None:
 
 
 def test_a_newer_format_is_refused_with_both_versions(copy: Path) -> None:
-    edit_json(copy / "manifest.json", format_version=4)
-    with pytest.raises(StoreError, match=r"has format version 4, this bucketline reads up to 3"):
+    edit_json(copy / "manifest.json", format_version=5)
+    with pytest.raises(StoreError, match=r"has format version 5, this bucketline reads up to 4"):
         read_manifest(copy)
 
 

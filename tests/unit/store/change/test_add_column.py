@@ -1,0 +1,421 @@
+"""A column added to rows that are there: bit for bit as given, in one generation, and nothing else is written again."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
+from bucketline.files.locks import FileLock
+from bucketline.store import Store, add_column
+from bucketline.store.change.compact import compact
+from bucketline.store.change.drop import drop
+from bucketline.store.change.merge import merge
+from bucketline.store.change.repair import repair
+from bucketline.store.change.restore import restore
+from bucketline.store.export.sample_file import sample_file
+from bucketline.store.format.manifest import dump_manifest, parse_manifest, read_manifest
+from bucketline.store.read.info import info
+from bucketline.store.verify.verify import verify
+from bucketline.store.write.column_shard import ADDING_LOCK, column_files
+from bucketline.store.write.publish import changing, lock_store
+from tests.added_columns import bucket_of, expect_clean, expect_masks, mask_of, masks_in
+from tests.building import add_samples, make_store, samples_of, store_writer, tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+ROWS = {"train/64x64": 9, "train/64x96": 5, "val/64x96": 2}
+IDS = [sample.id for prefix in ("a/", "b/") for sample in samples_of(ROWS, prefix)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    make_store(tmp_path / "s", samples_of(ROWS, "a/"), samples_of(ROWS, "b/"))
+    return tmp_path / "s"
+
+
+def never(sample_id: str) -> Any:
+    raise AssertionError(f"{sample_id} was requested")
+
+
+def shard_files(path: Path) -> dict[str, bytes]:
+    return {name: data for name, data in tree(path).items() if name.startswith("shards/")}
+
+
+GIVEN: dict[str, Any] = {
+    "pairs in any order": lambda: ((one, mask_of(one)) for one in sorted(IDS, reverse=True)),
+    "a mapping": lambda: {one: mask_of(one) for one in IDS},
+    "a function": lambda: mask_of,
+    "tensors": lambda: lambda one: torch.from_numpy(mask_of(one)),
+}
+
+
+@pytest.mark.parametrize("values", GIVEN.values(), ids=GIVEN)
+def test_every_row_gets_its_value_and_no_file_is_written_again(values: Callable[[], Any], path: Path) -> None:
+    before, older = shard_files(path), read_manifest(path)
+    added = add_column(path, "mask", values())
+    assert (added.generation, added.rows, added.filled, added.rows_without) == (older.generation + 1, len(IDS), 0, 0)
+    expect_masks(path, len(IDS))
+    expect_clean(path)
+    after = shard_files(path)
+    assert {name: after[name] for name in before} == before
+    assert len(after) == len(before) + 2 * len(older.shards)
+    assert read_manifest(path, older.generation) == older
+
+
+def test_a_store_with_an_added_column_has_a_version_that_older_readers_refuse(path: Path) -> None:
+    before = json.loads((path / "manifest.json").read_text())
+    add_column(path, "mask", mask_of)
+    document = json.loads((path / "manifest.json").read_text())
+    assert (before["format_version"], document["format_version"], document["base_version"]) == (1, 4, 1)
+    manifest = read_manifest(path)
+    assert (manifest.format_version, manifest.written_version) == (1, 4)
+    assert parse_manifest(dump_manifest(manifest), "m") == manifest
+
+
+def test_the_same_call_again_changes_nothing_and_asks_for_nothing(path: Path) -> None:
+    add_column(path, "mask", mask_of)
+    before = tree(path)
+    assert add_column(path, "mask", never).rows == 0
+    assert add_column(path, "mask", {one: mask_of(one) for one in IDS}).rows == 0
+    assert tree(path) == before
+
+
+def test_rows_that_come_later_lack_it_until_the_same_call_fills_them(path: Path) -> None:
+    add_column(path, "mask", mask_of)
+    later = samples_of({"train/64x64": 3, "train/128x64": 2}, "c/")
+    with store_writer(path) as writer:
+        add_samples(writer, later)
+    store = Store.open(path)
+    with pytest.raises(StoreError, match=r"3 rows of 21 of train/64x64 .* no 'mask': they came after .*add_column"):
+        store.bucket("train/64x64").read(np.arange(3), "mask")
+    assert info(store)["added"] == {"mask": {"role": "mask", "rows": len(IDS)}}
+    assert "mask" not in {column.name for column in store.bucket("train/128x64").columns}
+    asked = []
+
+    def value(sample_id: str) -> Any:
+        asked.append(sample_id)
+        return mask_of(sample_id)
+
+    assert add_column(path, "mask", value).rows == len(later)
+    assert sorted(asked) == sorted(sample.id for sample in later)
+    expect_masks(path, len(IDS) + len(later))
+    expect_clean(path)
+
+
+@pytest.mark.parametrize("given_as", ["a function", "a mapping"])
+def test_rows_without_a_value_are_refused_by_number_and_name_or_filled(given_as: str, path: Path) -> None:
+    known = {one: mask_of(one) for one in IDS if not one.startswith("b/train/64x64")}
+    before = tree(path)
+    with pytest.raises(
+        StoreError, match=r"9 rows of .* have no value of 'mask': 'b/train/64x64/0.png', .* and others \(9 ids\)"
+    ):
+        add_column(path, "mask", known.get if given_as == "a function" else known)
+    left = {name: data for name, data in tree(path).items() if not name.endswith("column.lock")}
+    assert {name: left[name] for name in before} == before  # a shard without a gap may have been finished
+    added = add_column(path, "mask", known.get if given_as == "a function" else known, fill=7)
+    assert (added.rows, added.filled) == (len(IDS), 9)
+    found = masks_in(path)
+    assert all(np.array_equal(found[one], mask_of(one) if one in known else np.full((1, 8, 8), 7)) for one in IDS)
+    expect_clean(path)
+
+
+def test_a_bucket_without_any_value_is_refused_or_cannot_be_filled(path: Path) -> None:
+    some = {one: mask_of(one) for one in IDS if "64x96" in one}
+    for values in (some, some.get):
+        with pytest.raises(StoreError, match=r"18 rows of .* have no value"):
+            add_column(path, "mask", values)
+        with pytest.raises(UsageError, match=r"no row of train/64x64 has a value of 'mask', so its shape there is unknown"):
+            add_column(path, "mask", values, fill=0)
+
+
+def test_ids_that_the_store_lacks_are_refused_or_left_out(path: Path) -> None:
+    values = {one: mask_of(one) for one in [*IDS, "x/train/64x64/1.png", "x/train/64x64/2.png"]}
+    with pytest.raises(StoreError, match=r"has no sample 'x/train/64x64/1.png', 'x/train/64x64/2.png' \(2 ids\)"):
+        add_column(path, "mask", values)
+    assert not read_manifest(path).added
+    assert add_column(path, "mask", values, ignore_unknown=True).ignored == 2
+    expect_masks(path, len(IDS))
+
+
+def given(**changed: Any) -> list[tuple[str, Any]]:
+    return [(one, changed.get("value", mask_of(one)) if one == IDS[3] else mask_of(one)) for one in IDS]
+
+
+REFUSED: dict[str, tuple[str, Callable[[], Any], dict[str, Any], str]] = {
+    "another shape": (
+        "mask",
+        lambda: given(value=np.zeros((1, 8, 9), "u1")),
+        {},
+        r"uint8 \[1, 8, 9\], the others of train/64x64 are",
+    ),
+    "another dtype": ("mask", lambda: given(value=np.zeros((1, 8, 8), "f4")), {}, r"float32 \[1, 8, 8\], the others"),
+    "no array": ("mask", lambda: given(value="mask.png"), {}, "give a numpy array or a tensor"),
+    "not finite": ("features/f", lambda: [(one, np.array([np.nan], dtype="f4")) for one in IDS], {}, "is NaN or infinite"),
+    "given twice": ("mask", lambda: [*given(), *given()], {}, "is given two values of 'mask'"),
+    "no pairs": ("mask", lambda: [mask_of(IDS[0])], {}, "pairs"),
+    "no role": ("masks", given, {}, "name is 'masks', expected mask, audio"),
+    "a column of the rows": ("target", given, {}, "has a column 'target' already, written with the rows of"),
+    "a mirror image of nothing": ("mask/flipped", given, {}, "mask/flipped"),
+    "a fill that does not fit": (
+        "mask",
+        lambda: {one: mask_of(one) for one in IDS[1:]},
+        {"fill": 256},
+        "fill is 256, and 'mask' of",
+    ),
+}
+
+
+@pytest.mark.parametrize(("role", "values", "options", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_added_is_refused_and_the_store_stays(
+    role: str, values: Callable[[], Any], options: dict[str, Any], said: str, path: Path
+) -> None:
+    before = (path / "manifest.json").read_bytes()
+    with pytest.raises((UsageError, StoreError), match=said):
+        add_column(path, role, values(), **options)
+    assert (path / "manifest.json").read_bytes() == before
+
+
+def test_a_dtype_that_numpy_lacks_comes_as_a_tensor_and_a_vector_is_alike_in_all_buckets(path: Path) -> None:
+    def vector(sample_id: str) -> torch.Tensor:
+        return torch.tensor([len(sample_id), 0.5], dtype=torch.bfloat16)
+
+    add_column(path, "features/size", vector)
+    bucket = Store.open(path).bucket("val/64x96")
+    assert (bucket.column("features/size").dtype, bucket.column("features/size").shape) == ("BF16", (2,))
+    found = masks_in(path, column="features/size")
+    assert all(value.tobytes() == vector(one).view(torch.int16).numpy().tobytes() for one, value in found.items())
+
+
+def test_dropped_rows_need_no_value_and_a_drop_keeps_the_others_theirs(path: Path) -> None:
+    drop(path, IDS[:2])
+    add_column(path, "mask", {one: mask_of(one) for one in IDS[2:]})
+    drop(path, IDS[2:5])
+    expect_masks(path, len(IDS) - 5)
+    expect_clean(path)
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 24, 9_000])
+def test_a_compaction_takes_the_column_along_and_gc_removes_its_old_files(shard_bytes: int, path: Path) -> None:
+    add_column(path, "mask", mask_of)
+    drop(path, IDS[1::4])
+    left = len(IDS) - len(IDS[1::4])
+    compact(path, shard_bytes=shard_bytes, gc_older_than_s=0)
+    expect_masks(path, left)
+    expect_clean(path)
+    entries = read_manifest(path).shards
+    assert column_files(path) == sorted(entry.column_shard("mask").name for entry in entries)
+    assert all(entry.dropped is None for entry in entries)
+
+
+def test_a_compaction_never_joins_rows_that_have_it_with_rows_that_lack_it(path: Path) -> None:
+    add_column(path, "mask", mask_of)
+    with store_writer(path) as writer:
+        add_samples(writer, samples_of({"train/64x64": 3}, "c/"))
+    compact(path, shard_bytes=1 << 24)
+    assert [sorted(entry.added) for entry in read_manifest(path).shards] == [["mask"], []]
+    assert compact(path, shard_bytes=1 << 24).rewritten == ()
+    add_column(path, "mask", mask_of)
+    assert len(compact(path, shard_bytes=1 << 24).written) == 1
+    expect_masks(path, len(IDS) + 3)
+
+
+def test_an_interrupted_rewriting_leaves_no_file_of_a_column(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_column(path, "mask", mask_of)
+    before = shard_files(path)
+    monkeypatch.setattr("bucketline.store.change.compact._check_rows", lambda *_: never("a row"))
+    with pytest.raises(AssertionError):
+        compact(path, shard_bytes=1 << 24)
+    assert shard_files(path) == before
+
+
+def test_a_merge_has_the_columns_of_all_and_rows_that_lack_one_still_lack_it(path: Path, tmp_path: Path) -> None:
+    add_column(path, "mask", mask_of)
+    make_store(tmp_path / "other", samples_of(ROWS, "o/"))
+    merge(tmp_path / "both", [tmp_path / "other", path])
+    assert info(Store.open(tmp_path / "both"))["added"]["mask"]["rows"] == len(IDS)
+    add_column(tmp_path / "both", "mask", mask_of)
+    expect_masks(tmp_path / "both", len(IDS) + sum(ROWS.values()))
+    expect_clean(tmp_path / "both")
+
+
+def test_stores_with_the_column_in_two_forms_are_not_merged(path: Path, tmp_path: Path) -> None:
+    add_column(path, "mask", mask_of)
+    make_store(tmp_path / "other", samples_of(ROWS, "o/"))
+    add_column(tmp_path / "other", "mask", lambda one: mask_of(one)[0])
+    with pytest.raises(StoreError, match=r"added\.mask\.train/64x64\.shape"):
+        merge(tmp_path / "both", [tmp_path / "other", path])
+
+
+def test_an_earlier_generation_is_restored_without_it_and_again_with_it(path: Path) -> None:
+    older = read_manifest(path).generation
+    with_it = add_column(path, "mask", mask_of).generation
+    restore(path, older)
+    assert (read_manifest(path).added, read_manifest(path).written_version) == ({}, 1)
+    restore(path, with_it)
+    expect_masks(path, len(IDS))
+    expect_clean(path)
+
+
+def damage(path: Path, offset: int | None = None) -> str:
+    """Flip a bit of the first shard's masks; return the name of their file."""
+    entry = read_manifest(path).shards[0].column_shard("mask")
+    file = path / "shards" / f"{entry.name}.lmdb"
+    if offset is None:
+        bucket = Store.open(path).bucket("train/64x64")
+        located = bucket.locate(np.array([4]), ["mask"]).added["mask"]
+        assert located.spec is not None
+        offset = int(located.offsets(located.spec, "mask")[0])
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 4
+    file.write_bytes(data)
+    return file.name
+
+
+def test_damage_is_named_by_sample_and_column(path: Path) -> None:
+    add_column(path, "mask", mask_of)
+    name = damage(path)
+    (row,) = (fault for fault in verify(Store.open(path), lambda _: None).corrupt if fault.row is not None)
+    assert (row.bucket, row.row, row.sample) == ("train/64x64", 4, "a/train/64x64/4.png")
+    assert row.error == "the bytes of the row's mask do not match their checksum"
+    assert any(name in fault.error for fault in verify(Store.open(path), lambda _: None).corrupt)
+    with pytest.raises(CorruptError, match=r"sample 'a/train/64x64/4.png'.* its mask do not match"):
+        Store.open(path).bucket("train/64x64").read(np.arange(9), "mask", verify=True)
+    store = Store.open(path)
+    with pytest.raises(CorruptError, match=r"sample 'a/train/64x64/4.png': the bytes of its mask"):
+        sample_file(store, 0, store.sample("a/train/64x64/4.png")[1])
+    with pytest.raises(CorruptError, match=r"sample 'a/train/64x64/4.png', row 4 .*bytes of its mask"):
+        compact(path, shard_bytes=1 << 24)
+
+
+def test_values_of_another_shards_rows_are_found_by_their_ids(path: Path) -> None:
+    add_column(path, "mask", mask_of)
+    first, second = (entry.column_shard("mask") for entry in read_manifest(path).shards)
+    for end in ("lmdb", "extents"):
+        files = [path / "shards" / f"{entry.name}.{end}" for entry in (first, second)]
+        files[0].write_bytes(files[1].read_bytes())
+    errors = [fault.error for fault in verify(Store.open(path), lambda _: None).corrupt]
+    assert any("the manifest says" in error for error in errors)
+    with pytest.raises(CorruptError, match="belongs to another shard"):
+        Store.open(path).bucket("train/64x64").read(np.arange(3), "mask")
+
+
+def test_a_repair_takes_a_damaged_column_away_and_no_sample(path: Path) -> None:
+    add_column(path, "mask", mask_of)
+    damage(path)
+    assert repair(path, dry_run=True).shards[0].lost_columns == ("mask",)
+    done = repair(path)
+    assert (done.samples, done.dropped, done.shards[0].is_replaced) == (len(IDS), 0, False)
+    assert add_column(path, "mask", mask_of).rows == len(IDS) // 2
+    expect_masks(path, len(IDS))
+
+
+def test_a_repair_of_the_rows_keeps_the_column_of_those_that_stay(path: Path) -> None:
+    add_column(path, "mask", mask_of)
+    located = Store.open(path).bucket("train/64x64").locate(np.array([2]))
+    file = path / "shards" / f"{read_manifest(path).shards[0].name}.lmdb"
+    data = bytearray(file.read_bytes())
+    data[int(located.offsets(Store.open(path).specs["train/64x64"], "latent")[0])] ^= 1
+    file.write_bytes(data)
+    assert repair(path).dropped == 1
+    expect_masks(path, len(IDS) - 1)
+
+
+def test_a_sample_leaves_the_store_with_it(path: Path) -> None:
+    from safetensors.numpy import load
+
+    add_column(path, "mask", mask_of)
+    store = Store.open(path)
+    shard, record = store.sample(IDS[5])
+    found = load(sample_file(store, store.shards.index(shard), record))
+    assert np.array_equal(found["mask"], mask_of(IDS[5]))
+
+
+def test_a_writer_at_the_same_time_is_named_and_the_values_are_kept_for_the_next_call(path: Path) -> None:
+    lock = lock_store(path)
+    with pytest.raises(LockedError, match=r"being written by another process .*the values are kept: the same call"):
+        add_column(path, "mask", mask_of)
+    lock.release()
+    assert not read_manifest(path).added
+    assert add_column(path, "mask", never).rows == len(IDS)
+    expect_masks(path, len(IDS))
+    expect_clean(path)
+
+
+def test_a_pack_that_publishes_meanwhile_does_not_lose_its_rows(path: Path) -> None:
+    later = samples_of({"train/64x64": 3}, "c/")
+
+    def value(sample_id: str) -> Any:
+        if sample_id == IDS[-1]:
+            with store_writer(path) as writer:
+                add_samples(writer, later)
+        return mask_of(sample_id)
+
+    last = Store.open(path).bucket("val/64x96").sample_ids(np.array([3]))
+    assert bucket_of(last[0]) == "val/64x96"
+    added = add_column(path, "mask", value)
+    assert (added.rows, added.rows_without) == (len(IDS), 3)
+    assert add_column(path, "mask", mask_of).rows == 3
+    expect_masks(path, len(IDS) + 3)
+    expect_clean(path)
+
+
+def test_two_calls_at_the_same_time_are_one_after_the_other(path: Path) -> None:
+    with FileLock(path / "pending" / ADDING_LOCK), pytest.raises(LockedError, match="being written by another process"):
+        add_column(path, "mask", never)
+
+
+def test_gc_removes_what_a_failed_call_left_but_nothing_of_one_that_is_under_way(path: Path) -> None:
+    known = {one: mask_of(one) for one in IDS if one.startswith("a/")}
+    with pytest.raises(StoreError):
+        add_column(path, "mask", known.get)
+    (left,) = column_files(path)
+    assert any(left in stray.path for stray in verify(Store.open(path), lambda _: None).strays)
+    with FileLock(path / "pending" / ADDING_LOCK):
+        compact(path, shard_bytes=1, gc_older_than_s=0)
+    assert column_files(path) == [left]
+    compact(path, shard_bytes=1, gc_older_than_s=0)
+    assert column_files(path) == []
+
+
+def test_a_pack_does_not_take_the_files_of_a_column_for_shards(path: Path) -> None:
+    with pytest.raises(StoreError):
+        add_column(path, "mask", {one: mask_of(one) for one in IDS if one.startswith("a/")}.get)
+    with changing(path) as manifest:
+        assert len(manifest.shards) == 2
+    assert len(column_files(path)) == 1
+
+
+HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no base version": (lambda d: d.pop("base_version"), "base_version"),
+    "an impossible base version": (lambda d: d.update(base_version=4), "base_version is 4"),
+    "no added column": (lambda d: d.update(added={}), "it has no added column"),
+    "a column of the rows": (lambda d: d["added"].update(latent=d["added"]["mask"]), "'latent' has the role 'mask'"),
+    "an unknown bucket": (
+        lambda d: d["added"]["mask"]["buckets"].update({"train/8x8": {"dtype": "U8", "shape": []}}),
+        "train/8x8",
+    ),
+    "an unknown column": (lambda d: d["shards"][0]["added"].update(audio=d["shards"][0]["added"]["mask"]), "'audio'"),
+    "fewer rows": (
+        lambda d: d["shards"][0]["added"]["mask"]["groups"]["train/64x64"].__setitem__(0, 3),
+        "3 rows of 'train/64x64'",
+    ),
+    "a bucket less": (lambda d: d["shards"][0]["added"]["mask"]["groups"].pop("train/64x64"), "lacks the rows of train/64x64"),
+    "values that do not fit": (lambda d: d["added"]["mask"]["buckets"]["train/64x64"].update(shape=[1 << 30]), "cannot hold"),
+    "a name that leads out": (lambda d: d["shards"][0]["added"]["mask"].update(shard_id="../../x"), "is not a shard id"),
+}
+
+
+@pytest.mark.parametrize(("edit", "said"), HOSTILE.values(), ids=HOSTILE)
+def test_a_manifest_with_an_impossible_added_column_is_refused(edit: Callable[[Any], Any], said: str, path: Path) -> None:
+    add_column(path, "mask", mask_of)
+    document = json.loads((path / "manifest.json").read_text())
+    edit(document)
+    with pytest.raises(CorruptError, match=said):
+        parse_manifest(json.dumps(document).encode(), "the manifest")
