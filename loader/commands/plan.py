@@ -180,7 +180,7 @@ class PlanCommand(BatchOptions):
         if self.bandwidth is not None and self.step_seconds is not None:
             speed = Speed(bytes_per_s=parse_bandwidth(self.bandwidth, "--bandwidth"), step_s=self.step_seconds)
         return make_bill(
-            LineUses(store, plan, self.split, machines, groups=groups_of(store, names_in(self.ragged))),
+            LineUses(store, plan, self.split, machines, groups=groups_of(store, names_in(self.ragged), self._roles())),
             plan,
             machines=machines,
             epochs=max(2, self.epochs),

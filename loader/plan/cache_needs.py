@@ -50,7 +50,7 @@ class InUse:
 
     def __init__(self, store: OpenShards, plan: Plan, split: str, machines: int) -> None:
         """Read the extents of the shards, or of those of the first windows if the store is large."""
-        groups = (TEXT_GROUP, *(RAGGED_PREFIX + name for name in store.ragged))
+        groups = (TEXT_GROUP, *(RAGGED_PREFIX + name for name in store.ragged), *_complete(store, split))
         self._parts = machines if plan.lanes % machines == 0 else math.gcd(plan.lanes, machines)
         self._per_machine = -(-plan.lanes // machines) / (plan.lanes // self._parts)  # of a part's lanes
         self._uses = LineUses(store, plan, split, self._parts, groups=groups, line_bytes=LINE_BYTES, most_shards=MOST_SHARDS)
@@ -58,8 +58,6 @@ class InUse:
         part = self._uses.part
         rare = [one.global_batch for one in plan.buckets if part < 1.0 and part * one.num_rows <= 2 * one.global_batch]
         self._rare_bytes = 2 * max(rare, default=0) // machines * LINE_BYTES  # of batches whose rows are anywhere
-        own = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
-        self._with_added = num_bytes_of(store) / max(1, own)  # lines of added columns are used with those of their rows
         self._found: dict[int, int] = {}
 
     def of(self, window_rows: int) -> int:
@@ -70,7 +68,7 @@ class InUse:
             apart = SAME_USE * window_rows * self._steps_a_row
             own = [uses.of(*one).joined(apart) for one in (asked if self._uses.part == 1.0 else asked[:1])]
             most = max(one.most_at_once(uses.num_bytes[one.line]) for one in own)
-            self._found[window_rows] = int(most * self._with_added * min(1.0, self._per_machine)) + self._rare_bytes
+            self._found[window_rows] = int(most * min(1.0, self._per_machine)) + self._rare_bytes
         return self._found[window_rows]
 
     def ring(self, window_rows: int, cache_bytes: int) -> int:
@@ -81,6 +79,11 @@ class InUse:
     def largest(self, windows: Sequence[int], num_bytes: int, cache_bytes: int) -> int | None:
         """Return the first of some windows whose ring has at most `num_bytes`; None if there is none."""
         return next((window for window in windows if self.ring(window, cache_bytes) <= num_bytes), None)
+
+
+def _complete(store: OpenShards, split: str) -> list[str]:
+    """Return the added columns that all rows of a split have: a loader may request them."""
+    return [name for name in store.added if not any(bucket.rows_without(name) for bucket in store.buckets(split))]
 
 
 def num_bytes_of(store: OpenShards) -> int:

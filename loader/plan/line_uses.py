@@ -17,7 +17,7 @@ import numpy as np
 
 from bucketline.errors import PlanError, UsageError
 from bucketline.loader.config import Remainder, Shuffle
-from bucketline.store.format.columns import RAGGED_PREFIX
+from bucketline.store.format.columns import RAGGED_PREFIX, stored_name
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.text_block import TEXT_GROUP
 
@@ -30,17 +30,19 @@ if TYPE_CHECKING:
     from bucketline.loader.plan.plan import Plan
     from bucketline.store import Bucket
     from bucketline.store.read.store import OpenShards
+    from bucketline.store.shard.row_locator import Blocks
 
 
-def groups_of(store: OpenShards, ragged: Sequence[str]) -> tuple[str, ...]:
-    """Return the groups of entries that are read with rows: the captions, and the named ragged groups.
+def groups_of(store: OpenShards, ragged: Sequence[str], roles: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return what is read with rows: the captions, the named ragged groups, and those of the columns that were added.
 
     Raises:
         UsageError: if the store has no such group.
     """
     if unknown := [name for name in ragged if name not in store.ragged]:
         raise UsageError(f"{store.where} has no ragged group {unknown[0]!r:.80}, expected some of {list(store.ragged)}")
-    return (TEXT_GROUP, *(RAGGED_PREFIX + name for name in ragged))
+    added = [name for name in map(stored_name, roles) if name in store.added]
+    return (TEXT_GROUP, *(RAGGED_PREFIX + name for name in ragged), *added)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ class LineUses:
         line_bytes: int = LINE_BYTES,
         most_shards: int | None = None,
     ) -> None:
-        """Read the extents of all shards. `groups`: those of entries that rows refer to and that are read with them.
+        """Read the extents of all shards. `groups`: what is read with rows (`groups_of`).
 
         `most_shards`: if the machines have more each, know only the uses of the first part of an epoch in which the first one
         reads about as many, of buckets of more than a batch, and read only the extents of these.
@@ -108,9 +110,9 @@ class LineUses:
             for bucket, number, lane in self._parts(0, 0):
                 self._is_known[self._shards_of(bucket, self._reads(bucket, number, lane, 0)[0].first_row)] = True
         shards = None if self._is_known is None else np.flatnonzero(self._is_known)
-        sizes = np.array([shard.entry.lmdb.num_bytes for shard in store.shards], dtype=np.int64)
+        sizes = np.array([file.entry.lmdb.num_bytes for file in store.files], dtype=np.int64)
         num_lines = -(-sizes // line_bytes)
-        self.first_line = np.cumsum(num_lines) - num_lines  # by shard: number of its first line
+        self.first_line = np.cumsum(num_lines) - num_lines  # by file: number of its first line
         self.num_bytes = np.full(int(num_lines.sum()), line_bytes, dtype=np.int64)  # by line
         self.num_bytes[self.first_line + num_lines - 1] = sizes - (num_lines - 1) * line_bytes
         self.shard = np.repeat(np.arange(len(sizes)), num_lines)  # by line
@@ -235,6 +237,8 @@ def _lines_by_block(
 ) -> list[_BlockLines]:
     """Return each bucket's lines: of its blocks, and of the entries of `groups`, such as captions, that their rows refer to.
 
+    Added columns are among `groups`; their blocks are those of the same rows.
+
     A shard's file has a bucket after the other, and entries in the order in which rows were added. Rows of all buckets are
     taken to come evenly in it, so that a block has its place among its bucket's rows and its entries theirs among all.
     """
@@ -245,9 +249,10 @@ def _lines_by_block(
     of_bucket = np.bincount(bucket * len(store.shards) + shard, rows, minlength=len(every) * len(store.shards))
     total = of_bucket[bucket * len(store.shards) + shard]
     places = [first / total, (first + rows) / total]  # among the bucket's rows in the shard, from 0 to 1
-    ranges = [_entry_lines(store, group, shards, shard, places, first_line, line_bytes) for group in groups]
+    entries, added = ([group for group in groups if (group in store.added) is is_added] for is_added in (False, True))
+    ranges = [_entry_lines(store, group, shards, shard, places, first_line, line_bytes) for group in entries]
     result, at = [], 0
-    for blocks in every:
+    for name, blocks in zip((bucket.name for bucket in store.buckets()), every, strict=True):
         own = slice(at, at := at + len(blocks.shard))
         if not any(blocks is one.blocks for one in buckets):
             continue
@@ -256,12 +261,27 @@ def _lines_by_block(
             owner, number = _expand(low[own], high[own])
             again, line = _expand(begin[number], end[number])
             found.append((owner[again], line))
+        found += [_added_lines(store, column, name, blocks, first_line, line_bytes) for column in added]
         # a row's caption may be in a line of the row's own block
         codes = np.unique(np.concatenate([block * num_lines + line for block, line in found]))
         block, line = np.divmod(codes, num_lines)
         starts = np.searchsorted(block, np.arange(len(blocks.shard) + 1))
         result.append(_BlockLines(starts=starts, line=line))
     return result
+
+
+def _added_lines(
+    store: OpenShards, column: str, bucket: str, blocks: Blocks, first_line: NDArray[np.int64], line_bytes: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the lines of an added column's values of blocks of rows: (index of the block, line), `[N]` each."""
+    file = store.added[column].shard[blocks.shard]
+    has = np.flatnonzero(file >= 0)
+    file, first = file[has], blocks.first_row[has]
+    begin, end = (store.table.find(bucket, file, rows) for rows in (first, first + blocks.rows[has] - 1))
+    low, _ = _lines(file, begin.offset, begin.length, first_line, line_bytes)
+    _, high = _lines(file, end.offset, end.length, first_line, line_bytes)
+    owner, line = _expand(low, high)
+    return has[owner], line
 
 
 def _entry_lines(

@@ -99,13 +99,15 @@ class KeyedValues:
 
         Key order: meta, blocks of ragged groups, samples, other blocks.
         """
-        extents, index = self._shard.extents, self._shard.index
+        extents = self._shard.extents
         block, block_at = _last_not_after(extents, "offset", offset)
-        sample, sample_at = _last_not_after(index, "record_offset", offset)
+        sample, sample_at = -1, -1  # an added column has none
+        if not self._shard.entry.is_of_column:
+            sample, sample_at = _last_not_after(self._shard.index, "record_offset", offset)
         if max(block, sample) < 0:
             return META_KEY, 0
         if sample_at > block_at:
-            digest: bytes = index.take("digest", np.array([sample]))[0].tobytes()
+            digest: bytes = self._shard.index.take("digest", np.array([sample]))[0].tobytes()
             return sample_key(digest), sample_at
         for group, entry in self._shard.entry.groups.items():
             if entry.first_block <= block < entry.first_block + entry.blocks:

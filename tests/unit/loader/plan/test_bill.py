@@ -25,13 +25,14 @@ from bucketline.loader.plan.bill import (
     read_prices,
 )
 from bucketline.loader.plan.cache_needs import cache_for, num_bytes_of, sidecar_bytes_of, why_not
-from bucketline.loader.plan.line_uses import LineUses
+from bucketline.loader.plan.line_uses import LineUses, groups_of
 from bucketline.loader.plan.make_plan import make_plan
 from bucketline.loader.plan.rng import keys_of_rows
-from bucketline.store import Store
+from bucketline.store import Store, add_column
 from bucketline.store.format.block import CAPTIONS
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.remote.cache.folder import LEAST_BYTES, ring_share
+from tests.added_columns import mask_of
 from tests.building import make_store, samples_of
 from tests.commands import call
 
@@ -138,6 +139,25 @@ def test_the_lines_of_each_machine_are_those_that_its_rows_and_captions_need(
             exact = set().union(*lines_by_step(store, plan, lines.first_line, machine, machines, epoch, LINE))
             found = set(lines.of(machine, epoch).line.tolist())
             assert len(exact ^ found) <= 2 + 0.02 * len(exact)  # at a cut, and where captions begin
+
+
+def test_the_lines_of_an_added_column_are_among_them_if_it_is_read(tmp_path: Path) -> None:
+    shards = [samples_of({"train/64x64": 60, "train/64x96": 31}, f"{n}/") for n in range(3)]
+    place = make_store(tmp_path / "s", *shards).path
+    add_column(place, "mask", mask_of)
+    store, line = Store.open(place), 1 << 11
+    plan = plan_of(store, 1)
+    uses = [LineUses(store, plan, "train", 1, groups=groups_of(store, (), roles), line_bytes=line) for roles in ((), ("mask",))]
+    first, exact = uses[0].first_line, set[int]()
+    for step in range(plan.steps_before(1)):
+        (part,) = plan.draw([(step, 0)], 1)
+        own = store.bucket(part.bucket).locate(part.rows, ["mask"]).added["mask"]
+        assert own.spec is not None
+        exact |= set((first[own.shard] + own.offsets(own.spec, "mask") // line).tolist())
+    without, found = (set(one.of(0, 0).line.tolist()) for one in uses)
+    assert max(without) < first[len(store.shards)] <= min(exact)
+    assert exact <= found - without
+    assert len(found - without - exact) <= 2 * len(store.shards) * 2  # the ends of blocks, which are read whole
 
 
 @pytest.fixture(scope="module")
