@@ -61,6 +61,12 @@ FORMS: dict[str, Form] = {
         name: Form(pipeline=PIPELINES[name], call={**_UNGUIDED, "clean_caption": False, "use_resolution_binning": False})
         for name in ("pixart_alpha", "pixart_sigma")
     },
+    **{name: Form(pipeline="PRXPipeline", call={**_UNGUIDED, "use_resolution_binning": False}) for name in ("prx", "prx dc")},
+    "chroma": Form(pipeline="ChromaPipeline"),
+    "sana": Form(pipeline="SanaPipeline", call={**_UNGUIDED, "use_resolution_binning": False}, size=(32, 64)),
+    "lumina2": Form(pipeline="Lumina2Pipeline", size=(16, 32)),
+    "hidream_image": Form(pipeline="HiDreamImagePipeline", size=(8, 32)),
+    "ernie_image": Form(pipeline="ErnieImagePipeline"),
 }
 """The pipelines of the families that have a file, by a name of `write_pipeline`."""
 
@@ -78,7 +84,7 @@ def write_pipeline(folder: Path, family: str, **more: Any) -> Path:
         parts = {**_RECENT_PARTS[family](), "transformer": tiny_model(family)}
         getattr(diffusers, RECENT_PIPELINES[family])(**parts, **more).save_pretrained(folder)
         if family.startswith("prx"):
-            language_models.write_t5gemma_config(folder / "text_encoder")
+            language_models.publish_t5gemma(folder)
         return folder
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     parts = {"vae": tiny_vae(), "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
@@ -114,7 +120,18 @@ def open_pipeline(folder: Path, family: str) -> Any:
     made: dict[str, Any] = {"processor": language_models.qwen3_vl_processor()} if family == "qwenimage21" else {}
     if family == "sd3 without T5":
         made = {"text_encoder_3": None, "tokenizer_3": None}
-    return diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, **made)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, **made)
+    if family == "hidream_image":
+        pipeline.default_sample_size = 8  # draws images of this many latents squared, whatever their shape
+    if family == "chroma":
+        encode = pipeline._get_t5_prompt_embeds
+
+        def with_a_mask(*args: Any, **kwargs: Any) -> Any:
+            embeddings, mask = encode(*args, **kwargs)
+            return embeddings, mask.bool()  # of floats, attention adds it instead of masking
+
+        pipeline._get_t5_prompt_embeds = with_a_mask
+    return pipeline
 
 
 def write_dit(folder: Path, names: dict[int, str]) -> Path:
@@ -424,8 +441,7 @@ def _prx_dc() -> dict[str, Any]:
 
 def _chroma() -> dict[str, Any]:
     text = {"text_encoder": _tiny_t5(), "tokenizer": t5_tokenizer()}
-    flow = _flow(use_beta_sigmas=True)
-    return {**text, "vae": tiny_vae(scaling_factor=0.3611, shift_factor=0.1159), "scheduler": flow}
+    return {**text, "vae": tiny_vae(scaling_factor=0.3611, shift_factor=0.1159), "scheduler": _flow()}
 
 
 def _sana() -> dict[str, Any]:

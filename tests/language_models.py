@@ -116,7 +116,7 @@ def mistral_tokenizer(*, begins: bool = False) -> Any:
 
 
 def gemma_tokenizer(max_length: int) -> Any:
-    """Make a Gemma tokenizer: letters, words, and a token for each byte of other text."""
+    """Make a Gemma tokenizer: letters, words, and a token for each byte of other text. It pads on the right, unless asked."""
     import transformers
 
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -124,7 +124,7 @@ def gemma_tokenizer(max_length: int) -> Any:
     merges = [(word[:n], word[n]) for word in WORDS for n in range(1, len(word))]
     pieces += dict.fromkeys(first + second for first, second in merges)
     tokenizer = transformers.GemmaTokenizerFast(
-        vocab={piece: n for n, piece in enumerate(pieces)}, merges=merges, model_max_length=max_length
+        vocab={piece: n for n, piece in enumerate(pieces)}, merges=merges, model_max_length=max_length, padding_side="right"
     )
     tokenizer.backend_tokenizer.post_processor = _beginning("<bos>", pieces.index("<bos>"))
     return tokenizer
@@ -212,13 +212,16 @@ def t5gemma() -> Any:
     return T5GemmaEncoder(transformers.T5GemmaModuleConfig(**_gemma_sizes(), dropout_rate=0.0))
 
 
-def write_t5gemma_config(folder: Path) -> None:
-    """Write the configuration next to a T5Gemma's encoder as published: that of the encoder and of a decoder."""
+def publish_t5gemma(pipeline: Path) -> None:
+    """Write the index and the encoder's configuration as published: the class by its name in PRX's room, and with a decoder."""
     import transformers
 
     sizes = transformers.T5GemmaModuleConfig(**_gemma_sizes()).to_dict()
     config = transformers.T5GemmaConfig(encoder=dict(sizes), decoder=dict(sizes), architectures=["T5GemmaEncoder"])
-    config.save_pretrained(folder)
+    config.save_pretrained(pipeline / "text_encoder")
+    index = pipeline / "model_index.json"
+    named = {**json.loads(index.read_text(encoding="utf-8")), "text_encoder": ["prx", "T5GemmaEncoder"]}
+    index.write_text(json.dumps(named), encoding="utf-8")
 
 
 def _gemma_sizes() -> dict[str, Any]:

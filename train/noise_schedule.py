@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.families.schedules import SCALED_LINEAR
+from bucketline.families.schedules import SCALED_LINEAR, flow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -211,6 +211,8 @@ def load_schedule(
     assumed = not path.exists()
     try:
         config = dict(published or SCALED_LINEAR) if assumed else json.loads(path.read_text(encoding="utf-8"))
+        if config.get("use_flow_sigmas"):  # a solver of several orders for a flow: DPM-Solver, UniPC
+            config = flow(config.get("flow_shift") or 1.0, num_train_timesteps=config.get("num_train_timesteps", 1000))
         is_flow = config.get("_class_name") == FLOW_CLASS
         if is_flow and objective not in (None, Objective.FLOW):
             raise UsageError(f"--objective is {objective}, and {path} is a {FLOW_CLASS}, which has no table of noise levels")
@@ -237,6 +239,7 @@ def load_schedule(
 def _flow(config: dict[str, Any], patch_size: int) -> ModelSchedule:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
+    config = {**config, "use_beta_sigmas": False}  # how a sampler's steps are spaced (Chroma), for which diffusers needs scipy
     full = FlowMatchEulerDiscreteScheduler.from_config(config).config
     dynamic = DynamicShift(**{field.name: full[field.name] for field in fields(DynamicShift)})
     shift = dynamic if full["use_dynamic_shifting"] else float(full["shift"])

@@ -172,7 +172,7 @@ def build(
         optimizer=optimizer,
         average=average_of(config, model, optimizer) or average,
         prep=Prep(
-            scale=latent_scale(store, device),
+            scale=latent_scale(store, device, family),
             schedule=schedule.noise,
             objective=schedule.objective,
             options=NoisingOptions.of(config),
@@ -312,11 +312,11 @@ def _batch_shape(bucket: Bucket, loader: Loader) -> tuple[int, ...]:
     return (loader.config.rows_of(bucket), *bucket.spec.column(LATENT).shape)
 
 
-def latent_scale(store: Store, device: torch.device) -> LatentScale:
-    """Return the latent scaling of the store's VAE."""
+def latent_scale(store: Store, device: torch.device, family: Family | type[Family]) -> LatentScale:
+    """Return the latent scaling of the store's VAE for a family."""
     vae = store.manifest.encoders["vae"]
     assert isinstance(vae, dict)
-    return LatentScale.of(vae, device)
+    return LatentScale.of(family.scaling(vae), device)
 
 
 def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> None:

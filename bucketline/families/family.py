@@ -54,6 +54,7 @@ class Part:
     layer: str = "last_hidden_state"  # which output is stored, as transformers calls it
     kind: str = ""  # how the names of the encoder's classes begin
     has_positions: bool = True  # adds token positions of its own (zeros if the part is absent), not shared with another part
+    num_padding: int = 0  # positions of padding that the model sees after a caption's own tokens, if there is room
     is_open: bool = False  # its length is an argument of `encode_prompt`, not set by the tokenizer
     is_optional: bool = False
 
@@ -141,7 +142,9 @@ class Family:
     # Text. None of it for a family whose captions are classes.
     parts: ClassVar[tuple[Part, ...]] = ()
     padding: ClassVar[Padding] = Padding.MAX_LENGTH
-    results: ClassVar[tuple[str | None, ...]] = (TOKENS,)  # of `encode_prompt`, in order: a column, `mask`, or None
+    # Of `encode_prompt`, in order: a column, `mask`, or None. With `empty tokens` and `empty mask` (of the negative prompt),
+    # the empty caption is encoded as the pipeline's negative prompt, which gets no template.
+    results: ClassVar[tuple[str | None, ...]] = (TOKENS,)
     prompt_options: ClassVar[Mapping[str, Any]] = {"do_classifier_free_guidance": False}  # other arguments of `encode_prompt`
     # The transformer or UNet.
     model_class: ClassVar[str]  # in diffusers
@@ -151,6 +154,7 @@ class Family:
     widths: ClassVar[Mapping[str, str]] = {}  # fields of the configuration that are as wide as a text column
     out_channels: ClassVar[tuple[int | None, ...]] = (None, 1)  # times the latent's channels; None: as many as go in
     packing: ClassVar[int] = 1  # latent positions, in each direction, that become one position of more channels
+    points_to_image: ClassVar[bool] = False  # of a flow: it predicts the image less the noise
     has_mask: ClassVar[bool] = True  # of the tokens that are padding
     is_square_only: ClassVar[bool] = False  # it silently returns a square for any other size
     reads_first_block: ClassVar[bool] = False  # its `forward` calls into its first block, not only the block itself
@@ -166,10 +170,19 @@ class Family:
     @classmethod
     def encode_prompt(cls, pipeline: Any, captions: list[str], more: Mapping[str, Any]) -> Encoded:  # noqa: ANN401 - diffusers has no types
         """Encode captions by the pipeline's own `encode_prompt`, with `more` arguments."""
-        given = pipeline.encode_prompt(captions, **cls.prompt_options, **more)
-        found = dict(zip(cls.results, given, strict=False))
-        fixed = {name: value for name, value in found.items() if name not in (TOKENS, "mask", None)}
-        return Encoded(tokens=found[TOKENS], mask=found.get("mask"), fixed=fixed)
+        import torch
+
+        options = {**cls.prompt_options, **more}
+        if "empty tokens" in cls.results:
+            options["do_classifier_free_guidance"] = "" in captions
+        found = dict(zip(cls.results, pipeline.encode_prompt(captions, **options), strict=False))
+        tokens, mask = found.pop(TOKENS), found.pop("mask", None)
+        if (other := found.pop("empty tokens", None)) is not None:
+            is_empty = torch.tensor([caption == "" for caption in captions], device=tokens.device)
+            tokens = torch.where(is_empty[:, None, None], other, tokens)
+            mask = torch.where(is_empty[:, None], found["empty mask"], mask)
+        fixed = {name: value for name, value in found.items() if name not in ("empty mask", None)}
+        return Encoded(tokens=tokens, mask=mask, fixed=fixed)
 
     @classmethod
     def text_widths(cls, _model: Model, configs: Mapping[str, Any]) -> Widths:
@@ -185,6 +198,11 @@ class Family:
     def cleaned(cls, _pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - likewise
         """Return captions as the tokenizer gets them."""
         return captions
+
+    @classmethod
+    def num_dropped(cls, _pipeline: Any, _caption: str) -> int:  # noqa: ANN401 - likewise
+        """Return how many of the tokens that the tokenizer makes of a cleaned caption are not stored: those of a template."""
+        return 0
 
     # -- Training
 
@@ -269,6 +287,11 @@ class Family:
         """Latent positions per token, in each direction."""
         return self.packing * (self.number("patch_size") or 1)
 
+    @classmethod
+    def scaling(cls, vae: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a store's record of its VAE as the family's pipeline scales latents by it."""
+        return vae
+
     def prepare(self, model: nn.Module) -> None:
         """Disable the label dropout of a DiT, which uses the process's generator; the loader drops labels with keyed draws."""
         for module in model.modules():
@@ -298,7 +321,8 @@ class Family:
         The variance has a separate loss in Nichol and Dhariwal 2021 (arXiv 2102.09672). Here its channels get no gradient, as
         in diffusers' training scripts; diffusers' pipelines ignore these channels in sampling, too.
         """
-        return output[:, : noisy.shape[1]]
+        prediction = output[:, : noisy.shape[1]]
+        return -prediction if self.points_to_image else prediction
 
     def unpacked(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Return latents as the family's pipeline hands them to its scheduler, as [B, C, height, width]."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Family, Part, Widths, variants
-from bucketline.families.packing import PATCH, image_ids, pack, unpack
+from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, image_ids, pack, unpack
 from bucketline.families.schedules import flow
 from bucketline.store.format.columns import POOLED
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from bucketline.families.family import Model, StoreFacts
     from bucketline.loader import Batch
     from bucketline.typed_json import Json
-
-NUM_TRAIN_TIMESTEPS = 1000.0  # the model itself multiplies by it
 
 
 class Flux(Family):

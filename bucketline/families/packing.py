@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PATCH = 2
+NUM_TRAIN_TIMESTEPS = 1000.0  # of every published flow; models that take the noise as a share multiply by it themselves
 
 
 def pack(latents: Tensor) -> Tensor:
@@ -34,3 +35,16 @@ def image_ids(height: int, width: int, like: Tensor) -> Tensor:
     places[..., 1] = torch.arange(height, device=like.device)[:, None]
     places[..., 2] = torch.arange(width, device=like.device)[None, :]
     return places.reshape(height * width, 3)
+
+
+def join_layers(tokens: Tensor, layers: Tensor) -> Tensor:
+    """Put the layers of another encoder behind tokens: [B, T, D] and [L, B, T, E] to [B, T, D + L · E]."""
+    import torch
+
+    return torch.cat([tokens, layers.permute(1, 2, 0, 3).flatten(2)], dim=2)
+
+
+def split_layers(joined: Tensor, width: int, layer_width: int) -> tuple[Tensor, Tensor]:
+    """Undo `join_layers`, of tokens and layers of these widths."""
+    layers = joined[..., width:]
+    return joined[..., :width], layers.reshape(*layers.shape[:2], -1, layer_width).permute(2, 0, 1, 3)

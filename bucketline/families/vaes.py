@@ -95,9 +95,10 @@ def decode(vae: Any, latents: Tensor) -> Tensor:  # noqa: ANN401 - likewise
     return (images[:, :, 0] if has_frames else images)[:, :3]  # without the opacity
 
 
-def batch_norm(vae: Any) -> dict[str, list[float]]:  # noqa: ANN401 - likewise
-    """Return mean and standard deviation by which a VAE's latents are normalised in 2 by 2 patches, 4 C numbers each."""
+def batch_norm(vae: Any) -> dict[str, Any]:  # noqa: ANN401 - likewise
+    """Return mean and standard deviation by which a VAE's latents are normalised in 2 by 2 patches, 4 C numbers each, and ε."""
     import torch
 
-    std = torch.sqrt(vae.bn.running_var.double() + float(vae.config.batch_norm_eps))
-    return {"mean": vae.bn.running_mean.double().tolist(), "std": std.tolist()}
+    eps = float(vae.config.batch_norm_eps)
+    std = torch.sqrt(vae.bn.running_var.double() + eps)
+    return {"mean": vae.bn.running_mean.double().tolist(), "std": std.tolist(), "eps": eps}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +155,8 @@ def _model_class(architecture: str) -> Any:  # noqa: ANN401 - any transformers m
     """
     import transformers
 
+    if architecture == "T5GemmaEncoder":  # diffusers' reads its configuration as published, next to that of a decoder
+        return importlib.import_module("diffusers.pipelines.prx").T5GemmaEncoder
     found = getattr(transformers, architecture, None)
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_model else transformers.AutoModel

@@ -86,7 +86,7 @@ class VaeEncoder:
             "latents_std": _numbers(getattr(config, "latents_std", None)),
         }
         if self._kind.has_batch_norm:
-            self.provenance["batch_norm"] = batch_norm(vae)  # type: ignore[assignment] # lists are invariant
+            self.provenance["batch_norm"] = batch_norm(vae)
         self._device = device
         self._dtype, self._compute_dtype = TORCH_DTYPES[stored_dtype], TORCH_DTYPES[dtype]
         # torch's own `to`: that of diffusers warns at every cast about modules to keep in F32, without naming any

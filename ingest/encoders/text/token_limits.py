@@ -6,6 +6,7 @@ No weights are needed: `ingest pack` uses this next to its encoders, `ingest sca
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError, UsageError
@@ -67,17 +68,19 @@ class PromptLengths:
         In SD3 and Flux, only the T5 sees all of a long caption.
         """
         cleaned = self._family.cleaned(self._pipeline, list(captions))
+        templates = [self._family.num_dropped(self._pipeline, caption) for caption in captions]
         kept = [self.positions] * len(cleaned)
         cuts: list[list[Cut]] = [[] for _ in cleaned]
         for part in self._family.parts:
             if part.encoder in self._tokenizers:
                 tokenizer, limit = self._tokenizers[part.encoder], self.limit(part)
                 lengths = token_counts(tokenizer, cleaned)
-                for caption, length, own in zip(cleaned, lengths, cuts, strict=True):
-                    if length > limit:
-                        own.append(cut_of(part.encoder, tokenizer, caption, length, limit))
+                for caption, length, dropped, own in zip(cleaned, lengths, templates, cuts, strict=True):
+                    if length - dropped > limit:
+                        own.append(cut_of(part.encoder, tokenizer, caption, length, limit + dropped))
                 if self._family.padding is Padding.VALID:
-                    kept = [min(length, limit) for length in lengths]
+                    pairs = zip(lengths, templates, strict=True)
+                    kept = [min(length - dropped + part.num_padding, limit) for length, dropped in pairs]
         return [
             CaptionLength(num_tokens=own, is_too_long=len(found) == len(self._tokenizers), cuts=tuple(found))
             for own, found in zip(kept, cuts, strict=True)
@@ -99,6 +102,7 @@ def make_pipeline(family: type[Family], model: ModelFolder, parts: Mapping[str, 
         name: None for name, parameter in wanted.items() if name != "self" and parameter.default is inspect.Parameter.empty
     }
     try:
-        return kind(**{**absent, **parts, **family.extras(model)})
+        with warnings.catch_warnings(category=FutureWarning, action="ignore"):  # PRX's pipeline is of a deprecated class
+            return kind(**{**absent, **parts, **family.extras(model)})
     except (ValueError, TypeError, AttributeError) as error:
         raise ModelError(f"{model.name}: cannot make a {family.pipelines[0]} from its text parts: {error}") from error

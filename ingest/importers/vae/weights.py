@@ -35,4 +35,4 @@ def batch_norm(model: ModelFolder) -> Json:
             f"{model.name} has only the configuration of its VAE; the statistics that scale Flux.2's latents are among its "
             "weights: download vae/ completely"
         )
-    return vaes.batch_norm(load_vae(model))  # type: ignore[return-value] # lists are invariant
+    return vaes.batch_norm(load_vae(model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,8 @@ def one_step(pipeline: Any, captions: Sequence[str], *, decodes: bool = False, l
     call = type(pipeline).__call__
     generator = torch.Generator().manual_seed(7)
     try:
-        with torch.set_grad_enabled(learns):
+        with torch.set_grad_enabled(learns), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # schedulers make arrays of tensors
             inspect.unwrap(call)(pipeline, list(captions), num_inference_steps=1, generator=generator, **asked)
     except _EnoughError:
         pass
@@ -117,11 +119,11 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 
 def _as(other: Any, own: Any) -> Any:
-    """Return a mask or a timestep in the dtype of another, a timestep of one row as the one that a pipeline gives for all."""
+    """Return a mask or a timestep in the dtype of another, a timestep as the one that a pipeline gives for all."""
     if not isinstance(own, torch.Tensor) or not isinstance(other, torch.Tensor):
         return own
     same = own.to(other.dtype)
-    return same[0] if other.ndim == 0 else same
+    return same[0].reshape(other.shape) if other.numel() == 1 else same
 
 
 def equal(own: Any, other: Any) -> bool:

@@ -101,6 +101,8 @@ def test_the_model_is_given_what_its_pipeline_gives_it_and_its_output_is_taken_a
     """Captions, packing, positions, masks, noise level and guidance to the bit; sign, scale and packing of the output."""
     if made.encoder.provenance["empty_caption"] == "zeros":
         captions = tuple(caption or "a house" for caption in captions)  # the pipeline gives zeros for no negative prompt only
+    if "empty tokens" in made.family.results:
+        captions = tuple(caption or "a house" for caption in captions)  # tried below, as the negative prompt
     with torch.no_grad():
         recorded, noisy, arguments = recorded_and_ours(made, captions)
         output = recorded.output[0] if isinstance(recorded.output, tuple) else recorded.output.sample
@@ -111,6 +113,19 @@ def test_the_model_is_given_what_its_pipeline_gives_it_and_its_output_is_taken_a
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
         wanted = made.family.unpacked(recorded.prediction, *noisy.shape[2:])
         assert torch.equal(made.family.answer(output, noisy), wanted)
+
+
+@torch.no_grad()
+def test_the_empty_caption_is_the_pipelines_negative_prompt_where_that_has_no_template(made: Made) -> None:
+    results = made.family.results
+    if "empty tokens" not in results:
+        assert made.family.cleaned(made.pipeline, [""]) == made.family.cleaned(made.pipeline, ["", "a"])[:1]
+        return
+    made_of = dict(zip(results, made.pipeline.encode_prompt(["a red cat"], do_classifier_free_guidance=True), strict=True))
+    wanted = made_of["empty tokens"][0][made_of["empty mask"][0].bool()]
+    for captions in ([""], ["a red cat", "", "a dog"]):
+        found = made.encoder.encode(captions)[captions.index("")].tokens
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def _forget_padding(made: Made, captions: tuple[str, ...], theirs: dict[str, Any]) -> None:
@@ -153,7 +168,7 @@ def test_latents_are_the_vaes_own_and_scaled_as_the_pipeline_undoes_it(made: Mad
     torch.testing.assert_close(stored, mode[:, :, 0] if has_frames else mode, rtol=1e-5, atol=1e-6)
 
     recorded = one_step(made.pipeline, ("a red cat",), decodes=True, height=height, width=width, **made.asked)
-    scale = LatentScale.of(made.vae.provenance, CPU)
+    scale = LatentScale.of(made.family.scaling(made.vae.provenance), CPU)
     ended = made.family.unpacked(recorded.stepped, *stored.shape[2:])
     undone = recorded.decoded[:, :, 0] if has_frames else recorded.decoded
     torch.testing.assert_close(scale.invert(ended), undone.float(), rtol=1e-5, atol=1e-6)

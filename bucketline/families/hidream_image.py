@@ -1,0 +1,79 @@
+"""HiDream-I1: at 128 positions a T5's last hidden state and every layer of a Llama, 35 MB a caption in F16, and two CLIPs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bucketline.families.family import SAME_WIDTH, Encoded, Expected, Family, Part, Widths
+from bucketline.families.packing import join_layers, split_layers
+from bucketline.families.schedules import flow
+from bucketline.store.format.columns import POOLED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from bucketline.loader import Batch
+
+
+class HiDreamImage(Family):
+    """HiDream-I1: takes latents, timesteps, tokens of a T5 and of a Llama's layers, and the pooled embedding."""
+
+    name = "hidream_image"
+    pipelines = ("HiDreamImagePipeline",)
+    _CLIP: ClassVar[Any] = {"layer": "text_embeds", "has_positions": False, "is_open": True}
+    parts = (
+        Part(kind="CLIPTextModelWithProjection", **_CLIP),
+        Part(encoder="text_encoder_2", tokenizer="tokenizer_2", kind="CLIPText", **_CLIP),
+        Part(encoder="text_encoder_3", tokenizer="tokenizer_3", kind="T5", is_open=True),
+        Part(encoder="text_encoder_4", tokenizer="tokenizer_4", kind="Llama", **{**_CLIP, "layer": "hidden_states[1:]"}),
+    )
+    results = ("tokens", None, "llama", None, POOLED, None)
+    model_class = "HiDreamImageTransformer2DModel"
+    usual_tokens = 128
+    image_guidance = 5.0
+    columns = ("tokens", POOLED)
+    widths: ClassVar[Mapping[str, str]] = {"text_emb_dim": POOLED}
+    has_mask = False
+    points_to_image = True
+    config: Any
+    scheduler = flow(3.0)  # the shift of the UniPC solver published with HiDream-I1-Full
+    lora_targets = ("to_q", "to_k", "to_v", "to_out")  # as in diffusers' training script
+
+    @classmethod
+    def encode_prompt(cls, pipeline: Any, captions: list[str], more: Mapping[str, Any]) -> Encoded:  # noqa: ANN401 - diffusers has no types
+        """Encode captions, and put the Llama's layers behind the T5's tokens."""
+        found = super().encode_prompt(pipeline, captions, more)
+        return Encoded(tokens=join_layers(found.tokens, found.fixed["llama"]), fixed={POOLED: found.fixed[POOLED]})
+
+    @classmethod
+    def text_widths(cls, _model: Any, configs: Mapping[str, Any]) -> Widths:  # noqa: ANN401 - as the base's
+        """Return the widths of a T5 and a Llama's layers together, and of both CLIPs' projections."""
+        clip, clip_2, t5, llama = (configs[part.encoder] for part in cls.parts)
+        pooled = clip.projection_dim + clip_2.projection_dim
+        return Widths(token=t5.hidden_size + llama.num_hidden_layers * llama.hidden_size, fixed={POOLED: pooled})
+
+    def expects(self) -> Iterator[Expected]:
+        """Require the store's sizes; of the Llama, as many layers as the model reads."""
+        yield from super().expects()
+        found, (t5, llama), layers = self.store.text["tokens"], self.config["caption_channels"], self.config["llama_layers"]
+        is_met = (found - t5) % llama == 0 and found > t5 + max(layers) * llama
+        wanted, because = f"the first and {max(layers) + 1} of the second, together {found}", SAME_WIDTH["tokens"]
+        yield Expected(field="caption_channels", found=[t5, llama], wanted=wanted, is_met=is_met, because=because)
+
+    def prepare(self, model: Any) -> None:  # noqa: ANN401 - as below
+        """Have predictions put back into the shape of latents in training too; a HiDream does it in evaluation only."""
+        model.unpatchify = lambda tokens, sizes, _: type(model).unpatchify(model, tokens, sizes, is_training=False)
+
+    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
+        """Return latents, timesteps, the T5's tokens, the Llama's by layer, and the pooled embedding."""
+        given = super().arguments(noisy, timesteps, batch)
+        t5, llama = split_layers(given["encoder_hidden_states"], *self.config["caption_channels"])
+        return {
+            "hidden_states": noisy,
+            "timesteps": timesteps,
+            "encoder_hidden_states_t5": t5,
+            "encoder_hidden_states_llama3": llama,
+            "pooled_embeds": given["pooled_projections"],
+        }

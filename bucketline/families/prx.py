@@ -1,0 +1,66 @@
+"""PRX: the last hidden state of a T5Gemma's encoder at the caption's own tokens; the model masks the others.
+
+The pipeline cleans captions before it encodes them (lower case, no addresses, no Chinese), and so do stores. It needs ftfy.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bucketline.errors import ModelError
+from bucketline.families.family import Family, Padding, Part, Widths
+from bucketline.families.packing import NUM_TRAIN_TIMESTEPS
+from bucketline.families.schedules import flow
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from bucketline.families.family import Model
+    from bucketline.loader import Batch
+
+
+class Prx(Family):
+    """PRX: takes latents of an AutoencoderKL or AutoencoderDC, the noise as a share, tokens and their mask."""
+
+    name = "prx"
+    pipelines = ("PRXPipeline",)
+    parts = (Part(kind="T5Gemma"),)
+    padding = Padding.VALID
+    results = ("tokens", "mask", None, None)
+    model_class = "PRXTransformer2DModel"
+    usual_tokens = 256
+    image_guidance = 4.0
+    widths: ClassVar[Mapping[str, str]] = {"context_in_dim": "tokens"}
+    scheduler = flow(3.0)  # as diffusers' conversion script writes it
+    has_lora_loader = False  # its pipeline has that of a UNet
+    lora_targets = ("img_qkv_proj", "txt_kv_proj", "to_out.0")
+
+    @classmethod
+    def extras(cls, model: Model) -> dict[str, Any]:
+        """Check that what the pipeline cleans captions with is there.
+
+        Raises:
+            ModelError: if it is not.
+        """
+        if find_spec("ftfy") is None:
+            raise ModelError(f"{model.name}: PRXPipeline cleans captions with ftfy, which is not installed; pip install ftfy")
+        return {}
+
+    @classmethod
+    def text_widths(cls, _model: Model, configs: Mapping[str, Any]) -> Widths:
+        """Return the encoder's width; its published configuration is that of an encoder and a decoder."""
+        config = configs["text_encoder"]
+        return Widths(token=getattr(config, "encoder", config).hidden_size)
+
+    @classmethod
+    def cleaned(cls, pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - diffusers has no types
+        """Return captions as the pipeline cleans them."""
+        return [pipeline.text_preprocessor.clean_text(caption) for caption in captions]
+
+    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
+        """Return latents, the noise as a share, tokens and their mask."""
+        given = super().arguments(noisy, timesteps / NUM_TRAIN_TIMESTEPS, batch)
+        return given | {"attention_mask": given.pop("encoder_attention_mask")}
