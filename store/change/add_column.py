@@ -12,10 +12,9 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bucketline.command_line import counted
 from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
 from bucketline.files.locks import FileLock
-from bucketline.option_types import expect
+from bucketline.option_types import expect, unlike
 from bucketline.store.change.column_values import (
     CalledValues,
     ColumnForms,
@@ -103,6 +102,8 @@ class ColumnRequest:
 
     def __post_init__(self) -> None:
         expect("name", self.role, str, "a role, such as 'mask' or 'features/dino'")
+        if not callable(self.values) and not isinstance(self.values, Iterable):
+            raise unlike("values", self.values, "pairs (id, array), a mapping, or a function of an id")
         if not ROLE.fullmatch(role_of(self.role)):
             raise UsageError(
                 f"name is {self.role!r:.80}, expected mask, audio, control/NAME, reference/NAME or features/NAME, or one of "
@@ -238,8 +239,8 @@ def _refuse_missing(store: Store, role: str, missing: list[ShardValues]) -> None
     if number := sum(own.num_missing for own in missing):
         ids = [one for own in missing for one in own.missing][:NAMED]
         raise StoreError(
-            f"{counted(number, 'row')} of {store.place} have no value of {role!r}: {named(ids, number)}; nothing was added; "
-            "give them one, or a fill value for all of them (fill=0), or `store drop` them"
+            f"{number} of {store.manifest.samples} rows of {store.place} have no value of {role!r}: {named(ids, number)}; nothing "
+            "was added; give them one, or a fill value for all of them (fill=0), or `store drop` them"
         )
 
 

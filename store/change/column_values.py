@@ -189,7 +189,11 @@ class CalledValues(ShardValues):
         for first in range(0, len(positions), _ENTRIES):
             for entry in self._shard.index_entries(positions[first : first + _ENTRIES]):
                 sample_id = self._shard.record(entry).id
-                value = self._value_of(sample_id)
+                try:
+                    value = self._value_of(sample_id)
+                except Exception as error:
+                    error.add_note(f"This was the value of {self._forms.name!r} for sample {sample_id!r:.200}.")
+                    raise
                 yield None if value is None else self._forms.bytes_of(sample_id, bucket, value)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.command_line import counted, default_cache
+from bucketline.command_line import default_cache
 from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
 from bucketline.option_types import expect, expect_int, unlike
@@ -99,7 +99,7 @@ class Bucket:
             return self.spec.column(name)
         if lacking := self.rows_without(name):
             raise StoreError(
-                f"{counted(lacking, 'row')} of {self.num_rows} of {self.name} in {self._store.where} have no {name!r}: they "
+                f"{lacking} of {self.num_rows} rows of {self.name} in {self._store.where} have no {name!r}: they "
                 f"came after it was added; `add_column` with {name!r} gives it to the rows that lack it"
             )
         return self._added[name].specs[self.name].column(name)

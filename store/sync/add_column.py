@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.files.locks import FileLock
@@ -15,8 +16,6 @@ from bucketline.store.write.column_shard import ADDING_LOCK
 from bucketline.store.write.publish import changing
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bucketline.store.change.add_column import ColumnAdded, Values
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.urls import RemoteOptions
@@ -51,6 +50,7 @@ def add_column(
         StoreError: if rows have no value, ids are unknown, or something cannot be read or written; nothing is published.
         LockedError: if another process adds a column, or changes the store when the values are to be published.
     """
+    expect("a store's place", place or None, str | Path, "a path or a URL, such as 'photos.store'")
     request = ColumnRequest(role=name, values=values, fill=fill, ignore_unknown=ignore_unknown)
     expect("ignore_unknown", ignore_unknown, bool, "True or False")
     target = StorePlace(place, remote, work)

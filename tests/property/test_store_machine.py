@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from bucketline.errors import LockedError, StoreError
 from bucketline.loader.batch import COLUMN_PREFIX, LATENTS, PRESENT_PREFIX
 from bucketline.loader.prefetch.readahead import ColdDetector
-from bucketline.store import Store, read_manifest
+from bucketline.store import Store, add_column, read_manifest
 from bucketline.store.change.compact import compact
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.drop import drop
@@ -30,6 +31,7 @@ from bucketline.store.change.garbage_collect import collect
 from bucketline.store.change.merge import merge
 from bucketline.store.format.columns import LATENT, stored_name
 from bucketline.store.format.columns import PRESENT_PREFIX as PRESENT_COLUMN
+from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import generation_path, write_manifest
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.newest import is_published, newest_manifest
@@ -41,6 +43,8 @@ from tests.reading import everything
 from tests.store_forms import FORMS, Form
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from bucketline.files.locks import FileLock
     from bucketline.loader import Loader
     from bucketline.store import PartWriter
@@ -50,6 +54,7 @@ IDS = ("a.png", "b/a.png", "b/c.png", "d.png", "e", "ä ö.png", "\udcff.png", "
 BUCKETS = ("train/64x64", "train/96x64", "val/64x64")
 LARGE = 1 << 30
 PREFIXES = (COLUMN_PREFIX, PRESENT_PREFIX)
+ADDED = "features/id"
 MAX_CRASHES = 3  # of one run: what is left pending is sealed in a process of its own, a third of a second each
 Content = dict[str, list["Held"]]
 Columns = dict[str, dict[str, bytes]]  # by bucket and column
@@ -112,6 +117,11 @@ def as_delivered(form: Form, content: Content) -> Columns:
                 if PRESENT_COLUMN + name in held[0].columns:
                     found[bucket][PRESENT_PREFIX + name] = b"".join(one.columns[PRESENT_COLUMN + name] for one in held)
     return found
+
+
+def sample_digest_of(sample_id: str) -> NDArray[np.uint8]:
+    """Return the added column's value of a sample."""
+    return np.frombuffer(sample_digest(sample_id), dtype=np.uint8)
 
 
 def killed(writer: PartWriter) -> str:
@@ -302,6 +312,23 @@ class StoreMachine(RuleBasedStateMachine):
             with changing(self.path) as after:
                 assert after == manifest
 
+    @rule(is_killed=st.booleans())
+    def add_a_column(self, is_killed: bool) -> None:  # noqa: FBT001
+        """Add a column to the newest rows that lack it; killed, or while packing, its files stay unlisted."""
+        if is_killed and self.packing is None:
+            publishing = patch("bucketline.store.change.add_column.publish_column", side_effect=InterruptedError)
+            with publishing, pytest.raises(StoreError):
+                add_column(self.path, ADDED, sample_digest_of)
+            self.live = self.newest  # the lock's holder has continued from the newest generation
+        elif self.packing is not None:
+            with pytest.raises(LockedError, match="the values are kept"):
+                add_column(self.path, ADDED, sample_digest_of)
+        else:
+            add_column(self.path, ADDED, sample_digest_of)
+            self.live = self.newest
+            store = Store.open(self.path)
+            assert all(not bucket.rows_without(ADDED) for bucket in store.buckets())
+
     @precondition(lambda self: self.packing is None)
     @rule(cut_off=st.booleans())
     def collect_all(self, cut_off: bool) -> None:  # noqa: FBT001
@@ -364,6 +391,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert sum(map(len, content.values())) == len(found) == store.manifest.samples
         assert all(self.form.is_sample(found[sample_id], sample) for sample_id, sample in self.live.items())
         assert delivered(loaders_of(store, columns=self.form.roles)) == as_delivered(self.form, content)
+        for sample_id, held in found.items():
+            assert held.columns.get(ADDED, sample_digest(sample_id)) == sample_digest(sample_id)
         assert store.manifest.format_version == self.form.version
         for sample_id in set(IDS) - self.live.keys():
             with pytest.raises(StoreError, match="has no sample"):
@@ -408,14 +437,18 @@ def test_a_store_of_columns_is_a_dict_after_each_thing_that_can_happen_to_it() -
         machine.hold_a_reader()
         machine.pack([some(4, 5), some(1, 6, bucket=1)], torn=False)
         machine.read_everything()
+        machine.add_a_column(is_killed=True)
         machine.start_packing(some(2, 7))
         machine.change_while_packing()
+        machine.add_a_column(is_killed=False)
         machine.commit_and_write(some(0, bucket=2))
         machine.kill_packing(is_sealed=False)
         machine.read_everything()
         machine.drop_these([IDS[7], IDS[3]], torn=False)
         machine.read_everything()
+        machine.add_a_column(is_killed=False)
         machine.hold_a_reader()
+        machine.read_everything()
         machine.pack_and_be_killed([some(3), some(5)], is_sealed=True)
         machine.drop_these([IDS[4]], torn=True)
         machine.look_through_the_readers()
@@ -423,6 +456,7 @@ def test_a_store_of_columns_is_a_dict_after_each_thing_that_can_happen_to_it() -
         machine.drop_what_is_not_there(IDS[4])
         machine.compact_shards(4_000, torn=False)
         machine.read_everything()
+        machine.add_a_column(is_killed=False)
         machine.merge_with_another(some(1, 7), replace=False, comes_last=True)
         machine.merge_with_another(some(1, 7), replace=True, comes_last=True)
         machine.pack([some(2)], torn=True)

@@ -118,7 +118,7 @@ def test_a_latent_of_the_mirror_image_that_is_added_lets_a_loader_flip(tmp_path:
 def test_rows_that_lack_it_are_refused_only_if_it_is_requested(store: Store) -> None:
     with store_writer(store.path) as writer:
         add_samples(writer, samples_of({"train/64x64": 4}, "c/"))
-    said = r"columns has 'mask': 4 rows of 41 of train/64x64 .* have no 'mask'.*`add_column` .*; or leave it out of columns"
+    said = r"columns has 'mask': 4 of 41 rows of train/64x64 .* have no 'mask'.*`add_column` .*; or leave it out of columns"
     with pytest.raises(UsageError, match=said):
         Loader(store.path, LoaderConfig(batch_size=4, columns=MASKED))
     assert sum(len(own["ids"]) for own in rows_of(loaders_of(Store.open(store.path))).values()) == 62
@@ -145,7 +145,7 @@ def test_damage_is_named_by_sample_and_column(store: Store) -> None:
 
 def test_a_mixture_reads_the_added_columns_of_its_stores(store: Store, tmp_path: Path) -> None:
     make_store(tmp_path / "o", samples_of({"train/64x64": 5, "train/96x64": 2}, "o/"))
-    with pytest.raises(UsageError, match=r"5 rows of 42 of train/64x64 .* have no 'mask'"):
+    with pytest.raises(UsageError, match=r"5 of 42 rows of train/64x64 .* have no 'mask'"):
         Loader([store.path, tmp_path / "o"], LoaderConfig(batch_size=4, columns=MASKED))
     add_column(tmp_path / "o", "mask", mask_of)
     stores = [Store.open(store.path), Store.open(tmp_path / "o")]

@@ -95,7 +95,7 @@ def test_rows_that_come_later_lack_it_until_the_same_call_fills_them(path: Path)
     with store_writer(path) as writer:
         add_samples(writer, later)
     store = Store.open(path)
-    with pytest.raises(StoreError, match=r"3 rows of 21 of train/64x64 .* no 'mask': they came after .*add_column"):
+    with pytest.raises(StoreError, match=r"3 of 21 rows of train/64x64 .* no 'mask': they came after .*add_column"):
         store.bucket("train/64x64").read(np.arange(3), "mask")
     assert info(store)["added"] == {"mask": {"role": "mask", "rows": len(IDS)}}
     assert "mask" not in {column.name for column in store.bucket("train/128x64").columns}
@@ -116,7 +116,7 @@ def test_rows_without_a_value_are_refused_by_number_and_name_or_filled(given_as:
     known = {one: mask_of(one) for one in IDS if not one.startswith("b/train/64x64")}
     before = tree(path)
     with pytest.raises(
-        StoreError, match=r"9 rows of .* have no value of 'mask': 'b/train/64x64/0.png', .* and others \(9 ids\)"
+        StoreError, match=r"9 of 32 rows of .* have no value of 'mask': 'b/train/64x64/0.png', .* and others \(9 ids\)"
     ):
         add_column(path, "mask", known.get if given_as == "a function" else known)
     left = {name: data for name, data in tree(path).items() if not name.endswith("column.lock")}
@@ -131,7 +131,7 @@ def test_rows_without_a_value_are_refused_by_number_and_name_or_filled(given_as:
 def test_a_bucket_without_any_value_is_refused_or_cannot_be_filled(path: Path) -> None:
     some = {one: mask_of(one) for one in IDS if "64x96" in one}
     for values in (some, some.get):
-        with pytest.raises(StoreError, match=r"18 rows of .* have no value"):
+        with pytest.raises(StoreError, match=r"18 of 32 rows of .* have no value"):
             add_column(path, "mask", values)
         with pytest.raises(UsageError, match=r"no row of train/64x64 has a value of 'mask', so its shape there is unknown"):
             add_column(path, "mask", values, fill=0)

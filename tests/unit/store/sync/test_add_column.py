@@ -171,8 +171,9 @@ def test_what_a_call_had_made_before_it_failed_is_not_made_again(
             raise ZeroDivisionError
         return mask_of(sample_id)
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as failed:
         add_column(objects.url, "mask", half, remote=remote, work=tmp_path / "work")
+    assert failed.value.__notes__ == ["This was the value of 'mask' for sample 'b/train/64x64/0.png'."]
     assert newest_generation(objects).added == {}
 
     def rest(sample_id: str) -> Any:
@@ -184,5 +185,5 @@ def test_what_a_call_had_made_before_it_failed_is_not_made_again(
 
 
 def test_errors_name_the_url(objects: ObjectFolder, tmp_path: Path, remote: RemoteOptions) -> None:
-    with pytest.raises(StoreError, match=rf"28 rows of {objects.url} have no value of 'mask'"):
+    with pytest.raises(StoreError, match=rf"28 of 28 rows of {objects.url} have no value of 'mask'"):
         add_column(objects.url, "mask", {}, remote=remote, work=tmp_path / "work")
