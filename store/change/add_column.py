@@ -239,8 +239,8 @@ def _refuse_missing(store: Store, role: str, missing: list[ShardValues]) -> None
     if number := sum(own.num_missing for own in missing):
         ids = [one for own in missing for one in own.missing][:NAMED]
         raise StoreError(
-            f"{number} of {store.manifest.samples} rows of {store.place} have no value of {role!r}: {named(ids, number)}; nothing "
-            "was added; give them one, or a fill value for all of them (fill=0), or `store drop` them"
+            f"{number} of {store.manifest.samples} rows of {store.place} have no value of {role!r}: {named(ids, number)}; "
+            "nothing was added; give them one, or a fill value for all of them (fill=0), or `store drop` them"
         )
 
 
