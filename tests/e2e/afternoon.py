@@ -81,7 +81,8 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--store s3://…$", f"bucketline train {TRAIN}/url".replace("--store photos.store", f"--store {URL}")),
     ),
     "docs/object-storage.md": (
-        (r"^--(shuffle lines|cache-bytes 500MiB)$", "loader plan --help"),
+        (r"^--shuffle lines$", "loader plan --help"),
+        (r"^--cache-bytes \w+$", rf"{PLAN} --shuffle lines --machines 2 \g<0>"),
         (r"^--(split|bucket|ids .*)$", "store pull --help"),
         (r"--model FOLDER", f"--model {SD} --val-fraction 0.02"),
         (r"val\.store", "val-again.store"),
