@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Batch
 
-CHILD_S = 10  # before a child that hangs is ended by SIGALRM
+CHILD_S = 120  # before a child that hangs is ended by SIGALRM; it may start a service, which imports torch: seconds of CPU
 FORKS = 8  # of one loader
 
 
