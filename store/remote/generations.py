@@ -93,12 +93,17 @@ def generations_there(folder: ObjectFolder) -> list[int]:
     return sorted(int(stem) for stem in stems if stem.isdecimal())
 
 
-def complete_first(folder: ObjectFolder) -> None:
-    """Write the first generation's own object if an interrupted commit left only `manifest.json`."""
+def complete_first(folder: ObjectFolder) -> int:
+    """Write the first generation's own object if an interrupted commit left only `manifest.json`.
+
+    Return the generation that `manifest.json` names now.
+    """
     data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
-    name = generation_name(parse_manifest(data, folder.place(MANIFEST)).generation)
+    generation = parse_manifest(data, folder.place(MANIFEST)).generation
+    name = generation_name(generation)
     if folder.size(name) is None and not folder.create(name, data):
         raise _foreign(folder, name)
+    return generation
 
 
 def commit(folder: ObjectFolder, generation: int, data: bytes, *, is_first: bool) -> bool:

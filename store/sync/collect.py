@@ -63,8 +63,8 @@ def collect_objects(objects: ObjectFolder, older_than_s: float, *, dry_run: bool
     ]
     gone.sort(key=lambda entry: (not entry.name.endswith(".lmdb"), entry.name))
     if not dry_run:
-        complete_first(objects)
-        objects.write(MANIFEST, dump_manifest(newest))  # readers must not begin at a generation that is removed now
+        if complete_first(objects) < newest.generation:  # else it would go back behind what was committed meanwhile
+            objects.write(MANIFEST, dump_manifest(newest))  # readers must not begin at a generation that is removed now
         objects.remove(entry.name for entry in gone)
         objects.remove(stale)
         objects.remove(generation_name(number) for number in old)

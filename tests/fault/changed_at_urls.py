@@ -83,15 +83,20 @@ class _Place:
         if self.draw.random() < 0.7:
             compact(self.own, shard_bytes=1 << 24, gc_older_than_s=0)
 
+    def found(self) -> Store:
+        """Open what a reader at the URL finds: the last of the generations that follow that of `manifest.json`."""
+        number, there = read_manifest(self.path).generation, generations(self.path)
+        while number + 1 in there:
+            number += 1
+        return Store.open(self.path, number)
+
     def faults(self) -> Iterator[str]:
         """Describe what is wrong with the generations at the URL, and with the copy."""
         if not (self.path / "manifest.json").exists():
             return
-        newest = max(generations(self.path), default=0)
         for number in generations(self.path):
             try:
-                store = Store.open(self.path, None if number == newest else number)
-                found = verify(store, lambda _: None, 1, shards_only=True).corrupt
+                found = verify(Store.open(self.path, number), lambda _: None, 1, shards_only=True).corrupt
             except BucketlineError as error:
                 yield f"faults: generation {number} at the URL: {error}"
             else:
@@ -111,7 +116,7 @@ def _judged(ended: Ended, place: _Place, *, is_pushed: bool = False) -> tuple[Ou
     """Judge what a process did: whether it may have been refused or not, everything that is listed must be whole."""
     for fault in place.faults():
         return Outcome.WRONG, fault
-    if ended.how is How.DONE and is_pushed and everything(Store.open(place.path)) != everything(Store.open(place.own)):
+    if ended.how is How.DONE and is_pushed and everything(place.found()) != everything(Store.open(place.own)):
         return Outcome.LOST, "the store at the URL has other rows than the one that was pushed"
     return (Outcome.COMPLETED, "") if ended.how is How.DONE else (ENDS[ended.how], ended.said)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,6 +20,7 @@ from bucketline.store.sync.changes import compact_objects, drop_objects, drop_sh
 from bucketline.store.sync.collect import UNLISTED_S, collect_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
+from bucketline.store.sync.transfer.sender import pending_shards
 from bucketline.store.sync.verify import verify_objects
 from bucketline.store.verify.verify import verify
 from tests.building import add_samples, samples_of, store_writer
@@ -280,6 +281,22 @@ def test_a_late_hint_does_not_hide_the_newest_generation_after_a_collection(obje
     drop_objects(objects, ["first/train/64x64/4.png"])
     objects.write("manifest.json", hint)  # a slow writer's
     collect_objects(objects, 0)
+    assert newest_generation(objects).generation == 4
+
+
+def test_a_slow_collection_does_not_hide_what_is_committed_and_collected_meanwhile(
+    objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overtaken(*arguments: Any) -> tuple[set[str], list[str]]:
+        monkeypatch.undo()
+        drop_objects(objects, DROPPED)
+        drop_objects(objects, ["first/train/64x64/4.png"])
+        collect_objects(objects, 0)
+        return pending_shards(*arguments)
+
+    # called once the collection has read which generation is the newest
+    monkeypatch.setattr("bucketline.store.sync.collect.pending_shards", overtaken)
+    collect_objects(objects, 86400)
     assert newest_generation(objects).generation == 4
 
 
