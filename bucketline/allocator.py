@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
+
+    import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # named M_… in glibc
 _KEPT_BYTES = 1 << 30
@@ -26,6 +30,17 @@ def keep_freed_memory() -> None:
         return
     mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)
     mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def free_memory(device: torch.device) -> None:
+    """Return what objects that are gone have left to the system or the device: a model's weights, before another is loaded."""
+    gc.collect()
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def set_up_torch(environment: MutableMapping[str, str], torch_version: str) -> None:

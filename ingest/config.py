@@ -13,7 +13,7 @@ import tyro
 from bucketline.command_line import duration_s, refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
-from bucketline.ingest.rules import Check, SplitBy, prune_limit, reject_limit
+from bucketline.ingest.rules import Check, Phases, SplitBy, prune_limit, reject_limit
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.store.commands.place import ChangingArguments, StorePlace
@@ -167,6 +167,10 @@ class PackConfig(SourceArguments, ChangingArguments):
     """Data type in which the encoders compute; BF16 is faster on a GPU, where F32 is TF32 in the VAE's convolutions. A VAE that
     overflows in F16 gets F32. int8 and nf4 quantise the text encoders' linear layers to 8 or 4 bits (extra `quantised`); what
     else they have computes in BF16, the VAE in F32."""
+    phases: Phases = Phases.AUTO
+    """one: VAE and text encoders are in memory together. two: first encode all captions and keep them in the store's folder,
+    then free the text encoders and load the VAE. auto: two if the weights take more than half of the free memory, and more than
+    1 GiB. Stored bytes are the same."""
     latents: LatentsOption = "mode"
     """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
@@ -259,6 +263,11 @@ class PackConfig(SourceArguments, ChangingArguments):
     def publish_every_s(self) -> float | None:
         """The time between generations during packing; None if there are none."""
         return None if self.publish_every is None else duration_s(self.publish_every)
+
+    @property
+    def vae_dtype(self) -> str:
+        """The data type in which the VAE computes, which is never quantised."""
+        return "F32" if self.encode_dtype in ("int8", "nf4") else self.encode_dtype
 
     @property
     def store(self) -> Path:

@@ -20,7 +20,7 @@ from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
 from bucketline.ingest.pipeline.model.lazy_encoders import EncoderFacts, LazyEncoders, facts_of
 from bucketline.ingest.pipeline.slice_worker import SliceWorker, run_name
-from bucketline.ingest.progress import packing_progress
+from bucketline.ingest.progress import caption_progress, packing_progress
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
 from bucketline.ingest.summary import RunSummary, check_identity, joined
@@ -131,10 +131,10 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
     target = PackTarget(config)
     with ExitStack() as held:
         source, outline, own = _agree_on_source(config, ranks, target, held)
-        encoders = session.encoders = session.encoders or LazyEncoders(config, session.local_rank)
+        encoders = session.encoders = session.encoders or LazyEncoders(config, session.local_rank, session.local_world_size)
         recalled = ranks.from_first(lambda: _recall(config, encoders), encode, lambda value: decode(_Recalled, value))
         if not recalled.is_known:
-            encoders.loaded()
+            encoders.facts()
         start = ranks.from_first(
             lambda: _Start(
                 manifest=prepare(
@@ -168,6 +168,9 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
         try:
             meanwhile.begin(packer, packer.sealed if sender is None else sender.sent)
             with session.interrupts.between_images(ranks.check, meanwhile.check) as check, sender or nullcontext():
+                if encoders.may_be_two_phases:
+                    with caption_progress(len(own), ranks, lambda: encoders.phases) as (on_item, is_due):
+                        packer.encode_captions(own, on_item, check, is_due)
                 with packing_progress(len(own), ranks, packer.stages) as on_image:
                     packer.run(own, on_image, check)
                 if sender is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import per_second
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from bucketline.ingest.parallel.ranks import PackRanks
+    from bucketline.ingest.pipeline.model.phases import PhasePlan
     from bucketline.ingest.pipeline.stage_timer import StageTimer
 
 LINE_EVERY_S = 30.0  # if stderr is not a terminal
@@ -28,6 +29,31 @@ def packing_progress(total: int, ranks: PackRanks, stages: StageTimer) -> Iterat
     what = "pack" if ranks.world_size == 1 else f"pack (rank 0 of {ranks.world_size})"
     with counting_progress(what, total, lambda: f"slowest: {stages.slowest}") as advance:
         yield advance
+
+
+@contextmanager
+def caption_progress(
+    total: int, ranks: PackRanks, plan: Callable[[], PhasePlan]
+) -> Iterator[tuple[Callable[[], None], Callable[[], bool]]]:
+    """Show progress of rank 0's captions; yield what to call once per image, and what tells whether there are two phases.
+
+    The latter prints the plan on rank 0 when it is asked.
+    """
+
+    def are_two() -> bool:
+        if ranks.is_first:
+            print(f"pack: {plan()}", file=sys.stderr, flush=True)
+        return plan().are_two
+
+    with ExitStack() as shown:
+        advance: list[Callable[[], None]] = []
+
+        def is_due() -> bool:
+            if (found := are_two()) and ranks.is_first:
+                advance.append(shown.enter_context(counting_progress("captions", total)))
+            return found
+
+        yield lambda: advance[0]() if advance else None, is_due
 
 
 @contextmanager

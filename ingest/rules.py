@@ -22,6 +22,14 @@ class Check(StrEnum):
     CONTENT = "content"
 
 
+class Phases(StrEnum):
+    """How a pack orders its encoders."""
+
+    AUTO = "auto"  # by the weights' sizes and the free memory
+    ONE = "one"
+    TWO = "two"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """Maximum number of rejected or pruned images: a count, a fraction of all, the larger of both, or no limit."""

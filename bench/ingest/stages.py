@@ -25,7 +25,7 @@ from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.pack import pack
 from bucketline.ingest.pipeline.batch_encoder import as_caption
 from bucketline.ingest.pipeline.model.device import chosen_device
-from bucketline.ingest.pipeline.model.load_encoders import Encoders, load_encoders
+from bucketline.ingest.pipeline.model.load_encoders import load_text_encoder, load_vae_encoder
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest, identity
@@ -35,7 +35,8 @@ from bucketline.store.write.publish import prepare_store
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
-    from bucketline.ingest.encoders.text_columns import Embedding
+    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding
+    from bucketline.ingest.encoders.vae import VaeEncoder
     from bucketline.ingest.sources.source import SourceItem
     from bucketline.store.format.text_block import Caption
 
@@ -156,15 +157,15 @@ class Stages:
             decode_threads=self._num_cores,
         )
         torch.set_num_threads(self._num_cores)
-        self._encoders = self._load()
-        self._latents = LatentColumns(self._encoders.vae, flip=False)
-        chosen = model_grid(grid, open_model(str(model)), self._encoders.vae.downscale)
+        self._vae, self._text = self._load()
+        self._latents = LatentColumns(self._vae, flip=False)
+        chosen = model_grid(grid, open_model(str(model)), self._vae.downscale)
         self._framing = framing_of(self._config, chosen, DEFAULT_MAX_CROP)
         self._source = open_source(str(source))
         self._items = self._source.listing().items
         self._batches = self._in_batches(self._decoded())
         self._encoded = [self._encode(batch) for batch in self._batches]
-        self._empty = self._encoders.text.encode([""])[0]
+        self._empty = self._text.encode([""])[0]
 
     def decode_only(self, _: int) -> float:
         """Read and decode every file in threads."""
@@ -186,7 +187,7 @@ class Stages:
         prepare_store(store)
         begin = time.perf_counter()
         writer = ShardWriter(
-            store, "written", self._encoders.text.columns, self._caption("", self._empty), self._config.shard_size_mib << 20
+            store, "written", self._text.columns, self._caption("", self._empty), self._config.shard_size_mib << 20
         )
         for batch, (latents, embeddings) in zip(self._batches, self._encoded, strict=True):
             self._write(writer, batch, latents, embeddings)
@@ -216,9 +217,10 @@ class Stages:
         shutil.rmtree(store)
         return len(self._items) / seconds
 
-    def _load(self) -> Encoders:
+    def _load(self) -> tuple[VaeEncoder, CaptionEncoder]:
         config = self._config
-        return load_encoders(config, open_model(config.model), chosen_device(config.device, 0))
+        model, device = open_model(config.model), chosen_device(config.device, 0)
+        return load_vae_encoder(config, model, device), load_text_encoder(config, model, device)
 
     def _decoded(self) -> list[Decoded]:
         with ThreadPoolExecutor(self._num_cores) as pool:
@@ -242,10 +244,10 @@ class Stages:
 
     def _encode(self, batch: _Batch) -> tuple[list[LatentRow], list[Embedding]]:
         latents = self._latents.encode([(item.id, image.pixels) for item, image in batch.images])
-        return latents, self._encoders.text.encode(batch.captions)
+        return latents, self._text.encode(batch.captions)
 
     def _caption(self, text: str, embedding: Embedding) -> Caption:
-        return as_caption(self._encoders.text.columns, caption_digest(text), embedding)
+        return as_caption(self._text.columns, caption_digest(text), embedding)
 
     def _write(self, writer: ShardWriter, batch: _Batch, latents: list[LatentRow], embeddings: list[Embedding]) -> None:
         size = batch.images[0][1].placement.bucket

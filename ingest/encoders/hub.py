@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +75,10 @@ def downloaded(name: str, files: list[str], revision: str) -> list[Path]:
         ModelError: if one cannot be downloaded.
     """
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
+    with suppress(LocalEntryNotFoundError):  # all of them are there: nothing is requested
+        return [Path(hf_hub_download(name, file, revision=revision, local_files_only=True)) for file in files]
     try:
         return [Path(hf_hub_download(name, file, revision=revision)) for file in files]
     except Exception as error:  # whatever the hub's HTTP client raises

@@ -65,7 +65,8 @@ class ModelFolder:
         Raises:
             ModelError: as `weights`; or if they cannot be downloaded.
         """
-        own = safetensors_of(self._files(name), bases, self.weights(name, bases)["variant"])
+        variant = self.weights(name, bases)["variant"]
+        own = safetensors_of(self._files(name), bases, variant)
         if self.hub_files is None:
             return [self.path / name / file for file in own]
         return downloaded(self.name, [f"{name}/{file}" for file in own], self.path.name)

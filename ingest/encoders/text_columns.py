@@ -112,6 +112,10 @@ class CaptionEncoder(Protocol):
     @property
     def provenance(self) -> dict[str, Json]: ...
 
+    def padded_lengths(self, captions: Sequence[str]) -> list[int]:
+        """Return for each caption the length that it is padded to in a batch of its own."""
+        ...
+
     def encode(self, captions: Sequence[str]) -> list[Embedding]:
         """Encode captions in order."""
         ...

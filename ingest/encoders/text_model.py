@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
 
-QUANTISED = ("int8", "nf4")
+QUANTISED_WEIGHTS = ("int8", "nf4")
 UNQUANTISED = "BF16"  # dtype of what is not quantised in such an encoder, and of its computation
 UNNAMED = "?"  # an architecture that the configuration does not name
 
@@ -141,9 +141,9 @@ def load_text_part(
         "dtype": dtype,
     }
     encoder.eval().requires_grad_(requires_grad=False)
-    if dtype in QUANTISED:
+    if dtype in QUANTISED_WEIGHTS:
         quantise_layers(encoder, WeightFormat(dtype), device, _EncoderLinear)
-    _cast(encoder, UNQUANTISED if dtype in QUANTISED else dtype)
+    _cast(encoder, UNQUANTISED if dtype in QUANTISED_WEIGHTS else dtype)
     encoder = encoder.to(device)
     return TextPart(tokenizer=part.tokenizer, encoder=encoder, limit=part.limit, provenance=provenance)
 

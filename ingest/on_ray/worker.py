@@ -175,6 +175,9 @@ class PackWorker:
         is_whole = True
         with sender or nullcontext():
             try:
+                encoders = maker.worker.encoders
+                if encoders.may_be_two_phases:
+                    packer.encode_captions(items, lambda: None, self._check, lambda: encoders.phases.are_two)
                 packer.run(items, self._count, self._check)
                 sealed = packer.sealed
             except _ToldToStop:

@@ -45,9 +45,12 @@ def refuse_too_large(
     if manifest is not None and not is_recaptioned:
         is_new = unknown(Store(config.store, manifest), outline)
     num_new = int(is_new.sum())
-    needed = estimate_bytes(config, facts, grid, num_new, outline.caption_chars[np.repeat(is_new, outline.num_captions)])
+    caption_chars = outline.caption_chars[np.repeat(is_new, outline.num_captions)]
+    needed = estimate_bytes(config, facts, grid, num_new, caption_chars)
     if most_bytes is not None:
         needed = min(needed, most_bytes)
+    if facts.is_text_first:
+        needed += int(_text_bytes(facts, caption_chars) * DISK_FACTOR)
     folder = next(path for path in (config.store, *config.store.absolute().parents) if path.exists())
     what = f"packing {counted(num_new, 'new image')} into {config.store}"
     if is_recaptioned:
@@ -61,10 +64,13 @@ def estimate_bytes(
     """Estimate the peak disk usage: rows of the largest bucket, tokens by caption length, one shard twice."""
     pixels = max(size.height_px * size.width_px for size in grid.sizes) // facts.downscale**2
     row = facts.stored_channels * pixels * DTYPES[config.dtype].itemsize * (2 if config.flip else 1) + 512
+    total = int((num_items * row + _text_bytes(facts, caption_chars)) * DISK_FACTOR)
+    return total + min(total, config.shard_size_mib << 20)
+
+
+def _text_bytes(facts: EncoderFacts, caption_chars: NDArray[np.int32]) -> int:
     num_tokens = len(caption_chars) * facts.max_tokens
     if facts.padding is Padding.VALID:
         lengths = 2 + (caption_chars * TOKENS_PER_CHARACTER).astype(np.int64)
         num_tokens = int(np.minimum(lengths, facts.max_tokens).sum())
-    text_bytes = num_tokens * facts.columns.token_bytes + len(caption_chars) * facts.columns.entry_bytes
-    total = int((num_items * row + text_bytes) * DISK_FACTOR)
-    return total + min(total, config.shard_size_mib << 20)
+    return num_tokens * facts.columns.token_bytes + len(caption_chars) * facts.columns.entry_bytes

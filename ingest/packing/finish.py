@@ -12,6 +12,7 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.regular_file import read_regular
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
 from bucketline.ingest.listing_diff import NAMED, drops, not_in_source
+from bucketline.ingest.pipeline.kept_captions import remove_kept_captions
 from bucketline.ingest.pipeline.packed_index import StoredIds
 from bucketline.ingest.pipeline.stage_timer import slowest_of
 from bucketline.ingest.summary import (
@@ -115,6 +116,7 @@ def finish(packed: Packed) -> PackResult:
     gone = not_in_source(store, outline)
     gone_ids = gone.ids(NAMED)
     published = target.commit(published)
+    remove_kept_captions(config.store)
     kept_beyond_limit = len(account.dropped) - len(rejected)
     change = config.caption_rules.difference(packed.manifest.rules)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}

@@ -1,33 +1,28 @@
-"""Encode batches of images and captions into the columns of a store."""
+"""Encode batches of images into the columns of a store, and put embeddings of captions into their stored form."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
-from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.images.decode import Decoded
-from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.quantised_text import quantised_caption
 from bucketline.store.format.text_block import Caption, make_caption
 from bucketline.torch_dtypes import as_stored
 
 if TYPE_CHECKING:
     from bucketline.ingest.encoders.text_columns import Embedding
+    from bucketline.ingest.encoders.vae import VaeEncoder
     from bucketline.ingest.pipeline.image_reader import ReadImage
-    from bucketline.ingest.pipeline.model.load_encoders import Encoders
     from bucketline.store.format.text_block import TextSpec
 
 
 class BatchEncoder:
-    """Loaded encoders, and the embedding of the empty caption."""
+    """Makes the latent columns of batches of images."""
 
-    def __init__(self, encoders: Encoders, text: TextSpec, *, flip: bool) -> None:
-        self._text = text
-        self._latents = LatentColumns(encoders.vae, flip=flip)
+    def __init__(self, vae: VaeEncoder, *, flip: bool) -> None:
+        self._latents = LatentColumns(vae, flip=flip)
         self.columns = self._latents.columns
-        self.embeddings = OomRetry(encoders.text.encode, "caption")
-        self.empty = self.caption(caption_digest(""), self.embeddings([""])[0])
 
     def latents(self, images: list[ReadImage]) -> list[LatentRow]:
         """Return the latents of images of one bucket; encode those that the store does not have."""
@@ -37,10 +32,6 @@ class BatchEncoder:
             next(encoded) if isinstance(image.image, Decoded) else LatentRow(columns=image.image.latents, problem=None)
             for image in images
         ]
-
-    def caption(self, digest: bytes, embedding: Embedding) -> Caption:
-        """Return a caption of the store's text columns."""
-        return as_caption(self._text, digest, embedding)
 
 
 def as_caption(spec: TextSpec, digest: bytes, embedding: Embedding) -> Caption:

@@ -149,6 +149,15 @@ class ImageReader:
             change = Change.NONE if has_captions and self._config.check is Check.CONTENT else Change.TEXT
         return Compared(split=split, change=change, stored=stored, stamp=found.stamp, found=found)
 
+    def will_pack(self, item: SourceItem) -> bool:
+        """Return whether an image that `are_unchanged` does not leave out may be packed. Reads its file for --check content."""
+        if self._config.check is Check.SIZE_TIME:
+            return True
+        try:
+            return self.compare(item).change is not Change.NONE
+        except RejectedError:
+            return False  # `read` raises it again
+
     def will_read(self, item: SourceItem) -> bool:
         """Return whether `read` needs the file of an item that is not unchanged: not if only its captions differ."""
         stored = self._samples.find(item.id) if item.caption_error is None else None

@@ -8,20 +8,23 @@ row, so a rejected image cannot shift the others.
 from __future__ import annotations
 
 import itertools
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.crop_loss import note_crop_loss
 from bucketline.ingest.images.decode import Decoded
 from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.pipeline.captions import FreshCaptions
 from bucketline.ingest.pipeline.decode_notes import DecodeNotes
 from bucketline.ingest.pipeline.image_reader import ImageReader, ReadImage, record_of
+from bucketline.ingest.pipeline.kept_captions import KeptCaptions
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.pipeline.row_writer import EncodedBatch, EncodedRow, RowWriter
 from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE
 from bucketline.ingest.pipeline.unchanged import ChangedItems
+from bucketline.ingest.rules import Check
 from bucketline.ingest.sources.read_ahead import read_ahead
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, fixed_columns
@@ -35,11 +38,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.encoders.text_columns import Cut
+    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Cut
+    from bucketline.ingest.encoders.vae import VaeEncoder
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.parallel.shares import Share
     from bucketline.ingest.pipeline.batch_encoder import BatchEncoder
-    from bucketline.ingest.pipeline.model.load_encoders import Encoders
+    from bucketline.ingest.pipeline.captions import Captions
+    from bucketline.ingest.pipeline.kept_captions import CaptionWriter
     from bucketline.ingest.pipeline.stage_timer import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
     from bucketline.store import Store
@@ -48,6 +53,7 @@ if TYPE_CHECKING:
 
 AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if read from a stream
 AHEAD_ITEMS = 256
+CAPTIONS_TOGETHER = 64  # encoded and committed together, if they are encoded first
 WAITING_BYTES = 512 << 20  # of decoded pixels that wait for their bucket's batch to fill
 
 
@@ -62,14 +68,15 @@ class SlicePacker:
         share: Share,
         config: PackConfig,
         grid: Grid,
-        encoders: Callable[[], Encoders],
+        vae: Callable[[], VaeEncoder],
+        text: Callable[[], CaptionEncoder],
         folder: Path,
         shard_prefix: str,
         decode_threads: int,
         stages: StageTimer,
         sender: ShardSender | None = None,
     ) -> None:
-        """Take `encoders` to load the encoders: it is called before the first batch, and never without one.
+        """Take `vae` and `text` to load the encoders: each is called when there is something to encode, and never before.
 
         Shards are made in `folder`, the store's own or one that is laid out as it. `sender` gets each shard that is sealed, and
         says when there is room for another.
@@ -80,9 +87,9 @@ class SlicePacker:
         self._room = Room(
             num_threads=decode_threads, items=AHEAD_ITEMS, num_bytes=AHEAD_BYTES, in_bursts=stages.on_shared_cores
         )
-        self._text_dtype = config.text_dtype or config.dtype
-        self._load = encoders
+        self._share, self._load_vae, self._load_text = share, vae, text
         self._encoder: BatchEncoder | None = None
+        self._captions: Captions | None = None
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
         self._sender = sender
         self._writer = RowWriter(self._new_shard, sender.put if sender is not None else lambda _: None)
@@ -126,6 +133,59 @@ class SlicePacker:
                 check()
                 self._encode(bucket, on_image)
         self.account.stage_seconds = self.stages.seconds
+
+    def encode_captions(
+        self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None], is_due: Callable[[], bool]
+    ) -> None:
+        """Encode the captions of all images that `run` will pack, and keep them on the disk until then, if that `is_due`.
+
+        `is_due` is called once there is an image to pack. On an exception, what was committed is kept for the next run.
+
+        Raises:
+            StoreError: if the disk is full.
+        """
+        kept: KeptCaptions | None = None
+        with ExitStack() as held:
+            fresh: FreshCaptions | None = None
+            writer: CaptionWriter | None = None
+            for texts in self._captions_to_pack(items, on_image, check):
+                if kept is None:
+                    if not is_due():
+                        return
+                    kept = KeptCaptions(self._folder, self._store.manifest, self._share)
+                missing = [text for text in kept.missing(texts) if writer is None or text not in writer]
+                if missing and (fresh is None or writer is None):
+                    fresh = self._fresh_captions()
+                    writer = held.enter_context(kept.writer(fresh.empty, self._config.shard_size_mib << 20))
+                if fresh is None or writer is None:
+                    continue
+                for text, found in zip(missing, fresh.of(missing), strict=True):
+                    if isinstance(found, RejectedError):
+                        kept.refuse(text, found)
+                    else:
+                        writer.add(text, found)
+                writer.commit()
+                check()
+        if kept is not None:
+            kept.reopen()
+            self._captions = kept
+
+    def _captions_to_pack(
+        self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None]
+    ) -> Iterator[list[str]]:
+        """Yield the captions of the images that are not unchanged, some at a time, each time with the empty one."""
+        texts: list[str] = []
+        in_turn = items if self._config.check is Check.SIZE_TIME else self._source.in_turn(items)
+        for item in ChangedItems(in_turn, self._reader.are_unchanged, self._room.num_threads):
+            if item.caption_error is None and self._reader.will_pack(item):
+                texts += self._kept(item) or ("",)
+            if len(texts) >= CAPTIONS_TOGETHER:
+                yield ["", *texts]
+                texts = []
+            on_image()
+            check()
+        if texts:
+            yield ["", *texts]
 
     def _decoded(
         self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None]
@@ -187,6 +247,7 @@ class SlicePacker:
         """Encode the images waiting in a bucket, and queue them for writing."""
         images = self._waiting.pop(bucket)
         self._waiting_bytes -= sum(image.num_bytes for image in images)
+        captions = self._captions = self._captions or self._fresh_captions()
         encoder = self._encoder = self._encoder or self._loaded()
         begins_shard = self._shard.is_full(self._config.shard_size_mib << 20)
         if begins_shard:
@@ -195,7 +256,7 @@ class SlicePacker:
                 with self.stages.spent(WRITE):
                     self._sender.wait_for_room(self._check)
         with self.stages.spent(ENCODE):
-            batch = self._encoded(encoder, bucket, images, begins_shard=begins_shard)
+            batch = self._encoded(encoder, captions, bucket, images, begins_shard=begins_shard)
         with self.stages.spent(WRITE):
             self._writer.put(batch)
         for _ in images:
@@ -204,12 +265,17 @@ class SlicePacker:
     def _loaded(self) -> BatchEncoder:
         from bucketline.ingest.pipeline.batch_encoder import BatchEncoder  # imports torch
 
-        return BatchEncoder(self._load(), self._store.text, flip=self._config.flip)
+        return BatchEncoder(self._load_vae(), flip=self._config.flip)
 
-    def _encoded(self, encoder: BatchEncoder, bucket: str, images: list[ReadImage], *, begins_shard: bool) -> EncodedBatch:
+    def _fresh_captions(self) -> FreshCaptions:
+        return FreshCaptions(self._load_text(), self._store.text, self._config.batch_size)
+
+    def _encoded(
+        self, encoder: BatchEncoder, captions: Captions, bucket: str, images: list[ReadImage], *, begins_shard: bool
+    ) -> EncodedBatch:
         latents = encoder.latents(images)
         batch = EncodedBatch(spec=self._spec(encoder, bucket, images[0]), begins_shard=begins_shard)
-        batch.captions, bad_captions = self._new_captions(encoder, images)
+        batch.captions, bad_captions = self._new_captions(captions, images)
         for image, row in zip(images, latents, strict=True):
             if row.problem is not None:
                 self._reject(image.item, RejectedError(Reason.LATENT, row.problem))
@@ -248,7 +314,7 @@ class SlicePacker:
         latents = encoder.columns(size.height_px, size.width_px)
         return BlockSpec(bucket=bucket, columns=(*fixed_columns(self._config.max_captions), *latents))
 
-    def _new_captions(self, encoder: BatchEncoder, images: list[ReadImage]) -> tuple[list[Caption], dict[bytes, RejectedError]]:
+    def _new_captions(self, captions: Captions, images: list[ReadImage]) -> tuple[list[Caption], dict[bytes, RejectedError]]:
         """Encode the captions that the shard does not have yet; also return those that cannot be stored, with the reason."""
         wanted = {caption_digest(text): text for image in images for text in self._kept(image.item)}
         texts = [(digest, text) for digest, text in wanted.items() if digest not in self._shard.captions]
@@ -256,26 +322,24 @@ class SlicePacker:
         bad: dict[bytes, RejectedError] = {}
         for at in range(0, len(texts), self._config.batch_size):
             part = texts[at : at + self._config.batch_size]
-            for (digest, text), embedding in zip(part, encoder.embeddings([text for _, text in part]), strict=True):
-                self.account.captions_truncated += embedding.is_truncated
-                if embedding.cuts:
-                    self._shard.cuts[digest] = embedding.cuts
-                if embedding.refusal is not None:
-                    bad[digest] = RejectedError(Reason.CLASS, embedding.refusal)
-                elif not embedding.is_finite:
-                    bad[digest] = RejectedError(Reason.TOKENS, f"of the caption {text[:80]!r} as {self._text_dtype}")
-                else:
-                    good.append(encoder.caption(digest, embedding))
+            for (digest, _), found in zip(part, captions.of([text for _, text in part]), strict=True):
+                if isinstance(found, RejectedError):
+                    bad[digest] = found
+                    continue
+                self.account.captions_truncated += found.is_truncated
+                if found.cuts:
+                    self._shard.cuts[digest] = found.cuts
+                good.append(found.caption)
         self._shard.captions.update(caption.digest for caption in good)
         self._shard.num_bytes += sum(caption.num_bytes for caption in good)
         return good, bad
 
     def _new_shard(self) -> ShardWriter:
         """Begin a shard; called by the writer thread."""
-        if self._encoder is None:
+        if self._captions is None:
             raise AssertionError("a shard was begun before a batch was encoded")
         max_bytes = self._config.shard_size_mib << 20
-        store, empty = self._store, self._encoder.empty
+        store, empty = self._store, self._captions.empty
         version = store.manifest.format_version
         return ShardWriter(self._folder, next(self._names), store.text, empty, max_bytes, version=version)
 

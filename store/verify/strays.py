@@ -13,7 +13,7 @@ from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
 from bucketline.store.prompts.prompt_sets import describe_sets, file_of
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.verify.faults import Fault, Faults, mismatch
-from bucketline.store.write.attempts import ATTEMPTS
+from bucketline.store.write.attempts import ATTEMPTS, KEPT_CAPTIONS
 from bucketline.store.write.column_shard import MAKING
 
 if TYPE_CHECKING:
@@ -137,6 +137,12 @@ class FolderCheck:
                 self._strays.append(Stray(path=str(name), what=what))
 
 
+_IN_PENDING = {
+    ATTEMPTS: "belongs to a shard that a worker is making, or that an interrupted run left; the next pack removes it",
+    KEPT_CAPTIONS: "belongs to captions that a pack has encoded before its images; the next pack uses them, and removes them",
+}
+
+
 def _what_is(parts: tuple[str, ...], suffix: str) -> str | None:  # noqa: PLR0911 - one return per kind of file
     """Return a description of a file that no generation lists; None if it belongs there."""
     match parts:
@@ -144,8 +150,8 @@ def _what_is(parts: tuple[str, ...], suffix: str) -> str | None:  # noqa: PLR091
             return None
         case ("generations", name) if suffix == ".json" and name.removesuffix(suffix).isdecimal():
             return None
-        case ("pending", folder, *_) if folder == ATTEMPTS and len(parts) > 2:
-            return "belongs to a shard that a worker is making, or that an interrupted run left; the next pack removes it"
+        case ("pending", folder, *_) if folder in _IN_PENDING and len(parts) > 2:
+            return _IN_PENDING[folder]
         case ("pending", _) if suffix in (".lock", ".lmdb"):
             what = "a shard that is being written, or that an interrupted run left; the next pack adopts it"
             return what if suffix == ".lmdb" else None

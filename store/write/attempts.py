@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ATTEMPTS = "attempts"  # in pending/
+KEPT_CAPTIONS = "captions"  # in pending/: stores of captions that a pack has encoded, and not yet written with their rows
 
 
 def attempt_path(store: Path, run: str, name: str) -> Path:

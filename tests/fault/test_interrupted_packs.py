@@ -182,7 +182,7 @@ def test_ctrl_c_before_anything_was_encoded_says_so(
     def interrupted(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(load_encoders, "load_encoders", interrupted)
+    monkeypatch.setattr(load_encoders, "load_text_encoder", interrupted)
     ran = pack(source, tmp_path / "s", model)
     assert (ran.code, ran.out) == (130, "")
     assert ran.err == "interrupted: nothing had been encoded yet; rerun the command\n"

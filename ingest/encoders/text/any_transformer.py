@@ -79,6 +79,12 @@ class TextEncoder:
     def is_padded(self) -> bool:
         return self.padding is Padding.MAX_LENGTH
 
+    def padded_lengths(self, captions: Sequence[str]) -> list[int]:
+        """Return the number of positions that the encoder sees of each caption."""
+        if self.is_padded:
+            return [self.max_tokens] * len(captions)
+        return [min(length, self.max_tokens) for length in token_counts(self._part.tokenizer, captions)]
+
     @torch.inference_mode()
     def encode(self, captions: Sequence[str]) -> list[Embedding]:
         """Encode each caption to the tokens that the model sees."""

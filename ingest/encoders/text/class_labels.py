@@ -61,6 +61,9 @@ class ClassLabels:
             "empty_caption": "null_class",
         }
 
+    def padded_lengths(self, captions: Sequence[str]) -> list[int]:
+        return [1] * len(captions)
+
     def encode(self, captions: Sequence[str]) -> list[Embedding]:
         """Return the class of each caption as one token, or the reason why it has none."""
         return [self._encode(caption) for caption in captions]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bucketline.families.family import Padding
 from bucketline.ingest.encoders.text.token_limits import PromptLengths, make_pipeline
 from bucketline.ingest.encoders.text_columns import Embedding, TextSettings, text_spec
 from bucketline.ingest.encoders.text_model import load_text_part
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from bucketline.families.family import Encoded, Family
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
+
+LONGER = "a caption of some words"  # than none
 
 
 class PromptEncoder:
@@ -50,6 +53,8 @@ class PromptEncoder:
         if self._lengths.open_length is not None:
             self._more["max_sequence_length"] = self._lengths.open_length
         empty = self._encoded([""])
+        longer = empty if family.padding is Padding.MAX_LENGTH else self._encoded([LONGER])
+        self._pads_to_longest = longer.tokens.shape[1] != empty.tokens.shape[1]
         width, self.max_tokens = int(empty.tokens.shape[2]), int(empty.tokens.shape[1])
         self.padding = family.padding
         self.columns = text_spec(settings.stored_dtype, width, {name: value.shape[1] for name, value in empty.fixed.items()})
@@ -84,6 +89,12 @@ class PromptEncoder:
 
     def _encoded(self, captions: list[str]) -> Encoded:
         return self._family.encode_prompt(self._pipeline, captions, self._more)
+
+    def padded_lengths(self, captions: Sequence[str]) -> list[int]:
+        """Return the number of tokens of each caption if the pipeline pads to the longest of a batch, else a constant."""
+        if not self._pads_to_longest:
+            return [self.max_tokens] * len(captions)
+        return [length.num_tokens for length in self._lengths.measure(captions)]
 
     @torch.inference_mode()
     def encode(self, captions: Sequence[str]) -> list[Embedding]:

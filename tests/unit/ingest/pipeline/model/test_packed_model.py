@@ -200,13 +200,13 @@ def again(packed: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note each time that encoders are loaded."""
-    names, own = [], load_encoders.load_encoders
+    names, own = [], load_encoders.load_text_encoder
 
-    def noted(config: Any, model: ModelFolder, device: Any) -> load_encoders.Encoders:
+    def noted(config: Any, model: ModelFolder, device: Any) -> Any:
         names.append(model.name)
         return own(config, model, device)
 
-    monkeypatch.setattr(load_encoders, "load_encoders", noted)
+    monkeypatch.setattr(load_encoders, "load_text_encoder", noted)
     return names
 
 

@@ -1,0 +1,167 @@
+"""Embeddings of captions that are kept on the disk until the rows with them are written: what --phases two encodes first.
+
+They are stores of their own in `pending/captions/`, with a row for each caption by the digest of its text, so that commits,
+kills and checksums are those of any store. Each process writes into one of its own, and reads all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import StoreError
+from bucketline.files.atomic_write import explaining
+from bucketline.fingerprint import json_hash
+from bucketline.ingest.encoders.text_columns import Cut
+from bucketline.ingest.pipeline.captions import EncodedCaption
+from bucketline.store import Store
+from bucketline.store.format.hashing import caption_digest
+from bucketline.store.format.text_block import as_arrays
+from bucketline.store.read.verified_sample import checked_row
+from bucketline.store.write.attempts import KEPT_CAPTIONS
+from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.publish import changing
+from bucketline.store.write.row_form import RowColumn
+from bucketline.store.write.store_writer import StoreWriter
+from bucketline.typed_json import decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from bucketline.ingest.images.rejects import RejectedError
+    from bucketline.ingest.parallel.shares import Share
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.text_block import Caption, TextSpec
+
+_NOTE = RowColumn(role="features/note", dtype="U8", shape=("length",))  # JSON: whether the caption is truncated, its cuts
+_NOTE_BYTES = 256  # notes are filled up with spaces, so that few lengths make few buckets
+
+
+class KeptCaptions:
+    """The captions that are kept next to a store's shards, of which one process adds some."""
+
+    def __init__(self, folder: Path, manifest: Manifest, share: Share) -> None:
+        """Read what is kept in a store's `folder`, after adopting what killed processes committed."""
+        made = {"text_encoder": manifest.encoders["text_encoder"]}
+        self._encoders, self._spec = made, manifest.text.spec()
+        self._root = folder / "pending" / KEPT_CAPTIONS / json_hash([made, encode(manifest.text)])
+        self._own = self._root / str(share.rank)
+        for path in self._root.glob("*"):
+            if int(path.name) % share.world_size == share.rank and newest_manifest(path) is not None:
+                with changing(path):
+                    pass
+        self._stores: list[Store] = []
+        self._bad: dict[str, RejectedError] = {}
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Open the newest generation of all that is kept."""
+        found = ((path, newest_manifest(path)) for path in sorted(self._root.glob("*")))
+        self._stores = [Store(path, manifest) for path, manifest in found if manifest is not None]
+
+    def missing(self, texts: Iterable[str]) -> list[str]:
+        """Return those of some captions that are not kept, each once."""
+        wanted = {_name(text): text for text in texts if text not in self._bad}
+        return [text for name, text in wanted.items() if not any(store.find_digest(_key(name)) for store in self._stores)]
+
+    def writer(self, empty: Caption, shard_bytes: int) -> CaptionWriter:
+        """Return what adds captions; use it in a `with` block, and `reopen` afterwards."""
+        return CaptionWriter(self._own, self._encoders, self._spec, empty, shard_bytes)
+
+    def refuse(self, text: str, error: RejectedError) -> None:
+        """Note that a caption cannot be stored."""
+        self._bad[text] = error
+
+    @property
+    def empty(self) -> Caption:
+        (found,) = self.of([""])
+        assert isinstance(found, EncodedCaption)
+        return found.caption
+
+    def of(self, texts: Sequence[str]) -> list[EncodedCaption | RejectedError]:
+        """Return kept captions in order; of one that cannot be stored, why.
+
+        Raises:
+            StoreError: if one is not kept, because the source changed, or is damaged.
+        """
+        return [self._bad.get(text) or self._read(text) for text in texts]
+
+    def _read(self, text: str) -> EncodedCaption:
+        for store in self._stores:
+            if (found := store.find_digest(_key(_name(text)))) is None:
+                continue
+            shard, record = found
+            try:
+                ordinal = store.shards.index(shard)
+                note = json.loads(checked_row(store, ordinal, record)[_NOTE.name])
+                caption = store.caption(ordinal, record.caption_rows[0])
+            except StoreError as error:
+                raise StoreError(
+                    f"{self._root}: a kept caption cannot be read: {error}; remove that folder and rerun the command"
+                ) from error
+            cuts = tuple(decode(Cut, one) for one in note[1])
+            return EncodedCaption(caption=caption, is_truncated=note[0], cuts=cuts)
+        raise StoreError(
+            f"the caption {text[:80]!r} was not encoded in the first phase, since its image changed; rerun the command"
+        )
+
+
+class CaptionWriter:
+    """Adds captions to those that are kept."""
+
+    def __init__(self, path: Path, encoders: Mapping[str, object], spec: TextSpec, empty: Caption, shard_bytes: int) -> None:
+        self._spec = spec
+        self._writer = StoreWriter(
+            path,
+            columns=[_NOTE],
+            encoders=encoders,
+            text=spec,
+            empty_caption=as_arrays(spec, empty),
+            max_captions=1,
+            shard_bytes=shard_bytes,
+        )
+        self._held = ExitStack()
+
+    def __enter__(self) -> CaptionWriter:
+        self._held.enter_context(self._writer)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Publish what was added; after an error, what was committed stays for the next run."""
+        self._held.__exit__(kind, error, trace)
+
+    def __contains__(self, text: str) -> bool:
+        """Return whether a caption was added, by this run or one before."""
+        return _name(text) in self._writer
+
+    def add(self, text: str, found: EncodedCaption) -> None:
+        """Add a caption; `commit` makes it durable."""
+        note = json.dumps([found.is_truncated, [encode(cut) for cut in found.cuts]]).encode("ascii")
+        note += b" " * (-len(note) % _NOTE_BYTES)
+        columns = {_NOTE.role: np.frombuffer(note, dtype="u1")}
+        self._writer.add(_name(text), "train", columns, {text: as_arrays(self._spec, found.caption)})
+
+    def commit(self) -> None:
+        self._writer.commit()
+
+
+def remove_kept_captions(store: Path) -> None:
+    """Remove all kept captions of a store, whose rows are published. Call under the store's lock."""
+    with explaining(store):
+        shutil.rmtree(store / "pending" / KEPT_CAPTIONS, ignore_errors=True)
+
+
+def _name(text: str) -> str:
+    return caption_digest(text).hex()
+
+
+def _key(name: str) -> bytes:
+    from bucketline.store.format.hashing import sample_digest
+
+    return sample_digest(name)

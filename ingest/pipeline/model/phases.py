@@ -1,0 +1,104 @@
+"""The order of a pack's encoders: with two phases, all captions come first, and VAE and text encoders never share memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bucketline.command_line import human_bytes
+from bucketline.errors import ModelError
+from bucketline.ingest.encoders.part_weights import part_weights
+from bucketline.ingest.rules import Phases
+from bucketline.weight_files import DIFFUSERS, TRANSFORMERS
+
+if TYPE_CHECKING:
+    import torch
+
+    from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+
+SMALL_BYTES = 1 << 30  # of all weights: nobody gains by freeing some of them
+SHARE = 0.5  # of the free memory that weights may take; the rest is for what encoding a batch takes, and for images
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePlan:
+    """The order of a run's encoders, and why."""
+
+    are_two: bool
+    reason: str
+
+    def __str__(self) -> str:
+        order = "two phases, all captions before the images" if self.are_two else "one phase"
+        return f"{order}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBytes:
+    """The memory that a model's weights take."""
+
+    text: int
+    vae: int
+
+    def plan(self, free: int) -> PhasePlan:
+        """Return the order for this much free memory.
+
+        >>> WeightBytes(text=8 << 30, vae=1 << 30).plan(free=20 << 30).are_two
+        False
+        >>> str(WeightBytes(text=8 << 30, vae=1 << 30).plan(free=16 << 30)).partition(":")[0]
+        'two phases, all captions before the images'
+        """
+        are_two = self.text + self.vae > SHARE * free
+        sizes = f"the text encoders take {human_bytes(self.text)} and the VAE {human_bytes(self.vae)}"
+        than = "more" if are_two else "not more"
+        return PhasePlan(are_two=are_two, reason=f"{sizes}, {than} than half of the {human_bytes(free)} that are free")
+
+
+def weight_bytes(config: PackConfig, model: ModelFolder) -> WeightBytes | None:
+    """Return the sizes of a model's encoders by the headers of their files; None if these do not tell, or there is no text."""
+    names = [name for name in TEXT_ENCODERS if model.has(name)]
+    try:
+        text = [part_weights(model, name, TRANSFORMERS) for name in names]
+        vae = part_weights(model, "vae", DIFFUSERS)
+    except ModelError:  # loading says what is wrong
+        return None
+    known = [one.num_bytes(config.encode_dtype) for one in text if one is not None]
+    if vae is None or not known or len(known) < len(text):
+        return None
+    return WeightBytes(text=sum(known), vae=vae.num_bytes(config.vae_dtype))
+
+
+def may_be_two(config: PackConfig, model: ModelFolder) -> bool:
+    """Return whether a run may have two phases: --phases says so, or its encoders are not small. Imports no torch."""
+    if config.phases is not Phases.AUTO:
+        return config.phases is Phases.TWO and any(model.has(name) for name in TEXT_ENCODERS)
+    sizes = weight_bytes(config, model)
+    return sizes is not None and sizes.text + sizes.vae > SMALL_BYTES
+
+
+def plan_phases(config: PackConfig, model: ModelFolder, device: torch.device, processes: int) -> PhasePlan:
+    """Return the order that --phases names; for `auto`, by the weights' sizes and the free memory, shared by `processes`."""
+    if not may_be_two(config, model):
+        return PhasePlan(are_two=False, reason="--phases is one, or the encoders are small")
+    sizes = weight_bytes(config, model) if config.phases is Phases.AUTO else None
+    if sizes is None:
+        return PhasePlan(are_two=True, reason="--phases is two")
+    return sizes.plan(free_bytes(device) // (processes if device.type == "cpu" else 1))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU; for the CPU, of this machine or of the control group with a limit of its own."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))

@@ -1,0 +1,194 @@
+"""--phases two: all captions first, then the images, with the bytes of one phase and never both encoders in memory."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.pipeline import slice_packer
+from bucketline.ingest.pipeline.captions import FreshCaptions
+from bucketline.ingest.pipeline.model import load_encoders, phases
+from bucketline.store import Store
+from bucketline.store.verify.verify import verify
+from tests.commands import Ran, call, forked_ranks
+from tests.family_models import write_pipeline
+from tests.models import SMALL, write_images
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+KEPT = "pending/captions"
+NUM_IMAGES = 14
+
+
+def arguments(source: Path, store: Path, model: Path, *more: object) -> tuple[object, ...]:
+    return ("pack", source, store, "--model", model, *SMALL, "--batch-size", 3, "--json", *more)
+
+
+def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
+    ran = call("ingest", *arguments(source, store, model, *more))
+    assert ran.code == 0, ran.err
+    return ran
+
+
+def contents(path: Path) -> dict[str, tuple[object, ...]]:
+    """Return the stored bytes of each sample: its columns, and the columns of its captions."""
+    store, found = Store.open(path), {}
+    assert not verify(store, lambda _: None, 1).corrupt
+    for bucket in store.buckets():
+        rows = np.arange(bucket.num_rows)
+        for sample_id, latent in zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True):
+            shard, record = store.sample(sample_id)
+            ordinal = store.shards.index(shard)
+            captions = [store.caption(ordinal, row) for row in record.caption_rows]
+            found[sample_id] = (bucket.name, latent.tobytes(), record.captions, *captions)
+    assert len(found) == NUM_IMAGES
+    return found
+
+
+def killed(
+    source: Path, store: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: type, method: str, call_no: int
+) -> None:
+    """Pack in a child that is gone, as by `kill -9`, at one call of a method."""
+    own, num_calls = getattr(kind, method), 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == call_no:
+            os._exit(9)
+        return own(*given)
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(kind, method, counted)
+        call("ingest", *arguments(source, store, model, "--phases", "two"))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note each caption that is encoded but the empty one, and have few encoded together."""
+    texts: list[str] = []
+    own = FreshCaptions.of
+
+    def noted(self: FreshCaptions, given: Sequence[str]) -> Any:
+        texts.extend(text for text in given if text)
+        return own(self, given)
+
+    monkeypatch.setattr(FreshCaptions, "of", noted)
+    monkeypatch.setattr(slice_packer, "CAPTIONS_TOGETHER", 2)
+    return texts
+
+
+@pytest.mark.parametrize("kind", ["a BERT", "flux", "pixart_alpha"])
+def test_both_orders_store_the_same_bytes(kind: str, source: Path, model: Path, tmp_path: Path) -> None:
+    if kind != "a BERT":
+        model = write_pipeline(tmp_path / "model", kind)
+    pack(source, tmp_path / "one", model, "--phases", "one")
+    ran = pack(source, tmp_path / "two", model, "--phases", "two")
+    assert "two phases, all captions before the images: --phases is two" in ran.err
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert not (tmp_path / "two" / KEPT).exists()
+
+
+def test_the_text_encoder_is_gone_before_the_vae_is_loaded(
+    source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: dict[str, list[weakref.ref[torch.nn.Module]]] = {"vae": [], "text": []}
+    order: list[str] = []
+
+    def noting(name: str, load: Callable[..., Any], module_of: Callable[[Any], torch.nn.Module]) -> Callable[..., Any]:
+        def loaded(*given: Any) -> Any:
+            assert [other for other in alive if other != name for ref in alive[other] if ref() is not None] == []
+            found = load(*given)
+            alive[name].append(weakref.ref(module_of(found)))
+            order.append(name)
+            return found
+
+        return loaded
+
+    for name, function, module_of in (
+        ("vae", "load_vae_encoder", lambda found: found._vae),
+        ("text", "load_text_encoder", lambda found: found._part.encoder),
+    ):
+        monkeypatch.setattr(load_encoders, function, noting(name, getattr(load_encoders, function), module_of))
+    pack(source, tmp_path / "s", model, "--phases", "two")
+    assert order == ["vae", "text", "vae"]  # the first time for the store's description
+
+
+def test_captions_that_a_killed_first_phase_committed_are_not_encoded_again(
+    source: Path, model: Path, tmp_path: Path, encoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack(source, tmp_path / "whole", model)
+    num_texts = len(set(encoded))
+    killed(source, tmp_path / "s", model, monkeypatch, FreshCaptions, "of", 4)
+    assert (tmp_path / "s" / KEPT).is_dir()
+    stray = verify(Store.open(tmp_path / "s"), lambda _: None, 1).strays[0]
+    assert "belongs to captions that a pack has encoded before its images" in stray.what
+    encoded.clear()
+    assert pack(source, tmp_path / "s", model, "--phases", "two").json["packed"] == NUM_IMAGES
+    assert 0 < len(encoded) < num_texts
+    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+
+
+def test_a_killed_second_phase_encodes_no_caption_again(
+    source: Path, model: Path, tmp_path: Path, encoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack(source, tmp_path / "whole", model)
+    killed(source, tmp_path / "s", model, monkeypatch, VaeEncoder, "encode", 3)
+    encoded.clear()
+    pack(source, tmp_path / "s", model, "--phases", "two")
+    assert encoded == []
+    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+    assert not (tmp_path / "s" / KEPT).exists()
+
+
+def test_several_ranks_keep_captions_of_their_own(source: Path, model: Path, tmp_path: Path) -> None:
+    ran = forked_ranks(2, "ingest", *arguments(source, tmp_path / "two", model, "--phases", "two"))
+    assert ran.code == 0, ran.err
+    assert ran.err.count("two phases") == 1
+    pack(source, tmp_path / "one", model)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_images_that_are_added_later_and_rejected_ones_come_out_alike(source: Path, model: Path, tmp_path: Path) -> None:
+    for order in ("one", "two"):
+        pack(source, tmp_path / order, model, "--phases", order)
+    write_images(source, NUM_IMAGES + 4)
+    (source / "a" / "broken.png").write_bytes(b"no image")
+    (source / "a" / "long.png").write_bytes((source / "a" / "000.png").read_bytes())
+    (source / "a" / "long.txt").write_text("the red cat of the house " * 5, encoding="utf-8")
+    found = {}
+    for order in ("one", "two"):
+        json = pack(source, tmp_path / order, model, "--phases", order).json
+        names = ("packed", "latents_kept", "unchanged", "rejected", "captions_cut", "captions_truncated")
+        found[order] = {name: json[name] for name in names}
+    assert found["one"] == found["two"]
+    assert found["two"]["packed"] == found["two"]["latents_kept"] + 5
+    assert found["two"]["captions_truncated"] == 1
+    assert pack(source, tmp_path / "two", model, "--phases", "two", "--check", "content").json["packed"] == 0
+
+
+@pytest.mark.parametrize(("free", "order"), [(1 << 40, "one phase"), (1 << 10, "two phases")])
+def test_auto_goes_by_the_free_memory_and_says_why(
+    free: int, order: str, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(phases, "SMALL_BYTES", 0)
+    monkeypatch.setattr(phases, "free_bytes", lambda _: free)
+    ran = pack(source, tmp_path / "s", model)
+    (said,) = ran.err.splitlines()
+    assert said.startswith(f"pack: {order}")
+    assert "the text encoders take" in said
+    assert ("not more than half" in said) is (order == "one phase")
+
+
+def test_free_memory_of_this_machine_is_known() -> None:
+    assert 1 << 20 < phases.free_bytes(torch.device("cpu")) < 1 << 50
