@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,9 @@ def killed(
         return own(*given)
 
     if (child := os.fork()) == 0:
+        torch.set_num_threads(1)  # the parent's are not there
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(120)  # a child that hangs must not outlive the test
         monkeypatch.setattr(kind, method, counted)
         call("ingest", *arguments(source, store, model, "--phases", "two"))
         os._exit(0)
