@@ -26,6 +26,7 @@ from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.read_ahead import num_header_threads
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
+from bucketline.ingest.text_cost import TextCost, text_cost
 from bucketline.store.format.block import Column, fixed_columns
 from bucketline.store.format.columns import CLASS_LABELS, LATENT, LatentKind
 from bucketline.store.format.hashing import DIGEST_BYTES
@@ -92,6 +93,7 @@ class ScanReport:
     captions_without_image: list[str]
     passed_over: list[str]
     text_bytes: int | None  # of caption embeddings, each text once; None without a model
+    text_cost: TextCost | None  # None without a model or captions
     payload_bytes: int  # estimated; without a model, 4-channel latents at 1/8 size and no text
     seconds: float
 
@@ -268,6 +270,8 @@ def _report(
     measured = _measured(known, texts)
     too_long = [text for text, length in zip(texts, measured, strict=False) if length.is_too_long]
     text_bytes = _text_bytes(known, measured)
+    rows = _row_bytes(config, shape, buckets) + _record_bytes(config, seen)
+    payload_bytes = rows + (text_bytes or 0)
     return ScanReport(
         found=len(listing.items),
         source_bytes=sum(image.stamp.num_bytes for image in seen),
@@ -297,7 +301,8 @@ def _report(
         captions_without_image=listing.orphans,
         passed_over=listing.passed_over,
         text_bytes=text_bytes,
-        payload_bytes=_row_bytes(config, shape, buckets) + _record_bytes(config, seen) + (text_bytes or 0),
+        text_cost=None if known is None else text_cost(known, measured, rows / max(1, len(seen)), payload_bytes),
+        payload_bytes=payload_bytes,
         seconds=round(time.monotonic() - started, 3),
     )
 
