@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
+from bucketline.errors import LockedError, StoreError, UsageError
 from bucketline.files.locks import FileLock
 from bucketline.option_types import expect, unlike
 from bucketline.store.change.column_values import (
@@ -202,8 +202,8 @@ def _left_by_a_killed_call(store: Store, name: str, forms: ColumnForms) -> dict[
             continue
         try:
             found = describe_column_shard(store.path, file)
-        except CorruptError:
-            continue  # it is made again
+        except StoreError:
+            continue  # it is damaged, and made again
         if (found.column, found.rows_of) == (name, entry.shard_id) and not found.filled:
             left[entry.name] = found
             forms.note(found.forms)

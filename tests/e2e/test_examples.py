@@ -194,6 +194,19 @@ def test_the_packing_pages_writer_runs_as_it_stands_and_again(tmp_path: Path, mo
     assert (store.manifest.samples, store.sample("cats/a.png")[1].captions) == (1, ("a cat",))
 
 
+def test_the_packing_page_adds_a_column_to_its_writers_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page("docs/packing.md")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/packing.md").read_text(encoding="utf-8"), re.DOTALL)
+    (number,) = (n for n, block in enumerate(blocks) if "add_column" in block)
+    run_page("docs/packing.md", number)
+    run_page("docs/packing.md", number)
+    assert capsys.readouterr().out == "1 rows, generation 2\n0 rows, generation 2\n"
+    assert Store.open(tmp_path / "mine.store").bucket("train/512x768").read(np.array([0]), "mask", verify=True).all()
+
+
 def test_the_loader_pages_reading_without_torch_runs_as_it_stands(
     packed: Ran, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
