@@ -17,10 +17,14 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.store import Store
+from bucketline.store.change.add_column import ColumnRequest, add_to_folder
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
+from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import generations, read_manifest
 from bucketline.store.verify.verify import verify
 from tests.building import add_samples, make_sample, make_store, samples_of, store_writer
@@ -74,10 +78,12 @@ class _Place:
         collect_objects(_client(self.url)[0], older_than_s)
 
     def change(self) -> None:
-        """Add rows to the store on the disk, drop some, or rewrite it and collect what is outdated."""
+        """Add rows to the store on the disk, and a column to these, drop some, or rewrite it and collect what is outdated."""
         self.number += 1
         with store_writer(self.own) as writer:
             add_samples(writer, samples_of({BUCKET: self.draw.randint(1, 4)}, f"{self.number}/"))
+        if self.draw.random() < 0.5:
+            add_to_folder(self.own, ColumnRequest(role="features/id", values=_value_of))
         if self.draw.random() < 0.5:
             drop(self.own, [self.draw.choice(ids_of(self.own))])
         if self.draw.random() < 0.7:
@@ -103,6 +109,10 @@ class _Place:
                 yield from (f"faults: generation {number} at the URL: {fault}" for fault in found[:1])
         if (wrong := is_sound(self.copy)) is not None:
             yield f"faults: the copy: {wrong}"
+
+
+def _value_of(sample_id: str) -> Any:
+    return np.frombuffer(sample_digest(sample_id), dtype=np.uint8)
 
 
 def _client(url: str) -> tuple[Any, Callable[..., Any]]:
