@@ -68,7 +68,7 @@ class Victim:
         """Be the process: return its exit code, what it said, whether what it got is wrong, and its memory."""
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         doing: Callable[[str, Path], dict[str, Any]] = getattr(self, f"_{what}")
-        with tempfile.TemporaryDirectory(dir=self.folder) as own:
+        with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as own:  # stalled threads still write
             found = doing(url, Path(own))
         return {**found, "num_bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
 

@@ -62,7 +62,7 @@ def _read(file: Any, path: str, group: int, columns: Sequence[str]) -> Any:  # n
             raise ValueError(f"a row group of {size} bytes, at most {MAX_GROUP_BYTES} are read")
         there = [name for name in columns if name in whole.schema_arrow.names]
         return whole.read_row_group(group, columns=there, use_threads=False)
-    except (pa.ArrowException, OSError, ValueError, IndexError) as error:
+    except (pa.ArrowException, OSError, ValueError, IndexError, RuntimeError) as error:  # the last of Parquet itself
         raise damaged(f"{path} is damaged ({error!s:.100})") from error
 
 
@@ -87,6 +87,6 @@ def listed_rows(source: Path, path: str, columns: Sequence[str]) -> list[tuple[i
             for group in range(whole.num_row_groups):
                 rows = whole.read_row_group(group, columns=there, use_threads=False).to_pylist()
                 found += [(group, number, row) for number, row in enumerate(rows)]
-        except (pa.ArrowException, OSError, ValueError) as error:
+        except (pa.ArrowException, OSError, ValueError, RuntimeError) as error:
             raise damaged(f"{path} is damaged ({error!s:.100})") from error
     return found

@@ -117,7 +117,7 @@ def _parquet(path: Path, name: str, names: CaptionNames, columns: dict[str, None
                 for row in batch.to_pylist():
                     yield _row(path, f"{name}, row {number}", row[FILE_NAME], row.get(column), column)
                     number += 1
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError, RuntimeError) as error:  # the last of Parquet itself
         raise SourceError(f"{name} cannot be read: {error}") from error
 
 
