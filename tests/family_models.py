@@ -67,6 +67,13 @@ FORMS: dict[str, Form] = {
     "lumina2": Form(pipeline="Lumina2Pipeline", size=(16, 32)),
     "hidream_image": Form(pipeline="HiDreamImagePipeline", size=(8, 32)),
     "ernie_image": Form(pipeline="ErnieImagePipeline"),
+    # its scheduler divides by 0 for one step
+    "qwenimage": Form(pipeline="QwenImagePipeline", call={"true_cfg_scale": 1.0, "num_inference_steps": 2}),
+    "qwenimage21": Form(pipeline="QwenImage21Pipeline", call={"true_cfg_scale": 1.0, "use_kv_cache": False}, size=(64, 96)),
+    "flux2": Form(pipeline="Flux2Pipeline", call={"guidance_scale": 4.0}),
+    "flux2 klein": Form(pipeline="Flux2KleinPipeline"),
+    "z_image": Form(pipeline="ZImagePipeline", call={"guidance_scale": 0.0}),
+    "krea2": Form(pipeline="Krea2Pipeline", call={"guidance_scale": 0.0}),
 }
 """The pipelines of the families that have a file, by a name of `write_pipeline`."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Family, Padding, Part, variants
-from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, image_ids, pack, unpack
+from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, image_ids, pack
 from bucketline.families.schedules import flow
 
 if TYPE_CHECKING:
@@ -65,7 +65,3 @@ class Chroma(Family):
             "img_ids": image_ids(noisy.shape[2] // PATCH, noisy.shape[3] // PATCH, noisy),
             "attention_mask": torch.cat([mask, mask.new_ones(packed.shape[:2])], dim=1),
         }
-
-    def answer(self, output: Tensor, noisy: Tensor) -> Tensor:
-        """Unpack the prediction."""
-        return unpack(output, noisy.shape[2], noisy.shape[3])

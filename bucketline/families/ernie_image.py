@@ -69,10 +69,6 @@ class ErnieImage(Family):
             "text_lens": batch.token_mask.sum(dim=1),
         }
 
-    def answer(self, output: Tensor, noisy: Tensor) -> Tensor:
-        """Take the patches apart."""
-        return self.unpacked(output, *noisy.shape[2:])
-
     def unpacked(self, latents: Tensor, _height: int, _width: int) -> Tensor:
         """Return patches, [B, 4C, h/2, w/2], as latents."""
         import torch

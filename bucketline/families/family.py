@@ -155,6 +155,8 @@ class Family:
     out_channels: ClassVar[tuple[int | None, ...]] = (None, 1)  # times the latent's channels; None: as many as go in
     packing: ClassVar[int] = 1  # latent positions, in each direction, that become one position of more channels
     points_to_image: ClassVar[bool] = False  # of a flow: it predicts the image less the noise
+    packs_answer: ClassVar[bool] = True  # `out_channels` counts those of packed latents, as `in_channels` does
+    alignment: ClassVar[int] = 1  # tokens, in each direction, that heights and widths must be a multiple of
     has_mask: ClassVar[bool] = True  # of the tokens that are padding
     is_square_only: ClassVar[bool] = False  # it silently returns a square for any other size
     reads_first_block: ClassVar[bool] = False  # its `forward` calls into its first block, not only the block itself
@@ -164,12 +166,13 @@ class Family:
     has_lora_loader: ClassVar[bool] = True  # diffusers' `load_lora_weights` of its pipeline reads an adapter
     image_guidance: float  # default of its pipeline
     sets_sigmas: ClassVar[bool] = False  # the pipeline has a flow's noise fall evenly to 1 ÷ steps; else as by the scheduler
+    no_guidance: ClassVar[float] = 1.0  # the guidance that is none; 0 if its pipeline counts from the caption's prediction
 
     # -- Packing
 
     @classmethod
     def encode_prompt(cls, pipeline: Any, captions: list[str], more: Mapping[str, Any]) -> Encoded:  # noqa: ANN401 - diffusers has no types
-        """Encode captions by the pipeline's own `encode_prompt`, with `more` arguments."""
+        """Encode captions by the pipeline's own `encode_prompt`, with `more` arguments; a token's layers follow one another."""
         import torch
 
         options = {**cls.prompt_options, **more}
@@ -182,12 +185,12 @@ class Family:
             tokens = torch.where(is_empty[:, None, None], other, tokens)
             mask = torch.where(is_empty[:, None], found["empty mask"], mask)
         fixed = {name: value for name, value in found.items() if name not in ("empty mask", None)}
-        return Encoded(tokens=tokens, mask=mask, fixed=fixed)
+        return Encoded(tokens=tokens.flatten(2), mask=mask, fixed=fixed)
 
     @classmethod
     def text_widths(cls, _model: Model, configs: Mapping[str, Any]) -> Widths:
         """Return the widths of the text columns from the encoders' configurations, by name."""
-        return Widths(token=configs[cls.parts[0].encoder].hidden_size)
+        return Widths(token=configs[cls.parts[0].encoder].get_text_config().hidden_size)
 
     @classmethod
     def extras(cls, _model: Model) -> dict[str, Any]:
@@ -195,14 +198,19 @@ class Family:
         return {}
 
     @classmethod
+    def pipeline_parts(cls, parts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return loaded encoders and tokenizers as the pipeline's constructor takes them."""
+        return parts
+
+    @classmethod
     def cleaned(cls, _pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - likewise
         """Return captions as the tokenizer gets them."""
         return captions
 
     @classmethod
-    def num_dropped(cls, _pipeline: Any, _caption: str) -> int:  # noqa: ANN401 - likewise
+    def num_dropped(cls, pipeline: Any, _caption: str) -> int:  # noqa: ANN401 - likewise
         """Return how many of the tokens that the tokenizer makes of a cleaned caption are not stored: those of a template."""
-        return 0
+        return int(getattr(pipeline, "prompt_template_encode_start_idx", 0))
 
     # -- Training
 
@@ -239,6 +247,11 @@ class Family:
         return next((own for own, column in self.widths.items() if column == TOKENS), None)
 
     @property
+    def token_width(self) -> int:
+        """The width of the tokens that the model takes; 1 if they are classes."""
+        return 1 if self.token_field is None else self.number(self.token_field)
+
+    @property
     def pooled_width(self) -> int:
         """The width of the pooled embedding that the model takes; 0 if it takes none."""
         own = next((own for own, column in self.widths.items() if column == POOLED), None)
@@ -254,7 +267,8 @@ class Family:
         channels = self.store.latent_channels * self.packing**2
         same = SAME_CHANNELS + f" in {self.packing} by {self.packing} positions" * (self.packing > 1)
         yield self.one_of("in_channels", (channels,), same)
-        wanted = tuple(None if times is None else times * channels for times in self.out_channels)
+        given = channels if self.packs_answer else self.store.latent_channels
+        wanted = tuple(None if times is None else times * given for times in self.out_channels)
         yield self.one_of("out_channels", wanted, same + ", or twice as many with variances" * (2 in self.out_channels))
         for own, column in self.widths.items():
             yield self.one_of(own, (self.store.text[column],), SAME_WIDTH[column])
@@ -265,12 +279,13 @@ class Family:
             is_met=self.has_mask or self.store.shows_padding,
             because="this model has no mask, and sees the padding that its pipeline adds",
         )
+        step = self.patch_size * self.alignment
         for bucket, height, width in self.store.latent_sizes:
             yield Expected(
                 field="patch_size",
-                found=self.patch_size,
+                found=step,
                 wanted=f"a divisor of {height} and {width}",
-                is_met=height % self.patch_size == 0 and width % self.patch_size == 0,
+                is_met=height % step == 0 and width % step == 0,
                 because=f"the latents of {bucket} are {height} by {width}",
             )
         # Dropout draws from the process's generator: two ranks would differ from one, and a resume from an uninterrupted run.
@@ -282,10 +297,20 @@ class Family:
         found = self.config.get(field)
         return Expected(field=field, found=found, wanted=words, is_met=found in wanted, because=because)
 
+    def same(self, field: str, found: int, wanted: int) -> Expected:
+        """Require a token's width of several fields together."""
+        return Expected(field=field, found=found, wanted=str(wanted), is_met=found == wanted, because=SAME_WIDTH[TOKENS])
+
+    @classmethod
+    def positions_per_token(cls, config: Mapping[str, Any]) -> int:
+        """Return latent positions per token, in each direction."""
+        patch = config.get("patch_size") or 1
+        return cls.packing * int(patch if isinstance(patch, int) else patch[-1])  # of a video model: frames, height, width
+
     @property
     def patch_size(self) -> int:
         """Latent positions per token, in each direction."""
-        return self.packing * (self.number("patch_size") or 1)
+        return self.positions_per_token(self.config)
 
     @classmethod
     def scaling(cls, vae: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -321,7 +346,7 @@ class Family:
         The variance has a separate loss in Nichol and Dhariwal 2021 (arXiv 2102.09672). Here its channels get no gradient, as
         in diffusers' training scripts; diffusers' pipelines ignore these channels in sampling, too.
         """
-        prediction = output[:, : noisy.shape[1]]
+        prediction = self.unpacked(output, *noisy.shape[2:])[:, : noisy.shape[1]]
         return -prediction if self.points_to_image else prediction
 
     def unpacked(self, latents: Tensor, height: int, width: int) -> Tensor:
@@ -329,6 +354,10 @@ class Family:
         if latents.ndim == 5:  # a video of one frame
             return latents[:, :, 0]
         return unpack(latents, height, width) if latents.ndim == 3 else latents
+
+    def guided(self, prediction: Tensor, plain: Tensor, guidance: float) -> Tensor:
+        """Return the prediction of a caption guided away from that of none, [B, C, h, w] each, as the pipeline does."""
+        return plain + (guidance - self.no_guidance + 1.0) * (prediction - plain)
 
     def predict(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         """Return the model's prediction, [B, C, h, w]; the inputs are those of `arguments`."""

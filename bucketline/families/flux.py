@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Family, Part, Widths, variants
-from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, image_ids, pack, unpack
+from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, image_ids, pack
 from bucketline.families.schedules import flow
 from bucketline.store.format.columns import POOLED
 
@@ -66,7 +66,3 @@ class Flux(Family):
             "txt_ids": noisy.new_zeros(batch.tokens.shape[1], 3),
             "img_ids": image_ids(height, width, noisy),
         }
-
-    def answer(self, output: Tensor, noisy: Tensor) -> Tensor:
-        """Unpack the prediction."""
-        return unpack(output, noisy.shape[2], noisy.shape[3])

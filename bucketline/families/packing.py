@@ -48,3 +48,11 @@ def split_layers(joined: Tensor, width: int, layer_width: int) -> tuple[Tensor, 
     """Undo `join_layers`, of tokens and layers of these widths."""
     layers = joined[..., width:]
     return joined[..., :width], layers.reshape(*layers.shape[:2], -1, layer_width).permute(2, 0, 1, 3)
+
+
+def grid_ids(like: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
+    """Return the position ids of a grid of image, row, column and token, [B, N, 4], of int64. Source: `Flux2Pipeline`."""
+    import torch
+
+    axes = [torch.arange(size, device=like.device) for size in sizes]
+    return torch.cartesian_prod(*axes).expand(len(like), -1, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
-from bucketline.families.family import refuse_unsquare
+from bucketline.families.family import Family, refuse_unsquare
 from bucketline.families.registry import family_of_model, square_only
 from bucketline.families.vaes import PACKED_VAES, VAES, latent_channels, vae_class
 from bucketline.ingest.images.bucket_grid import Grid, parse_grid
@@ -60,11 +60,8 @@ def model_grid(wanted: str | None, model: ModelFolder, downscale: int) -> Grid:
 
 
 def _token_px(transformer: Mapping[str, Any], downscale: int) -> int:
-    patch = transformer.get("patch_size") or 1
-    if not isinstance(patch, int):  # of a video model: frames, height, width
-        patch = patch[-1]
-    family = family_of_model(transformer)
-    return downscale * int(patch) * (1 if family is None else family.packing)
+    family = family_of_model(transformer) or Family
+    return downscale * family.positions_per_token(transformer) * family.alignment
 
 
 def _side_px(unet: Mapping[str, Any] | None, transformer: Mapping[str, Any] | None, downscale: int) -> int:

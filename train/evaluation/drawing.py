@@ -97,7 +97,7 @@ def _caption_batches(training: Training, shares: Sequence[WeightedStore], split:
     """Yield the first `--num-images` samples of a split, each with one of its captions."""
     config, guidance, device = training.config, guidance_of(training), next(training.model.parameters()).device
     asked = LoaderConfig(batch_size=config.num_images, seed=config.seed, split=split, remainder=Remainder.PARTIAL, epochs=1)
-    is_guided = not training.family.is_told_guidance and guidance != 1.0
+    is_guided = not training.family.is_told_guidance and guidance != training.family.no_guidance
     num_samples = 0
     with (
         Loader(once_each(shares), asked, device=device) as loader,

@@ -36,7 +36,7 @@ def sample_latents(training: Training, schedule: ModelSchedule, one: DrawingBatc
             prediction = told.predict(model, latents, timesteps, one.batch).float()
             if one.negative is not None:
                 plain = told.predict(model, latents, timesteps, one.negative).float()
-                prediction = plain + one.guidance * (prediction - plain)
+                prediction = told.family.guided(prediction, plain, one.guidance)
             latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
     return latents
 

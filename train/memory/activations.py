@@ -105,7 +105,6 @@ def example_batch(family: Family, images: int) -> Batch:
     size = latent_size(family)
     channels = config["in_channels"] // family.packing**2
     tokens, pooled = family.usual_tokens, family.pooled_width
-    width = 1 if family.token_field is None else family.number(family.token_field)
     number = torch.zeros(images, dtype=torch.int64)
     sizes = torch.full((images, 2), 8 * size, dtype=torch.int32)
     return Batch(
@@ -114,7 +113,7 @@ def example_batch(family: Family, images: int) -> Batch:
         epoch=0,
         bucket="",
         columns={"target": torch.zeros(images, channels, size, size)},
-        tokens=torch.zeros(images, tokens, width),
+        tokens=torch.zeros(images, tokens, family.token_width),
         token_mask=torch.ones(images, tokens, dtype=torch.bool),
         original_size=sizes,
         crop=sizes,

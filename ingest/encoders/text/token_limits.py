@@ -106,6 +106,6 @@ def make_pipeline(family: type[Family], model: ModelFolder, parts: Mapping[str, 
     }
     try:
         with warnings.catch_warnings(category=FutureWarning, action="ignore"):  # PRX's pipeline is of a deprecated class
-            return kind(**{**absent, **parts, **family.extras(model)})
+            return kind(**{**absent, **family.pipeline_parts(parts), **family.extras(model)})
     except (ValueError, TypeError, AttributeError) as error:
         raise ModelError(f"{model.name}: cannot make a {family.pipelines[0]} from its text parts: {error}") from error

@@ -86,7 +86,7 @@ def recorded_and_ours(
     embeddings = made.encoder.encode(list(captions))
     num_tokens = max(len(one.tokens) for one in embeddings)
     seen = recorded.arguments.get("encoder_hidden_states")
-    if isinstance(seen, torch.Tensor) and seen.ndim == 3:
+    if isinstance(seen, torch.Tensor) and seen.ndim >= 3:
         num_tokens = seen.shape[1]
     batch = batch_of(embeddings, num_tokens, made.size, latents)
     made.family.guidance = made.asked.get("guidance_scale", 1.0)
@@ -129,9 +129,16 @@ def test_the_empty_caption_is_the_pipelines_negative_prompt_where_that_has_no_te
 
 
 def _forget_padding(made: Made, captions: tuple[str, ...], theirs: dict[str, Any]) -> None:
-    """Zero the embeddings of padding that the model masks, which are not stored; its output must not depend on them."""
-    seen = theirs.get("encoder_hidden_states")
-    if made.encoder.padding is Padding.VALID and isinstance(seen, torch.Tensor) and seen.ndim == 3:
+    """Zero the embeddings of padding that the model masks, which are not stored; its output must not depend on them.
+
+    What a pipeline puts after its padding comes before it.
+    """
+    seen, mask = theirs.get("encoder_hidden_states"), theirs.get("encoder_attention_mask")
+    if made.encoder.padding is Padding.VALID and isinstance(seen, torch.Tensor) and seen.ndim >= 3:
+        if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
+            order = mask.logical_not().long().argsort(dim=1, stable=True)
+            theirs["encoder_attention_mask"] = mask.gather(1, order)
+            seen = torch.stack([own[places] for own, places in zip(seen, order, strict=True)])
         theirs["encoder_hidden_states"] = seen = seen.clone()
         for n, one in enumerate(made.encoder.encode(list(captions))):
             seen[n, len(one.tokens) :] = 0
@@ -163,6 +170,8 @@ def test_latents_are_the_vaes_own_and_scaled_as_the_pipeline_undoes_it(made: Mad
     images = pixels.permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1.0
     vae = made.pipeline.vae
     has_frames = "Qwen" in type(vae).__name__
+    if vae.config.get("in_channels") == 4:
+        images = torch.cat([images, torch.ones_like(images[:, :1])], dim=1)  # opaque
     encoded = vae.encode(images[:, :, None] if has_frames else images)
     mode = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
     torch.testing.assert_close(stored, mode[:, :, 0] if has_frames else mode, rtol=1e-5, atol=1e-6)

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 def test_images_have_the_guidance_of_the_familys_pipeline(family: type[Family]) -> None:
     pipeline = getattr(diffusers, family.pipelines[0])
     assert hasattr(pipeline, "load_lora_weights") == family.has_lora_loader
-    assert inspect.signature(pipeline.__call__).parameters["guidance_scale"].default == family.image_guidance
+    given = inspect.signature(pipeline.__call__).parameters
+    found = [given[name].default for name in ("guidance_scale", "true_cfg_scale") if name in given]
+    assert next(scale for scale in found if scale is not None) == family.image_guidance
 
 
 def test_guidance_leads_away_from_the_empty_caption(tmp_path: Path) -> None:

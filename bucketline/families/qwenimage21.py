@@ -1,0 +1,76 @@
+"""Qwen-Image 2.1: a Qwen3-VL's last hidden state before its norm, at the caption's tokens and those of the chat after it.
+
+Latents are not packed; the model counts them in groups of 2 by 2. Its sequence is causal: the caption, then the image.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bucketline.families.chats import TextProcessor
+from bucketline.families.family import Family, Padding, Part
+from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH
+from bucketline.families.qwenimage import QwenImage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from bucketline.loader import Batch
+
+
+class QwenImage21(Family):
+    """Qwen-Image 2.1: takes latents as tokens and their shape, the noise as a share, tokens and two masks."""
+
+    name = "qwenimage21"
+    pipelines = ("QwenImage21Pipeline",)
+    parts = (Part(tokenizer="processor", kind="Qwen3VL", layer="hidden_states[-1] before the norm"),)
+    padding = Padding.VALID
+    results = ("tokens", "mask", None)
+    prompt_options: ClassVar[Mapping[str, Any]] = {}
+    model_class = "QwenImage21Transformer2DModel"
+    usual_tokens = 512
+    image_guidance = 1.0
+    widths: ClassVar[Mapping[str, str]] = {"context_in_dim": "tokens"}
+    alignment = PATCH
+    sets_sigmas = True
+    scheduler = QwenImage.scheduler
+
+    @classmethod
+    def cleaned(cls, pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - diffusers has no types
+        """Return captions in the pipeline's chat; the empty one is a space."""
+        return [pipeline.prompt_template_t2i.format(caption or " ") for caption in captions]
+
+    @classmethod
+    def num_dropped(cls, pipeline: Any, _caption: str) -> int:  # noqa: ANN401 - likewise
+        """Return the number of the chat's tokens before the caption's turn."""
+        return int(pipeline._drop_idx)
+
+    @classmethod
+    def pipeline_parts(cls, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the processor of the tokenizer."""
+        return {**parts, "processor": TextProcessor(parts["processor"])}
+
+    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
+        """Lay the latents out as tokens; the image's places in the sequence are one for 2 by 2 of them."""
+        import torch
+
+        count, _, height, width = noisy.shape
+        slots = batch.token_mask.new_ones(count, height * width // PATCH**2)
+        return {
+            "hidden_states": noisy.flatten(2).transpose(1, 2),
+            "timestep": timesteps / NUM_TRAIN_TIMESTEPS,
+            "encoder_hidden_states": batch.tokens.float(),
+            "encoder_hidden_states_mask": batch.token_mask.long(),
+            "img_shapes": [[(1, height, width)]] * count,
+            "img_mask": torch.cat([torch.zeros_like(batch.token_mask), slots], dim=1),
+        }
+
+    def answer(self, output: Tensor, noisy: Tensor) -> Tensor:
+        """Return the image's part of the prediction, which covers the sequence."""
+        return self.unpacked(output[:, -noisy[0, 0].numel() :], *noisy.shape[2:])
+
+    def unpacked(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Undo the layout as tokens."""
+        return latents.transpose(1, 2).reshape(len(latents), latents.shape[2], height, width)

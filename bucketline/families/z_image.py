@@ -1,0 +1,73 @@
+"""Z-Image: the hidden state before the last of a Qwen3 at the tokens of a chat of the caption; the model sees no padding.
+
+The model's time is 0 at noise and 1 at the image, and its prediction points from noise to the image.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bucketline.families.chats import user_turn
+from bucketline.families.family import Encoded, Family, Padding, Part, variants
+from bucketline.families.packing import NUM_TRAIN_TIMESTEPS
+from bucketline.families.schedules import flow
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from bucketline.loader import Batch
+
+
+class ZImage(Family):
+    """Z-Image: takes lists of latents, with a frame axis, and of tokens; and the share of the image."""
+
+    name = "z_image"
+    pipelines = variants("ZImage", "Img2Img Inpaint ControlNet ControlNetInpaint")
+    parts = (Part(kind="Qwen3", layer="hidden_states[-2]", is_open=True),)
+    padding = Padding.VALID
+    model_class = "ZImageTransformer2DModel"
+    usual_tokens = 512
+    image_guidance = 5.0
+    no_guidance = 0.0
+    points_to_image = True
+    widths: ClassVar[Mapping[str, str]] = {"cap_feat_dim": "tokens"}
+    sets_sigmas = True
+    scheduler = flow(3.0)  # as published with Z-Image-Turbo
+
+    @classmethod
+    def encode_prompt(cls, pipeline: Any, captions: list[str], more: Mapping[str, Any]) -> Encoded:  # noqa: ANN401 - diffusers has no types
+        """Encode captions by the pipeline's `encode_prompt`, which writes into the list that it gets."""
+        from torch.nn.utils.rnn import pad_sequence
+
+        options = {name: value for name, value in more.items() if name != "num_images_per_prompt"}
+        found, _ = pipeline.encode_prompt(list(captions), **cls.prompt_options, **options)
+        mask = pad_sequence([one.new_ones(len(one)).bool() for one in found], batch_first=True)
+        return Encoded(tokens=pad_sequence(found, batch_first=True), mask=mask)
+
+    @classmethod
+    def cleaned(cls, pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - likewise
+        """Return captions in the pipeline's chat."""
+        return [user_turn(pipeline.tokenizer, caption, thinks=True) for caption in captions]
+
+    @classmethod
+    def positions_per_token(cls, config: Mapping[str, Any]) -> int:
+        """Return the patch size that the pipeline takes."""
+        sizes = config.get("all_patch_size")
+        return int(sizes[0]) if isinstance(sizes, list | tuple) and sizes else 2
+
+    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
+        """Return latents with a frame axis, the share of the image, and each caption's own tokens."""
+        tokens, lengths = batch.tokens.float(), batch.token_mask.sum(dim=1).tolist()
+        return {
+            "x": list(noisy[:, :, None].unbind(dim=0)),
+            "t": (NUM_TRAIN_TIMESTEPS - timesteps) / NUM_TRAIN_TIMESTEPS,
+            "cap_feats": [own[:length] for own, length in zip(tokens, lengths, strict=True)],
+        }
+
+    def answer(self, output: Sequence[Tensor], noisy: Tensor) -> Tensor:  # type: ignore[override] # the model's is a list
+        """Put the predictions together, and turn them around."""
+        import torch
+
+        return super().answer(torch.stack(list(output)), noisy)
