@@ -52,6 +52,7 @@ class Form:
     pipeline: str
     call: dict[str, Any] = field(default_factory=lambda: _UNGUIDED)  # one caption a row: without guidance
     size: tuple[int, int] = (16, 24)  # px, height first
+    num_tokens: int | None = None  # that the pipeline pads captions to, where its model's tokens have the image's behind them
 
 
 FORMS: dict[str, Form] = {
@@ -518,7 +519,7 @@ def tiny_model(family: str, **changes: Any) -> Any:
     """Make the family's own model, of sizes that fit the encoders next to it, from torch's generator."""
     kind, sizes = _MODELS[family.removesuffix(" without T5")]
     model = _tiny(kind, **{**sizes, **changes})
-    if family == "ernie_image":  # starts at zero where others start at random, and then predicts zeros
+    if family in ("ernie_image", "prx", "prx dc"):  # which start at zero where others start at random, and so without attention
         for weights in model.parameters():
             if not weights.any():
                 weights.data.normal_(std=0.1)
