@@ -13,7 +13,7 @@ def user_turn(tokenizer: Any, caption: str, *, thinks: bool) -> str:  # noqa: AN
 
 
 class TextProcessor:
-    """What the pipeline takes of a Qwen3-VL processor for captions; for images, the whole one needs torchvision."""
+    """The part of a Qwen3-VL processor that a pipeline takes for captions; for images, the whole one needs torchvision."""
 
     def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - as above
         self.tokenizer = tokenizer

@@ -38,7 +38,7 @@ class Chroma(Family):
     lora_targets = (*Family.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     def prepare(self, model: nn.Module) -> None:
-        """Give single blocks the mask that diffusers leaves out when it runs them again for gradient checkpointing."""
+        """Pass single blocks the mask that diffusers leaves out when it runs them again for gradient checkpointing."""
         last: dict[str, Any] = {}
 
         def keep(_: nn.Module, _args: tuple[Any, ...], given: dict[str, Any]) -> None:

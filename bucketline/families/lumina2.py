@@ -39,7 +39,7 @@ class Lumina2(Family):
 
     @classmethod
     def cleaned(cls, pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - diffusers has no types
-        """Return captions with the system prompt; the empty one alone."""
+        """Return captions with the system prompt; the empty one without it."""
         return [f"{pipeline.system_prompt} <Prompt Start> {caption}" if caption else "" for caption in captions]
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:

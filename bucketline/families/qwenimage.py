@@ -61,7 +61,7 @@ class QwenImage(Family):
         }
 
     def guided(self, prediction: Tensor, plain: Tensor, guidance: float) -> Tensor:
-        """Give the guided prediction the length of the other in each token, as the pipeline does."""
+        """Scale the guided prediction to the length of the other in each token, as the pipeline does."""
         pair = (pack(super().guided(prediction, plain, guidance)), pack(prediction))
         found, own = (one.norm(dim=-1, keepdim=True) for one in pair)
         return unpack(pair[0] * (own / found), *prediction.shape[2:])

@@ -45,7 +45,7 @@ class Sana(Family):
 
     @classmethod
     def cleaned(cls, pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - likewise
-        """Return captions with the instruction; the empty one alone."""
+        """Return captions with the instruction; the empty one without it."""
         before = "\n".join(_instruction(pipeline))
         plain: list[str] = pipeline._text_preprocessing(captions, clean_caption=False)
         return [before + one if caption else one for one, caption in zip(plain, captions, strict=True)]
