@@ -55,7 +55,7 @@ class PromptEncoder:
         empty = self._encoded([""])
         longer = empty if family.padding is Padding.MAX_LENGTH else self._encoded([LONGER])
         self._pads_to_longest = longer.tokens.shape[1] != empty.tokens.shape[1]
-        width, self.max_tokens = int(empty.tokens.shape[2]), int(empty.tokens.shape[1])
+        width, self.max_tokens = int(empty.tokens.shape[2]), self._lengths.positions
         self.padding = family.padding
         self.columns = text_spec(settings.stored_dtype, width, {name: value.shape[1] for name, value in empty.fixed.items()})
         self.provenance: dict[str, Json] = {
