@@ -27,10 +27,19 @@ NUM_TOKENS = 100
 ITEM_BYTES = 2  # F16
 
 # What the transformer's class does not say by its defaults. Sources: the configurations published with SD 1.5, SDXL, PixArt,
-# DiT-XL/2; a VAE halves three times but where it is said.
-TOKEN_WIDTHS = {"sd": 768, "sdxl": 2048, "pixart_alpha": 4096, "pixart_sigma": 4096}
+# DiT-XL/2, FLUX.2 klein 4B, Lumina-Image 2.0 and HiDream-I1 (a T5's width, and 32 layers of a Llama's); a VAE halves three
+# times but where it is said.
+TOKEN_WIDTHS = {
+    "sd": 768,
+    "sdxl": 2048,
+    "pixart_alpha": 4096,
+    "pixart_sigma": 4096,
+    "flux2_klein": 3 * 2560,
+    "lumina2": 2304,
+    "hidream_image": 4096 + 32 * 4096,
+}
 POOLED_WIDTHS = {"sdxl": 1280}
-CHANNELS = {"pixart_alpha": 4, "pixart_sigma": 4, "class_labels": 4}
+CHANNELS = {"pixart_alpha": 4, "pixart_sigma": 4, "class_labels": 4, "hidream_image": 16}
 PX_PER_LATENT = {"sana": 32, "qwenimage21": 16}
 
 
@@ -46,7 +55,7 @@ def sizes_of(family: type[Family]) -> tuple[int, int]:
     latent = channels * side * side * ITEM_BYTES
     if not family.parts:
         return latent, 8  # a class, I64
-    width = TOKEN_WIDTHS.get(family.name) or made.number(str(made.token_field))
+    width = TOKEN_WIDTHS.get(family.name) or getattr(made, "token_width", 0) or made.number(str(made.token_field))
     tokens = NUM_TOKENS if family.padding is Padding.VALID else family.usual_tokens
     pooled = POOLED_WIDTHS.get(family.name, made.pooled_width)
     assert width > 0, family.name
