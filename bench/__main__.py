@@ -49,6 +49,7 @@ MODULES = {  # of `bucketline.bench`
     "ingest_stages": "ingest.stages",
     "ingest_on_ray": "ingest.on_ray",
     "ingest_memory": "ingest.memory",
+    "text_encoders": "ingest.text_encoders",
     "ingest_again": "ingest.repack",
     "listing_against_store": "ingest.listing_against_store",
     "ingest_import": "ingest.cache_import",
@@ -69,6 +70,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "ingest_stages": ("--repeats", "3"),
     "ingest_on_ray": ("--images", "48", "--repeats", "1"),
     "ingest_memory": ("--repeats", "1"),
+    "text_encoders": ("--width", "256", "--layers", "4"),
     "ingest_again": ("--repeats", "1"),
     "ingest_import": ("--repeats", "3"),
     "listing_against_store": ("--samples", "100000", "200000", "--shards", "10", "40", "--repeats", "3"),
@@ -122,6 +124,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "ingest_stages": ("--images", "400"),
     "ingest_on_ray": (),
     "ingest_memory": (),
+    "text_encoders": (),
     "ingest_again": ("--images", "20000"),
     "ingest_import": ("--samples", "4000"),
     "listing_against_store": (),
@@ -137,7 +140,7 @@ class All:
     seal_cost, report_cost, ingest_stages, ingest_on_ray, ingest_memory, ingest_again, ingest_import, listing_against_store,
     plan_cost, seen_cost, mixing, first_batch, first_pass, delivery, delivery_columns, metrics_cost, network_delivery,
     remote_delivery, remote_bytes, remote_peers, busy_trainer, rank_memory, batch_parts, training,
-    checkpoint_pause, base_error.
+    checkpoint_pause, base_error, text_encoders.
 
     Example: python -m bucketline.bench --json
     """
