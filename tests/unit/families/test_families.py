@@ -32,6 +32,7 @@ LONG = "a red cat and a blue dog of the house " * 20
 CAPTIONS = ("a red cat", LONG, "", "一只红色的猫在房子里", "🐱 a cat 🏠")
 KINDS = ("short", "long", "empty", "Chinese", "emoji", "four")
 MOST_LINES = 80
+COLUMNS = 8  # of the page's table
 
 
 class Made(NamedTuple):
@@ -193,11 +194,21 @@ def test_latents_are_the_vaes_own_and_scaled_as_the_pipeline_undoes_it(made: Mad
     torch.testing.assert_close(scale.apply(scale.invert(ended)), ended, rtol=1e-4, atol=1e-5)
 
 
+def file_of(family: type[Family]) -> Path:
+    return ROOT / "bucketline" / "families" / f"{family.__module__.rpartition('.')[2]}.py"
+
+
 def test_every_family_is_tried_and_described_in_a_file_of_one_screen() -> None:
     tried: set[Any] = {family_of_pipeline(form.pipeline) for form in FORMS.values()}
     assert {family for family in FAMILIES if family.parts} <= tried
-    for path in {ROOT / "bucketline" / "families" / f"{family.__module__.rpartition('.')[2]}.py" for family in FAMILIES}:
+    for path in {file_of(family) for family in FAMILIES}:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES, path.name
+
+
+def test_the_page_lists_every_family_with_the_lines_of_its_file() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "families.md").read_text(encoding="utf-8").splitlines()]
+    listed = {row[0].removeprefix("| "): int(row[3]) for row in rows if len(row) == COLUMNS and row[3].isdecimal()}
+    assert listed == {family.name: len(file_of(family).read_text(encoding="utf-8").splitlines()) for family in FAMILIES}
 
 
 NAMES_OF_FILES = ("ingest/importers/", "store/", "bench/", "train/memory/published.py", "train/presets/")

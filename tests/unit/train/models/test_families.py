@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,8 @@ from diffusers import FluxPipeline
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import StoreFacts
 from bucketline.families.packing import image_ids, pack, unpack
-from bucketline.families.registry import FAMILIES
 from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import FlowSchedule, Objective, load_schedule
-from tests.commands import ROOT
 from tests.family_models import tiny_model
 from tests.unit.train.tiny_run import SCHEDULER, facts, make_batch, write_unet
 
@@ -252,20 +249,3 @@ def test_without_a_scheduler_stable_diffusions_is_assumed_and_said(tmp_path: Pat
         schedule = load_schedule(write_unet(tmp_path, scheduler=None), CPU)
     assert "has no scheduler/: using the schedule published with the model's kind" in caplog.text
     assert schedule.noise.num_timesteps == 1000
-
-
-def test_the_training_page_says_of_every_family_that_the_trainer_takes_it() -> None:
-    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    sentences = re.findall(r"The model folder decides what is trained: ([^.;]*)", text.replace("\n", " "))
-    named = {
-        "StableDiffusion": "Stable Diffusion 1, 2",
-        "Sdxl": "SDXL",
-        "Dit": "DiT",
-        "PixArtAlpha": "PixArt",
-        "PixArtSigma": "PixArt",
-        "Sd3": "Stable Diffusion 3",
-        "Flux": "Flux",
-    }
-    assert {family.__name__ for family in FAMILIES} == set(named)
-    assert sentences
-    assert [(name, sentence) for sentence in sentences for name in named.values() if name not in sentence] == []
