@@ -63,7 +63,7 @@ class ZImage(Family):
         return {
             "x": list(noisy[:, :, None].unbind(dim=0)),
             "t": (NUM_TRAIN_TIMESTEPS - timesteps) / NUM_TRAIN_TIMESTEPS,
-            "cap_feats": [own[:length] for own, length in zip(tokens, lengths, strict=True)],
+            "cap_feats": [own[: int(length)] for own, length in zip(tokens, lengths, strict=True)],
         }
 
     def answer(self, output: Sequence[Tensor], noisy: Tensor) -> Tensor:  # type: ignore[override] # the model's is a list

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bucketline.errors import UsageError
 from bucketline.families.family import Family, StoreFacts
 from bucketline.families.registry import family_of_model
 from bucketline.train.config import Base, Ema, OptimizerName, Precision, Sharding, TrainConfig, WeightDtype
@@ -126,8 +127,14 @@ class CountedModel:
         family, model = self.made(asked)
         model.disable_gradient_checkpointing()  # type: ignore[operator] # of another row
         recompute(model, asked, is_compiled=False)
-        with self._without_memory():
-            one, two = (kept_activations(model, family, images) for images in (1, 2))
+        try:
+            with self._without_memory():
+                one, two = (kept_activations(model, family, images) for images in (1, 2))
+        except DynamicOutputShapeException as error:
+            raise UsageError(
+                f"the activations of a {family.model_class} cannot be counted without a run, since their sizes depend on "
+                "values; train a few steps with the batch that you want, and read the peak in the run's metrics"
+            ) from error
         return two - one
 
     @contextlib.contextmanager

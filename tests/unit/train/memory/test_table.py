@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bucketline.errors import ModelError
+from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Family, StoreFacts
 from bucketline.families.registry import family_of_model
 from bucketline.train.commands.memory import DOCUMENTED_RANK
@@ -166,3 +166,10 @@ def test_a_folder_of_another_class_is_refused(folder: Path) -> None:
     (folder / "model" / "unet" / "config.json").write_text(json.dumps({"_class_name": "Other"}), encoding="utf-8")
     with pytest.raises(ModelError, match="_class_name is 'Other', expected one of"):
         memory((str(folder / "model"),), prog="bucketline train memory")
+
+
+def test_a_model_whose_sizes_depend_on_values_is_refused_with_another_way() -> None:
+    model = tiny_model("qwenimage21")
+    counted = CountedModel({**dict(model.config), "_class_name": "QwenImage21Transformer2DModel"})
+    with pytest.raises(UsageError, match=r"activations of a QwenImage21Transformer2DModel cannot be counted without a run"):
+        counted.activations({})
