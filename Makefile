@@ -25,6 +25,8 @@ TORCH ?=
 UPGRADE ?=
 CHECKS ?=
 export HF_HUB_OFFLINE ?= 1
+# What pip does not compile is compiled when it is first imported; otherwise every command would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: env docs demo gpu test test-full test-wheel test-minimums test-types coverage lock lint types unit torture bench bench-full clean

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.families.family import Family, Padding, Part, variants
+from bucketline.families.family import Family, Padding, Part
 from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, image_ids, pack
 from bucketline.families.schedules import flow
 
@@ -24,7 +24,7 @@ class Chroma(Family):
     """Chroma: takes packed latents, the noise as a share, tokens, position ids, and a mask of tokens and latents."""
 
     name = "chroma"
-    pipelines = variants("Chroma", "Img2Img Inpaint")
+    pipelines = ("ChromaPipeline",)  # the others encode captions by other code
     parts = (Part(kind="T5", is_open=True, num_padding=1),)
     padding = Padding.VALID
     results = ("tokens", None, "mask", None, None, None)

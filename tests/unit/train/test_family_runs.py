@@ -230,6 +230,8 @@ def test_latents_of_a_dc_autoencoder_train_and_are_drawn(tmp_path: Path) -> None
     def change(model: Path) -> None:
         shutil.rmtree(model / "vae")
         tiny_dc().save_pretrained(model / "vae")
+        index = model / "model_index.json"
+        index.write_text(index.read_text(encoding="utf-8").replace("AutoencoderKL", "AutoencoderDC"), encoding="utf-8")
 
     made = pack_family(tmp_path, "pixart_sigma", change=change)
     assert len(train(made.config(tmp_path / "run", num_images=1), ALONE).images) == 2
