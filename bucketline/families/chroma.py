@@ -31,9 +31,9 @@ class Chroma(Family):
     model_class = "ChromaTransformer2DModel"
     usual_tokens = 512
     image_guidance = 5.0
+    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "prompt_attention_mask": "mask"}
     widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens"}
     packing = PATCH
-    sets_sigmas = True
     scheduler = flow(1.0)  # as published with Chroma1-HD
     lora_targets = (*Family.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Expected, Family, refuse_unsquare
 from bucketline.families.schedules import LINEAR
 from bucketline.store.format.columns import CLASS_LABELS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -28,6 +28,7 @@ class Dit(Family):
     has_lora_loader = False
     image_guidance = 4.0
     columns = (CLASS_LABELS,)
+    embeds: ClassVar[Mapping[str, str]] = {}  # its pipeline takes no noise, and knows ImageNet's null class only: own steps
     out_channels = (None, 1, 2)  # twice as many with variances
     scheduler = LINEAR
     lora_targets = (*Family.lora_targets, "ff.net.0.proj", "ff.net.2")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.families.family import Encoded, Family, Padding, Part, Widths
+from bucketline.families.family import Encoded, Family, Padding, Part, Widths, own_tokens
 from bucketline.families.packing import PATCH
 from bucketline.families.schedules import flow
 
@@ -32,9 +32,9 @@ class ErnieImage(Family):
     model_class = "ErnieImageTransformer2DModel"
     usual_tokens = 256
     image_guidance = 4.0
+    call_options: ClassVar[Mapping[str, Any]] = {"negative_prompt": None}
     widths: ClassVar[Mapping[str, str]] = {"text_in_dim": "tokens"}
     packing = PATCH
-    sets_sigmas = True
     scheduler = flow(4.0)  # as published
 
     @classmethod
@@ -60,14 +60,22 @@ class ErnieImage(Family):
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Return latents in patches, timesteps, tokens, and the number of each caption's."""
-        import torch
-
         return {
-            "hidden_states": torch.nn.functional.pixel_unshuffle(noisy, PATCH),
+            "hidden_states": self.packed(noisy),
             "timestep": timesteps,
             "text_bth": batch.tokens.float(),
             "text_lens": batch.token_mask.sum(dim=1),
         }
+
+    def embedded(self, batch: Batch) -> dict[str, Any]:
+        """Return each caption's own tokens."""
+        return {"prompt_embeds": own_tokens(batch)}
+
+    def packed(self, latents: Tensor) -> Tensor:
+        """Return latents, [B, C, h, w], as patches, [B, 4C, h/2, w/2]."""
+        import torch
+
+        return torch.nn.functional.pixel_unshuffle(latents, PATCH)
 
     def unpacked(self, latents: Tensor, _height: int, _width: int) -> Tensor:
         """Return patches, [B, 4C, h/2, w/2], as latents."""

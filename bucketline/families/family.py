@@ -10,13 +10,15 @@ Letters: B samples, C latent channels, h and w latent height and width, T or L t
 from __future__ import annotations
 
 import copy
+import inspect
+import warnings
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from bucketline.errors import UsageError
-from bucketline.families.packing import unpack
+from bucketline.families.packing import pack, unpack
 from bucketline.families.schedules import SCALED_LINEAR
 from bucketline.store.format.columns import POOLED, TOKENS
 
@@ -127,6 +129,12 @@ def refuse_unsquare(item: str, kind: str, sizes: Iterable[tuple[str, int, int]],
             )
 
 
+def own_tokens(batch: Batch) -> list[Tensor]:
+    """Return each caption's own tokens, [L, D] each, without padding."""
+    lengths = batch.token_mask.sum(dim=1)
+    return [own[: int(length)] for own, length in zip(batch.tokens.float(), lengths, strict=True)]
+
+
 SAME_CHANNELS = "the store's latents have as many channels"
 SAME_WIDTH = {
     "tokens": "the store's text embeddings are as wide",
@@ -165,8 +173,14 @@ class Family:
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     has_lora_loader: ClassVar[bool] = True  # diffusers' `load_lora_weights` of its pipeline reads an adapter
     image_guidance: float  # default of its pipeline
-    sets_sigmas: ClassVar[bool] = False  # the pipeline has a flow's noise fall evenly to 1 ÷ steps; else as by the scheduler
-    no_guidance: ClassVar[float] = 1.0  # the guidance that is none; 0 if its pipeline counts from the caption's prediction
+    # Images during training, by the first of `pipelines`.
+    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": TOKENS}  # arguments of its call: a text column, or `mask` of tokens
+    guidance_argument: ClassVar[str] = "guidance_scale"
+    no_guidance: ClassVar[float] = 1.0  # the guidance that is none; 0 if it counts from the caption's prediction
+    most_drawn: ClassVar[int | None] = None  # images of one call; None: any number
+    joins_negative: ClassVar[bool] = True  # its call puts prompts and negative ones into one batch, of equally many tokens
+    call_options: ClassVar[Mapping[str, Any]] = {}  # other arguments of its call
+    pipeline_options: ClassVar[Mapping[str, Any]] = {}  # of its constructor
 
     # -- Packing
 
@@ -203,6 +217,25 @@ class Family:
         return parts
 
     @classmethod
+    def pipeline(cls, given: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401 - likewise
+        """Return the family's pipeline of these parts and options only, by diffusers' names.
+
+        `index`: a model's, whose options it takes unless they are given.
+        """
+        import diffusers
+        import transformers
+
+        for library in (diffusers.utils, transformers):
+            library.logging.set_verbosity_error()  # they say which optional libraries are missing
+        kind = getattr(diffusers, cls.pipelines[0])
+        _, *wanted = inspect.signature(kind.__init__).parameters.values()
+        names = {one.name for one in wanted}
+        absent = {one.name: None for one in wanted if one.default is inspect.Parameter.empty}
+        options = {name: value for name, value in (index or {}).items() if name in names and not isinstance(value, list)}
+        with warnings.catch_warnings(category=FutureWarning, action="ignore"):  # PRX's pipeline is of a deprecated class
+            return kind(**{**absent, **options, **cls.pipeline_options, **given})
+
+    @classmethod
     def cleaned(cls, _pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - likewise
         """Return captions as the tokenizer gets them."""
         return captions
@@ -234,6 +267,10 @@ class Family:
     def is_told_guidance(self) -> bool:
         """True for a guidance-distilled model, whose input says how strong the guidance is."""
         return bool(self.config.get("guidance_embeds"))
+
+    def is_guided(self, guidance: float) -> bool:
+        """Return whether images with such a guidance are drawn against negative prompts, as by the family's pipeline."""
+        return not self.is_told_guidance and guidance > self.no_guidance
 
     def with_guidance(self, guidance: float) -> Self:
         """Return the same family with another guidance input."""
@@ -355,9 +392,19 @@ class Family:
             return latents[:, :, 0]
         return unpack(latents, height, width) if latents.ndim == 3 else latents
 
-    def guided(self, prediction: Tensor, plain: Tensor, guidance: float) -> Tensor:
-        """Return the prediction of a caption guided away from that of none, [B, C, h, w] each, as the pipeline does."""
-        return plain + (guidance - self.no_guidance + 1.0) * (prediction - plain)
+    def packed(self, latents: Tensor) -> Tensor:
+        """Return latents, [B, C, h, w], as the family's pipeline takes them."""
+        return pack(latents) if self.packing > 1 else latents
+
+    def embedded(self, batch: Batch) -> dict[str, Any]:
+        """Return a batch's embeddings as arguments of the pipeline's call; of negative prompts, as `negative_…`."""
+        columns = {**batch.text_fixed, TOKENS: batch.tokens}
+        return {name: batch.token_mask if own == "mask" else columns[own].float() for name, own in self.embeds.items()}
+
+    def draw(self, pipeline: Any, given: Mapping[str, Any], batch: Batch, negative: Batch | None = None) -> None:  # noqa: ANN401
+        """Call the pipeline with a batch's embeddings, and those of its negative prompts if there are any."""
+        other = {} if negative is None else self.embedded(negative)
+        pipeline(**given, **self.embedded(batch), **{f"negative_{name}": value for name, value in other.items()})
 
     def predict(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         """Return the model's prediction, [B, C, h, w]; the inputs are those of `arguments`."""

@@ -39,7 +39,7 @@ class Flux(Family):
     columns = ("tokens", POOLED)
     widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens", "pooled_projection_dim": POOLED}
     packing = PATCH
-    sets_sigmas = True
+    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "pooled_prompt_embeds": POOLED}
     has_mask = False
     scheduler = flow(  # as published with FLUX.1-dev
         3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
@@ -52,8 +52,9 @@ class Flux(Family):
         return Widths(token=configs["text_encoder_2"].hidden_size, fixed={POOLED: configs["text_encoder"].hidden_size})
 
     def __init__(self, config: Mapping[str, Json], store: StoreFacts) -> None:
-        """FLUX.1-schnell takes no guidance at all."""
+        """FLUX.1-schnell takes no guidance at all; for its pipeline, that of negative prompts has another name."""
         super().__init__(config, store)
+        self.guidance_argument = "guidance_scale" if self.is_told_guidance else "true_cfg_scale"  # type: ignore[misc] # of this model
         self.image_guidance = Flux.image_guidance if self.is_told_guidance else 1.0
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:

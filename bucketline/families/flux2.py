@@ -36,7 +36,6 @@ class Flux2(Family):
     image_guidance = 4.0
     widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens"}
     packing = PATCH
-    sets_sigmas = True
     has_mask = False
     scheduler = flow(3.0, use_dynamic_shifting=True)  # as published with FLUX.2-dev
 
@@ -64,6 +63,12 @@ class Flux2(Family):
         singles = range(self.number("num_single_layers"))
         outputs = (f"single_transformer_blocks.{n}.attn.to_out" for n in singles)
         self.lora_targets = (*Family.lora_targets, "to_qkv_mlp_proj", *outputs)  # type: ignore[misc] # of this model
+
+    def packed(self, latents: Tensor) -> Tensor:
+        """Return latents with a patch's positions as channels, as the pipeline's call takes them."""
+        import torch
+
+        return torch.nn.functional.pixel_unshuffle(latents, PATCH)
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Pack the latents, give the noise as a share, and add position ids, and guidance if the model takes it."""

@@ -68,12 +68,22 @@ class HiDreamImage(Family):
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Return latents, timesteps, the T5's tokens, the Llama's by layer, and the pooled embedding."""
-        given = super().arguments(noisy, timesteps, batch)
-        t5, llama = split_layers(given["encoder_hidden_states"], *self.config["caption_channels"])
+        own = self.embedded(batch)
         return {
             "hidden_states": noisy,
             "timesteps": timesteps,
-            "encoder_hidden_states_t5": t5,
-            "encoder_hidden_states_llama3": llama,
-            "pooled_embeds": given["pooled_projections"],
+            "encoder_hidden_states_t5": own["prompt_embeds_t5"],
+            "encoder_hidden_states_llama3": own["prompt_embeds_llama3"],
+            "pooled_embeds": own["pooled_prompt_embeds"],
         }
+
+    def embedded(self, batch: Batch) -> dict[str, Any]:
+        """Part the T5's tokens from the Llama's layers."""
+        t5, llama = split_layers(batch.tokens.float(), *self.config["caption_channels"])
+        pooled = batch.text_fixed[POOLED].float()
+        return {"prompt_embeds_t5": t5, "prompt_embeds_llama3": llama, "pooled_prompt_embeds": pooled}
+
+    def draw(self, pipeline: Any, given: Mapping[str, Any], batch: Batch, negative: Batch | None = None) -> None:  # noqa: ANN401
+        """Have the pipeline, which scales every image to one area, take that of this one; a little more, for its rounding."""
+        pipeline.default_sample_size = 1.0001 * (given["height"] * given["width"]) ** 0.5 / pipeline.vae_scale_factor
+        super().draw(pipeline, given, batch, negative)

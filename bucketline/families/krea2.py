@@ -39,7 +39,6 @@ class Krea2(Family):
     image_guidance = 4.5
     no_guidance = 0.0
     packing = PATCH
-    sets_sigmas = True
     scheduler = flow(1.0, use_dynamic_shifting=True, max_image_seq_len=6400)  # as its pipeline expects
     lora_targets = (*Family.lora_targets, "to_gate", "ff.up", "ff.down", *OTHERS)
 
@@ -75,6 +74,11 @@ class Krea2(Family):
         import torch
 
         given = super().arguments(pack(noisy), timesteps / NUM_TRAIN_TIMESTEPS, batch)
-        layers = given["encoder_hidden_states"].unflatten(2, (self.number("num_text_layers"), -1))
+        layers = self.embedded(batch)["prompt_embeds"]
         ids = image_ids(noisy.shape[2] // PATCH, noisy.shape[3] // PATCH, noisy)
         return {**given, "encoder_hidden_states": layers, "position_ids": torch.cat([ids.new_zeros(layers.shape[1], 3), ids])}
+
+    def embedded(self, batch: Batch) -> dict[str, Any]:
+        """Part the layers."""
+        layers = batch.tokens.float().unflatten(2, (self.number("num_text_layers"), -1))  # type: ignore[no-untyped-call]
+        return {"prompt_embeds": layers, "prompt_embeds_mask": batch.token_mask}

@@ -32,9 +32,9 @@ class Lumina2(Family):
     model_class = "Lumina2Transformer2DModel"
     usual_tokens = 256
     image_guidance = 4.0
+    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "prompt_attention_mask": "mask"}
     widths: ClassVar[Mapping[str, str]] = {"cap_feat_dim": "tokens"}
     points_to_image = True
-    sets_sigmas = True
     scheduler = flow(6.0)  # as published with Lumina-Image-2.0
 
     @classmethod

@@ -35,6 +35,8 @@ class PixArtAlpha(Family):
     usual_tokens = 300
     has_lora_loader = False
     image_guidance = 4.5
+    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "prompt_attention_mask": "mask"}
+    call_options: ClassVar[Mapping[str, Any]] = {"negative_prompt": None, "use_resolution_binning": False}
     out_channels = (None, 1, 2)  # twice as many with variances
     scheduler = LINEAR
     lora_targets = (*Family.lora_targets, "ff.net.0.proj", "ff.net.2")

@@ -33,6 +33,9 @@ class Prx(Family):
     model_class = "PRXTransformer2DModel"
     usual_tokens = 256
     image_guidance = 4.0
+    most_drawn = 1  # its pipeline gives the model two timesteps with guidance, whatever the batch
+    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "prompt_attention_mask": "mask"}
+    call_options: ClassVar[Mapping[str, Any]] = {"negative_prompt": None, "use_resolution_binning": False}
     widths: ClassVar[Mapping[str, str]] = {"context_in_dim": "tokens"}
     scheduler = flow(3.0)  # as diffusers' conversion script writes it
     has_lora_loader = False  # its pipeline has that of a UNet

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Family, Padding, Part, variants
-from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, pack, unpack
+from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, pack
 from bucketline.families.schedules import flow
 
 if TYPE_CHECKING:
@@ -31,10 +31,11 @@ class QwenImage(Family):
     model_class = "QwenImageTransformer2DModel"
     usual_tokens = 512
     image_guidance = 4.0
+    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "prompt_embeds_mask": "mask"}
+    guidance_argument = "true_cfg_scale"
     widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens"}
     packing = PATCH
     packs_answer = False  # its `out_channels` are those of a patch's positions
-    sets_sigmas = True
     scheduler = flow(  # as published with Qwen-Image
         1.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
     )
@@ -59,9 +60,3 @@ class QwenImage(Family):
             "encoder_hidden_states_mask": batch.token_mask.long(),
             "img_shapes": [[shape]] * len(noisy),
         }
-
-    def guided(self, prediction: Tensor, plain: Tensor, guidance: float) -> Tensor:
-        """Scale the guided prediction to the length of the other in each token, as the pipeline does."""
-        pair = (pack(super().guided(prediction, plain, guidance)), pack(prediction))
-        found, own = (one.norm(dim=-1, keepdim=True) for one in pair)
-        return unpack(pair[0] * (own / found), *prediction.shape[2:])

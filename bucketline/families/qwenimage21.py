@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.chats import TextProcessor
-from bucketline.families.family import Family, Padding, Part
+from bucketline.families.family import Family, Padding, Part, StandIn
 from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH
 from bucketline.families.qwenimage import QwenImage
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import Batch
+
+# Its constructor counts the tokens of the system's turn even if it encodes no captions.
+NO_PROCESSOR = StandIn(apply_chat_template=lambda *_, **__: [[]], tokenizer=StandIn(encode=lambda _: [0]))
 
 
 class QwenImage21(Family):
@@ -32,9 +35,13 @@ class QwenImage21(Family):
     model_class = "QwenImage21Transformer2DModel"
     usual_tokens = 512
     image_guidance = 1.0
+    embeds: ClassVar[Mapping[str, str]] = QwenImage.embeds
+    guidance_argument = "true_cfg_scale"
+    call_options: ClassVar[Mapping[str, Any]] = {"use_kv_cache": False}  # as in training
+    pipeline_options: ClassVar[Mapping[str, Any]] = {"processor": NO_PROCESSOR}
     widths: ClassVar[Mapping[str, str]] = {"context_in_dim": "tokens"}
     alignment = PATCH
-    sets_sigmas = True
+    joins_negative = False  # and the image's places come after all tokens, padding included
     scheduler = QwenImage.scheduler
 
     @classmethod
@@ -59,7 +66,7 @@ class QwenImage21(Family):
         count, _, height, width = noisy.shape
         slots = batch.token_mask.new_ones(count, height * width // PATCH**2)
         return {
-            "hidden_states": noisy.flatten(2).transpose(1, 2),
+            "hidden_states": self.packed(noisy),
             "timestep": timesteps / NUM_TRAIN_TIMESTEPS,
             "encoder_hidden_states": batch.tokens.float(),
             "encoder_hidden_states_mask": batch.token_mask.long(),
@@ -70,6 +77,10 @@ class QwenImage21(Family):
     def answer(self, output: Tensor, noisy: Tensor) -> Tensor:
         """Return the image's part of the prediction, which covers the sequence."""
         return self.unpacked(output[:, -noisy[0, 0].numel() :], *noisy.shape[2:])
+
+    def packed(self, latents: Tensor) -> Tensor:
+        """Lay latents out as tokens."""
+        return latents.flatten(2).transpose(1, 2)
 
     def unpacked(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Undo the layout as tokens."""

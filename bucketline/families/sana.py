@@ -34,6 +34,8 @@ class Sana(Family):
     model_class = "SanaTransformer2DModel"
     usual_tokens = 300
     image_guidance = 4.5
+    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "prompt_attention_mask": "mask"}
+    call_options: ClassVar[Mapping[str, Any]] = {"negative_prompt": None, "use_resolution_binning": False}
     widths: ClassVar[Mapping[str, str]] = {"caption_channels": "tokens"}
     out_channels = (None, 1, 2)
     scheduler = flow(3.0)  # the shift of the DPM solver published with it

@@ -38,6 +38,7 @@ class Sd3(Family):
     usual_tokens = 333
     columns = ("tokens", POOLED)
     widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens", "pooled_projection_dim": POOLED}
+    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "pooled_prompt_embeds": POOLED}
     has_mask = False
     scheduler = flow(3.0)  # as published with Stable Diffusion 3 Medium
     lora_targets = (*Family.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")

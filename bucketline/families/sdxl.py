@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Expected, Part, Widths, variants
 from bucketline.families.stable_diffusion import TEXT_TIME, StableDiffusion
@@ -35,6 +35,8 @@ class Sdxl(StableDiffusion):
     image_guidance = 5.0
     columns = ("tokens", POOLED)
     added = TEXT_TIME
+    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "pooled_prompt_embeds": POOLED}
+    pipeline_options: ClassVar[Mapping[str, Any]] = {"add_watermarker": False}
 
     @classmethod
     def text_widths(cls, _model: Model, configs: Mapping[str, Any]) -> Widths:
@@ -45,7 +47,7 @@ class Sdxl(StableDiffusion):
     @classmethod
     def extras(cls, model: Model) -> dict[str, Any]:
         """Return whether the model sees zeros for the empty caption, as by default."""
-        return {ZEROS: bool(model.index().get(ZEROS, True)), "add_watermarker": False}
+        return {ZEROS: bool(model.index().get(ZEROS, True))}
 
     @property
     def pooled_width(self) -> int:

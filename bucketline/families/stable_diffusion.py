@@ -9,7 +9,9 @@ from bucketline.families.family import Expected, Family, Part, variants
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from bucketline.families.family import Model
+    from torch import nn
+
+    from bucketline.loader import Batch
     from bucketline.typed_json import Json
 
 OTHER_INPUTS = ("class_embed_type", "encoder_hid_dim", "encoder_hid_dim_type", "num_class_embeds", "time_cond_proj_dim")
@@ -32,12 +34,8 @@ class StableDiffusion(Family):
     image_guidance = 7.5
     widths: ClassVar[Mapping[str, str]] = {"cross_attention_dim": "tokens"}
     out_channels = (1,)
+    pipeline_options: ClassVar[Mapping[str, Any]] = {"requires_safety_checker": False}
     added: ClassVar[str | None] = None  # the kind of added conditions
-
-    @classmethod
-    def extras(cls, _model: Model) -> dict[str, Any]:
-        """Return that there is no safety checker."""
-        return {"requires_safety_checker": False}
 
     @classmethod
     def takes(cls, kind: str, config: Mapping[str, Json]) -> bool:
@@ -50,3 +48,16 @@ class StableDiffusion(Family):
         yield self.one_of("addition_embed_type", (self.added,), "only SDXL's text_time is also supported")
         for field in OTHER_INPUTS:
             yield self.one_of(field, (None,), "no store has this UNet input")
+
+    def draw(self, pipeline: Any, given: Mapping[str, Any], batch: Batch, negative: Batch | None = None) -> None:  # noqa: ANN401
+        """Hide padding that is not stored from the UNet: the pipeline's call has no argument for it."""
+        import torch
+
+        masks = [one.token_mask for one in (negative, batch) if one is not None]
+        hidden = {} if self.store.shows_padding else {"encoder_attention_mask": torch.cat(masks)}
+
+        def add(_: nn.Module, args: tuple[Any, ...], own: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return args, {**own, **hidden}
+
+        with pipeline.unet.register_forward_pre_hook(add, with_kwargs=True):
+            super().draw(pipeline, given, batch, negative)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bucketline.families.family import StandIn
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -93,6 +95,25 @@ def decode(vae: Any, latents: Tensor) -> Tensor:  # noqa: ANN401 - likewise
     has_frames = VAES[type(vae).__name__].has_frames
     images: Tensor = vae.decode(latents[:, :, None] if has_frames else latents, return_dict=False)[0]
     return (images[:, :, 0] if has_frames else images)[:, :3]  # without the opacity
+
+
+def px_per_latent(vae: Any) -> int:  # noqa: ANN401 - likewise
+    """Return px per latent pixel of a loaded VAE, each way."""
+    found = VAES[type(vae).__name__].px_per_latent(vae.config)
+    assert found is not None, "a loaded VAE has the lists that say so"
+    return found
+
+
+def stand_in(vae: Any) -> StandIn:  # noqa: ANN401 - likewise
+    """Return what a pipeline that is to return latents reads of a VAE, whatever class it expects.
+
+    It is not a module: a pipeline takes the device of any of its modules for that of all, and the VAE may be on another.
+    """
+    scale = px_per_latent(vae)
+    levels = (0,) * scale.bit_length()  # one more than it halves
+    config = StandIn(**{**vae.config, "block_out_channels": levels, "encoder_block_out_channels": levels})
+    more = {"spatial_compression_ratio": scale, "temperal_downsample": levels[1:], "bn": getattr(vae, "bn", None)}
+    return StandIn(config=config, dtype=vae.dtype, **more)
 
 
 def batch_norm(vae: Any) -> dict[str, Any]:  # noqa: ANN401 - likewise

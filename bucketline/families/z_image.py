@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.chats import user_turn
-from bucketline.families.family import Encoded, Family, Padding, Part, variants
+from bucketline.families.family import Encoded, Family, Padding, Part, own_tokens, variants
 from bucketline.families.packing import NUM_TRAIN_TIMESTEPS
 from bucketline.families.schedules import flow
 
@@ -33,7 +33,6 @@ class ZImage(Family):
     no_guidance = 0.0
     points_to_image = True
     widths: ClassVar[Mapping[str, str]] = {"cap_feat_dim": "tokens"}
-    sets_sigmas = True
     scheduler = flow(3.0)  # as published with Z-Image-Turbo
 
     @classmethod
@@ -59,12 +58,15 @@ class ZImage(Family):
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Return latents with a frame axis, the share of the image, and each caption's own tokens."""
-        tokens, lengths = batch.tokens.float(), batch.token_mask.sum(dim=1).tolist()
         return {
             "x": list(noisy[:, :, None].unbind(dim=0)),
             "t": (NUM_TRAIN_TIMESTEPS - timesteps) / NUM_TRAIN_TIMESTEPS,
-            "cap_feats": [own[: int(length)] for own, length in zip(tokens, lengths, strict=True)],
+            "cap_feats": own_tokens(batch),
         }
+
+    def embedded(self, batch: Batch) -> dict[str, Any]:
+        """Return each caption's own tokens."""
+        return {"prompt_embeds": own_tokens(batch)}
 
     def answer(self, output: Sequence[Tensor], noisy: Tensor) -> Tensor:  # type: ignore[override] # the model's is a list
         """Put the predictions together, and turn them around."""

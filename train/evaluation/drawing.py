@@ -14,19 +14,20 @@ import torch
 
 from bucketline.command_line import counted
 from bucketline.families import vaes
+from bucketline.files.run_marker import IMAGES_FOLDER
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import captions_of
 from bucketline.loader.mixture import once_each
-from bucketline.train.evaluation.image_grid import PER_ROW, DrawnSample, draw_grid
+from bucketline.train.evaluation.image_grid import PER_ROW, DrawnSample, draw_grid, write_each
 from bucketline.train.evaluation.joint_pass import NoRoom, attempt, attempt_jointly
+from bucketline.train.evaluation.pipeline import draw_latents, guidance_of
 from bucketline.train.evaluation.prompts import DrawingBatch, prompt_batches
-from bucketline.train.evaluation.sampling import guidance_of, sample_latents
 from bucketline.train.models.encoder_check import UNREADABLE, VAE_FOLDER, read_vae
 from bucketline.train.models.load import locate
 from bucketline.train.noising import sample_noise
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -53,30 +54,20 @@ def draw_images(
     steps_done: int,
     keeps: bool,
 ) -> bool:
-    """Generate images with the averaged weights and write a grid of them; return whether there were any.
+    """Generate images with the averaged weights, write a grid and a file of each; return whether there were any.
 
     They are of the prompts, or without any `--num-images` of stored captions, held-out ones if there are any. There are none,
     with a warning, without a VAE or enough memory. With sharding every rank must call this, and only one `keeps` the images.
     """
     config = training.config
-    if config.num_images == 0 or (vae := load_vae(config, shares[0].store)) is None:
+    if config.num_images == 0:
         return False
     kind, batches = "prompts", _prompt_batches(training, prompts)
     if not prompts:
         has_val = any(share.store.buckets("val") for share in shares)
         kind = "held-out samples, never trained on" if has_val else "training samples"
         batches = _caption_batches(training, shares, "val" if has_val else "train")
-
-    def sample(one: DrawingBatch) -> Tensor:
-        return training.prep.scale.invert(sample_latents(training, schedule, one))
-
-    sampled = attempt_jointly(training.model, lambda: [(batch, sample(batch)) for batch in batches])
-    drawn: list[DrawnSample] = []
-    if isinstance(sampled, NoRoom):
-        _say_no_room("the model's pass", sampled)
-    elif keeps:
-        drawn = _decode_all(vae, sampled)
-    del vae, sampled
+    drawn = _drawn(training, schedule, shares[0].store, batches, keeps=keeps)
     torch.cuda.empty_cache()  # for the next step
     if not drawn:
         return False
@@ -84,20 +75,39 @@ def draw_images(
     drawn = sorted(drawn, key=lambda one: order[str(one.entry["id"])]) if prompts else drawn[: config.num_images]
     path.parent.mkdir(exist_ok=True)
     draw_grid(drawn, path, title=f"After {counted(steps_done, 'step')}: {kind}")
+    write_each(drawn, config.output_dir / IMAGES_FOLDER / f"step-{steps_done:08d}")
     return True
 
 
+def _drawn(
+    training: Training, schedule: ModelSchedule, store: Store, batches: Iterable[DrawingBatch], *, keeps: bool
+) -> list[DrawnSample]:
+    """Return the images of all batches; none, with a warning, without a VAE or enough memory."""
+    if (vae := load_vae(training.config, store)) is None:
+        return []
+
+    def sample(one: DrawingBatch) -> Tensor:
+        return training.prep.scale.invert(draw_latents(training, schedule, vae, one))
+
+    sampled = attempt_jointly(training.model, lambda: [(batch, sample(batch)) for batch in batches])
+    if isinstance(sampled, NoRoom):
+        _say_no_room("the model's pass", sampled)
+        return []
+    return _decode_all(vae, sampled) if keeps else []
+
+
 def _prompt_batches(training: Training, prompts: Sequence[StoredPrompt]) -> Iterator[DrawingBatch]:
-    device, is_told = next(training.model.parameters()).device, training.family.is_told_guidance
-    at_most = training.config.batch_size or PER_ROW  # what fits in training, and may have graphs
-    return prompt_batches(prompts, at_most, guidance_of(training), device, is_told=is_told)
+    device = next(training.model.parameters()).device
+    at_most = training.family.most_drawn or training.config.batch_size or PER_ROW  # what fits in training, and may have graphs
+    return prompt_batches(prompts, at_most, guidance_of(training), device, training.family)
 
 
 def _caption_batches(training: Training, shares: Sequence[WeightedStore], split: str) -> Iterator[DrawingBatch]:
     """Yield the first `--num-images` samples of a split, each with one of its captions."""
     config, guidance, device = training.config, guidance_of(training), next(training.model.parameters()).device
-    asked = LoaderConfig(batch_size=config.num_images, seed=config.seed, split=split, remainder=Remainder.PARTIAL, epochs=1)
-    is_guided = not training.family.is_told_guidance and guidance != training.family.no_guidance
+    at_most = training.family.most_drawn or config.num_images
+    asked = LoaderConfig(batch_size=at_most, seed=config.seed, split=split, remainder=Remainder.PARTIAL, epochs=1)
+    is_guided = training.family.is_guided(guidance)
     num_samples = 0
     with (
         Loader(once_each(shares), asked, device=device) as loader,

@@ -115,6 +115,17 @@ def draw_grid(samples: Sequence[DrawnSample], path: Path, *, title: str) -> None
     path.with_suffix(".json").write_text(json.dumps(entries, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
+def write_each(samples: Sequence[DrawnSample], folder: Path) -> None:
+    """Write each generated image as a PNG of its own size: 01.png and so on, in the order of the grid and its captions."""
+    from PIL import Image  # matplotlib needs it too
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, drawn in enumerate(samples, 1):
+        png = io.BytesIO()
+        Image.fromarray(drawn.generated).save(png, "PNG")
+        write_durably(folder / f"{number:02d}.png", png.getvalue())
+
+
 def _titles(drawn: DrawnSample) -> tuple[str, str]:
     """Return the caption for the grid, and what takes its place if no font has its characters."""
     return wrapped(str(drawn.entry["caption"])), wrapped(f"[{drawn.entry['id']}]")

@@ -119,11 +119,11 @@ def _refuse_size(item: str, prompt: Prompt, latent: tuple[int, int], factor: int
 
 
 def prompt_batches(
-    prompts: Sequence[StoredPrompt], at_most: int, guidance: float, device: torch.device, *, is_told: bool
+    prompts: Sequence[StoredPrompt], at_most: int, guidance: float, device: torch.device, family: Family
 ) -> Iterator[DrawingBatch]:
     """Yield prompts in batches of one size and guidance, `at_most` so many, on a device; each time the same.
 
-    `guidance`: of prompts without one. `is_told`: of a guidance-distilled model, which takes no negative prompt.
+    `guidance`: of prompts without one.
     """
     groups: dict[tuple[float, tuple[int, int, int]], list[StoredPrompt]] = {}
     for one in prompts:
@@ -132,10 +132,9 @@ def prompt_batches(
     for (strength, _), group in groups.items():
         for at in range(0, len(group), at_most):
             part = tuple(group[at : at + at_most])
-            is_guided = strength != 1.0 and not is_told
             yield DrawingBatch(
                 batch=_batch(part, [one.embedding for one in part]).to(device),
-                negative=_batch(part, [one.negative for one in part]).to(device) if is_guided else None,
+                negative=_batch(part, [one.negative for one in part]).to(device) if family.is_guided(strength) else None,
                 noise=normal(torch.tensor([one.prompt.seed for one in part], device=device), Purpose.NOISE, part[0].latent),
                 guidance=strength,
                 entries=tuple(one.entry for one in part),

@@ -13,7 +13,7 @@ import torch
 from bucketline.errors import ModelError
 from bucketline.families.family import Family, StoreFacts
 from bucketline.families.registry import FAMILIES, class_name, family_of_model
-from bucketline.model_file import ModelFile, open_model_file, refuse_config_without_file, single_file
+from bucketline.model_file import INDEX, ModelFile, open_model_file, refuse_config_without_file, single_file
 from bucketline.store.format.columns import LATENT
 from bucketline.train.refusals import latent_channels
 from bucketline.weight_files import DIFFUSERS, variant_of
@@ -155,7 +155,7 @@ def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family
             raise ModelError(f"{path} cannot be read as JSON: {error}") from error
         if not isinstance(config, dict):
             raise ModelError(f"{path} holds {config!r:.80}, expected a model's configuration")
-        if (family := family_of_model(config, name, _pipeline_of(model_folder))) is not None:
+        if (family := family_of_model(config, name, read_index(model_folder).get("_class_name"))) is not None:
             return path.parent, config, family
         known = ", ".join(sorted({f"{one.folder}/ {one.model_class}" for one in FAMILIES}))
         raise ModelError(f"{path}: _class_name is {str(class_name(config))!r:.80}, expected one of {known}")
@@ -165,13 +165,13 @@ def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family
     )
 
 
-def _pipeline_of(model_folder: Path) -> str | None:
-    """Return the pipeline that a model's index names; None if there is none that can be read."""
+def read_index(model_folder: Path) -> dict[str, Any]:
+    """Return the content of a model's index; nothing if there is none that can be read."""
     try:
-        index = json.loads((model_folder / "model_index.json").read_text(encoding="utf-8"))
+        index = json.loads((model_folder / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return str(index.get("_class_name")) if isinstance(index, dict) else None
+        return {}
+    return index if isinstance(index, dict) else {}
 
 
 def _from_weights(model_class: Any, folder: Path, names: list[str], dtype: torch.dtype) -> nn.Module:  # noqa: ANN401 - untyped

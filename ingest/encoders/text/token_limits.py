@@ -6,7 +6,6 @@ No weights are needed: `ingest pack` uses this next to its encoders, `ingest sca
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError, UsageError
@@ -96,16 +95,7 @@ def make_pipeline(family: type[Family], model: ModelFolder, parts: Mapping[str, 
     Raises:
         ModelError: if the pipeline does not accept them.
     """
-    import diffusers
-
-    diffusers.utils.logging.set_verbosity_error()
-    kind = getattr(diffusers, family.pipelines[0])
-    wanted = inspect.signature(kind.__init__).parameters
-    absent = {
-        name: None for name, parameter in wanted.items() if name != "self" and parameter.default is inspect.Parameter.empty
-    }
     try:
-        with warnings.catch_warnings(category=FutureWarning, action="ignore"):  # PRX's pipeline is of a deprecated class
-            return kind(**{**absent, **family.pipeline_parts(parts), **family.extras(model)})
+        return family.pipeline({**family.pipeline_parts(parts), **family.extras(model)})
     except (ValueError, TypeError, AttributeError) as error:
         raise ModelError(f"{model.name}: cannot make a {family.pipelines[0]} from its text parts: {error}") from error

@@ -21,14 +21,15 @@ from bucketline.train import data, setup
 from bucketline.train.compile import compile_blocks, count_flops, example_batches, flops_of_buckets, graphs_compiled, warm_up
 from bucketline.train.config import Compile
 from bucketline.train.ema import Average
+from bucketline.train.evaluation.pipeline import draw_latents
 from bucketline.train.evaluation.prompts import DrawingBatch
-from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.evaluation.validation import validate
 from bucketline.train.noise_schedule import load_schedule
 from bucketline.train.noising import Prep, sample_noise
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import loss_of, train_step
 from bucketline.train.trainer import train
+from tests.family_models import tiny_vae
 from tests.unit.train.test_step import make_training
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, make_batch, make_training_store, samples, write_unet
 
@@ -327,7 +328,7 @@ def test_images_run_the_graphs_of_their_shape_and_compile_none(tmp_path: Path, d
     for batch, num_calls in ((make_batch(2), each), (make_batch(1), 0), (make_batch(2, height=12), 0)):
         counting.calls = 0
         drawing = DrawingBatch(batch=batch, negative=None, noise=sample_noise(batch), guidance=1.0, entries=())
-        found, expected = (sample_latents(one, schedule, drawing) for one in (training, plain))
+        found, expected = (draw_latents(one, schedule, tiny_vae(), drawing) for one in (training, plain))
         assert counting.calls == num_calls * training.config.image_steps
         torch.testing.assert_close(found, expected)
     assert graphs_compiled() == warm

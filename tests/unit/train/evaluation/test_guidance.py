@@ -13,11 +13,12 @@ import torch
 from bucketline.families.flux import Flux
 from bucketline.families.registry import FAMILIES
 from bucketline.train.evaluation import drawing
+from bucketline.train.evaluation.pipeline import draw_latents
 from bucketline.train.evaluation.prompts import DrawingBatch
-from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.noise_schedule import load_schedule
 from bucketline.train.noising import sample_noise
 from bucketline.train.trainer import train
+from tests.family_models import tiny_vae
 from tests.unit.train.test_step import make_training
 from tests.unit.train.tiny_run import ALONE, config, facts, make_batch
 
@@ -44,8 +45,10 @@ def test_guidance_leads_away_from_the_empty_caption(tmp_path: Path) -> None:
     batch, other = make_batch(2), make_batch(2, first=5)
     dropped = dataclasses.replace(batch, tokens=other.tokens)
     plain = DrawingBatch(batch=batch, negative=None, noise=sample_noise(batch), guidance=3.0, entries=())
-    guided = sample_latents(training, schedule, dataclasses.replace(plain, negative=dropped))
-    captioned, empty = (sample_latents(training, schedule, dataclasses.replace(plain, batch=one)) for one in (batch, dropped))
+    guided = draw_latents(training, schedule, tiny_vae(), dataclasses.replace(plain, negative=dropped))
+    captioned, empty = (
+        draw_latents(training, schedule, tiny_vae(), dataclasses.replace(plain, batch=one)) for one in (batch, dropped)
+    )
     assert not torch.equal(captioned, empty)
     torch.testing.assert_close(guided, empty + 3.0 * (captioned - empty), rtol=1e-3, atol=1e-4)
 
@@ -56,11 +59,11 @@ def test_a_run_draws_against_the_same_rows_with_empty_captions(
 ) -> None:
     drawn: list[DrawingBatch] = []
 
-    def noting(training: object, schedule: object, one: DrawingBatch) -> torch.Tensor:
+    def noting(training: object, schedule: object, vae: object, one: DrawingBatch) -> torch.Tensor:
         drawn.append(one)
         return one.noise
 
-    monkeypatch.setattr(drawing, "sample_latents", noting)
+    monkeypatch.setattr(drawing, "draw_latents", noting)
     train(config(folder, max_steps=1, num_images=2, image_guidance=guidance), ALONE)
     assert drawn
     for one in drawn:

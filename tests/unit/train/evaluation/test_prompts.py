@@ -12,13 +12,14 @@ import torch
 
 from bucketline.errors import CorruptError, UsageError
 from bucketline.families.dit import Dit
+from bucketline.families.flux import Flux
 from bucketline.families.sd3 import Sd3
 from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.loader import WeightedStore
 from bucketline.store import Store
 from bucketline.train.evaluation import drawing, image_grid
+from bucketline.train.evaluation.pipeline import draw_latents
 from bucketline.train.evaluation.prompts import load_prompts, prompt_batches
-from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.models.load import facts_of
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.setup import start_processes
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from bucketline.train.evaluation.image_grid import DrawnSample
     from bucketline.train.evaluation.prompts import StoredPrompt
     from tests.unit.train.packed_families import Packed
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -90,7 +93,9 @@ def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(prompted: 
     asked = config(prompted, image_guidance=2.0, num_images=1)
     run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     run.close()
-    first, second = prompt_batches(loaded(asked), 2, 2.0, torch.device("cpu"), is_told=False)
+    vae = drawing.load_vae(asked, Store.open(asked.store[0]))
+    assert vae is not None
+    first, second = prompt_batches(loaded(asked), 2, 2.0, CPU, run.training.family)
     assert [[one["id"] for one in own.entries] for own in (first, second)] == [["default/1", "default/3"], ["default/2"]]
     assert (first.guidance, second.guidance, second.noise.shape) == (2.0, 4.0, (1, 2, 16, 8))
     assert first.negative is not None
@@ -101,14 +106,15 @@ def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(prompted: 
     assert [one.batch.token_mask.sum().item() for one in (first, second)] == [8, 2]
 
     def draw(one: Any, **changes: Any) -> torch.Tensor:
-        return sample_latents(run.training, run.schedule, dataclasses.replace(one, **changes))
+        return draw_latents(run.training, run.schedule, vae, dataclasses.replace(one, **changes))
 
     plain = draw(second, negative=None)
     assert torch.equal(draw(second), draw(second))
     torch.testing.assert_close(draw(second, guidance=1.0), plain)
     assert not torch.allclose(draw(second), plain, atol=1e-4)
     assert not torch.allclose(draw(second), draw(second, guidance=2.0), atol=1e-4)
-    assert all(one.negative is None for one in prompt_batches(loaded(asked), 2, 2.0, torch.device("cpu"), is_told=True))
+    told = Flux({"guidance_embeds": True}, facts())
+    assert all(one.negative is None for one in prompt_batches(loaded(asked), 2, 2.0, CPU, told))
 
 
 def test_the_sets_of_all_stores_are_drawn_each_prompt_once_and_those_that_are_named(prompted: Path) -> None:
@@ -144,7 +150,7 @@ def test_a_size_that_the_model_cannot_draw_is_refused_before_the_first_step(prom
 
 
 def test_a_run_without_room_for_its_prompts_is_done_without_them(prompted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "sample_latents", no_room)
+    monkeypatch.setattr(drawing, "draw_latents", no_room)
     summary = train(config(prompted, num_images=1, images_every=1, max_steps=2), ALONE)
     assert [path.name for path in summary.images] == ["loss.png"]
 
@@ -166,8 +172,10 @@ def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_
     asked = packed.config(tmp_path / "run", store=(store,), model=bare, num_images=1, image_steps=3)
     run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     run.close()
-    (one,) = prompt_batches(run._prompts, 4, 7.0, torch.device("cpu"), is_told=run.training.family.is_told_guidance)
-    found = sample_latents(run.training, run.schedule, one)
+    vae = drawing.load_vae(asked, run.loader.shares[0].store)
+    assert vae is not None
+    (one,) = prompt_batches(run._prompts, 4, 7.0, CPU, run.training.family)
+    found = draw_latents(run.training, run.schedule, vae, one)
 
     pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(packed.model)
     pipeline.set_progress_bar_config(disable=True)
@@ -204,9 +212,7 @@ def test_a_class_is_drawn_against_the_null_class(packed: Packed, tmp_path: Path)
     opened = Store.open(store)
     model = json.loads((packed.model / "transformer" / "config.json").read_bytes())
     family = Dit(model, facts_of(opened, opened.buckets()))
-    (one,) = prompt_batches(
-        load_prompts(asked, [WeightedStore(store=opened)], family), 4, 4.0, torch.device("cpu"), is_told=False
-    )
+    (one,) = prompt_batches(load_prompts(asked, [WeightedStore(store=opened)], family), 4, 4.0, CPU, family)
     assert one.batch.class_labels is not None
     assert one.negative is not None
     assert one.negative.class_labels is not None
