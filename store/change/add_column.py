@@ -30,12 +30,14 @@ from bucketline.store.format.manifest import generations, read_manifest
 from bucketline.store.format.manifest_entries import AddedColumn
 from bucketline.store.read.lost_files import files_of_column
 from bucketline.store.read.store import Store
+from bucketline.store.shard.reader import SealedShard
 from bucketline.store.write.column_shard import (
     ADDING_LOCK,
     MAKING,
     FoundColumn,
     column_files,
     describe_column_shard,
+    digest_of_dropped,
     write_column_shard,
 )
 from bucketline.store.write.newest import existing_manifest
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import ShardEntry
-    from bucketline.store.shard.reader import SealedShard
 
 Values: TypeAlias = Mapping[str, Any] | Iterable[tuple[str, Any]] | Callable[[str], Any]
 
@@ -70,6 +71,7 @@ class MadeColumn:
     name: str
     forms: ColumnForms
     files: dict[str, FoundColumn]  # by shard
+    shards: dict[str, SealedShard]  # by name, with the rows that were dropped when the files were made
     rows: int
     filled: int
     ignored: int
@@ -184,14 +186,21 @@ def _written(
             files[shard.name] = found
     _refuse_missing(store, request.role, missing)
     return MadeColumn(
-        name=forms.name, forms=forms, files=files, rows=rows, filled=filled, ignored=spool.num_unknown if spool else 0
+        name=forms.name,
+        forms=forms,
+        files=files,
+        shards={shard.name: shard for shard in store.shards if shard.name in files},
+        rows=rows,
+        filled=filled,
+        ignored=spool.num_unknown if spool else 0,
     )
 
 
 def _left_by_a_killed_call(store: Store, name: str, forms: ColumnForms) -> dict[str, FoundColumn]:
     """Return the intact files of a column that no generation has listed, by shard, and note the forms of their values.
 
-    What an earlier generation lists was taken back, or damaged, and is not taken again.
+    What an earlier generation lists was taken back, or damaged, and is not taken again; nor is what was made while other rows
+    were dropped: if a restore brought them back, they have no value there.
     """
     listed = {entry.column_shard(column).name for entry in _every_entry(store) for column in entry.added}
     entries = {entry.name: entry for entry in store.manifest.shards if name not in entry.added and entry.live_samples}
@@ -204,7 +213,8 @@ def _left_by_a_killed_call(store: Store, name: str, forms: ColumnForms) -> dict[
             found = describe_column_shard(store.path, file)
         except StoreError:
             continue  # it is damaged, and made again
-        if (found.column, found.rows_of) == (name, entry.shard_id) and not found.filled:
+        made_for = (found.column, found.rows_of, found.dropped)
+        if made_for == (name, entry.shard_id, digest_of_dropped(entry)) and not found.filled:
             left[entry.name] = found
             forms.note(found.forms)
     return left
@@ -247,14 +257,15 @@ def _refuse_missing(store: Store, role: str, missing: list[ShardValues]) -> None
 def publish_column(path: Path, manifest: Manifest, made: MadeColumn) -> Manifest:
     """Publish a generation in which the shards that a column's files were made for have it; unchanged if there are none.
 
-    Call under the store's lock. Shards that have it meanwhile, or are not listed any more, stay as they are.
+    Call under the store's lock. Shards that have it meanwhile, are not listed any more, or have rows again that were dropped
+    when their values were requested, stay as they are.
 
     Raises:
         StoreError: if another writer has added a column of that name and another form, or a file is gone.
     """
     shards = tuple(
         dataclasses.replace(entry, added={**entry.added, made.name: found.entry})
-        if (found := made.files.get(entry.name)) and found.rows_of == entry.shard_id and made.name not in entry.added
+        if (found := made.files.get(entry.name)) and made.name not in entry.added and _fits(path, entry, made, found)
         else entry
         for entry in manifest.shards
     )
@@ -270,3 +281,11 @@ def publish_column(path: Path, manifest: Manifest, made: MadeColumn) -> Manifest
     column = AddedColumn(role=role_of(made.name), buckets={**before, **made.forms.found})
     changed = dataclasses.replace(manifest, added={**manifest.added, made.name: column})
     return publish_shards(path, changed, shards, next_generation(path, manifest))
+
+
+def _fits(path: Path, entry: ShardEntry, made: MadeColumn, found: FoundColumn) -> bool:
+    """Return whether a column's file is of a shard as it is now: every live row was live when the file was made."""
+    if found.rows_of != entry.shard_id or found.dropped == digest_of_dropped(entry):
+        return found.rows_of == entry.shard_id
+    then, now = made.shards[entry.name], SealedShard(path, entry)
+    return all(bool((then.is_live(bucket) | ~now.is_live(bucket)).all()) for bucket in entry.live)

@@ -21,7 +21,7 @@ from bucketline.store.format.manifest_entries import ColumnEntry, column_spec
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.read.iter_samples import live_positions
 from bucketline.store.shard.reader import KEY, as_keys
-from bucketline.store.write.arrays import as_array, checked_arrays, dtype_of
+from bucketline.store.write.arrays import as_array, checked_arrays, dtype_of, is_finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -122,10 +122,10 @@ class ColumnForms:
                 is_same = bool((array == given).all()) and (not is_bits or given.dtype == array.dtype or not given.any())
             except (ValueError, TypeError, OverflowError):
                 is_same = False
-            if not is_same:
+            if not is_same or not is_finite(array, column.dtype):
                 raise UsageError(
                     f"fill is {self._fill!s:.80}, and {self.name!r} of {bucket} is {column.dtype} {list(column.shape)}; give a "
-                    "number or an array that this holds exactly"
+                    "finite number, or an array of them, that this holds exactly"
                 )
         return array.tobytes()
 
@@ -135,8 +135,20 @@ def _shown(form: ColumnEntry) -> str:
 
 
 def _dtype_of(item: str, value: Any) -> str:  # noqa: ANN401 - anything
-    if (dtype := dtype_of(value)) is None:
-        raise unlike(item, value, f"an array of one of {', '.join(DTYPES)}; give a numpy array or a tensor")
+    try:
+        dtype = dtype_of(value)
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+    ):  # torch's, of a tensor that is sparse or has no data; numpy's, of a ragged list
+        dtype = None
+    if dtype is None:
+        found = f"{type(value).__name__} of dtype {value.dtype!s:.40}" if hasattr(value, "dtype") else type(value).__name__
+        raise UsageError(
+            f"{item} is a {found}, expected an array of one of {', '.join(DTYPES)}, in this machine's order of bytes; "
+            "give a numpy array or a dense tensor"
+        )
     return dtype
 
 

@@ -52,13 +52,15 @@ def checked_arrays(item: str, columns: Sequence[tuple[str, str]], values: Arrays
     for name, dtype in columns:
         try:
             arrays[name] = as_array(values[name], dtype)
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             raise UsageError(
                 f"{item}: a column is not an array ({error}); give numpy arrays or tensors, and BF16 as its bits, uint16"
             ) from error
+        if np.ma.is_masked(values[name]):
+            raise UsageError(f"{item}: column {name!r} has masked values; give what is to be stored, such as its `filled(0)`")
         if arrays[name].dtype.kind in "OUS":
             raise unlike(f"{item}: column {name!r}", values[name], "an array of numbers; give a numpy array or a tensor")
-        if name in finite and not _is_finite(arrays[name], dtype):
+        if name in finite and not is_finite(arrays[name], dtype):
             raise UsageError(
                 f"{item}: column {name!r} is NaN or infinite, or beyond the range of {dtype}; "
                 "leave the sample out, or store a wider dtype"
@@ -101,7 +103,7 @@ def bits_of(value: Any) -> tuple[str, bytes | memoryview]:  # noqa: ANN401 - as 
     return kind, value.tobytes() if value.dtype.hasobject else value.view("u1").data
 
 
-def _is_finite(values: NDArray[Any], dtype: str) -> bool:
+def is_finite(values: NDArray[Any], dtype: str) -> bool:
     """Return False if a value is NaN or infinite. Short floats are compared as integers, which is several times faster."""
     bits = DTYPES[dtype]
     if values.dtype != bits:

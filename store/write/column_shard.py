@@ -71,6 +71,7 @@ class FoundColumn:
     column: str
     rows_of: str  # id of the shard whose rows it belongs to
     filled: int  # live rows that had no value of their own
+    dropped: str | None  # digest of the list of the rows that were dropped then, which have no value; "" without one
     forms: dict[str, ColumnEntry]  # by bucket
     entry: ColumnShardEntry
 
@@ -88,6 +89,7 @@ def write_column_shard(store: Path, shard: SealedShard, column: str, values: Col
         _write_blocks(making, name, shard_id.bytes, shard, column, values)
         forms = {bucket: column_entries((values.spec(bucket).column(column),))[column] for bucket in _buckets(shard)}
         about = {"column": column, "rows_of": shard.entry.shard_id, "filled": values.num_missing, "forms": encode(forms)}
+        about["dropped"] = digest_of_dropped(shard.entry)
         write_durably(paths.extents, column_extents(making, name, about))
         move_durably(making, paths.lmdb)
     except (lmdb.Error, OSError) as error:
@@ -96,6 +98,11 @@ def write_column_shard(store: Path, shard: SealedShard, column: str, values: Col
     finally:
         making.unlink(missing_ok=True)
     return describe_column_shard(store, name)
+
+
+def digest_of_dropped(entry: ShardEntry) -> str:
+    """Return the digest of a shard's list of dropped rows; an empty string without one."""
+    return entry.dropped.digest if entry.dropped else ""
 
 
 def _buckets(shard: SealedShard) -> list[str]:
@@ -189,7 +196,8 @@ def describe_column_shard(store: Path, name: str) -> FoundColumn:
         entry = ColumnShardEntry(shard_id=str(about["shard_id"]), lmdb=files[0], extents=files[1], groups=groups)
         forms = decode(dict[str, ColumnEntry], about["forms"])
         column, rows_of, filled = str(about["column"]), str(about["rows_of"]), int(about["filled"])
-        return FoundColumn(column=column, rows_of=rows_of, filled=filled, forms=forms, entry=entry)
+        dropped = about.get("dropped")
+        return FoundColumn(column=column, rows_of=rows_of, filled=filled, dropped=dropped, forms=forms, entry=entry)
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(f"{paths.extents} does not describe an added column ({error!r:.200})") from error
 

@@ -433,3 +433,57 @@ def test_a_manifest_with_an_impossible_added_column_is_refused(edit: Callable[[A
     edit(document)
     with pytest.raises(CorruptError, match=said):
         parse_manifest(json.dumps(document).encode(), "the manifest")
+
+
+def test_rows_that_a_restore_brings_back_get_their_own_values_not_what_a_failed_call_left(path: Path) -> None:
+    """They were dropped when that call wrote its files, which have zeros in their places."""
+    whole = read_manifest(path).generation
+    drop(path, [IDS[3]])
+    with lock_store(path), pytest.raises(LockedError):
+        add_column(path, "mask", mask_of)
+    restore(path, whole)
+    asked: list[str] = []
+
+    def value(sample_id: str) -> Any:
+        asked.append(sample_id)
+        return mask_of(sample_id)
+
+    add_column(path, "mask", value)
+    assert asked == [one for one in IDS if one.startswith("a/")]  # the other shard's values are taken
+    expect_masks(path, len(IDS))
+
+
+def test_rows_that_are_restored_or_dropped_while_values_are_requested_never_get_zeros(path: Path) -> None:
+    whole = read_manifest(path).generation
+    drop(path, [IDS[3]])
+    changes: list[Callable[[], object]] = [lambda: restore(path, whole), lambda: drop(path, [IDS[5]])]
+
+    def value(sample_id: str) -> Any:
+        if changes and sample_id.startswith(("b/", IDS[3])):
+            changes.pop(0)()
+        return mask_of(sample_id)
+
+    assert add_column(path, "mask", value).rows_without == 15  # the shard that has a row again, and one less
+    assert add_column(path, "mask", mask_of).rows_without == 0
+    expect_masks(path, len(IDS) - 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.ma.masked_array(np.ones(3, dtype=np.float32), mask=[False, True, False]), "'mask' has masked values"),
+        (torch.eye(3).to_sparse(), "is a Tensor of dtype torch.float32, expected an array"),
+        (torch.zeros(3, device="meta"), "is a Tensor of dtype torch.float32, expected an array"),
+        (np.ones(3, dtype=">f4"), "is a ndarray of dtype >f4, expected an array of .* in this machine's order of bytes"),
+        ([[1.0], [1.0, 2.0]], "is a list, expected an array"),
+    ],
+    ids=["masked", "sparse", "meta", "big-endian", "ragged"],
+)
+def test_a_value_that_is_not_what_it_seems_is_refused_with_its_sample(value: Any, words: str, path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"sample '{IDS[0]}', column 'mask'.*{words}"):
+        add_column(path, "mask", lambda _: value)
+
+
+def test_a_fill_value_is_finite_as_all_others(path: Path) -> None:
+    with pytest.raises(UsageError, match=r"fill is inf, and 'mask' of train/64x64 is F32 \[2\]; give a finite number"):
+        add_column(path, "mask", lambda one: None if one == IDS[0] else np.ones(2, dtype=np.float32), fill=np.inf)
