@@ -38,6 +38,7 @@ RECENT_PIPELINES = {
     "hidream_image": "HiDreamImagePipeline",
     "ernie_image": "ErnieImagePipeline",
     "ideogram4": "Ideogram4Pipeline",
+    "auraflow": "AuraFlowPipeline",
 }
 T5_WIDTH = 24
 
@@ -75,6 +76,7 @@ FORMS: dict[str, Form] = {
     "flux2 klein": Form(pipeline="Flux2KleinPipeline"),
     "z_image": Form(pipeline="ZImagePipeline", call={"guidance_scale": 0.0}),
     "krea2": Form(pipeline="Krea2Pipeline", call={"guidance_scale": 0.0}),
+    "auraflow": Form(pipeline="AuraFlowPipeline"),
 }
 """The pipelines of the families that have a file, by a name of `write_pipeline`."""
 
@@ -373,6 +375,14 @@ _IDEOGRAM4: dict[str, Any] = {
     "llm_features_dim": 13 * 16,
     "mrope_section": (2, 1, 1),
 }
+_AURAFLOW: dict[str, Any] = {
+    **_HEADS,
+    "num_mmdit_layers": 1,
+    "num_single_dit_layers": 1,
+    "joint_attention_dim": T5_WIDTH,
+    "caption_projection_dim": 8,
+    "pos_embed_max_size": 64,
+}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sd": ("UNet2DConditionModel", _UNET),
     "sdxl": ("UNet2DConditionModel", {**_UNET, **_TEXT_AND_SIZES}),
@@ -398,6 +408,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hidream_image": ("HiDreamImageTransformer2DModel", _HIDREAM),
     "ernie_image": ("ErnieImageTransformer2DModel", _ERNIE),
     "ideogram4": ("Ideogram4Transformer2DModel", _IDEOGRAM4),
+    "auraflow": ("AuraFlowTransformer2DModel", _AURAFLOW),
 }
 
 
@@ -497,6 +508,11 @@ def _ideogram4() -> dict[str, Any]:
     return {**text, **other, "vae": tiny_flux2_vae(), "scheduler": _flow()}
 
 
+def _auraflow() -> dict[str, Any]:
+    text = {"text_encoder": _tiny_t5("UMT5"), "tokenizer": t5_tokenizer()}
+    return {**text, "vae": tiny_vae(scaling_factor=0.13025), "scheduler": _flow(shift=1.73)}
+
+
 _RECENT_PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "qwenimage": _qwenimage,
     "qwenimage21": _qwenimage21,
@@ -512,6 +528,7 @@ _RECENT_PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "hidream_image": _hidream_image,
     "ernie_image": _ernie_image,
     "ideogram4": _ideogram4,
+    "auraflow": _auraflow,
 }
 
 
@@ -548,11 +565,11 @@ def _tiny_clip(width: int, *, projected: bool, length: int = CLIP_LENGTH) -> Any
     return (transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel)(config)
 
 
-def _tiny_t5() -> Any:
+def _tiny_t5(kind: str = "T5") -> Any:
     import transformers
 
-    config = transformers.T5Config(vocab_size=64, d_model=T5_WIDTH, d_kv=4, d_ff=16, num_layers=2, num_heads=2)
-    return transformers.T5EncoderModel(config)
+    sizes = {"vocab_size": 64, "d_model": T5_WIDTH, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    return getattr(transformers, f"{kind}EncoderModel")(getattr(transformers, f"{kind}Config")(**sizes))
 
 
 def clip_tokenizer(length: int = CLIP_LENGTH) -> Any:

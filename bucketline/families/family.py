@@ -334,6 +334,17 @@ class Family:
         found = self.config.get(field)
         return Expected(field=field, found=found, wanted=words, is_met=found in wanted, because=because)
 
+    def enough_positions(self, power: int = 1) -> Iterator[Expected]:
+        """Require that the model's learned positions reach each bucket's longer side; it counts a side's, or a square's (2)."""
+        found = self.number("pos_embed_max_size")
+        for bucket, height, width in self.store.latent_sizes:
+            side = max(height, width) // self.patch_size
+            wanted = side**power
+            because = f"{bucket} has {side} tokens on its longer side"
+            yield Expected(
+                field="pos_embed_max_size", found=found, wanted=f"{wanted} or more", is_met=found >= wanted, because=because
+            )
+
     def same(self, field: str, found: int, wanted: int) -> Expected:
         """Require a token's width of several fields together."""
         return Expected(field=field, found=found, wanted=str(wanted), is_met=found == wanted, because=SAME_WIDTH[TOKENS])

@@ -59,12 +59,7 @@ class Sd3(Family):
     def expects(self) -> Iterator[Expected]:
         """Require the store's sizes, and enough positions for its largest bucket."""
         yield from super().expects()
-        positions = self.config.get("pos_embed_max_size")
-        for bucket, height, width in self.store.latent_sizes:
-            needed = max(height, width) // self.patch_size
-            is_met = isinstance(positions, int) and positions >= needed
-            because, wanted = f"{bucket} has as many tokens on its longer side", f"{needed} or more"
-            yield Expected(field="pos_embed_max_size", found=positions, wanted=wanted, is_met=is_met, because=because)
+        yield from self.enough_positions()
 
 
 def _width(model: Model) -> int:

@@ -90,7 +90,7 @@ def test_the_nearest_pipeline_is_named(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "config", "words"),
     [
-        ("transformer", {"_class_name": "AuraFlowTransformer2DModel"}, "its transformer is a AuraFlowTransformer2DModel"),
+        ("transformer", {"_class_name": "StableAudioDiTModel"}, "its transformer is a StableAudioDiTModel"),
         ("unet", {"_class_name": "Kandinsky3UNet"}, "its unet is a Kandinsky3UNet"),
         ("text_encoder", {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "a Qwen2_5_VLForConditionalGeneration"),
         ("text_encoder_2", {"architectures": ["LlamaForCausalLM"]}, "several text encoders"),

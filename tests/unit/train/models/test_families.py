@@ -197,6 +197,7 @@ def test_what_the_run_asks_for_goes_before_what_the_scheduler_says(tmp_path: Pat
         ("sd3", {"joint_attention_dim": 4096}, "joint_attention_dim is 4096, expected 24"),
         ("sd3", {"pooled_projection_dim": 2048}, "pooled_projection_dim is 2048, expected 20"),
         ("sd3", {"pos_embed_max_size": 4}, "pos_embed_max_size is 4, expected 6 or more, since train/16x24"),
+        ("auraflow", {"pos_embed_max_size": 25}, "pos_embed_max_size is 25, expected 36 or more, since train/16x24"),
         ("flux", {"in_channels": 64}, "in_channels is 64, expected 16"),
         ("flux", {"_class_name": "SanaTransformer2DModel"}, "_class_name is 'SanaTransformer2DModel', expected one of"),
     ],
