@@ -27,7 +27,7 @@ class TextEncoders(Case):
     `private` (RssAnon, sampled every 5 ms) is the memory that must be there. `resident` is the kernel's peak (VmHWM), with the
     pages of weights that are mapped from their files, which are evicted when memory is short.
 
-    Example: python -m bucketline.bench text_encoders --layers 24
+    Example: python -m bucketline.bench.ingest.text_encoders --layers 24
     """
 
     repeats: int = 1

@@ -27,6 +27,7 @@ class AuraFlow(Family):
     model_class = "AuraFlowTransformer2DModel"
     usual_tokens = 256
     image_guidance = 3.5
+    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "prompt_attention_mask": "mask"}
     widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens"}
     has_mask = False
     scheduler = flow(1.73)  # as published with AuraFlow
