@@ -39,5 +39,5 @@ class AuraFlow(Family):
         yield from self.enough_positions(power=2)
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
-        """Give the noise as a share."""
+        """Add the noise as a share."""
         return super().arguments(noisy, timesteps / NUM_TRAIN_TIMESTEPS, batch)
