@@ -478,7 +478,7 @@ def test_images_are_drawn_at_intervals_and_the_vae_is_gone_after_each(folder: Pa
     train(asked, ALONE)
     gc.collect()
     names = sorted(path.name for path in (asked.output_dir / "images").iterdir())
-    assert names == ["step-00000002.json", "step-00000002.png"]
+    assert names == ["step-00000002", "step-00000002.json", "step-00000002.png", "step-00000004"]
     assert (asked.output_dir / "images.png").exists()
     assert [vae() for vae in vaes] == [None, None]
 
