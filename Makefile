@@ -7,6 +7,7 @@
 # make test-wheel PYTHON=python3.12   the wheel in an environment of its own: every command's help, pack, verify, plan, load, train
 # make test-minimums  the same with the oldest libraries that pyproject.toml allows; TORCH=2.11.0 tries another torch
 # make test-types  mypy and pyright on examples/, from an editable install and from the wheel; npm downloads pyright
+# make lines  the lines of each package, its core and its optional rooms apart
 # make coverage  what the quick tests reach, into build/coverage/index.html
 # make lock   resolve requirements.lock again; UPGRADE=--upgrade for newer versions
 # make docs   the documentation as a site, in build/site; a broken link is an error
@@ -29,7 +30,7 @@ export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: env docs demo gpu test test-full test-wheel test-minimums test-types coverage lock lint types unit torture bench bench-full clean
+.PHONY: env docs demo gpu test test-full test-wheel test-minimums test-types coverage lines lock lint types unit torture bench bench-full clean
 
 env: $(MADE)
 
@@ -57,7 +58,12 @@ lock:
 demo: $(MADE)
 	BIN=$(BIN) demo/run build/demo
 
+# Printed last, where it is seen.
 test: lint types unit
+	@$(MAKE) --no-print-directory lines
+
+lines:
+	@$(PYTHON) tests/lines.py
 
 lint: $(MADE)
 	$(BIN)/ruff check .
