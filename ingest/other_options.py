@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import FingerprintError
-from bucketline.store.format.pack_options import CAPTION_OPTIONS, as_arguments, fields_of, pack_options
+from bucketline.pack_options import CAPTION_OPTIONS, FIELDS, as_arguments, pack_options
 from bucketline.typed_json import differences, is_given
 
 if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.pack_options import Values
     from bucketline.store.write.publish import Contents
     from bucketline.typed_json import Json
 
@@ -31,10 +30,9 @@ def refuse_other_options(config: PackConfig, stored: Manifest, contents: Content
             f"{config.store} was imported from a cache of {imported.get('kind')!s:.40}, and how its images were resized and "
             "cropped is not known; pack into a new store"
         )
-    rules = config.caption_rules.recorded(stored.rules) if config.recaption else stored.rules
-    before: dict[str, Json] = {"encoders": stored.encoders, "rules": rules, "max_captions": stored.max_captions}
-    rules = config.caption_rules.recorded(contents.rules)
-    now: dict[str, Json] = {"encoders": contents.encoders, "rules": rules, "max_captions": contents.max_captions}
+    before, now = _recorded(stored), _recorded(contents)
+    for made in (before, now) if config.recaption else (now,):
+        made["rules"] = config.caption_rules.recorded(made["rules"])
     found = [one for one in differences(before, now, "") if not one[0].startswith(_CAPTIONS)]
     for field, _, value in found:
         if field.startswith("rules.") and not is_given(before, field):
@@ -43,25 +41,27 @@ def refuse_other_options(config: PackConfig, stored: Manifest, contents: Content
                 "bucketline, which packed differently; pack into a new store"
             )
     old, new = pack_options(before), pack_options(now)
-    changed = [name for name in {**old, **new} if old.get(name, ()) != new.get(name, ())]
-    told = {field for name in changed for field in fields_of(name)}
-    others = [one for one in found if one[0] not in told]
+    changed = {name: old.get(name) for name in {**old, **new} if old.get(name) != new.get(name)}
+    others = [one for one in found if not any(one[0] in FIELDS[name] for name in changed)]
     if changed or others:
         lines = [f"{config.store} was made with other options than this run has:"]
-        lines += [f"  {_shown(name, old)}, this run has {_shown(name, new)}" for name in changed]
+        lines += [f"  {_shown(name, value)}, this run has {_shown(name, new.get(name))}" for name, value in changed.items()]
         lines += [f"  {field} = {stored_value!s:.200}, this run has {value!s:.200}" for field, stored_value, value in others]
-        raise FingerprintError(*lines, *_way_back({name: old.get(name, ()) for name in changed}, others))
+        raise FingerprintError(*lines, *_way_back(changed, others))
 
 
-def _shown(name: str, options: dict[str, Values]) -> str:
-    arguments = as_arguments({name: options.get(name, ())})
-    return shlex.join(arguments) if arguments else f"no {name}"
+def _recorded(made: Manifest | Contents) -> dict[str, Any]:
+    return {"encoders": made.encoders, "rules": made.rules, "max_captions": made.max_captions}
 
 
-def _way_back(changed: dict[str, Values], others: list[tuple[str, Json, Json]]) -> list[str]:
+def _shown(name: str, value: Json) -> str:
+    return shlex.join(as_arguments({name: value})) or f"no {name}"
+
+
+def _way_back(changed: dict[str, Json], others: list[tuple[str, Json, Json]]) -> list[str]:
     """Return the lines that say what to do."""
     encoders = [what for prefix, what in _ENCODERS.items() if any(field.startswith(f"{prefix}.") for field, _, _ in others)]
-    left_out, added = [name for name, values in changed.items() if not values], as_arguments(changed)
+    left_out, added = [name for name, value in changed.items() if value is None], as_arguments(changed)
     steps = []
     if encoders:
         steps.append(f"name the model that the store was made with (no option changes the {' or the '.join(encoders)})")

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from bucketline.command_line import counted, human_bytes, one_line, print_json
-from bucketline.errors import UsageError
+from bucketline.errors import FingerprintError, SourceError, UsageError
+from bucketline.pack_options import pack_options
 from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
+from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
-    from bucketline.store.prompts.prompt_sets import Place
+    from collections.abc import Sequence
 
+    from bucketline.ingest.encoders.text_columns import CaptionEncoder, TextSettings
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.text_block import Caption
+    from bucketline.store.prompts.prompt_file import Prompt
+    from bucketline.store.prompts.prompt_sets import Place
+    from bucketline.typed_json import Json
+
+BATCH = 8
 NAMED = 3  # prompts that were cut
 
 
@@ -50,9 +60,12 @@ class Prompts(ChangingArguments):
     def run(self) -> int:
         size = self._size()
         from bucketline.ingest.encoders.model_folder import open_model
+        from bucketline.ingest.encoders.text.registry import load_caption_encoder
         from bucketline.ingest.pipeline.model.device import chosen_device
-        from bucketline.ingest.prompts import write_prompts
         from bucketline.store.format.manifest import read_manifest
+        from bucketline.store.prompts.prompt_file import encode_prompts
+        from bucketline.store.prompts.prompt_lines import most_common_size, read_prompts, refuse_size
+        from bucketline.store.prompts.prompt_sets import checked_name, write_set
         from bucketline.store.remote.generations import newest_generation
 
         place: Place
@@ -63,18 +76,40 @@ class Prompts(ChangingArguments):
             objects.refuse_read_only()
             manifest = newest_generation(objects)
         model, device = open_model(self.model, self.model_config), chosen_device(self.device, 0)
-        written = write_prompts(self.file, place, manifest, model, device, self.name, size)
-        if self.json:
-            print_json(asdict(written))
-            return 0
-        print(
-            f"{shown(self.store)}: {counted(written.prompts, 'prompt')} as the set {written.name!r}, "
-            f"{human_bytes(written.num_bytes)}"
-        )
-        if written.cut:
-            named = "; ".join(one_line(text)[:80] for text in written.cut[:NAMED])
-            print(f"  {counted(len(written.cut), 'text')} longer than the text encoder accepts (truncated): {named}")
+        checked_name(self.name)
+        if not isinstance(text := manifest.encoders.get("text_encoder"), dict) or not text:
+            raise UsageError(f"{self._where} has no text embeddings, so no model that is trained on it takes a prompt")
+        lines = list(read_prompts(self.file, size or most_common_size(manifest, self._where)))
+        for number, prompt in lines:
+            refuse_size(manifest, f"{self.file}, line {number}", prompt)
+        encoder = load_caption_encoder(model, device, _settings(manifest, text))
+        self._refuse_other_model(manifest, encoder, model.name)
+        captions, cut = _encoded(encoder, manifest, self.file, lines)
+        data = encode_prompts(manifest, [prompt for _, prompt in lines], captions)
+        write_set(place, self.name, data)
+        self._print(len(lines), len(data), cut)
         return 0
+
+    @property
+    def _where(self) -> str:
+        return shown(self.store)
+
+    def _refuse_other_model(self, manifest: Manifest, encoder: CaptionEncoder, model: str) -> None:
+        if difference := first_difference(manifest.encoders["text_encoder"], encoder.provenance, "encoders.text_encoder"):
+            field, expected, found = difference
+            raise FingerprintError(
+                f"{model} has {field} = {found!s:.200}, {self._where} was packed with {expected!s:.200}; "
+                "name the model that the store was packed with"
+            )
+
+    def _print(self, num_prompts: int, num_bytes: int, cut: list[str]) -> None:
+        if self.json:
+            print_json({"name": self.name, "prompts": num_prompts, "num_bytes": num_bytes, "cut": cut})
+            return
+        print(f"{self._where}: {counted(num_prompts, 'prompt')} as the set {self.name!r}, {human_bytes(num_bytes)}")
+        if cut:
+            named = "; ".join(one_line(text)[:80] for text in cut[:NAMED])
+            print(f"  {counted(len(cut), 'text')} longer than the text encoder accepts (truncated): {named}")
 
     def _size(self) -> tuple[int, int] | None:
         if self.size is None:
@@ -82,3 +117,42 @@ class Prompts(ChangingArguments):
         if not (match := re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", self.size)):
             raise UsageError(f"--size is {self.size!r}, expected HEIGHTxWIDTH in px, such as 768x512")
         return int(match[1]), int(match[2])
+
+
+def _settings(manifest: Manifest, text: dict[str, Json]) -> TextSettings:
+    """Return the settings with which a store's captions were encoded."""
+    from bucketline.ingest.encoders.text_columns import TextSettings
+
+    options = pack_options({"encoders": manifest.encoders})
+    length = options.get("--max-tokens")
+    return TextSettings(
+        stored_dtype=str(text.get("stored_dtype")),
+        encode_dtype=str(options.get("--encode-dtype") or "F32"),
+        max_tokens=length if isinstance(length, int) else None,
+        is_plain=options.get("--text") is not None,
+    )
+
+
+def _encoded(
+    encoder: CaptionEncoder, manifest: Manifest, file: Path, lines: Sequence[tuple[int, Prompt]]
+) -> tuple[list[Caption], list[str]]:
+    """Return the embeddings of all texts, each once, and the prompts and negative prompts that were cut."""
+    from bucketline.ingest.encoders.oom_retry import OomRetry
+    from bucketline.ingest.pipeline.batch_encoder import as_caption
+    from bucketline.store.format.hashing import caption_digest
+
+    wanted = {text: number for number, prompt in reversed(lines) for text in (prompt.negative_prompt, prompt.prompt)}
+    texts, spec = sorted(wanted, key=lambda text: wanted[text]), manifest.text.spec()
+    encode, captions, cut = OomRetry(encoder.encode, "prompt"), list[Any](), list[str]()
+    for at in range(0, len(texts), BATCH):
+        part = texts[at : at + BATCH]
+        for text, embedding in zip(part, encode(part), strict=True):
+            item = f"{file}, line {wanted[text]}: {text[:80]!r}"
+            if embedding.refusal is not None:
+                raise SourceError(f"{item}: {embedding.refusal}")
+            if not embedding.is_finite:
+                raise SourceError(f"{item}: its embedding is not finite as {spec.tokens[0].dtype}; change the prompt")
+            captions.append(as_caption(spec, caption_digest(text), embedding))
+            if embedding.is_truncated or embedding.cuts:
+                cut.append(text)
+    return captions, cut

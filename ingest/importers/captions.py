@@ -18,8 +18,8 @@ from bucketline.ingest.encoders.text.registry import family_of, is_known, load_c
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.model.device import chosen_device
+from bucketline.pack_options import PLAIN_FAMILY
 from bucketline.store.format.columns import TOKENS
-from bucketline.store.format.pack_options import PLAIN_FAMILY
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from bucketline.ingest.summary import (
     rejects_as_lines,
     without_caption_as_lines,
 )
+from bucketline.pack_options import PLAIN_FAMILY
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.pack_options import PLAIN_FAMILY
 from bucketline.store.read.info import joined_error
 from bucketline.store.shard.reader import as_keys
 

@@ -6,8 +6,8 @@ import stat
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from bucketline.pack_options import as_arguments, pack_options
 from bucketline.store.format.columns import RAGGED_PREFIX
-from bucketline.store.format.pack_options import as_arguments, pack_options
 from bucketline.store.format.quantised_text import TextError
 from bucketline.typed_json import encode
 

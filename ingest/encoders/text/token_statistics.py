@@ -12,8 +12,8 @@ from bucketline.ingest.encoders.text.registry import family_of
 from bucketline.ingest.encoders.text.token_limits import PromptLengths, make_pipeline
 from bucketline.ingest.encoders.text_columns import CaptionLength, TextSettings, text_spec
 from bucketline.ingest.encoders.text_model import load_tokenizer_part, token_counts
+from bucketline.pack_options import PLAIN_FAMILY
 from bucketline.store.format.columns import CLASS_LABELS
-from bucketline.store.format.pack_options import PLAIN_FAMILY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
