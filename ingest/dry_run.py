@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bucketline.fingerprint import config_hash
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text.registry import family_of
 from bucketline.ingest.encoders.text_columns import text_spec
@@ -20,6 +19,7 @@ from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.packing.prepare import opened_source, rules_of
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
+from bucketline.ingest.pipeline.model.encoder_facts import NOT_COMPARED, facts_without_weights
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.progress import counting_progress
@@ -27,7 +27,7 @@ from bucketline.ingest.sources.read_ahead import num_header_threads
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import RunSummary, by_reason
 from bucketline.store import Store
-from bucketline.store.format.columns import CLASS_LABELS, LatentKind
+from bucketline.store.format.columns import LatentKind
 from bucketline.store.format.manifest_entries import bucket_name, text_entry
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import Contents, new_manifest
@@ -38,12 +38,9 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.sources.source import SourceItem
-    from bucketline.store.format.manifest import Manifest
     from bucketline.store.sync.working import WorkingStore
-    from bucketline.typed_json import Json
 
 _AHEAD_BYTES = 256 << 20  # of file contents, if they come from a stream
-NOT_COMPARED = "the encoders' weights, their tokenizers and --max-tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +97,7 @@ def _dry_run(config: PackConfig, working: WorkingStore | None) -> DryRun:
     refuse_latents(kind, LatentKind(config.latents))
     family_of(model, is_plain=config.text is not None)  # refuses a model whose captions a pack could not encode
     grid = model_grid(config.grid, model, downscale)
-    store = _store(config, model, grid, kind)
+    store = _store(config, model, grid)
     if working is not None:
         store = working.open(store.manifest)
     listing = source.listing()
@@ -159,11 +156,12 @@ def _dry_run(config: PackConfig, working: WorkingStore | None) -> DryRun:
     )
 
 
-def _store(config: PackConfig, model: ModelFolder, grid: Grid, kind: str) -> Store:
+def _store(config: PackConfig, model: ModelFolder, grid: Grid) -> Store:
     """Open the store's newest generation, or an empty one that is not written; compare the options with it."""
     existing = newest_manifest(config.store)
+    facts = None if existing is None else facts_without_weights(config, model, existing)
     contents = Contents(
-        encoders={} if existing is None else _encoders(config, model, kind, existing),
+        encoders={} if facts is None else {"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
         rules=rules_of(config, grid, existing),
         max_captions=config.max_captions,
         text=text_entry(text_spec(config.text_dtype or config.dtype, 1, {})) if existing is None else existing.text,
@@ -173,20 +171,3 @@ def _store(config: PackConfig, model: ModelFolder, grid: Grid, kind: str) -> Sto
         return Store(config.store, new_manifest(contents))
     refuse_other_options(config, existing, contents)
     return Store(config.store, existing)
-
-
-def _encoders(config: PackConfig, model: ModelFolder, kind: str, existing: Manifest) -> dict[str, Json]:
-    """Return the store's encoders, with the fields that are known without weights as this run would record them."""
-    found = (existing.encoders.get(name) for name in ("vae", "text_encoder"))
-    vae, text = (dict(encoder) if isinstance(encoder, dict) else {} for encoder in found)
-    vae |= {"class": kind, "config_hash": config_hash(model.config("vae") or {})}
-    vae |= {"latents": config.latents, "stored_dtype": config.dtype}
-    if text.get("family") != CLASS_LABELS:
-        text["stored_dtype"] = config.text_dtype or config.dtype
-        if "dtype" in text:
-            text["dtype"] = config.encode_dtype
-        if isinstance(parts := text.get("parts"), dict):
-            text["parts"] = {
-                name: {**part, "dtype": config.encode_dtype} if isinstance(part, dict) else part for name, part in parts.items()
-            }
-    return {**existing.encoders, "vae": vae, "text_encoder": text}

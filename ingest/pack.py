@@ -18,7 +18,8 @@ from bucketline.ingest.parallel.item_parts import ItemParts, Outline, take_apart
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
-from bucketline.ingest.pipeline.model.lazy_encoders import EncoderFacts, LazyEncoders, facts_of
+from bucketline.ingest.pipeline.model.encoder_facts import facts_without_weights
+from bucketline.ingest.pipeline.model.encoders import Encoders
 from bucketline.ingest.pipeline.slice_worker import SliceWorker, run_name
 from bucketline.ingest.progress import caption_progress, packing_progress
 from bucketline.ingest.sources.source import caption_rest
@@ -35,16 +36,9 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.on_ray.cluster import Workers
+    from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
     from bucketline.ingest.sources.source import Source
     from bucketline.store.sync.transfer.sender import ShardSender
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Recalled:
-    """The message from rank 0 to the other ranks about what the store tells of the encoders."""
-
-    is_known: bool  # they need not be loaded before there is something to encode
-    on_shared_cores: bool  # if known: they ran on the CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +80,7 @@ class PackSession:
     ranks: PackRanks
     local_rank: int
     local_world_size: int
-    encoders: LazyEncoders | None = None  # of the first source, and of the others
+    encoders: Encoders | None = None  # of the first source, and of the others
     num_packed: int = 0  # by this rank, of sources that are finished
     workers: Workers | None = None  # of a Ray cluster, which pack instead of this process
     stdout: TextIO | None = None  # where results belong
@@ -131,16 +125,15 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
     target = PackTarget(config)
     with ExitStack() as held:
         source, outline, own = _agree_on_source(config, ranks, target, held)
-        encoders = session.encoders = session.encoders or LazyEncoders(config, session.local_rank, session.local_world_size)
-        recalled = ranks.from_first(lambda: _recall(config, encoders), encode, lambda value: decode(_Recalled, value))
-        if not recalled.is_known:
-            encoders.facts()
+        encoders = session.encoders = session.encoders or Encoders(config, session.local_rank, session.local_world_size)
+        if ranks.from_first(lambda: newest_manifest(config.store) is None, encode, bool):
+            encoders.facts()  # on all ranks at once; those of a store that exists are loaded when there is something to encode
         start = ranks.from_first(
             lambda: _Start(
                 manifest=prepare(
                     config,
                     encoders.model,
-                    _facts(config, encoders, recalled),
+                    _facts(config, encoders),
                     outline[0],
                     held,
                     target,
@@ -152,13 +145,11 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             lambda value: decode(_Start, value),
         )
         manifest = start.manifest
-        on_shared_cores = recalled.on_shared_cores if recalled.is_known else encoders.on_shared_cores
         worker = SliceWorker(
             config=config,
             source=source,
             store=target.open(manifest),
             encoders=encoders,
-            on_shared_cores=on_shared_cores,
             workers_on_machine=session.local_world_size,
         )
         run = run_name(manifest, start.token, f"r{ranks.rank:04d}")
@@ -185,7 +176,6 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
                 return None
             account = joined(report.account for report in reports)
             check_identity(outline[0].num_items, account)
-            encoders.record(config.store, manifest)
             return finish(
                 Packed(
                     config=config,
@@ -197,7 +187,6 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
                     account=account,
                     sealed=[name for own in reports for name in own.sealed],
                     seconds=time.monotonic() - started,
-                    on_shared_cores=on_shared_cores,
                 )
             )
         except KeyboardInterrupt as stop:
@@ -251,12 +240,6 @@ def _agree_on_source(
     return source, outline, ItemParts(ranks.deal(dealt))
 
 
-def _recall(config: PackConfig, encoders: LazyEncoders) -> _Recalled:
-    """Return whether the store records the model as it is now. Rank 0 only."""
-    found = encoders.recall(config.store, newest_manifest(config.store))
-    return _Recalled(is_known=found is not None, on_shared_cores=bool(found))
-
-
-def _facts(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled) -> EncoderFacts:
+def _facts(config: PackConfig, encoders: Encoders) -> EncoderFacts:
     existing = newest_manifest(config.store)
-    return facts_of(existing) if recalled.is_known and existing is not None else encoders.facts()
+    return encoders.facts() if existing is None else facts_without_weights(config, encoders.model, existing)

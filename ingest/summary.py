@@ -61,6 +61,8 @@ class RunSummary:
     unreadable: int = 0  # rejects that could not be read at present, though the image may be fine
     kept: list[str] = field(default_factory=list)  # ids of unreadable images whose existing row stays
     stage_seconds: dict[str, float] = field(default_factory=dict)  # see `StageTimer`
+    has_encoded: bool = False  # an encoder was needed, and compared with the store's
+    on_shared_cores: bool = False  # the encoders ran on the CPU
 
     def note_cuts(self, sample_id: str, cuts: Iterable[Cut]) -> None:
         """Record which encoders cut a caption of a packed image."""
@@ -84,10 +86,13 @@ class RunSummary:
 def joined(accounts: Iterable[RunSummary]) -> RunSummary:
     """Merge the summaries of all ranks into one."""
     whole = RunSummary()
-    summed = [field.name for field in fields(RunSummary) if field.name not in ("crop_losses", "stage_seconds", "num_cut")]
+    by_key, either = ("crop_losses", "stage_seconds", "num_cut"), ("has_encoded", "on_shared_cores")
+    summed = [field.name for field in fields(RunSummary) if field.name not in (*by_key, *either)]
     for account in accounts:
         for name in summed:  # counts and lists
             setattr(whole, name, getattr(whole, name) + getattr(account, name))
+        for name in either:
+            setattr(whole, name, getattr(whole, name) or getattr(account, name))
         add_crop_losses(whole.crop_losses, account.crop_losses)
         for encoder, number in account.num_cut.items():
             whole.num_cut[encoder] = whole.num_cut.get(encoder, 0) + number

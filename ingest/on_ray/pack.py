@@ -14,14 +14,15 @@ import ray
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError
 from bucketline.ingest.config import PackConfig
+from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.on_ray.pool import WorkerPool
 from bucketline.ingest.on_ray.slices import SliceTable, num_slices
-from bucketline.ingest.on_ray.worker import LoadedFacts, RunTask, attempt_name
+from bucketline.ingest.on_ray.worker import RunTask, attempt_name
 from bucketline.ingest.packing.finish import Packed, finish
 from bucketline.ingest.packing.prepare import opened_source, prepare
 from bucketline.ingest.packing.target import PackTarget
 from bucketline.ingest.parallel.item_parts import take_apart
-from bucketline.ingest.pipeline.model.lazy_encoders import LazyEncoders, facts_of
+from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts, facts_without_weights
 from bucketline.ingest.pipeline.slice_worker import run_name
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.sources.source import caption_rest
@@ -36,6 +37,7 @@ from bucketline.typed_json import encode
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
+    from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.on_ray.cluster import Workers
     from bucketline.ingest.on_ray.slices import Attempt
     from bucketline.ingest.on_ray.worker import PackedSlice
@@ -58,7 +60,6 @@ class RayRun:
         self._sealed: list[str] = []
         self._slices: list[ItemParts] = []
         self._num_listed = 0  # long captions
-        self._has_loaded = False
         self._target = PackTarget(config)
         self._manifest: Manifest | None = None  # of the generation that the run continues
         self._newest: Manifest | None = None  # published meanwhile, or the same
@@ -77,18 +78,15 @@ class RayRun:
         if isinstance(source, TarSource) and source.is_read_in_turn(listing.items):
             count = min(count, self._workers.most)  # each slice reads the tars from their beginnings
         outline, self._slices = take_apart(config.caption_rules.applied(listing), count)
-        encoders, existing = LazyEncoders(config, 0), newest_manifest(config.store)
+        model = open_model(config.model, config.model_config)
         own = self._for_workers()
         pool = WorkerPool(own, self._workers, self._interrupts.check)
         try:
-            loaded = self._loaded(pool, encoders, existing)
-            on_shared_cores = loaded.on_shared_cores
-            manifest = prepare(config, encoders.model, loaded.facts, outline, held, target, num_making=0)
+            manifest = prepare(config, model, self._facts(pool, model), outline, held, target, num_making=0)
             task = RunTask(
                 config=own,
                 source=source_as_json(source),
                 manifest=encode(manifest),
-                on_shared_cores=on_shared_cores,
                 num_slices=count,
                 token=self._token,
                 lists=lists_of(config.store, manifest) if target.is_remote else {},
@@ -102,7 +100,6 @@ class RayRun:
         remove_attempts(config.store)
         account = joined(self._accounts[number] for number in sorted(self._accounts))
         check_identity(outline.num_items, account)
-        encoders.record(config.store, manifest, loaded_on_shared_cores=on_shared_cores if self._has_loaded else None)
         return finish(
             Packed(
                 config=config,
@@ -114,7 +111,6 @@ class RayRun:
                 account=account,
                 sealed=self._sealed,
                 seconds=time.monotonic() - started,
-                on_shared_cores=on_shared_cores,
             )
         )
 
@@ -123,14 +119,13 @@ class RayRun:
         plain = PackConfig(**{field.name: getattr(self._config, field.name) for field in fields(PackConfig)})
         return replace(plain, decode_threads=plain.decode_threads or max(1, int(self._workers.cpus)))
 
-    def _loaded(self, pool: WorkerPool, encoders: LazyEncoders, existing: Manifest | None) -> LoadedFacts:
-        """Return the facts of the encoders; a worker loads them, unless the store records the model as it is now."""
-        on_shared_cores = encoders.recall(self._config.store, existing)
-        if existing is not None and on_shared_cores is not None:
-            return LoadedFacts(facts=facts_of(existing), on_shared_cores=on_shared_cores)
-        loaded = pool.ask(lambda actor: actor.facts.remote())
-        assert isinstance(loaded, LoadedFacts)
-        return loaded
+    def _facts(self, pool: WorkerPool, model: ModelFolder) -> EncoderFacts:
+        """Return the facts of the encoders; for a new store, a worker loads them."""
+        if (existing := newest_manifest(self._config.store)) is not None:
+            return facts_without_weights(self._config, model, existing)
+        facts = pool.ask(lambda actor: actor.facts.remote())
+        assert isinstance(facts, EncoderFacts)
+        return facts
 
     def _pack_slices(self, pool: WorkerPool, task: RunTask, outline: Outline) -> None:
         begin_attempts(self._config.store, self._token)
@@ -194,5 +189,4 @@ class RayRun:
         self._num_listed += len(listed)
         self._accounts[attempt.number] = packed.account
         self._slices[attempt.number].parts.clear()  # memory
-        self._has_loaded |= packed.has_loaded
         self.num_packed += packed.account.packed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import BucketlineError
 from bucketline.ingest.parallel.item_parts import ItemParts
 from bucketline.ingest.parallel.shares import Share
-from bucketline.ingest.pipeline.model.lazy_encoders import EncoderFacts, LazyEncoders
+from bucketline.ingest.pipeline.model.encoders import Encoders
 from bucketline.ingest.pipeline.slice_worker import SliceWorker, run_name
 from bucketline.ingest.sources.source_json import source_from_json
 from bucketline.store import Store
@@ -25,6 +25,7 @@ from bucketline.typed_json import decode
 if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.on_ray.slices import Attempt
+    from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
     from bucketline.ingest.pipeline.slice_packer import SlicePacker
     from bucketline.ingest.summary import RunSummary
     from bucketline.store.sync.parts import SentShard
@@ -39,7 +40,6 @@ class RunTask:
     config: PackConfig
     source: Json
     manifest: Json  # of the generation that the run continues
-    on_shared_cores: bool  # the encoders run on the CPU
     num_slices: int
     token: str  # in the names of the run's shards
     lists: dict[str, bytes]  # of dropped rows, if the store is in object storage
@@ -53,15 +53,6 @@ class PackedSlice:
     sealed: list[str]  # names of its shards, in its attempt's folder
     sent: list[SentShard]  # the same, if the store is in object storage
     is_whole: bool  # False if the worker was told to stop
-    has_loaded: bool  # the encoders were loaded, and are those that the store was made with
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedFacts:
-    """The facts of a worker's encoders."""
-
-    facts: EncoderFacts
-    on_shared_cores: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +84,7 @@ class _Maker:
     part: PartStore | None  # of a store in object storage
 
     @classmethod
-    def of(cls, run: RunTask, encoders: LazyEncoders) -> _Maker:
+    def of(cls, run: RunTask, encoders: Encoders) -> _Maker:
         config, manifest = run.config, decode(Manifest, run.manifest)
         part = None
         if not isinstance(config.place, Path):
@@ -104,7 +95,6 @@ class _Maker:
             source=source_from_json(run.source),
             store=Store(config.store, manifest) if part is None else part.open(),
             encoders=encoders,
-            on_shared_cores=run.on_shared_cores,
         )
         return cls(worker=worker, part=part)
 
@@ -124,7 +114,7 @@ class PackWorker:
 
     def __init__(self, config: PackConfig) -> None:
         self._config = config
-        self._encoders: LazyEncoders | None = None
+        self._encoders: Encoders | None = None
         self._is_told = threading.Event()
         self._num_done = 0
         self._packer: SlicePacker | None = None
@@ -134,11 +124,10 @@ class PackWorker:
         """Return what messages call this worker."""
         return f"pid {os.getpid()} on {socket.gethostname()}"
 
-    def facts(self) -> LoadedFacts | Failure:
+    def facts(self) -> EncoderFacts | Failure:
         """Load the encoders and return their facts."""
         try:
-            encoders = self._opened(self._config)
-            return LoadedFacts(facts=encoders.facts(), on_shared_cores=encoders.on_shared_cores)
+            return self._opened(self._config).facts()
         except BucketlineError as error:
             return _failure(error)
 
@@ -163,8 +152,8 @@ class PackWorker:
         if self._maker is not None and self._maker.part is not None:
             self._maker.part.close()
 
-    def _opened(self, config: PackConfig) -> LazyEncoders:
-        self._encoders = self._encoders or LazyEncoders(config, 0)
+    def _opened(self, config: PackConfig) -> Encoders:
+        self._encoders = self._encoders or Encoders(config, 0)
         return self._encoders
 
     def _packed(self, run: RunTask, attempt: Attempt, items: ItemParts) -> PackedSlice:
@@ -194,7 +183,6 @@ class PackWorker:
             sealed=sealed,
             sent=maker.part.finish(folder, sealed) if maker.part is not None else [],
             is_whole=is_whole,
-            has_loaded=maker.worker.encoders.is_loaded,
         )
 
     def _count(self) -> None:

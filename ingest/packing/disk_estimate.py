@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.parallel.item_parts import Outline
-    from bucketline.ingest.pipeline.model.lazy_encoders import EncoderFacts
+    from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
     from bucketline.store.format.manifest import Manifest
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk

@@ -13,6 +13,7 @@ from bucketline.files.regular_file import read_regular
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
 from bucketline.ingest.listing_diff import NAMED, drops, not_in_source
 from bucketline.ingest.pipeline.kept_captions import remove_kept_captions
+from bucketline.ingest.pipeline.model.encoder_facts import NOT_COMPARED
 from bucketline.ingest.pipeline.packed_index import StoredIds
 from bucketline.ingest.pipeline.stage_timer import slowest_of
 from bucketline.ingest.summary import (
@@ -98,7 +99,6 @@ class Packed:
     account: RunSummary
     sealed: list[str]  # names of the shards
     seconds: float
-    on_shared_cores: bool
 
 
 def finish(packed: Packed) -> PackResult:
@@ -130,7 +130,7 @@ def finish(packed: Packed) -> PackResult:
         rejected=len(account.rejects),
         without_caption=account.without_caption,
         captions_from=outline.captions_from,
-        notes=[*outline.notes, *_notes_about_text(packed)],
+        notes=[*outline.notes, *_notes_about_encoders(packed)],
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         captions_truncated=account.captions_truncated,
@@ -159,12 +159,14 @@ def finish(packed: Packed) -> PackResult:
         generations_meanwhile=packed.num_meanwhile,
         seconds=round(packed.seconds + time.monotonic() - began, 3),
         stage_seconds=stages,
-        slowest_stage=slowest_of(stages, on_shared_cores=packed.on_shared_cores),
+        slowest_stage=slowest_of(stages, on_shared_cores=account.on_shared_cores),
     )
 
 
-def _notes_about_text(packed: Packed) -> list[str]:
-    """Return a note if captions became the last hidden state of the model's only encoder without the user's saying so."""
+def _notes_about_encoders(packed: Packed) -> list[str]:
+    """Return a note if the encoders were not compared, or captions became a last hidden state without the user's saying so."""
+    if packed.manifest.generation and not packed.account.has_encoded:
+        return [f"there was nothing to encode, so no weights were loaded; not compared with the store: {NOT_COMPARED}"]
     text = packed.manifest.encoders.get("text_encoder")
     is_plain = isinstance(text, dict) and text.get("family") == PLAIN_FAMILY
     if not is_plain or not packed.account.packed or packed.config.text is not None:

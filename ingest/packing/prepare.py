@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.packing.target import PackTarget
     from bucketline.ingest.parallel.item_parts import Outline
-    from bucketline.ingest.pipeline.model.lazy_encoders import EncoderFacts
+    from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
     from bucketline.ingest.sources.source import Source
     from bucketline.store.format.manifest import Manifest
     from bucketline.typed_json import Json
@@ -64,7 +64,7 @@ def prepare(
     is in object storage.
     """
     existing = newest_manifest(config.store)
-    if facts.columns.tokens[0].name == CLASS_LABELS:
+    if facts.text.get("family") == CLASS_LABELS:
         from bucketline.ingest.encoders.text.class_labels import refuse_text_dtype
 
         config.caption_rules.refuse_for_classes(model.name)

@@ -28,7 +28,8 @@ class Room:
     num_threads: int
     items: int
     num_bytes: int  # as counted by the pool's `num_bytes`; one item is always allowed
-    in_bursts: bool = False  # work only while the caller waits for a result, and then until the limits are reached
+    in_bursts: Callable[[], bool] = lambda: False
+    """True if work is to be done only while the caller waits for a result, and then until the limits are reached."""
 
 
 class OrderedPool(Generic[T, R]):
@@ -108,7 +109,7 @@ class OrderedPool(Generic[T, R]):
 
     def _is_next_ready(self) -> bool:
         """Return True if the next result may be returned. In bursts, start a burst if it is missing, and wait for its end."""
-        if not self._room.in_bursts:
+        if not self._room.in_bursts():
             return bool(self._running) and self._running[0][1].done()
         if self._may_work.is_set():
             is_end = (self._is_full or self._is_over) and all(future.done() for _, future, _ in reversed(self._running))

@@ -133,6 +133,7 @@ class SlicePacker:
                 check()
                 self._encode(bucket, on_image)
         self.account.stage_seconds = self.stages.seconds
+        self.account.on_shared_cores = self.stages.on_shared_cores()
 
     def encode_captions(
         self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None], is_due: Callable[[], bool]
@@ -265,9 +266,11 @@ class SlicePacker:
     def _loaded(self) -> BatchEncoder:
         from bucketline.ingest.pipeline.batch_encoder import BatchEncoder  # imports torch
 
+        self.account.has_encoded = True
         return BatchEncoder(self._load_vae(), flip=self._config.flip)
 
     def _fresh_captions(self) -> FreshCaptions:
+        self.account.has_encoded = True
         return FreshCaptions(self._load_text(), self._store.text, self._config.batch_size)
 
     def _encoded(

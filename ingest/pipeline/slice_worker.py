@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.ingest.images.model_sizes import model_grid
+from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.pipeline.model.device import share_of_cores
-from bucketline.ingest.pipeline.model.lazy_encoders import facts_of
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.parallel.shares import Share
-    from bucketline.ingest.pipeline.model.lazy_encoders import LazyEncoders
+    from bucketline.ingest.pipeline.model.encoders import Encoders
     from bucketline.ingest.sources.source import Source
     from bucketline.store import Store
     from bucketline.store.format.manifest import Manifest
@@ -39,23 +38,22 @@ class SliceWorker:
     config: PackConfig
     source: Source
     store: Store  # the generation that the run continues
-    encoders: LazyEncoders
-    on_shared_cores: bool  # the encoders run on the CPU
+    encoders: Encoders
     workers_on_machine: int = 1
 
     def packer(self, share: Share, name: str, folder: Path | None = None, sender: ShardSender | None = None) -> SlicePacker:
         """Return the packer of one slice. `name`, never used before, begins its shards' names; see `SlicePacker`."""
-        manifest = self.store.manifest
+        manifest, model = self.store.manifest, self.encoders.model
         return SlicePacker(
             source=self.source,
             store=self.store,
             share=share,
             folder=folder or self.store.path,
             config=self.config,
-            grid=model_grid(self.config.grid, self.encoders.model, facts_of(manifest).downscale),
-            vae=lambda: self.encoders.vae_for(self.config.store, manifest),
-            text=lambda: self.encoders.text_for(self.config.store, manifest),
-            stages=StageTimer(on_shared_cores=self.on_shared_cores),
+            grid=model_grid(self.config.grid, model, latent_sizes(model)[1]),
+            vae=lambda: self.encoders.vae_for(manifest),
+            text=lambda: self.encoders.text_for(manifest),
+            stages=StageTimer(on_shared_cores=lambda: self.encoders.on_shared_cores),
             decode_threads=self.config.decode_threads or share_of_cores(self.workers_on_machine),
             shard_prefix=name,
             sender=sender,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 DECODE, ENCODE, WRITE = "decode", "encode", "write"
 HELD_UP = 0.1  # share of the time spent waiting for a stage, above which that stage is the slowest
@@ -18,8 +18,8 @@ FADE_S = 10.0  # time constant: older measurements count for little
 class StageTimer:
     """Time that the encoding thread spends waiting for decoded images, encoding, and waiting for the writer."""
 
-    def __init__(self, *, on_shared_cores: bool) -> None:
-        """`on_shared_cores`: the encoders run on the same cores as the decoders."""
+    def __init__(self, *, on_shared_cores: Callable[[], bool]) -> None:
+        """`on_shared_cores`: whether the encoders run on the same cores as the decoders, once they are loaded."""
         self.on_shared_cores = on_shared_cores
         self.seconds = dict.fromkeys((DECODE, ENCODE, WRITE), 0.0)  # waiting, encoding, waiting
         self._recent = dict(self.seconds)
@@ -43,7 +43,7 @@ class StageTimer:
     @property
     def slowest(self) -> str:
         """The stage that is currently the bottleneck."""
-        return slowest_of(self._recent, on_shared_cores=self.on_shared_cores)
+        return slowest_of(self._recent, on_shared_cores=self.on_shared_cores())
 
 
 def slowest_of(seconds: dict[str, float], *, on_shared_cores: bool) -> str:

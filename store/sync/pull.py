@@ -31,7 +31,7 @@ from bucketline.store.shard.reader import SealedShard
 from bucketline.store.sync.push import note_pushed
 from bucketline.store.sync.selection import Selection
 from bucketline.store.sync.transfer.download import Downloader, is_there
-from bucketline.store.sync.transfer.upload import LISTS, MAX_LIST_BYTES, MODEL_NOTE
+from bucketline.store.sync.transfer.upload import LISTS, MAX_LIST_BYTES
 from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.publish import changing, prepare_store
 
@@ -191,10 +191,8 @@ def _whole(
 
 
 def get_lists(folder: ObjectFolder, store: Path) -> None:
-    """Get what the packer noted next to a store. A note about the model's files stays if there is one."""
+    """Get what the packer noted next to a store."""
     for name in LISTS:
-        if name == MODEL_NOTE and (store / name).exists():
-            continue
         try:
             data = folder.read(name, MAX_LIST_BYTES)
         except (MissingObjectError, CorruptError):  # none, or too long

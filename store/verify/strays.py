@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry
     from bucketline.store.read.store import Store
 
-_KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "packed_model.json", "pushed.json")
+_KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "pushed.json", "packed_model.json")  # see FORMAT.md
 _COLUMN = "values of a column that is being added, or that a killed call left"
 _DECODING = "decoding"  # folder of the packer's notes about images that crash their decoder
 

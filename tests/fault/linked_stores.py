@@ -72,7 +72,6 @@ def links_in_stores(ground: Ground) -> Record:
     names += [
         "odd",
         "rejects.jsonl",
-        "packed_model.json",
         "pending/writer.lock",
         "pending/left.lock",
         "pending/left.sealing",

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
-MODEL_NOTE = "packed_model.json"
-LISTS = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", MODEL_NOTE)  # of the packer, not of the format
+LISTS = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl")  # of the packer, not of the format
 MAX_LIST_BYTES = 1 << 30
 FRESH_S = 12 * 3600.0  # half of the time that garbage collection leaves to what nothing lists
 

@@ -188,6 +188,9 @@ def test_all_that_differs_is_named_with_the_options_that_restore_it(
     packed: tuple[Path, Path], model: Path, tmp_path: Path
 ) -> None:
     other = write_model(tmp_path / "other", seed=1)
+    for name in ("vae", "text_encoder"):
+        path = other / name / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), "its": "own"}), encoding="utf-8")
     ran = pack(*packed, other, "--flip", "--crop", "random", "--dtype", "F32", "--trigger-word", "ohwx")
     assert ran.code == 1
     lines = ran.err.splitlines()
@@ -199,7 +202,7 @@ def test_all_that_differs_is_named_with_the_options_that_restore_it(
         "  no --trigger-word, this run has --trigger-word ohwx",
     ]
     others = [line.partition(" = ")[0] for line in lines[6:8]]
-    assert others == ["  encoders.text_encoder.weights_hash", "  encoders.vae.weights_hash"]
+    assert others == ["  encoders.text_encoder.config_hash", "  encoders.vae.config_hash"]
     assert lines[8] == (
         "Name the model that the store was made with (no option changes the VAE or the text encoder), leave out --flip "
         "--trigger-word, add the options below, or add --recaption to encode the captions again (the stored latents are kept), "

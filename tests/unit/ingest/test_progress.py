@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = StageTimer(on_shared_cores=False)
+    stages = StageTimer(on_shared_cores=lambda: False)
     stages.add(ENCODE, 1.0)
     stages.add(DECODE, 0.5)
     with progress.packing_progress(10, PackRanks(rank=0, world_size=2, interrupts=Interrupts()), stages) as on_image:
@@ -38,7 +38,7 @@ def test_a_short_run_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[str])
 def test_only_the_first_rank_reports(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     with progress.packing_progress(
-        10, PackRanks(rank=1, world_size=2, interrupts=Interrupts()), StageTimer(on_shared_cores=True)
+        10, PackRanks(rank=1, world_size=2, interrupts=Interrupts()), StageTimer(on_shared_cores=lambda: True)
     ) as on_image:
         on_image()
     assert capsys.readouterr() == ("", "")
@@ -53,7 +53,7 @@ def test_the_slowest_stage_is_the_one_that_is_waited_for() -> None:
 
 
 def test_what_is_long_ago_is_forgotten() -> None:
-    stages = StageTimer(on_shared_cores=False)
+    stages = StageTimer(on_shared_cores=lambda: False)
     stages.add(DECODE, 8.0)
     for _ in range(100):
         stages.add(ENCODE, 1.0)

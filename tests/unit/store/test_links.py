@@ -195,7 +195,7 @@ def place(path: Path, kind: str) -> None:
     "name",
     [
         "manifest.json", "generations/1.json", "shards/g0.lmdb", "shards/g0.extents", "shards/g0.index", "pending/left.lmdb",
-        "pending/writer.lock", "shards/left.lmdb", "rejects.jsonl", "packed_model.json",
+        "pending/writer.lock", "shards/left.lmdb", "rejects.jsonl",
     ],
 )  # fmt: skip
 def test_nobody_waits_for_a_pipe_or_a_device(name: str, kind: str, store: Path) -> None:

@@ -62,7 +62,7 @@ def test_in_bursts_nothing_runs_while_a_result_is_being_used(num_items: int) -> 
         yield from range(num_items)
 
     done = []
-    room = Room(num_threads=3, items=8, num_bytes=100, in_bursts=True)
+    room = Room(num_threads=3, items=8, num_bytes=100, in_bursts=lambda: True)
     with OrderedPool(items(), work, lambda _: 1, room) as ahead:
         for item, future in ahead.results(nothing):
             assert not running
