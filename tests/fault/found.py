@@ -127,4 +127,8 @@ FOUND: list[tuple[str, str]] = [
         "`store pull` from a server of endless generations looked at them for longer than its deadline",
         f"{_LIES}test_generations_that_take_longer_than_the_deadline_are_refused",
     ),
+    (
+        "Lies about many shards' sidecars were found one after the other, for several deadlines",
+        f"{_LIES}test_damaged_sidecars_of_many_shards_are_found_together_not_one_after_the_other",
+    ),
 ]

@@ -120,19 +120,8 @@ class RemoteFiles:
 
     def _each(self, wanted: Sequence[_File]) -> None:
         """Make files available, all of them at the same time."""
-        most_s = IN_TIME * self._deadline_s
-        absent, end = [], time.monotonic() + most_s
-        if self._requested:
-            wait([own for file in wanted if (own := self._requested.pop(file.path, None)) is not None], most_s)
-        for file in wanted:
-            if file.path in self._known:
-                continue
-            with suppress(OSError, StoreError):  # of an earlier run, unless it is damaged
-                file.check(file.path.read_bytes(), file.path)
-                self._known.add(file.path)
-                continue
-            if not (file.is_optional and file.path in self._verdicts):
-                absent.append(file)
+        end = time.monotonic() + IN_TIME * self._deadline_s
+        absent = self._absent(wanted)
         if not absent:
             return
         self._refuse_known(absent)
@@ -142,6 +131,7 @@ class RemoteFiles:
         try:
             late = {pool.submit(self._fetch_one, own, is_over): own for own in absent}
             least_s = 0.0  # until one has arrived
+            verdict: StoreError | None = None  # the others' are awaited: a batch after the other would meet the next
             while late:
                 # after the deadline only as long as others arrive: a slow link is not a store that stalls
                 done, _ = wait(late, max(end - time.monotonic(), least_s), return_when=FIRST_COMPLETED)
@@ -149,7 +139,9 @@ class RemoteFiles:
                 if not done:
                     break
                 for future in done:
-                    self._settle(late.pop(future), future)
+                    verdict = self._settle(late.pop(future), future) or verdict
+            if verdict is not None:
+                raise verdict
         except (MissingObjectError, DeniedError, CorruptError):
             raise
         except StoreError as error:
@@ -164,6 +156,23 @@ class RemoteFiles:
             self._failure = time.monotonic(), failure
             raise failure
 
+    def _absent(self, wanted: Sequence[_File]) -> list[_File]:
+        """Return the files that are not in the cache, or damaged there, once those that were requested have come."""
+        if self._requested:
+            arriving = [own for file in wanted if (own := self._requested.pop(file.path, None)) is not None]
+            wait(arriving, IN_TIME * self._deadline_s)
+        absent = []
+        for file in wanted:
+            if file.path in self._known:
+                continue
+            with suppress(OSError, StoreError):  # of an earlier run, unless it is damaged
+                file.check(file.path.read_bytes(), file.path)
+                self._known.add(file.path)
+                continue
+            if not (file.is_optional and file.path in self._verdicts):
+                absent.append(file)
+        return absent
+
     def _refuse_known(self, absent: Sequence[_File]) -> None:
         """Raise what is known of a file, or of the store: each batch that needs it would have it requested again."""
         for file in absent:
@@ -172,13 +181,15 @@ class RemoteFiles:
         if self._failure is not None and time.monotonic() - self._failure[0] < DOWN_S:
             raise self._failure[1]
 
-    def _settle(self, file: _File, future: Future[None]) -> None:
-        """Raise what a request has failed by; remember it if the next one would find the same."""
+    def _settle(self, file: _File, future: Future[None]) -> StoreError | None:
+        """Remember and return what a request has failed by if the next one would find the same; raise what may pass."""
         error = future.exception()
         if isinstance(error, DeniedError) or (error is not None and is_wrong(error)):
             assert isinstance(error, StoreError)
             self._verdicts[file.path] = error
+            return error
         future.result()
+        return None
 
     def _fetch_one(self, file: _File, is_over: threading.Event) -> None:
         tries = wrong = 0

@@ -79,6 +79,18 @@ def test_a_damaged_sidecar_is_the_first_batchs_error_and_is_not_asked_for_again(
     assert sent.gets[f"/a/shards/g1.{suffix}"] + sent.refused <= 8
 
 
+def test_damaged_sidecars_of_many_shards_are_found_together_not_one_after_the_other(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "a.store", *(samples_of({"train/64x64": 4}, f"{number}/") for number in range(12)))
+    (tmp_path / "served" / "a").mkdir(parents=True)
+    push(store.path, ObjectFolder.open(f"file://{tmp_path / 'served' / 'a'}"))
+    lies = Schedule([Fault.ZEROS] * 10_000, concerns=lambda path: path.endswith(".lines"))
+    with RangeServer(tmp_path / "served", schedule=lies) as server:
+        error, _ = read_all(f"{server.url}/a", tmp_path)
+        sent = server.reset()
+    assert isinstance(error, CorruptError)
+    assert max(sent.gets[f"/a/shards/g{number}.lines"] for number in range(12)) <= 8
+
+
 def test_a_sidecar_that_is_restored_is_read_by_the_next_iteration(folder: Path, tmp_path: Path) -> None:
     path = folder / "a" / "shards" / "g1.extents"
     data = path.read_bytes()
