@@ -17,8 +17,8 @@ from bucketline.loader.seen import read_run
 from bucketline.loader.service.client import AUTO
 from bucketline.loader.state import schedule_of
 from bucketline.store import Store
+from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.manifest import MANIFEST, generations
-from bucketline.store.remote.objects import MissingObjectError
 from bucketline.train.outputs.checkpoint import describe
 from bucketline.train.parallel import TrainRanks, expect_equal, fail_together, from_rank_zero
 from bucketline.train.refusals import refuse_stores

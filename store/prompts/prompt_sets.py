@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, TypeAlias
 from bucketline.errors import CorruptError, StoreError, UsageError
 from bucketline.files.atomic_write import explaining, write_or_explain
 from bucketline.files.regular_file import read_regular
+from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.prompts.prompt_file import decode_prompts, proof_bytes, refuse_other_file
-from bucketline.store.remote.objects import DeniedError, MissingObjectError, ObjectFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.prompts.prompt_file import PromptSet
+    from bucketline.store.remote.objects import ObjectFolder
 
 FOLDER, SUFFIX = "prompts", ".safetensors"
 DEFAULT = "default"  # name of a set; the only one that is found on a web server unless it is named
@@ -156,7 +157,7 @@ def _objects(folder: ObjectFolder) -> list[str]:
     """Return the names of the objects in the folder `prompts`; without the right to list it, DEFAULT's if it is there."""
     try:
         if not folder.is_read_only:
-            return [name for name, _ in folder.names(FOLDER)]
+            return [file.name for file in folder.names(FOLDER)]
         return [] if folder.size(file_of(DEFAULT)) is None else [file_of(DEFAULT)]
     except DeniedError:
         return [] if _read(folder, DEFAULT) is None else [file_of(DEFAULT)]

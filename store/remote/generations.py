@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, StoreError
+from bucketline.store.folder import DeniedError, ExistsError, MissingObjectError
 from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, parse_manifest
-from bucketline.store.remote.objects import DeniedError, MissingObjectError
 from bucketline.store.remote.retries import asked_again
 
 FEW_AHEAD = 10  # generations after that of `manifest.json`: it lacks those whose writers died before they wrote it
@@ -89,7 +89,7 @@ def read_generation(folder: ObjectFolder, generation: int, newest: Manifest) -> 
 
 def generations_there(folder: ObjectFolder) -> list[int]:
     """Return the numbers of the generations that are there, ascending, by a listing."""
-    stems = (name.removeprefix("generations/").removesuffix(".json") for name, _ in folder.names("generations"))
+    stems = (file.name.removeprefix("generations/").removesuffix(".json") for file in folder.names("generations"))
     return sorted(int(stem) for stem in stems if stem.isdecimal())
 
 
@@ -101,8 +101,8 @@ def complete_first(folder: ObjectFolder) -> int:
     data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
     generation = parse_manifest(data, folder.place(MANIFEST)).generation
     name = generation_name(generation)
-    if folder.size(name) is None and not folder.create(name, data):
-        raise _foreign(folder, name)
+    if folder.look_up(name) is None:
+        _create_own(folder, name, data)
     return generation
 
 
@@ -115,14 +115,13 @@ def commit(folder: ObjectFolder, generation: int, data: bytes, *, is_first: bool
         StoreError: if the store cannot be written. Rerun: whether it was committed shows then.
     """
     if is_first:
-        if folder.size(name := generation_name(generation)) is not None and folder.size(MANIFEST) is None:
+        if folder.look_up(name := generation_name(generation)) is not None and folder.look_up(MANIFEST) is None:
             raise _foreign(folder, name)
-        if not folder.create(MANIFEST, data):
+        if not _is_created(folder, MANIFEST, data):
             return False
-        if not folder.create(name, data):
-            raise _foreign(folder, name)
+        _create_own(folder, name, data)
         return True
-    if not folder.create(generation_name(generation), data):
+    if not _is_created(folder, generation_name(generation), data):
         return False
     with suppress(StoreError):  # it is committed; readers look further than an older hint
         folder.write(MANIFEST, data)
@@ -137,11 +136,11 @@ def refuse_without_put_if_absent(folder: ObjectFolder) -> None:
     """
     name = f"probe-{secrets.token_hex(8)}"
     try:
-        if not folder.create(name, b"1"):
+        if not _is_created(folder, name, b"1"):
             raise StoreError(
                 f"{folder.place(name)} exists, although its name was drawn just now; the storage cannot be relied on"
             )
-        if folder.create(name, b"2"):
+        if _is_created(folder, name, b"2"):
             raise StoreError(
                 f"{folder.url} does not honour put-if-absent (If-None-Match: *): two writers could destroy each other's work. "
                 "Use storage that does (S3, GCS, Azure, MinIO, Ceph from 19), or update the server"
@@ -149,6 +148,20 @@ def refuse_without_put_if_absent(folder: ObjectFolder) -> None:
     finally:
         with suppress(DeniedError):  # a bucket that nothing may be removed from keeps an object of a byte
             folder.remove([name])
+
+
+def _is_created(folder: ObjectFolder, name: str, data: bytes) -> bool:
+    """Create an object. Return False if there is another of this name."""
+    try:
+        folder.create(name, data)
+    except ExistsError:
+        return False
+    return True
+
+
+def _create_own(folder: ObjectFolder, name: str, data: bytes) -> None:
+    if not _is_created(folder, name, data):
+        raise _foreign(folder, name)
 
 
 def _foreign(folder: ObjectFolder, name: str) -> StoreError:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import BucketlineError, CorruptError, StoreError
 from bucketline.files.redact import redacted_within
 from bucketline.forks import ForkSafeLock
+from bucketline.store.folder import MAX_READ_BYTES, DeniedError, ExistsError, ListedFile, MissingObjectError, refuse_name
 from bucketline.store.remote.clients import connect, refuse_forked
 from bucketline.store.remote.plain_http import PlainHttp
 from bucketline.store.remote.urls import Kind, RemoteOptions, identity_of, is_url, parse_url
@@ -30,13 +30,12 @@ if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
     from obstore.store import ObjectStore
 
-__all__ = ["DeniedError", "MissingObjectError", "ObjectEntry", "ObjectFolder", "RemoteOptions", "is_url"]
+__all__ = ["ObjectFolder", "RemoteOptions", "is_url"]
 
 PART_BYTES = 8 << 20
 MAX_PARTS = 9_000  # S3 allows 10,000
 PARTS_IN_FLIGHT = 4
 SIGNED_FOR = timedelta(hours=1)
-MAX_READ_BYTES = 1 << 30  # of an object that is read whole, and whose length nothing states
 MAX_LISTED = 1_000_000  # objects in a store's folder; one with 100,000 shards has half as many
 _CHUNK_BYTES = 1 << 20  # of an answer, between two looks at how much has come
 MAX_MESSAGE = 300  # characters of what the client says
@@ -55,30 +54,12 @@ _CREDENTIALS: dict[Kind, str] = {
 }
 
 
-class MissingObjectError(StoreError):
-    """An object is not there."""
-
-
 class NoRangesError(StoreError):
     """A server answers a request of some bytes with the whole object."""
 
 
-class DeniedError(StoreError):
-    """The credentials, or the lack of any, do not allow a request."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectEntry:
-    """An object in a listing."""
-
-    name: str  # relative to the store's folder, such as `shards/a.lmdb`
-    num_bytes: int
-    modified_s: float  # Unix time, by the server's clock
-    e_tag: str | None = None  # another one if the object was replaced
-
-
-def _entry(meta: ObjectMeta) -> ObjectEntry:
-    return ObjectEntry(str(meta["path"]), int(meta["size"]), meta["last_modified"].timestamp(), meta["e_tag"])
+def _entry(meta: ObjectMeta) -> ListedFile:
+    return ListedFile(str(meta["path"]), int(meta["size"]), meta["last_modified"].timestamp(), meta["e_tag"])
 
 
 def _joined(chunks: Iterable[bytes | memoryview]) -> bytes:
@@ -206,7 +187,7 @@ class ObjectFolder:
             for chunk in self._range(name, begin, end):
                 yield memoryview(chunk).cast("B")
 
-    def fetch(self, name: str, check: Callable[[ObjectEntry], None] = lambda _: None) -> tuple[bytes, ObjectEntry]:
+    def fetch(self, name: str, check: Callable[[ListedFile], None] = lambda _: None) -> tuple[bytes, ListedFile]:
         """Return a whole object, and what it is; `check` may raise before it is read."""
         with self._explaining("read", name):
             found = self._get(name)
@@ -219,7 +200,7 @@ class ObjectFolder:
                 raise
             return _joined(self._bounded(name, found, entry.num_bytes)), entry
 
-    def fetch_range(self, name: str, begin: int, end: int) -> tuple[bytes, ObjectEntry]:
+    def fetch_range(self, name: str, begin: int, end: int) -> tuple[bytes, ListedFile]:
         """Return the bytes from `begin` up to, not including, `end`, and what the object is; see `read_range`."""
         with self._explaining("read", name):
             found = self._get(name, (begin, end))
@@ -232,7 +213,7 @@ class ObjectFolder:
             for part in self._bounded(name, found, found.meta["size"]):
                 file.write(memoryview(part))
 
-    def look_up(self, name: str) -> ObjectEntry | None:
+    def look_up(self, name: str) -> ListedFile | None:
         """Return what an object is; None if it is not there."""
         import obstore
 
@@ -248,12 +229,7 @@ class ObjectFolder:
         entry = self.look_up(name)
         return None if entry is None else entry.num_bytes
 
-    def names(self, prefix: str = "") -> Iterator[tuple[str, int]]:
-        """Yield names and lengths in bytes of the objects in a subfolder (`shards`) and below, in no particular order."""
-        for entry in self.entries(prefix):
-            yield entry.name, entry.num_bytes
-
-    def entries(self, prefix: str = "", *, is_bounded: bool = True) -> Iterator[ObjectEntry]:
+    def names(self, prefix: str = "", *, is_bounded: bool = True) -> Iterator[ListedFile]:
         """Yield the objects in a subfolder (`shards`) and below, in no particular order; a StoreError if there are too many."""
         import obstore
 
@@ -305,11 +281,14 @@ class ObjectFolder:
             client = self._client(is_writing=True)
             obstore.put(client, name, source, use_multipart=not is_single, chunk_size=part, max_concurrency=PARTS_IN_FLIGHT)
 
-    def create(self, name: str, data: bytes) -> bool:
-        """Write an object if there is none of this name (put-if-absent). Return False, and write nothing, if there is another.
+    def create(self, name: str, data: bytes) -> None:
+        """Write an object if there is none of this name (put-if-absent).
 
         Of several writers that create one name at the same time, one succeeds. An object that holds exactly `data` counts as
         created: the client may have repeated a request that had succeeded without an answer.
+
+        Raises:
+            ExistsError: if there is another object of this name; nothing is written.
         """
         import obstore
 
@@ -320,11 +299,11 @@ class ObjectFolder:
             except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
                 pass
             else:
-                return True
-        try:
-            return self.read(name, len(data)) == data
-        except CorruptError:  # it is longer
-            return False
+                return
+        with suppress(CorruptError):  # it is longer
+            if self.read(name, len(data)) == data:
+                return
+        raise ExistsError(f"{self.place(name)} exists and has other content; rerun the command")
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects in the order given; one that is not there is not an error."""
@@ -383,6 +362,8 @@ class ObjectFolder:
     @contextmanager
     def _explaining(self, verb: str, name: str) -> Iterator[None]:
         """Turn the client's errors into ours. Its own messages quote requests and answers at length."""
+        if name:
+            refuse_name(name, self.url)
         try:
             yield
         except BucketlineError:

@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.store.remote.objects import DeniedError, MissingObjectError, NoRangesError
+from bucketline.store.folder import DeniedError, MissingObjectError
+from bucketline.store.remote.objects import NoRangesError
 from bucketline.store.remote.pauses import pause_after
 
 if TYPE_CHECKING:

@@ -58,7 +58,7 @@ def restore_objects(objects: ObjectFolder, generation: int, *, dry_run: bool = F
 def earlier_objects(objects: ObjectFolder) -> tuple[int, list[Earlier]]:
     """Return the newest generation's number, and those that can be read, the newest first, as `earlier_generations` does."""
     newest, found = newest_generation(objects), []
-    for entry in objects.entries("generations"):
+    for entry in objects.names("generations"):
         number = entry.name.removeprefix("generations/").removesuffix(".json")
         with suppress(StoreError, ValueError):
             samples = read_generation(objects, int(number), newest).samples

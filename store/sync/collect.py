@@ -14,20 +14,21 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
 from bucketline.store.change.garbage_collect import Collected, Waiting
+from bucketline.store.folder import folder_time
 from bucketline.store.format.manifest import MANIFEST, dump_manifest
 from bucketline.store.format.manifest_entries import SHARD_ID, SHARD_NAME
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import complete_first, generation_name, newest_generation, read_generation
 from bucketline.store.remote.lines import lines_name
-from bucketline.store.remote.server_clock import server_time
 from bucketline.store.sync.transfer.sender import pending_shards
 from bucketline.store.sync.transfer.upload import FRESH_S, shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bucketline.store.folder import ListedFile
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.remote.objects import ObjectEntry, ObjectFolder
+    from bucketline.store.remote.objects import ObjectFolder
 
 UNLISTED_S = 2 * FRESH_S  # an object that no generation lists is left alone for this time
 _OBJECT = re.compile(rf"shards/({SHARD_NAME.pattern})\.({SHARD_ID.pattern}\.)?(lmdb|extents|index|lines|dropped-[0-9]+)")
@@ -43,11 +44,11 @@ def collect_objects(objects: ObjectFolder, older_than_s: float, *, dry_run: bool
     """
     newest = newest_generation(objects)
     here = time.time()
-    now = here if dry_run else server_time(objects)
+    now = here if dry_run else folder_time(objects)
     documents = _documents(objects)
     old, waiting = _superseded(documents, newest, older_than_s, now, here - now)
     found = [
-        entry for entry in objects.entries("shards") if _OBJECT.fullmatch(entry.name)
+        entry for entry in objects.names("shards") if _OBJECT.fullmatch(entry.name)
     ]  # before the generations are read: what is committed later is not among them
     newest = newest_generation(objects)
     kept = [_read(objects, number, newest) for number in _documents(objects) if number not in old]
@@ -76,14 +77,14 @@ def collect_objects(objects: ObjectFolder, older_than_s: float, *, dry_run: bool
     )
 
 
-def _documents(objects: ObjectFolder) -> dict[int, ObjectEntry]:
+def _documents(objects: ObjectFolder) -> dict[int, ListedFile]:
     """Return the generations' manifests by number, ascending."""
-    stems = ((entry.name.removeprefix("generations/").removesuffix(".json"), entry) for entry in objects.entries("generations"))
+    stems = ((entry.name.removeprefix("generations/").removesuffix(".json"), entry) for entry in objects.names("generations"))
     return dict(sorted((int(stem), entry) for stem, entry in stems if stem.isdecimal()))
 
 
 def _superseded(
-    documents: dict[int, ObjectEntry], newest: Manifest, older_than_s: float, now: float, behind_s: float
+    documents: dict[int, ListedFile], newest: Manifest, older_than_s: float, now: float, behind_s: float
 ) -> tuple[list[int], tuple[Waiting, ...]]:
     """Return the generations whose successor is old enough, and those that wait, until a time of this machine's.
 

@@ -157,7 +157,7 @@ class Mirror:
 
     def add_generation(self, earlier: Manifest) -> None:
         """Let the folder stand for an earlier generation as well, as far as its objects are still there."""
-        there = dict(self.objects.names("shards"))
+        there = {file.name: file.num_bytes for file in self.objects.names("shards")}
         for entry in earlier.shards:
             self._mark(entry)
             self._restored.add(entry.name)
@@ -267,7 +267,7 @@ class Mirror:
             for path in (self.path / "shards").glob(f"{entry.name}.*"):
                 path.unlink()
         names = {entry.name for entry in made}
-        self.objects.remove([name for name, _ in self.objects.names("shards") if shard_of(name) in names])
+        self.objects.remove([file.name for file in self.objects.names("shards") if shard_of(file.name) in names])
 
 
 def _is_copied(path: Path) -> bool:

@@ -19,6 +19,7 @@ from bucketline.files.regular_file import read_regular
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.merge import entry_of
 from bucketline.store.change.merge_rows import part_of
+from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import MANIFEST, dump_manifest, generation_path, sealed, write_manifest
@@ -26,7 +27,6 @@ from bucketline.store.prompts.prompt_sets import copy_sets
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import newest_generation, read_generation
-from bucketline.store.remote.objects import MissingObjectError
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.sync.push import note_pushed
 from bucketline.store.sync.selection import Selection

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, StoreError
+from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.hashing import line_sums
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import sealed
@@ -17,7 +18,6 @@ from bucketline.store.read.lost_files import LostFile, LostShard, files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import generations_there, newest_generation, read_generation
 from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name, needs_lines
-from bucketline.store.remote.objects import MissingObjectError
 from bucketline.store.sync.transfer.download import Downloader
 from bucketline.store.verify.verify import Fault, Verified, verify
 from bucketline.store.write.publish import prepare_store
@@ -59,7 +59,7 @@ def lost_objects(objects: ObjectFolder, manifest: Manifest) -> tuple[tuple[LostS
             sizes = pool.map(objects.size, (name for _, name, _ in names))
             there = {name: size for (_, name, _), size in zip(names, sizes, strict=True) if size is not None}
     else:
-        there = dict(objects.names())
+        there = {file.name: file.num_bytes for file in objects.names()}
     lost: dict[str, tuple[ShardEntry, list[LostFile]]] = {}
     for entry, name, expected in names:
         if (found := there.get(name)) != expected.num_bytes:

@@ -59,6 +59,8 @@ def test_a_killed_pack_goes_on_without_sending_or_encoding_again(
     compared = compare(tmp_path / "pulled.store", tmp_path / "here.store")
     assert (compared.samples, compared.faults) == (150, [])
     listed = {f"shards/{entry.name}.lmdb" for entry in newest_generation(place).shards}
-    assert {name for name, _ in place.names("shards") if name.endswith(".lmdb")} == listed  # nor sent again by another name
+    assert {
+        name for name in (file.name for file in place.names("shards")) if name.endswith(".lmdb")
+    } == listed  # nor sent again by another name
     assert not list(place.names("pending"))
     assert all(path.stat().st_blocks == 0 for path in (tmp_path / "work" / "shards").glob("*.lmdb"))

@@ -12,7 +12,8 @@ import xxhash
 from bucketline.errors import SourceError, StoreError, UsageError
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.sources.source import Stamp
-from bucketline.store.remote.objects import DeniedError, MissingObjectError, ObjectEntry, ObjectFolder
+from bucketline.store.folder import DeniedError, ListedFile, MissingObjectError
+from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import NEAR, parse_url
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def split_url(url: str) -> tuple[str, str]:
     return folder, name
 
 
-def stamp_of(entry: ObjectEntry) -> Stamp:
+def stamp_of(entry: ListedFile) -> Stamp:
     """Return an object's size and time of change, with the digest of its ETag as the fraction of a second.
 
     Times of change have whole seconds in some kinds of storage; an ETag differs if an object was replaced within one.

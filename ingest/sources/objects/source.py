@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from bucketline.ingest.sources.captions.caption_text import Captions
-    from bucketline.store.remote.objects import ObjectEntry, ObjectFolder
+    from bucketline.store.folder import ListedFile
+    from bucketline.store.remote.objects import ObjectFolder
 
 CAPTIONS_AT_ONCE = 32
 IMAGES_AHEAD = 64  # of which the captions are read ahead, each of at most MAX_CAPTIONS_BYTES
@@ -118,9 +119,9 @@ class ObjectFolderSource(ObjectSource):
         with ThreadPoolExecutor(CAPTIONS_AT_ONCE, thread_name_prefix="bucketline-captions") as pool:
             captions = CaptionObjects(folder=Path(), options=self.options, objects=self._objects, pool=pool)
             found = FoundFiles(captions)
-            entries: dict[str, ObjectEntry] = {}
+            entries: dict[str, ListedFile] = {}
             with of_source(self.url):
-                listed = [entry for entry in self._objects.entries(is_bounded=False) if not _is_hidden(entry.name)]
+                listed = [entry for entry in self._objects.names(is_bounded=False) if not _is_hidden(entry.name)]
             for entry in sorted(listed, key=lambda entry: entry.name.rpartition("/")[::2]):
                 folder, slash, name = entry.name.rpartition("/")
                 if name == STATUS:
@@ -142,7 +143,7 @@ class ObjectFolderSource(ObjectSource):
             listing.items[at] = replace(item, at=(stamp.num_bytes, stamp.mtime_ns))
         return listing
 
-    def _refuse_run(self, folder: str, entry: ObjectEntry) -> None:
+    def _refuse_run(self, folder: str, entry: ListedFile) -> None:
         with of_source(self.url):
             is_run = is_status(self._objects.fetch(entry.name)[0])
         if is_run:
@@ -210,7 +211,7 @@ class CaptionObjects(CaptionFiles):
         return self._get(path) if coming is None else coming.result()
 
     def _get(self, path: str) -> bytes | int:
-        def refuse(entry: ObjectEntry) -> None:
+        def refuse(entry: ListedFile) -> None:
             if entry.num_bytes > MAX_CAPTIONS_BYTES:
                 raise _TooLargeError(entry.num_bytes)
 

@@ -218,7 +218,7 @@ def _found_objects(url: str, options: SourceOptions) -> list[Shard]:
     folder, _, pattern = url[:begin].rpartition("/")
     parts = f"{pattern}{url[begin:]}".split("/")
     with of_source(url):
-        names = sorted(entry.name for entry in folder_at(folder, options).entries(is_bounded=False))
+        names = sorted(entry.name for entry in folder_at(folder, options).names(is_bounded=False))
     found = [name for name in names if len(own := name.split("/")) == len(parts) and all(map(fnmatchcase, own, parts))]
     if not found:
         raise SourceError(f"{url}: none of {counted(len(names), 'object')} below {folder} matches the pattern")

@@ -15,13 +15,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
+from bucketline.store.folder import DeniedError
 from bucketline.store.remote.cache import room
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, OLD_RING, PINNED, RING
 from bucketline.store.remote.cache.fetch_threads import LOOK_AGAIN_S, FetchThreads
 from bucketline.store.remote.cache.held_line import LATENCY_BOUNDS_S, FetchStats, HeldLine, State
 from bucketline.store.remote.cache.line_download import LineDownload
 from bucketline.store.remote.deadlines import IN_TIME
-from bucketline.store.remote.objects import DeniedError
 from bucketline.store.remote.pauses import pause_after
 from bucketline.store.remote.retries import is_wrong
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, StoreError
+from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.format.hashing import LINE_BYTES, bytes_digest
 from bucketline.store.remote.cache.cached_paths import cached_paths
 from bucketline.store.remote.deadlines import IN_TIME
 from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name
-from bucketline.store.remote.objects import DeniedError, MissingObjectError
 from bucketline.store.remote.pauses import pause_after
 from bucketline.store.remote.retries import MAX_WRONG, is_wrong
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM, check_shard_id

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
 from bucketline.files.sparse_file import make_sparse
+from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest_entries import SHARD_NAME
 from bucketline.store.read.lost_files import files_of
-from bucketline.store.remote.objects import DeniedError, MissingObjectError
 from bucketline.store.sync.transfer.upload import FRESH_S, StoppedError, Uploader
 from bucketline.store.write.describe import SENT, Described, describe_shard, note_description, noted_description
 
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
     from types import TracebackType
 
+    from bucketline.store.folder import ListedFile
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import ShardEntry
-    from bucketline.store.remote.objects import ObjectEntry, ObjectFolder
+    from bucketline.store.remote.objects import ObjectFolder
 
 PENDING = "pending"
 MOST_WAITING = 1  # sealed shards that wait to be sent, or are being sent, when another is begun
@@ -208,7 +209,7 @@ def lost_objects_of(objects: ObjectFolder, sent: Iterable[ShardEntry]) -> list[s
     there: dict[str, int] | None = None
     lost = []
     for entry in sent:
-        there = dict(objects.names("shards")) if there is None else there
+        there = {file.name: file.num_bytes for file in objects.names("shards")} if there is None else there
         for path, expected in list(files_of(Path(), entry))[:3]:
             name = path.as_posix()
             if (there[name] if name in there else objects.size(name)) != expected.num_bytes:
@@ -262,9 +263,9 @@ def noted(objects: ObjectFolder, what: str, names: Collection[str]) -> Iterator[
         objects.remove([note])
 
 
-def _notes(objects: ObjectFolder) -> list[ObjectEntry]:
+def _notes(objects: ObjectFolder) -> list[ListedFile]:
     """Return the notes; the folder of a store on a disk has pending shards and locks of local writers there as well."""
-    return [entry for entry in objects.entries(PENDING) if _NOTE.fullmatch(entry.name)]
+    return [entry for entry in objects.names(PENDING) if _NOTE.fullmatch(entry.name)]
 
 
 def _listed(objects: ObjectFolder, note: str) -> set[str] | None:

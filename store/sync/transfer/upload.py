@@ -17,12 +17,12 @@ import xxhash
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files.regular_file import read_regular
+from bucketline.store.folder import ExistsError, MissingObjectError, folder_time
 from bucketline.store.format.hashing import LineSums, bytes_digest
 from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.lines import encode_lines, lines_name, needs_lines
-from bucketline.store.remote.objects import PART_BYTES, MissingObjectError
-from bucketline.store.remote.server_clock import server_time
+from bucketline.store.remote.objects import PART_BYTES
 from bucketline.store.shard.sidecar import open_listed, read_exactly
 
 if TYPE_CHECKING:
@@ -98,9 +98,9 @@ class Uploader:
         """
         self._listed = {entry.name: entry for entry in remote.shards} if remote else {}
         self._kept = self._listed.keys() | set(known)
-        found = list(self._folder.entries("shards"))
+        found = list(self._folder.names("shards"))
         is_any_left = any(shard_of(entry.name) not in self._kept for entry in found)
-        fresh = server_time(self._folder) - FRESH_S if is_any_left else 0.0
+        fresh = folder_time(self._folder) - FRESH_S if is_any_left else 0.0
         self._seen, self._shards = {entry.name: entry.num_bytes for entry in found}, {shard_of(entry.name) for entry in found}
         self._there = {
             entry.name: entry.num_bytes for entry in found if shard_of(entry.name) in self._kept or entry.modified_s > fresh
@@ -249,8 +249,10 @@ class Uploader:
     def _create(self, file: _File) -> None:
         """Send a file whose name another writer may be using: an index, or a list of dropped rows by a generation's number."""
         data = b"".join(self._parts(file, None))
-        if not self._folder.create(file.name, data):
-            raise StoreError(self._of_another(file.name))
+        try:
+            self._folder.create(file.name, data)
+        except ExistsError:
+            raise StoreError(self._of_another(file.name)) from None
 
 
 def send_lists(folder: ObjectFolder, store: Path) -> None:

@@ -166,7 +166,9 @@ def test_a_url_gets_what_a_folder_would_shards_first_and_one_generation_at_the_e
         for number, numbers in enumerate((range(3), range(3), range(3, 5)))
     )
     assert len(first.sealed) > 1
-    assert {f"shards/{name}.lmdb" for name in (*lost.sealed, *first.sealed)} <= dict(place.names("shards")).keys()
+    assert {f"shards/{name}.lmdb" for name in (*lost.sealed, *first.sealed)} <= {
+        file.name: file.num_bytes for file in place.names("shards")
+    }.keys()
     assert find_newest(place) is None
     sink.on_write_complete(SimpleNamespace(write_returns=[first, second]))
     compare(pulled(place, tmp_path / "s"), written(tmp_path / "expected", *range(5)))

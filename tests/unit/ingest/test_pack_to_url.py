@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from bucketline.store.folder import ListedFile
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.remote.objects import ObjectEntry
     from tests.object_storage import S3Bucket
 
 
@@ -75,7 +75,7 @@ def ids_in(store: Store) -> list[str]:
 
 
 def sent(place: ObjectFolder) -> set[str]:
-    return {name for name, _ in place.names("shards") if name.endswith(".lmdb")}
+    return {file.name for file in place.names("shards") if file.name.endswith(".lmdb")}
 
 
 def test_a_pack_into_a_url_is_the_same_as_on_a_disk(place: ObjectFolder, source: Path, model: Path, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_shards_leave_the_disk_while_others_are_made(
     assert whole_shards(work) == 0
     uploaded = sent(in_memory)
     assert len(uploaded) == 14
-    (note,) = [name for name, _ in in_memory.names("pending")]
+    (note,) = [file.name for file in in_memory.names("pending")]
     assert {f"shards/{name}.lmdb" for name in json.loads(in_memory.read(note))} == uploaded
 
     with monkeypatch.context() as patched:  # nothing is sent or encoded again
@@ -271,13 +271,13 @@ def test_an_object_that_a_list_does_not_show_yet_counts(
     in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lists of some storage are some seconds old."""
-    entries = ObjectFolder.entries
+    entries = ObjectFolder.names
 
-    def stale(folder: ObjectFolder, prefix: str = "") -> Iterator[ObjectEntry]:
+    def stale(folder: ObjectFolder, prefix: str = "") -> Iterator[ListedFile]:
         return (entry for entry in entries(folder, prefix) if prefix != "shards")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ObjectFolder, "entries", stale)
+        patched.setattr(ObjectFolder, "names", stale)
         interrupt_before_the_commit(patched, source, in_memory, model, tmp_path / "work")
         done = pack_in_pairs(source, in_memory, model, "--work", tmp_path / "work")
     assert (done.code, done.err) == (0, "")

@@ -13,10 +13,11 @@ from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.errors import BucketlineError, CorruptError, StoreError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
+from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.manifest import dump_manifest, sealed
 from bucketline.store.prompts.prompt_sets import describe_sets
 from bucketline.store.remote import generations
-from bucketline.store.remote.objects import MissingObjectError, NoRangesError, ObjectFolder
+from bucketline.store.remote.objects import NoRangesError, ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
 from tests.building import flip_bit, make_store, samples_of
@@ -220,7 +221,7 @@ def test_a_list_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
         objects.write(f"generations/{number}.json", b"{}")
     with pytest.raises(StoreError, match="has more than 5 objects; no store has so many"):
         generations.generations_there(objects)
-    assert len(list(objects.entries(is_bounded=False))) == 6
+    assert len(list(objects.names(is_bounded=False))) == 6
 
 
 def test_a_list_that_begins_again_after_its_end_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

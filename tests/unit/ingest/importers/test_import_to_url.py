@@ -47,7 +47,7 @@ def to_url(source: Path, place: ObjectFolder, own: Known, *more: object) -> Ran:
 
 
 def sent(place: ObjectFolder) -> set[str]:
-    return {name for name, _ in place.names("shards") if name.endswith(".lmdb")}
+    return {file.name for file in place.names("shards") if file.name.endswith(".lmdb")}
 
 
 def test_an_import_into_a_url_is_the_same_as_on_a_disk(own: Known, source: Path, place: ObjectFolder, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
 from bucketline.store import Store
-from bucketline.store.remote.objects import ObjectEntry, ObjectFolder
+from bucketline.store.folder import ListedFile
+from bucketline.store.remote.objects import ObjectFolder
 from tests.commands import Ran, call
 from tests.models import SMALL, png, write_images
 from tests.object_storage import SECRET
@@ -174,7 +175,7 @@ def test_other_ranks_get_the_same_source() -> None:
 
 
 def test_an_object_that_is_replaced_within_a_second_has_another_stamp() -> None:
-    one = ObjectEntry("a.png", 9, 1_600_000_000.0, '"an etag"')
+    one = ListedFile("a.png", 9, 1_600_000_000.0, '"an etag"')
     assert stamp_of(one) == stamp_of(replace(one, modified_s=1_600_000_000.123, e_tag="an etag"))  # as a header has it
     assert stamp_of(one) != stamp_of(replace(one, e_tag='"another"'))
     assert stamp_of(replace(one, e_tag=None)).mtime_ns == 1_600_000_000_000_000_000

@@ -14,10 +14,11 @@ from bucketline.store import Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
+from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.prompts import prompt_sets
 from bucketline.store.prompts.prompt_file import Prompt, encode_prompts
 from bucketline.store.prompts.prompt_sets import copy_sets, describe_sets, read_set, set_names, write_set
-from bucketline.store.remote.objects import DeniedError, MissingObjectError, ObjectFolder
+from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.sync.selection import Selection
@@ -136,7 +137,7 @@ def test_where_nothing_can_be_listed_the_default_set_is_found(
     """Without the right to list a bucket, what is missing is denied; of a web server it is missing, and nothing is listed."""
     folder = in_memory()
     push(own.path, folder)
-    listed = folder.entries
+    listed = folder.names
     read = ObjectFolder.read
 
     def reading(self: ObjectFolder, name: str, most_bytes: int = 1 << 30) -> bytes:
@@ -148,7 +149,7 @@ def test_where_nothing_can_be_listed_the_default_set_is_found(
         raise DeniedError("listing is denied")
 
     monkeypatch.setattr(ObjectFolder, "read", reading)
-    monkeypatch.setattr(folder, "entries", entries)
+    monkeypatch.setattr(folder, "names", entries)
     if is_web_server:
         monkeypatch.setattr(ObjectFolder, "is_read_only", True)
     assert set_names(folder) == ["default"]
@@ -158,7 +159,7 @@ def test_where_nothing_can_be_listed_the_default_set_is_found(
     monkeypatch.undo()
     folder.remove(["prompts/default.safetensors"])
     monkeypatch.setattr(ObjectFolder, "read", reading)
-    monkeypatch.setattr(folder, "entries", entries)
+    monkeypatch.setattr(folder, "names", entries)
     assert set_names(folder) == []
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.errors import StoreError
-from bucketline.store.remote.objects import DeniedError, MissingObjectError, NoRangesError, ObjectFolder, RemoteOptions
+from bucketline.store.folder import DeniedError, MissingObjectError
+from bucketline.store.remote.objects import NoRangesError, ObjectFolder, RemoteOptions
 from bucketline.store.remote.web_server import WebError, WebServer, _Server
 from tests.commands import spawn
 from tests.unit.loader.network.test_remote_loader import certificate_of

@@ -58,10 +58,10 @@ def is_clean(objects: ObjectFolder) -> bool:
 
 
 def test_it_is_added_and_read_through_the_cache(objects: ObjectFolder, tmp_path: Path, remote: RemoteOptions) -> None:
-    before = {entry.name: entry.modified_s for entry in objects.entries("shards")}
+    before = {entry.name: entry.modified_s for entry in objects.names("shards")}
     added = add_column(objects.url, "mask", mask_of, remote=remote, work=tmp_path / "work")
     assert (added.rows, added.rows_without) == (NUM, 0)
-    after = {entry.name: entry.modified_s for entry in objects.entries("shards")}
+    after = {entry.name: entry.modified_s for entry in objects.names("shards")}
     assert len(after) == len(before) + 2 * PER_SHARD
     assert {name: after[name] for name in before} == before
     expect_masks(objects.url, NUM, remote)
@@ -116,7 +116,7 @@ def test_a_drop_a_compaction_and_gc_at_the_url_keep_it(objects: ObjectFolder, tm
     collect_objects(objects, 0)
     expect_masks(objects.url, NUM - 1, remote)
     assert is_clean(objects)
-    assert len(list(objects.entries("shards"))) == 3 + PER_SHARD + 1  # with the checksums of the shard's lines
+    assert len(list(objects.names("shards"))) == 3 + PER_SHARD + 1  # with the checksums of the shard's lines
     with pytest.raises(StoreError):
         restore_objects(objects, added.generation)
 

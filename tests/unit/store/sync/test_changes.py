@@ -14,7 +14,7 @@ from bucketline.store import Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.remote.generations import newest_generation, read_generation
-from bucketline.store.remote.objects import ObjectEntry, ObjectFolder
+from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import mirror as mirror_module
 from bucketline.store.sync.changes import compact_objects, drop_objects, drop_shard_objects, restore_objects
 from bucketline.store.sync.collect import UNLISTED_S, collect_objects
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from bucketline.store.folder import ListedFile
     from tests.object_storage import S3Bucket
 
 DROPPED = ["first/train/64x64/3.png", "second/train/96x64/0.png"]
@@ -74,19 +75,19 @@ def ids_in(store: Store) -> set[str]:
 
 
 def names(objects: ObjectFolder) -> set[str]:
-    return {name for name, _ in objects.names()}
+    return {file.name for file in objects.names()}
 
 
 def aged(monkeypatch: pytest.MonkeyPatch, seconds: float, below: str = "") -> None:
     """Let every object in a subfolder be older than it is."""
-    entries = ObjectFolder.entries
+    entries = ObjectFolder.names
 
-    def older(self: ObjectFolder, prefix: str = "") -> Iterator[ObjectEntry]:
+    def older(self: ObjectFolder, prefix: str = "") -> Iterator[ListedFile]:
         for entry in entries(self, prefix):
             age = seconds if entry.name.startswith(below) else 0
             yield dataclasses.replace(entry, modified_s=entry.modified_s - age)
 
-    monkeypatch.setattr(ObjectFolder, "entries", older)
+    monkeypatch.setattr(ObjectFolder, "names", older)
 
 
 def test_a_drop_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:

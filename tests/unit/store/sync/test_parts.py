@@ -69,7 +69,7 @@ def test_what_parts_have_sent_is_committed_and_their_folders_are_gone(tmp_path: 
 def test_what_was_taken_before_the_driver_ended_is_adopted_by_the_next(tmp_path: Path) -> None:
     objects = in_memory()
     pack_by_parts(objects, tmp_path / "work", IMAGES, "a", is_ended=False)
-    assert not list(objects.entries("generations"))
+    assert not list(objects.names("generations"))
     pack_by_parts(objects, tmp_path / "work", IMAGES, "b")
     assert ids_of(objects, tmp_path / "s") == {"a", "b"}
 

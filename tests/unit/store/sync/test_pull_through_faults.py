@@ -10,7 +10,8 @@ import pytest
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.errors import CorruptError
-from bucketline.store.remote.objects import MissingObjectError, ObjectFolder
+from bucketline.store.folder import MissingObjectError
+from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push

@@ -131,13 +131,13 @@ def test_what_is_removed_while_a_push_runs_is_sent_again(own: Path, tmp_path: Pa
 
 def test_what_disappears_again_and_again_is_not_committed(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = in_memory()
-    entries = type(folder).entries
+    entries = type(folder).names
 
     def vanishing(self: ObjectFolder, prefix: str = "") -> object:
         self.remove(["shards/g0.lmdb"])
         return entries(self, prefix)
 
-    monkeypatch.setattr(type(folder), "entries", vanishing)
+    monkeypatch.setattr(type(folder), "names", vanishing)
     with pytest.raises(StoreError, match=r"g0\.lmdb was sent, and is not there .*nothing was committed"):
         push(own, folder)
     assert folder.size("manifest.json") is None

@@ -122,7 +122,7 @@ def test_version_3_goes_there_and_back(tmp_path: Path) -> None:
     made = make_free_store(tmp_path / "free.store", items_of({"train/64x64": 5, "val/64x64": 2}))
     folder = in_memory()
     push(made.path, folder)
-    assert not [name for name, _ in folder.names() if name.endswith(".lines")]
+    assert not [file.name for file in folder.names() if file.name.endswith(".lines")]
     pull(folder, tmp_path / "pulled.store")
     assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(made.path)
     part = pull(folder, tmp_path / "val.store", Selection(split="val"))
@@ -231,7 +231,7 @@ def test_another_state_of_the_store_is_refused(own: Path, tmp_path: Path) -> Non
     add_more(own, "mine/")
     add_more(tmp_path / "other.store", "theirs/")
     push(tmp_path / "other.store", folder)
-    before = {name: folder.read(name) for name, _ in folder.names()}
+    before = {file.name: folder.read(file.name) for file in folder.names()}
     with pytest.raises(StoreError, match="has moved on: it has generation 3 with 59 samples"):
         push(own, folder)
     add_more(own, "more/")
@@ -244,7 +244,7 @@ def test_another_state_of_the_store_is_refused(own: Path, tmp_path: Path) -> Non
         push(third.path, folder)
     with pytest.raises(UsageError, match="is another store than"):
         pull(folder, third.path)
-    assert {name: folder.read(name) for name, _ in folder.names()} == before
+    assert {file.name: folder.read(file.name) for file in folder.names()} == before
 
 
 @pytest.mark.parametrize("kind", ["memory", "s3"])
@@ -319,8 +319,8 @@ def test_a_damaged_store_is_not_pushed(own: Path, suffix: str) -> None:
     flip_bit(path, 4 * path.stat().st_size)
     with pytest.raises(CorruptError, match=rf"g1\.{suffix} is damaged: its digest is not the manifest's"):
         push(own, folder)
-    assert f"shards/g1.{suffix}" not in dict(folder.names())
-    assert "manifest.json" not in dict(folder.names())
+    assert f"shards/g1.{suffix}" not in {file.name for file in folder.names()}
+    assert "manifest.json" not in {file.name for file in folder.names()}
     path.unlink()
     with pytest.raises(CorruptError, match="has lost files"):
         push(own, folder)

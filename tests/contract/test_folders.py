@@ -1,0 +1,235 @@
+"""A store's folder behaves the same on a disk, in memory and in object storage."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.files import atomic_write
+from bucketline.store.folder import ExistsError, LocalFolder, MissingObjectError, folder_time
+from tests.object_storage import in_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bucketline.store.folder import Folder
+    from tests.object_storage import S3Bucket
+
+OUTSIDE = ("../secret", "shards/../../secret", "..", "/secret", "shards//a", "shards/./a")
+
+
+@pytest.fixture(params=["disk", "memory", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    if request.param == "disk":
+        (tmp_path / "a.store").mkdir()
+        return LocalFolder(tmp_path / "a.store")
+    if request.param == "memory":
+        return in_memory()
+    bucket: S3Bucket = request.getfixturevalue("s3")
+    return bucket.folder("a.store")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> LocalFolder:
+    return LocalFolder(tmp_path)
+
+
+def names(folder: Folder, prefix: str = "") -> list[str]:
+    return sorted(file.name for file in folder.names(prefix))
+
+
+def test_what_was_written_is_read_whole_or_by_range(folder: Folder) -> None:
+    folder.write("shards/a.lmdb", b"0123456789")
+    assert folder.read("shards/a.lmdb") == b"0123456789"
+    assert bytes(folder.read_range("shards/a.lmdb", 2, 5)) == b"234"
+    folder.write("shards/a.lmdb", b"another")
+    assert folder.read("shards/a.lmdb", 7) == b"another"
+    with pytest.raises(CorruptError, match=r"a\.lmdb has"):
+        folder.read("shards/a.lmdb", 6)
+
+
+def test_a_range_past_the_end_is_cut_and_one_beyond_it_is_an_error(folder: Folder) -> None:
+    folder.write("shards/a.lmdb", b"0123456789")
+    assert bytes(folder.read_range("shards/a.lmdb", 8, 50)) == b"89"
+    for begin in (10, 40):
+        with pytest.raises(StoreError, match=r"shards/a\.lmdb"):
+            folder.read_range("shards/a.lmdb", begin, 50)
+
+
+def test_of_many_that_create_one_name_one_succeeds(folder: Folder) -> None:
+    barrier, created, refused = threading.Barrier(6), list[int](), list[int]()
+
+    def create(number: int) -> None:
+        barrier.wait()
+        try:
+            folder.create("generations/1.json", b"%d" % number)
+        except ExistsError:
+            refused.append(number)
+        else:
+            created.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(created), len(refused)) == (1, 5)
+    assert folder.read("generations/1.json") == b"%d" % created[0]
+    assert names(folder) == ["generations/1.json"]
+
+
+def test_what_exists_with_the_same_content_counts_as_created(folder: Folder) -> None:
+    """A request may be repeated whose first answer was lost."""
+    folder.create("generations/1.json", b"1")
+    folder.create("generations/1.json", b"1")
+    for other in (b"2", b"", b"11"):
+        with pytest.raises(ExistsError, match=r"generations/1\.json exists and has other content"):
+            folder.create("generations/1.json", other)
+    assert folder.read("generations/1.json") == b"1"
+
+
+def test_files_are_listed_by_folder_with_their_lengths(folder: Folder) -> None:
+    before = folder_time(folder)
+    for name in ("manifest.json", "shards/a.lmdb", "shards/deep/b", "shards2/c"):
+        folder.write(name, name.encode())
+    assert names(folder) == ["manifest.json", "shards/a.lmdb", "shards/deep/b", "shards2/c"]
+    assert names(folder, "shards") == names(folder, "shards/") == ["shards/a.lmdb", "shards/deep/b"]
+    assert names(folder, "none") == []
+    for file in folder.names("shards"):
+        assert file.num_bytes == len(file.name)
+        assert abs(file.modified_s - before) < 5
+        found = folder.look_up(file.name)
+        assert found is not None
+        assert (found.name, found.num_bytes) == (file.name, file.num_bytes)
+        assert found.modified_s == pytest.approx(file.modified_s, abs=1)  # in whole seconds in one of both answers
+
+
+def test_what_is_missing_is_said_to_be_missing(folder: Folder) -> None:
+    assert folder.look_up("shards/none") is None
+    reads: list[Callable[[], bytes]] = [
+        lambda: folder.read("shards/none"),
+        lambda: folder.read_range("shards/none", 0, 1),
+    ]
+    for read in reads:
+        with pytest.raises(MissingObjectError, match="shards/none is missing"):
+            read()
+    folder.remove(["shards/none"])
+
+
+def test_files_are_removed(folder: Folder) -> None:
+    for name in ("shards/a", "shards/b", "shards/c"):
+        folder.write(name, b"1")
+    folder.remove(["shards/c", "shards/none", "shards/a"])
+    assert names(folder) == ["shards/b"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_name_that_leaves_the_folder_is_refused(folder: Folder, tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret").write_bytes(b"precious")
+    changes: tuple[Callable[[], object], ...] = (
+        lambda: folder.read(name),
+        lambda: folder.read_range(name, 0, 1),
+        lambda: folder.look_up(name),
+        lambda: folder.create(name, b"1"),
+        lambda: folder.write(name, b"1"),
+        lambda: folder.remove([name]),
+    )
+    for change in changes:
+        with pytest.raises(StoreError, match="is not the name of a file in"):
+            change()
+    assert (tmp_path / "secret").read_bytes() == b"precious"
+    assert names(folder) == []
+
+
+def test_the_time_is_that_of_the_clock_that_dates_the_files_and_leaves_nothing(folder: Folder) -> None:
+    assert abs(folder_time(folder) - time.time()) < 5
+    assert names(folder) == []
+
+
+def _die_before(moment: str, path: Path) -> None:
+    setattr(os, moment, lambda *_, **__: os._exit(9))
+    LocalFolder(path).create("generations/1.json", bytes(1 << 20))
+
+
+@pytest.mark.parametrize("moment", ["fsync", "link"])
+def test_a_kill_in_the_middle_of_a_creation_leaves_nothing_visible(disk: LocalFolder, moment: str) -> None:
+    child = multiprocessing.get_context("fork").Process(target=_die_before, args=(moment, disk.path))
+    child.start()
+    child.join()
+    assert child.exitcode == 9
+    assert [file for _, _, files in os.walk(disk.path) for file in files if not atomic_write.is_aside(file)] == []
+    assert names(disk) == []
+    disk.create("generations/1.json", b"1")
+    assert disk.read("generations/1.json") == b"1"
+
+
+def test_a_creation_is_synced_before_its_name_is_there_and_its_folder_after(
+    disk: LocalFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, fsync = list[tuple[bool, bool]](), os.fsync
+
+    def noted(fd: int) -> None:
+        fsync(fd)
+        seen.append((stat.S_ISDIR(os.fstat(fd).st_mode), (disk.path / "generations" / "1.json").exists()))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    disk.create("generations/1.json", b"1")
+    assert seen == [(False, False), (True, True)]
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_disk_without_hard_links_creates_too(disk: LocalFolder, monkeypatch: pytest.MonkeyPatch, *, taken: bool) -> None:
+    def unsupported(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", unsupported)
+    if taken:
+        disk.write("generations/1.json", b"another's")
+        with pytest.raises(ExistsError):
+            disk.create("generations/1.json", b"1")
+    else:
+        disk.create("generations/1.json", b"1")
+    assert names(disk) == ["generations/1.json"]
+    assert disk.read("generations/1.json") == (b"another's" if taken else b"1")
+
+
+@pytest.mark.parametrize("change", ["create", "write", "remove"])
+def test_a_disk_is_not_changed_through_links(tmp_path: Path, change: str) -> None:
+    outside, disk = tmp_path / "outside", LocalFolder(tmp_path / "a.store")
+    outside.mkdir()
+    disk.write("manifest.json", b"1")
+    (outside / "precious").write_bytes(b"mine")
+    (disk.path / "shards").symlink_to(outside)
+    changes: dict[str, Callable[[], object]] = {
+        "create": lambda: disk.create("shards/new", b"1"),
+        "write": lambda: disk.write("shards/precious", b"1"),
+        "remove": lambda: disk.remove(["shards/precious"]),
+    }
+    with pytest.raises(StoreError, match="shards is a link; a store is changed only where its folders are its own"):
+        changes[change]()
+    assert [(path.name, path.read_bytes()) for path in outside.iterdir()] == [("precious", b"mine")]
+
+
+def test_a_link_to_a_file_is_read_and_not_written_through(disk: LocalFolder, tmp_path_factory: pytest.TempPathFactory) -> None:
+    target = tmp_path_factory.mktemp("outside") / "large"
+    target.write_bytes(b"mine")
+    for name in ("a", "b", "c"):
+        disk.write(f"shards/{name}.lmdb", b"")
+        (disk.path / "shards" / f"{name}.lmdb").unlink()
+        (disk.path / "shards" / f"{name}.lmdb").symlink_to(target)
+    assert {(file.name, file.num_bytes) for file in disk.names()} == {(f"shards/{name}.lmdb", 4) for name in ("a", "b", "c")}
+    assert disk.read("shards/a.lmdb") == b"mine"
+    disk.write("shards/a.lmdb", b"own")
+    disk.remove(["shards/b.lmdb"])
+    with pytest.raises(ExistsError):
+        disk.create("shards/c.lmdb", b"mine")
+    assert target.read_bytes() == b"mine"
+    assert not (disk.path / "shards" / "a.lmdb").is_symlink()
