@@ -66,7 +66,7 @@ def quantise(weight: Tensor, form: WeightFormat) -> dict[str, Tensor]:
     return {"values": values, "scales": quantised.scale}
 
 
-def dequantise(tensors: dict[str, Tensor], form: WeightFormat, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def _dequantise(tensors: dict[str, Tensor], form: WeightFormat, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return a quantised weight in a dtype, [out, in]; computed in 32 bits."""
     values, scales = tensors["values"], tensors["scales"]
     if form is not WeightFormat.NF4:
@@ -95,7 +95,7 @@ class QuantisedLinear(nn.Module):
     def weight(self) -> Tensor:
         """The dequantised weight, [out, in] float32."""
         tensors = {name: getattr(self, name) for name in self.names}
-        return dequantise(tensors, self.form, (self.out_features, self.in_features), torch.float32)
+        return _dequantise(tensors, self.form, (self.out_features, self.in_features), torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, [..., out], in the dtype of the input or of autocast."""
@@ -123,4 +123,4 @@ def _weight(
     how: tuple[tuple[str, ...], WeightFormat, tuple[int, int]], tensors: tuple[Tensor, ...], dtype: torch.dtype
 ) -> Tensor:
     names, form, shape = how
-    return dequantise(dict(zip(names, tensors, strict=True)), form, shape, dtype)
+    return _dequantise(dict(zip(names, tensors, strict=True)), form, shape, dtype)

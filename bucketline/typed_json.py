@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_INT = 1 << 63  # counts, sizes and seeds, never negative
-MAX_DEPTH = 40  # for free-form values
+_MAX_DEPTH = 40  # for free-form values
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -58,7 +58,7 @@ def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911 
         inner = [option for option in options if option is not type(None)]
         if inner == [int, float]:
             inner = [type(value)] if type(value) is float else [int]
-        return _decode(inner[0], value, at) if len(inner) == 1 else _shallow(value, at, MAX_DEPTH)  # Json: any parsed value
+        return _decode(inner[0], value, at) if len(inner) == 1 else _shallow(value, at, _MAX_DEPTH)  # Json: any parsed value
     if origin in (tuple, list):
         items = _expect(value, list, at)
         return origin(_decode(get_args(hint)[0], item, f"{at}[{i}]") for i, item in enumerate(items))
@@ -88,7 +88,7 @@ def _shallow(value: object, at: str, depth: int) -> object:
         TypedJsonError: if it is nested too deeply.
     """
     if depth == 0:
-        raise TypedJsonError(f"{at} is nested more than {MAX_DEPTH} deep")
+        raise TypedJsonError(f"{at} is nested more than {_MAX_DEPTH} deep")
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _shallow(inner, at, depth - 1)
     return value

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DIFFUSERS = ("diffusion_pytorch_model",)
 TRANSFORMERS = ("model", "pytorch_model")
-PREFERRED = ("fp32", "fp16", "bf16")  # most precise first, for several variants without plain weights
+_PREFERRED = ("fp32", "fp16", "bf16")  # most precise first, for several variants without plain weights
 _PARTS = r"(-\d{5}-of-\d{5})"
 _SUFFIX = r"\.(?:safetensors|bin)"
 
@@ -44,7 +44,7 @@ def variant_of(item: str, names: Iterable[str], bases: tuple[str, ...]) -> str |
             f"{item} has no weights: looked for {wanted}, these in parts (-00001-of-00002) and in variants "
             f"({bases[0]}.fp16.safetensors); it has {', '.join(there) or 'no file'}; download the model again"
         )
-    chosen = next((name for name in PREFERRED if name in found), None) or (found.pop() if len(found) == 1 else None)
+    chosen = next((name for name in _PREFERRED if name in found), None) or (found.pop() if len(found) == 1 else None)
     if chosen is None:
         raise ModelError(
             f"{item} has its weights in the variants {', '.join(sorted(found))} and none without a variant's name; "

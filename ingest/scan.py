@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.images.geometry import Placement
     from bucketline.ingest.sources.source import Listing, Source, SourceItem, Stamp
 
-NAMED = 10
+_NAMED = 10
 _BATCH = 1000  # captions measured together
 _DEFAULT_GRID = "area:512:64"
 _DEFAULT_DOWNSCALE, _DEFAULT_CHANNELS = 8, 4  # Stable Diffusion 1's and SDXL's
@@ -296,7 +296,7 @@ def _report(
         text_padding=None if known is None else known.padding.value,
         max_tokens=None if known is None else known.max_tokens,
         captions_too_long=None if known is None else len(too_long),
-        captions_too_long_texts=too_long[:NAMED],
+        captions_too_long_texts=too_long[:_NAMED],
         captions_beyond=[image.item.id for image in seen if len(image.item.captions) > config.max_captions],
         captions_without_image=listing.orphans,
         passed_over=listing.passed_over,

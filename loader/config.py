@@ -75,7 +75,7 @@ SHUFFLE_WINDOW = 4096  # rows
 
 
 PREFETCH_BYTES = 256 << 20
-MAX_THREADS = 256  # prefetch threads: a client of a service may request them
+_MAX_THREADS = 256  # prefetch threads: a client of a service may request them
 
 SIZES = ("batch_size", "batch_pixels", "batch_tokens")
 
@@ -194,8 +194,8 @@ class ReadOptions(BatchOptions):
         BatchOptions.__post_init__(self)
         check_fields(self, ReadOptions, self._named)
         self._expect_at_least(1, "prefetch_bytes", "threads")
-        if self.threads > MAX_THREADS:
-            raise UsageError(f"{self._named('threads')} is {self.threads}, expected at most {MAX_THREADS}; 1 to 4 are enough")
+        if self.threads > _MAX_THREADS:
+            raise UsageError(f"{self._named('threads')} is {self.threads}, expected at most {_MAX_THREADS}; 1 to 4 are enough")
         self._expect_share("caption_dropout", "flip")
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from bucketline.store.shard.reader import IndexEntry
 
 CHECKPOINT_STATE = "state.json"
-CHECKPOINTS = "checkpoints/step-*[0-9]/digests.json"  # a checkpoint that is not complete has a suffix
+_CHECKPOINTS = "checkpoints/step-*[0-9]/digests.json"  # a checkpoint that is not complete has a suffix
 _CHUNK_ROWS = 1 << 20  # inverted at a time
 
 
@@ -64,7 +64,7 @@ def read_run(path: Path) -> SavedRun:
     """
     file = path
     if path.is_dir():
-        whole = sorted(path.glob(CHECKPOINTS))
+        whole = sorted(path.glob(_CHECKPOINTS))
         file = (whole[-1].parent if whole else path) / CHECKPOINT_STATE
     try:
         document = json.loads(file.read_bytes())

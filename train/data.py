@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 IN_PROCESS = "none"  # value of --service: read in threads of this process
 LOOK_EVERY_S = 2.0
-SAY_EVERY_S = 60.0
+_SAY_EVERY_S = 60.0
 
 Schedule = tuple[tuple[int, tuple[int, ...]], ...]
 """Generations, one of each store, and the step from which they are read; ascending."""
@@ -47,9 +47,9 @@ def wait_for_rows(config: TrainConfig, ranks: TrainRanks) -> None:
     """
     if not config.follow or config.resume:
         return
-    wanted, said = config.wait_rows or 1, -SAY_EVERY_S
+    wanted, said = config.wait_rows or 1, -_SAY_EVERY_S
     while (found := sum(_rows_of(one, config.remote()) for one in parse_stores(config.store))) < wanted:
-        if ranks.is_main and time.monotonic() - said >= SAY_EVERY_S:
+        if ranks.is_main and time.monotonic() - said >= _SAY_EVERY_S:
             print(f"waiting for {wanted:,} rows to train on; there are {found:,}", file=sys.stderr, flush=True)
             said = time.monotonic()
         time.sleep(LOOK_EVERY_S)

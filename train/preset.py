@@ -17,13 +17,13 @@ from bucketline.loader.config import SIZES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-FOLDER = Path(__file__).parent / "presets"
-SUFFIX = ".toml"
+_FOLDER = Path(__file__).parent / "presets"
+_SUFFIX = ".toml"
 
 
 def preset_names() -> list[str]:
     """Return the names of the presets that come with the package."""
-    return sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}"))
+    return sorted(path.stem for path in _FOLDER.glob(f"*{_SUFFIX}"))
 
 
 def read_preset(given: str) -> str:
@@ -32,13 +32,13 @@ def read_preset(given: str) -> str:
     Raises:
         UsageError: if there is none; the message names those that exist, or the reason.
     """
-    is_path = "/" in given or given.endswith(SUFFIX)
+    is_path = "/" in given or given.endswith(_SUFFIX)
     if not is_path and given not in preset_names():
         raise UsageError(
             f"there is no preset {given!r:.80}{_nearest(given, preset_names())}; expected {', '.join(preset_names())}, "
-            f"or the path of a {SUFFIX} file"
+            f"or the path of a {_SUFFIX} file"
         )
-    path = Path(given) if is_path else FOLDER / f"{given}{SUFFIX}"
+    path = Path(given) if is_path else _FOLDER / f"{given}{_SUFFIX}"
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

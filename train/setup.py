@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's default of 25 MB faster than NCCL starts a call
-FREE = {
+_FREE = {
     *("store", "model", "model_config", "preset", "lora_from", "output_dir", "max_steps", "resume", "new_plan"),
     *("follow", "wait_rows", "follow_schedule"),
     *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with"),
@@ -345,7 +345,7 @@ def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> Non
             now,
         )
     present = config_as_json(config)
-    free = FREE if training.family.is_told_guidance else FREE | {"guidance"}
+    free = _FREE if training.family.is_told_guidance else _FREE | {"guidance"}
     for name, value in (BEFORE | start.state.config).items():
         if name not in free and name in present and present[name] != value:
             log.warning("--%s was %s before and is now %s", name.replace("_", "-"), value, present[name])

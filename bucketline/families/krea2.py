@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LAYERS = "text_encoder_select_layers"  # in the pipeline's index
 TEXT = ("text_fusion.projector", "txt_in.linear_1", "txt_in.linear_2")  # adapters by diffusers' training script
-OTHERS = (*TEXT, "img_in", "time_embed.linear_1", "time_embed.linear_2", "time_mod_proj", "final_layer.linear")
+_OTHERS = (*TEXT, "img_in", "time_embed.linear_1", "time_embed.linear_2", "time_mod_proj", "final_layer.linear")
 
 
 class Krea2(Family):
@@ -40,7 +40,7 @@ class Krea2(Family):
     no_guidance = 0.0
     packing = PATCH
     scheduler = flow(1.0, use_dynamic_shifting=True, max_image_seq_len=6400)  # as its pipeline expects
-    lora_targets = (*Family.lora_targets, "to_gate", "ff.up", "ff.down", *OTHERS)
+    lora_targets = (*Family.lora_targets, "to_gate", "ff.up", "ff.down", *_OTHERS)
 
     @classmethod
     def extras(cls, model: Model) -> dict[str, Any]:

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 STATUS = "status.json"  # written first in a run's folder and never removed
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 IMAGES, IMAGES_FOLDER = "images.png", "images"  # the last grid, and those along the run
-FIELDS = frozenset(("state", "step", "reason"))  # of the status
-MAX_BYTES = 1 << 16  # the reason is an error message
+_FIELDS = frozenset(("state", "step", "reason"))  # of the status
+_MAX_BYTES = 1 << 16  # the reason is an error message
 
 
 def is_run(folder: Path) -> bool:
     """Return True if the folder contains a training run, judged by the fields of its `status.json`."""
     try:
         with (folder / STATUS).open("rb") as file:
-            return is_status(file.read(MAX_BYTES))
+            return is_status(file.read(_MAX_BYTES))
     except OSError:
         return False
 
@@ -27,7 +27,7 @@ def is_run(folder: Path) -> bool:
 def is_status(data: bytes) -> bool:
     """Return True if this is the content of a training run's `status.json`."""
     try:
-        found = json.loads(data[:MAX_BYTES])
+        found = json.loads(data[:_MAX_BYTES])
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and found.keys() == FIELDS
+    return isinstance(found, dict) and found.keys() == _FIELDS

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34
 COLOURS = 6  # of lines; a seventh line has the first colour again
-MAX_POINTS = 600  # of a line; more are thinned
+_MAX_POINTS = 600  # of a line; more are thinned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ def lines(series: Sequence[Line], label: str, x_label: str = "step", *, from_zer
         x = LEFT + (value - first) / span * (WIDTH - LEFT - RIGHT)
         parts.append(_text(x, HEIGHT - BOTTOM + 15, _number(value), "middle" if x < WIDTH - RIGHT - 20 else "end"))
     for line in drawn:
-        every = -(-len(line.xs) // MAX_POINTS)
+        every = -(-len(line.xs) // _MAX_POINTS)
         pairs = list(zip(line.xs, line.ys, strict=True))
         pairs = [*pairs[::every], *([pairs[-1]] if (len(pairs) - 1) % every else [])]
         dots = " ".join(f"{LEFT + (x - first) / span * (WIDTH - LEFT - RIGHT):.1f},{place(y):.1f}" for x, y in pairs)

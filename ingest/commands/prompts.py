@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 BATCH = 8
-NAMED = 3  # prompts that were cut
+_NAMED = 3  # prompts that were cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class Prompts(ChangingArguments):
             return
         print(f"{self._where}: {counted(num_prompts, 'prompt')} as the set {self.name!r}, {human_bytes(num_bytes)}")
         if cut:
-            named = "; ".join(one_line(text)[:80] for text in cut[:NAMED])
+            named = "; ".join(one_line(text)[:80] for text in cut[:_NAMED])
             print(f"  {counted(len(cut), 'text')} longer than the text encoder accepts (truncated): {named}")
 
     def _size(self) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 WEIGHT_BYTES = {"F32": 4.0, "F16": 2.0, "BF16": 2.0, "int8": 1.1, "nf4": 0.6}  # quantised: with scales and what stays in BF16
 
 
@@ -54,7 +54,7 @@ def _header(item: str, path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             num_bytes = int.from_bytes(file.read(8), "little")
-            if not 2 <= num_bytes <= MAX_HEADER_BYTES:
+            if not 2 <= num_bytes <= _MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {num_bytes} bytes")
             found = json.loads(file.read(num_bytes))
         found.pop("__metadata__", None)

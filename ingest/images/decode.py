@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Decoded", "Reason", "RejectedError", "decode", "placed_by_header"]
 
-MAX_PIXELS = 1 << 28  # 268 megapixels, 1 GB decoded; larger images count as decompression bombs
+_MAX_PIXELS = 1 << 28  # 268 megapixels, 1 GB decoded; larger images count as decompression bombs
 GIANT_PIXELS = 1 << 26  # images larger than this are decoded one at a time, to bound memory
 DRAFT_MARGIN = 2  # a JPEG draft must be at least this many times the resized image
-Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2  # Pillow refuses twice this, also for images nested in others (an icon's PNG)
+Image.MAX_IMAGE_PIXELS = _MAX_PIXELS // 2  # Pillow refuses twice this, also for images nested in others (an icon's PNG)
 Image.init()
 # Detected by content, not by file name. Excluded: formats that start another program (EPS) or are not images.
 _WANTED = ("AVIF", "BMP", "CUR", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
@@ -101,7 +101,7 @@ def _rejecting(file: BinaryIO, framing: Framing) -> Iterator[None]:
             ) from error
         raise RejectedError(Reason.NOT_AN_IMAGE, described(data)) from error
     except Image.DecompressionBombError as error:
-        raise RejectedError(Reason.TOO_LARGE, f"at most {MAX_PIXELS} px in all are taken: {error}") from error
+        raise RejectedError(Reason.TOO_LARGE, f"at most {_MAX_PIXELS} px in all are taken: {error}") from error
     except MemoryError as error:
         raise RejectedError(Reason.TOO_LARGE, "not enough memory to decode it", is_passing=True) from error
     except RejectedError:
@@ -150,8 +150,8 @@ def _decode(file: BinaryIO, framing: Framing, sample_id: str) -> Decoded:
 def _check(image: Image.Image, min_size_px: int) -> None:
     """Raise RejectedError if the header shows that the image should not be decoded."""
     width, height = image.size
-    if height * width > MAX_PIXELS:
-        raise RejectedError(Reason.TOO_LARGE, f"{height}x{width} px, at most {MAX_PIXELS} in all are taken")
+    if height * width > _MAX_PIXELS:
+        raise RejectedError(Reason.TOO_LARGE, f"{height}x{width} px, at most {_MAX_PIXELS} in all are taken")
     if min(height, width) < min_size_px:
         raise RejectedError(Reason.TOO_SMALL, f"{height}x{width} px, the short side must have {min_size_px}")
     frames = getattr(image, "n_frames", 1)

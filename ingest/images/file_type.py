@@ -5,7 +5,7 @@ from __future__ import annotations
 from bucketline.ingest.images.optional_formats import remedy
 
 TEXT_BYTES = 40  # shown of a text file
-IMAGES = (
+_IMAGES = (
     (b"\x89PNG", "PNG"),
     (b"\xff\xd8", "JPEG"),
     (b"GIF8", "GIF"),
@@ -20,7 +20,7 @@ IMAGES = (
     (b"\xff\x4f\xff\x51", "JPEG 2000"),
     (b"qoif", "QOI"),
 )
-OTHERS = (
+_OTHERS = (
     (b"%PDF", "a PDF document"),
     (b"%!PS", "a PostScript document"),
     (b"\xc5\xd0\xd3\xc6", "a PostScript document"),
@@ -46,7 +46,7 @@ def damaged_format(data: bytes) -> str | None:
         return "WebP"
     if data[4:8] == b"ftyp" and data[8:11] == b"avi":
         return "AVIF"
-    return next((name for start, name in IMAGES if data.startswith(start)), None)
+    return next((name for start, name in _IMAGES if data.startswith(start)), None)
 
 
 def described(data: bytes) -> str:
@@ -55,7 +55,7 @@ def described(data: bytes) -> str:
     >>> described(b"<!DOCTYPE html><html>")
     "a web page: it begins with '<!DOCTYPE html><html>'"
     """
-    known = next((name for start, name in OTHERS if data.startswith(start)), None)
+    known = next((name for start, name in _OTHERS if data.startswith(start)), None)
     if known is None and data[4:8] == b"ftyp":
         known = BRANDS.get(data[8:11], "a video")
     if known is not None:

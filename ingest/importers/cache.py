@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".jxl", ".tif", ".tiff", ".heic", ".gif")
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".jxl", ".tif", ".tiff", ".heic", ".gif")
 
 
 class Scaling(StrEnum):
@@ -148,7 +148,7 @@ def named_image(stem: str, names: set[str]) -> str:
     >>> named_image("a", {"a.png", "a.txt"}), named_image("a", {"a.png", "a.jpg"}), named_image("a", set())
     ('a.png', 'a', 'a')
     """
-    found = [name for extension in IMAGES for name in (stem + extension, stem + extension.upper()) if name in names]
+    found = [name for extension in _IMAGES for name in (stem + extension, stem + extension.upper()) if name in names]
     return found[0] if len(found) == 1 else stem
 
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from bucketline.store.format.text_block import TextSpec
     from bucketline.typed_json import Json
 
-SOURCE, ENCODE, PLAIN, NONE = "source", "encode", "plain", "none"
-KEPT_BYTES = 256 << 20  # of embeddings that a later sample may have too
+SOURCE, _ENCODE, PLAIN, _NONE = "source", "encode", "plain", "none"
+_KEPT_BYTES = 256 << 20  # of embeddings that a later sample may have too
 COMPARED = 4  # captions whose embeddings are compared with the encoder's
 LEAST_COSINE = 0.9  # of those; encoders that compute in BF16 or FP8 reach 0.99, other encoders' are near 0
 _NO_TOKENS = {TOKENS: np.zeros((0, 1), dtype="u1")}
@@ -50,17 +50,17 @@ def text_plan(config: ImportConfig, model: ModelFolder | None, listing: Listing)
         UsageError: if the model has no text encoders.
     """
     if listing.text_refused is not None:
-        if config.text in (SOURCE, ENCODE, PLAIN):
+        if config.text in (SOURCE, _ENCODE, PLAIN):
             raise SourceError(f"--text {config.text}: {listing.text_refused}; leave it out to store the captions only")
         listing.notes.append(f"captions are stored without embeddings: {listing.text_refused}")
-        return NONE
-    if config.text == NONE:
-        return NONE
+        return _NONE
+    if config.text == _NONE:
+        return _NONE
     has_captions = any(entry.captions != () for entry in listing.entries)
     own = None if model is None else _family_of(model, config.text, listing.family, has_captions=has_captions)
     can_keep = listing.family is not None and own == listing.family
     if config.text is None and own is None:
-        return NONE
+        return _NONE
     if own is None:
         raise UsageError(f"--text {config.text}: {config.model} has no text encoder; name a model that has")
     if config.text == SOURCE and not can_keep:
@@ -68,15 +68,15 @@ def text_plan(config: ImportConfig, model: ModelFolder | None, listing: Listing)
         raise SourceError(
             f"{config.source} has {what}, those of {config.model} are {own}; leave --text out to encode the captions"
         )
-    if can_keep and config.text not in (ENCODE, PLAIN):
+    if can_keep and config.text not in (_ENCODE, PLAIN):
         if older := sum(entry.is_text_older for entry in listing.entries):
             listing.notes.append(
                 f"{counted(older, 'text cache')} older than the caption file, perhaps of another caption: encoded by --model"
             )
         return SOURCE
     if config.text is None and not has_captions:
-        return NONE
-    return config.text or ENCODE
+        return _NONE
+    return config.text or _ENCODE
 
 
 def most_captions(config: ImportConfig, plan: str) -> int:
@@ -130,7 +130,7 @@ class CaptionSource:
         self._on_row: Callable[[Row, Cached], None]
         self._on_reject: Callable[[str, RejectedError], None]
         self.columns, self.empty, self.provenance = (), None, None
-        if plan == NONE or model is None:
+        if plan == _NONE or model is None:
             return
         self._settings = TextSettings(
             stored_dtype=config.text_dtype or config.dtype,
@@ -169,7 +169,7 @@ class CaptionSource:
         waiting = _Waiting(row=row, cached=cached)
         if self._plan == SOURCE and not any(text.is_older for text in cached.texts):
             self._write(waiting, {caption: self._from_source(caption, waiting) for caption in row.record.captions})
-        elif self._plan == NONE:
+        elif self._plan == _NONE:
             self._write(waiting, dict.fromkeys(row.record.captions, _NO_TOKENS))
         else:
             self._waiting.append(waiting)
@@ -252,7 +252,7 @@ class CaptionSource:
         return values
 
     def _forget_some(self) -> None:
-        while self._known_bytes > KEPT_BYTES and self._known:
+        while self._known_bytes > _KEPT_BYTES and self._known:
             _, values = self._known.popitem(last=False)
             self._known_bytes -= _bytes_of(values) if isinstance(values, dict) else 0
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from bucketline.ingest.importers.vae.named_vae import NamedVae
     from bucketline.typed_json import Json
 
-MASK = "mask"
-NO_COLUMNS = "none"
+_MASK = "mask"
+_NO_COLUMNS = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class ColumnRules:
         columns = [RowColumn(role=TARGET, dtype=dtype, shape=shape, allow_nonfinite=True)]
         for side in self.side:
             own = (Axis(name="height_px", step=side.step), Axis(name="width_px", step=side.step))
-            is_mask = side.role == MASK
+            is_mask = side.role == _MASK
             columns.append(
                 RowColumn(
                     role=side.role,
@@ -88,7 +88,7 @@ class ColumnRules:
         """
         others = self.left_out(cached)
         if others and not self.declined:
-            both, own = ",".join([*self.roles, *others]), ",".join(self.roles) or NO_COLUMNS
+            both, own = ",".join([*self.roles, *others]), ",".join(self.roles) or _NO_COLUMNS
             raise damaged(
                 f"it has a column {others[0]}, which no sample that was checked first has: --columns {both} imports it into a "
                 f"new store, --columns {own} leaves it out"
@@ -97,11 +97,11 @@ class ColumnRules:
         for side in self.side:
             if (value := cached.columns.get(side.role)) is None:
                 continue
-            if side.role != MASK:
+            if side.role != _MASK:
                 if value.shape != cached.latent.shape:
                     raise damaged(
                         f"its {side.role} is {list(value.shape)}, its latent {list(cached.latent.shape)}, expected one shape; "
-                        f"--columns {NO_COLUMNS} leaves it out"
+                        f"--columns {_NO_COLUMNS} leaves it out"
                     )
                 found[side.role] = vae.stored(as_frames(value, is_video=self.frames), self.control_scaling, dtype)
                 continue
@@ -109,9 +109,9 @@ class ColumnRules:
             expected = [length * vae.downscale // side.step for length in latent_hw]
             if list(mask.shape) != expected:
                 raise damaged(f"its mask is {mask.shape[0]}x{mask.shape[1]}, expected {expected[0]}x{expected[1]}")
-            found[MASK] = mask
+            found[_MASK] = mask
             if self.flip:
-                found[MASK + FLIPPED_SUFFIX] = np.ascontiguousarray(mask[:, ::-1])
+                found[_MASK + FLIPPED_SUFFIX] = np.ascontiguousarray(mask[:, ::-1])
         return found
 
     def left_out(self, cached: Cached) -> tuple[str, ...]:
@@ -142,10 +142,10 @@ def named_roles(given: str | None) -> tuple[str, ...] | None:
     """
     if given is None:
         return None
-    roles = () if given.strip() == NO_COLUMNS else tuple(dict.fromkeys(role.strip() for role in given.split(",")))
+    roles = () if given.strip() == _NO_COLUMNS else tuple(dict.fromkeys(role.strip() for role in given.split(",")))
     for role in roles:
-        if not ROLE.fullmatch(role) or (role != MASK and not role.startswith("control/")) or role.endswith(FLIPPED_SUFFIX):
-            raise UsageError(f"--columns {given:.80}: expected {NO_COLUMNS}, or roles as mask,control/NAME")
+        if not ROLE.fullmatch(role) or (role != _MASK and not role.startswith("control/")) or role.endswith(FLIPPED_SUFFIX):
+            raise UsageError(f"--columns {given:.80}: expected {_NO_COLUMNS}, or roles as mask,control/NAME")
     return roles
 
 
@@ -161,7 +161,7 @@ def side_columns(
     for cached, (height, _) in samples:
         for role, value in cached.columns.items():
             if role not in found and (roles is None or role in roles):
-                of_image = role == MASK and value.shape[-2:-1] != (height,)
+                of_image = role == _MASK and value.shape[-2:-1] != (height,)
                 found[role] = SideColumn(role=role, step=1 if of_image else vae.downscale)
         if roles is not None and len(found) == len(roles):
             break
@@ -198,6 +198,6 @@ def _as_mask(value: torch.Tensor) -> NDArray[Any]:
 def _mirrored(column: RowColumn) -> RowColumn:
     if column.role.startswith("control/"):
         raise SourceError(
-            f"the cache has latents of mirrored images, and no mirrored {column.role}; --columns {NO_COLUMNS} leaves it out"
+            f"the cache has latents of mirrored images, and no mirrored {column.role}; --columns {_NO_COLUMNS} leaves it out"
         )
     return replace(column, role=column.role + FLIPPED_SUFFIX)

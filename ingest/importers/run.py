@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.pack import PackSession
     from bucketline.store import Manifest
 
-AHEAD_BYTES = 256 << 20
+_AHEAD_BYTES = 256 << 20
 TOGETHER = 8  # entries that a thread reads at a time; handing over each takes as long as reading a small one
 PART_ENTRIES = 1000
 """Entries that are sent to a rank at a time."""
@@ -220,7 +220,7 @@ class _Import:
 
         parts = [entries[at : at + TOGETHER] for at in range(0, len(entries), TOGETHER)]
         threads = config.threads or min(4, share_of_cores(self._session.local_world_size))
-        room = Room(num_threads=threads, items=2 * threads + 1, num_bytes=AHEAD_BYTES)
+        room = Room(num_threads=threads, items=2 * threads + 1, num_bytes=_AHEAD_BYTES)
         what = "import" if self._ranks.world_size == 1 else f"import (rank 0 of {self._ranks.world_size})"
         with ExitStack() as held:
             on_entry = held.enter_context(counting_progress(what, len(entries))) if self._ranks.is_first else lambda: None

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-POLL_S = 0.2
-ASK_EVERY_S = 1.0  # for progress
-SAY_EVERY_S = 30.0  # that workers are awaited
+_POLL_S = 0.2
+_ASK_EVERY_S = 1.0  # for progress
+_SAY_EVERY_S = 30.0  # that workers are awaited
 MAX_FAILED_STARTS = 3  # in a row
 CLOSE_S = 10.0
 LAST_SLICE_S = 60.0  # to seal what a stopped worker has encoded
@@ -55,7 +55,7 @@ class WorkerPool:
         self._members: list[_Member] = []
         self._failed_starts = 0
         self._has_begun = False
-        self._say_at = monotonic() + SAY_EVERY_S
+        self._say_at = monotonic() + _SAY_EVERY_S
         self._ask_at = 0.0
         kind: Any = ray.remote(PackWorker)
         self._kind = kind.options(num_cpus=workers.cpus, num_gpus=workers.gpus, max_restarts=0, max_concurrency=2)
@@ -153,9 +153,9 @@ class WorkerPool:
         self._ask()
         by_call = {member.call: member for member in self._members if member.call is not None}
         if not by_call:
-            sleep(POLL_S)
+            sleep(_POLL_S)
         answers = []
-        done, _ = ray.wait(list(by_call), num_returns=1, timeout=POLL_S)
+        done, _ = ray.wait(list(by_call), num_returns=1, timeout=_POLL_S)
         for call in done:
             member = by_call[call]
             try:
@@ -193,7 +193,7 @@ class WorkerPool:
         """Ask the workers for their progress, and note what they have answered."""
         if monotonic() < self._ask_at:
             return
-        self._ask_at = monotonic() + ASK_EVERY_S
+        self._ask_at = monotonic() + _ASK_EVERY_S
         for member in self._members:
             if member.attempt is None:
                 continue
@@ -208,7 +208,7 @@ class WorkerPool:
     def _say_if_waiting(self) -> None:
         if self._has_begun or monotonic() < self._say_at:
             return
-        self._say_at = monotonic() + SAY_EVERY_S
+        self._say_at = monotonic() + _SAY_EVERY_S
         free = ray.available_resources()
         print(
             f"waiting for {counted(self._workers.least, 'worker')} of {self._workers}, {self.num_working} have started; "

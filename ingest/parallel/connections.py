@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 COME_WITHIN_S = 300.0  # ranks start together; importing torch is the most that one may lag behind
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a dead machine is noticed within 30 s
 MAX_MESSAGE_BYTES = 1 << 30  # a manifest has at most 256 MiB; a rank's summary lists its rejects
-LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 _KEY = "bucketline.ingest"
 
 
@@ -124,7 +124,7 @@ def _host_of(store: Store) -> str:
 def _listening(master: str, *, is_one_machine: bool) -> socket.socket:
     """Open the listening socket: on the loopback if all ranks are on one machine, else at MASTER_ADDR."""
     if is_one_machine or _is_loopback(master):
-        return socket.create_server((LOOPBACK, 0))
+        return socket.create_server((_LOOPBACK, 0))
     try:  # a machine often resolves its own name to the loopback, which the other machines cannot reach
         family, _, _, _, address = socket.getaddrinfo(master, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         if not ip_address(str(address[0])).is_loopback:

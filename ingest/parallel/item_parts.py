@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.sources.source import Listing
 
-PART_ITEMS = 1000  # items per part
+_PART_ITEMS = 1000  # items per part
 _NUM_FIELDS = 6
 
 
@@ -93,7 +93,7 @@ def take_apart(listing: Listing, world_size: int) -> tuple[Outline, list[ItemPar
         rank = rank_of(digest, world_size)
         own = waiting.setdefault(rank, [])
         own.append(item)
-        if len(own) == PART_ITEMS:
+        if len(own) == _PART_ITEMS:
             slices.setdefault(rank, ItemParts()).append(pack_items(own), len(own))
             own.clear()
     for rank, own in waiting.items():

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LOOK_EVERY_S = 1.0  # check for messages between images
+RANK_LOOK_EVERY_S = 1.0  # check for messages between images
 LAST_WORDS_S = 20.0  # how long rank 0 waits for the others to stop; torchrun kills 30 s after its SIGTERM
-ALIVE_EVERY_S = 5.0  # heartbeat, between images and while waiting
+RANK_ALIVE_EVERY_S = 5.0  # heartbeat, between images and while waiting
 SILENT_S = 120.0  # then warn; a batch on slow cores, or sealing a large shard, may take this long
 GIVEN_UP_S = 1800.0
 FIRST_ENDS_S = 60.0  # how long the others wait for rank 0, which may finish a batch and then wait for them
@@ -186,21 +186,21 @@ class PackRanks:
             KeyboardInterrupt: if a rank has ended.
         """
         if self._links is not None and (now := monotonic()) >= self._look_at:
-            self._look_at = now + LOOK_EVERY_S
+            self._look_at = now + RANK_LOOK_EVERY_S
             self._look(0.0)
             self._say_alive()
 
     def _say_alive(self) -> None:
         assert self._links is not None
         if (now := monotonic()) >= self._alive_at:
-            self._alive_at = now + ALIVE_EVERY_S
+            self._alive_at = now + RANK_ALIVE_EVERY_S
             for link in self._links.values():
                 self._send(link, as_bytes(Alive()))
 
     def _wait_for(self, ranks: set[int], meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait for the values of `ranks`, calling `meanwhile` now and then; warn about a silent rank, finally give it up."""
         while missing := ranks - self._values.keys():
-            self._look(ALIVE_EVERY_S)
+            self._look(RANK_ALIVE_EVERY_S)
             meanwhile()
             if self.is_first:
                 self._say_alive()

@@ -18,7 +18,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 NICE = 19  # lowest priority: work ahead yields to the work at hand
-POLL_S = 0.2  # how soon an interrupt is noticed while no result is ready
+_POLL_S = 0.2  # how soon an interrupt is noticed while no result is ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class OrderedPool(Generic[T, R]):
             self._changed.notify_all()
         self._may_work.set()
         # do not wait for a feeder that is blocked on a stalled stream: it holds no work
-        self._feeder.join(timeout=POLL_S)
+        self._feeder.join(timeout=_POLL_S)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def results(self, check: Callable[[], None]) -> Iterator[tuple[T, Future[R]]]:
@@ -77,7 +77,7 @@ class OrderedPool(Generic[T, R]):
                         if self._failure is not None:
                             raise self._failure
                         return
-                    self._changed.wait(POLL_S)
+                    self._changed.wait(_POLL_S)
                     check()
                 item, future, num_bytes = self._running.popleft()
                 self._bytes -= num_bytes

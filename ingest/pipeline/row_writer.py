@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bucketline.store.write.shard_writer import ShardWriter
 
 BATCHES_WAITING = 4  # encoded batches in the queue
-POLL_S = 0.2  # how soon the end of the thread is noticed while the queue is full
+_POLL_S = 0.2  # how soon the end of the thread is noticed while the queue is full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class RowWriter:
         """Put a batch, or None to end, into the queue; return at once if the thread has ended."""
         while self._thread.is_alive():
             with suppress(queue.Full):
-                self._waiting.put(batch, timeout=POLL_S)
+                self._waiting.put(batch, timeout=_POLL_S)
                 return
 
     def _raise_failure(self) -> None:

@@ -1,6 +1,6 @@
 """Pack one rank's slice of a source: decode in threads, encode by bucket, and write the rank's shards in another thread.
 
-Memory is bounded for any source: images being decoded (AHEAD_BYTES), images that wait for their bucket's batch to fill
+Memory is bounded for any source: images being decoded (_AHEAD_BYTES), images that wait for their bucket's batch to fill
 (WAITING_BYTES), and encoded batches that wait for the disk. An image's id travels with its pixels from the file to the
 row, so a rejected image cannot shift the others.
 """
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.text_block import Caption
     from bucketline.store.sync.transfer.sender import ShardSender
 
-AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if read from a stream
+_AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if read from a stream
 AHEAD_ITEMS = 256
 CAPTIONS_TOGETHER = 64  # encoded and committed together, if they are encoded first
 WAITING_BYTES = 512 << 20  # of decoded pixels that wait for their bucket's batch to fill
@@ -85,7 +85,7 @@ class SlicePacker:
         self._reader = ImageReader(source, store, PackedIndex(store, share), config, grid)
         self._largest_bytes = max(3 * size.height_px * size.width_px for size in grid.sizes)
         self._room = Room(
-            num_threads=decode_threads, items=AHEAD_ITEMS, num_bytes=AHEAD_BYTES, in_bursts=stages.on_shared_cores
+            num_threads=decode_threads, items=AHEAD_ITEMS, num_bytes=_AHEAD_BYTES, in_bursts=stages.on_shared_cores
         )
         self._share, self._load_vae, self._load_text = share, vae, text
         self._encoder: BatchEncoder | None = None

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 MAX_PER_BUCKET = 24
 MAX_IN_ALL = 2000  # about 25 MB of thumbnails; with more than 83 buckets, each shows fewer than MAX_PER_BUCKET
-THUMBNAIL_PX = 240  # the longer side
+_THUMBNAIL_PX = 240  # the longer side
 NARROWEST_PX = 10  # the shorter side; a narrower image is drawn wider than it is
-JPEG_QUALITY = 85
+_JPEG_QUALITY = 85
 _LINE = (255, 96, 0)  # of the crop; orange is rare in photographs, and visible on black and on white
 
 
@@ -77,7 +77,7 @@ def sections_of(
     thumbnails: dict[str, Thumbnail] = {}
 
     def look(item: SourceItem) -> Thumbnail:
-        return thumbnail(source, item, placements[item.id])
+        return _thumbnail(source, item, placements[item.id])
 
     items = [item for item in listing.items if item.id in placements]  # in the listing's order, which a stream needs
     with (
@@ -105,7 +105,7 @@ def worst(images: Mapping[str, Iterable[Cropped]], max_in_all: int) -> dict[str,
     }
 
 
-def thumbnail(source: Source, item: SourceItem, placement: Placement) -> Thumbnail:
+def _thumbnail(source: Source, item: SourceItem, placement: Placement) -> Thumbnail:
     """Read and decode an image, reduce it, and draw its crop; safe to call from several threads.
 
     Raises:
@@ -114,7 +114,7 @@ def thumbnail(source: Source, item: SourceItem, placement: Placement) -> Thumbna
     height_px, width_px = placement.source
     known = Thumbnail(id=item.id, height_px=height_px, width_px=width_px, lost=placement.cropped_away)
     try:
-        pixels = whole_image(source.read(item).data, placement.source, THUMBNAIL_PX)
+        pixels = whole_image(source.read(item).data, placement.source, _THUMBNAIL_PX)
     except RejectedError as error:
         return replace(known, problem=str(error))
     shown = Image.fromarray(pixels)
@@ -122,7 +122,7 @@ def thumbnail(source: Source, item: SourceItem, placement: Placement) -> Thumbna
         shown = shown.resize((max(shown.width, NARROWEST_PX), max(shown.height, NARROWEST_PX)))
     drawn = with_crop(np.asarray(shown), placement)
     file = io.BytesIO()
-    Image.fromarray(drawn).save(file, "JPEG", quality=JPEG_QUALITY, subsampling=0)
+    Image.fromarray(drawn).save(file, "JPEG", quality=_JPEG_QUALITY, subsampling=0)
     return replace(known, jpeg=file.getvalue(), shown_px=drawn.shape[:2])
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 THUMBNAIL_PX = 160  # the longer side
 JPEG_QUALITY = 82
-MAX_PIXELS = 200_000_000  # of an image that is decoded only to be shown
+_MAX_PIXELS = 200_000_000  # of an image that is decoded only to be shown
 _ANY_SIZE = Framing(grid=Grid(name="1x1", sizes=(Size(1, 1),)))
 _STILL_SHOWN = frozenset({Reason.ANIMATED, Reason.MODE})
 
@@ -47,7 +47,7 @@ def source_images(source_name: str, boxes: Mapping[str, Sequence[int] | None]) -
     found: dict[str, Json] = {name: {"jpeg": "", "problem": "no longer in the source"} for name in boxes}
     for item in source.in_turn(items):
         try:
-            jpeg = thumbnail(source.read(item).data, boxes[item.id])
+            jpeg = _thumbnail(source.read(item).data, boxes[item.id])
         except Exception:  # noqa: BLE001 - any file of a stranger; the reject's own reason is next to it
             found[item.id] = {"jpeg": "", "problem": "cannot be decoded"}
             continue
@@ -55,7 +55,7 @@ def source_images(source_name: str, boxes: Mapping[str, Sequence[int] | None]) -
     return found
 
 
-def thumbnail(data: bytes, box: Sequence[int] | None, longest: int = THUMBNAIL_PX) -> bytes:
+def _thumbnail(data: bytes, box: Sequence[int] | None, longest: int = THUMBNAIL_PX) -> bytes:
     """Return an image file's content as an upright JPEG of at most `longest` px; `box`: the crop, or None if there is none.
 
     The image is decoded as for packing, so that it looks as it was packed, and a file that cannot be packed is not shown as one
@@ -84,7 +84,7 @@ def as_jpeg(pixels: NDArray[np.uint8]) -> bytes:
 def _by_pillow(data: bytes, longest: int) -> tuple[tuple[int, int], NDArray[np.uint8]]:
     """Return height, width and a reduced copy of the first image in a file."""
     with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
-        if opened.width * opened.height > MAX_PIXELS:
+        if opened.width * opened.height > _MAX_PIXELS:
             raise ValueError(f"{opened.width}x{opened.height} px are too many")
         image = ImageOps.exif_transpose(opened)
         width, height = image.size

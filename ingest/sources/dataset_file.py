@@ -31,7 +31,7 @@ from bucketline.typed_json import TypedJsonError, decode, encode
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SUFFIX = ".toml"
+_SUFFIX = ".toml"
 MAX_REPEATS = 1_000_000
 _NAME = re.compile(r"[^./\x00-\x1f\x7f][^/\x00-\x1f\x7f]*")
 _INSTEAD = {
@@ -109,7 +109,7 @@ class DatasetFile:
 
 def is_dataset_file(source: str) -> bool:
     """Return True if SOURCE names a data set file."""
-    return source.lower().endswith(SUFFIX) and not is_url(source) and not Path(source).is_dir()
+    return source.lower().endswith(_SUFFIX) and not is_url(source) and not Path(source).is_dir()
 
 
 def read_dataset_file(path: Path, options: SourceOptions) -> DatasetFile:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bucketline.store.read.located import Located, LocatedEntries
     from bucketline.store.read.store import OpenShards
 
-SMALL_BYTES = 4096  # columns with fewer bytes per row are stored together in a few pages of their block
+_SMALL_BYTES = 4096  # columns with fewer bytes per row are stored together in a few pages of their block
 MAX_CHUNK_ITEMS = 16384  # of one copy; see `_chunk_items`
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}  # used only for copying
 _NUMPY_ITEMS = {size: torch.empty(0, dtype=dtype).numpy().dtype for size, dtype in _ITEMS.items()}
@@ -178,10 +178,10 @@ class Gather:
         wanted = spec.columns if columns is None else columns
         first_byte = self._range.first_byte[located.shard]
         for column in wanted:
-            if column.row_bytes >= SMALL_BYTES:
+            if column.row_bytes >= _SMALL_BYTES:
                 self._range.ask_ahead(first_byte + located.offsets(spec, column.name), column.row_bytes)
         names = {column.name for column in wanted}
-        for is_small, run in groupby(spec.columns, lambda column: column.row_bytes < SMALL_BYTES):
+        for is_small, run in groupby(spec.columns, lambda column: column.row_bytes < _SMALL_BYTES):
             own = list(run)
             if is_small and not names.isdisjoint(column.name for column in own):
                 begin = first_byte + located.data + located.rows * spec.prefix_bytes[own[0].name]

@@ -6,7 +6,7 @@ import ipaddress
 
 from bucketline.errors import UsageError
 
-LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
 
 
@@ -18,8 +18,8 @@ def address_of(text: str) -> tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit()) or int(port) > MAX_PORT:
-        raise UsageError(f"{text} is not an address, expected HOST:PORT with a port up to {MAX_PORT}, such as {LOOPBACK}:9400")
-    return host.removeprefix("[").removesuffix("]") or LOOPBACK, int(port)
+        raise UsageError(f"{text} is not an address, expected HOST:PORT with a port up to {MAX_PORT}, such as {_LOOPBACK}:9400")
+    return host.removeprefix("[").removesuffix("]") or _LOOPBACK, int(port)
 
 
 def is_loopback(host: str) -> bool:

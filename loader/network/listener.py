@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 REQUEST_S = 10.0  # time limit for a client's handshake, proof and request
 MAX_CLIENTS = 256
 END_S = 1.0  # for all clients to read the end of their iterations
-ENDED = "the server was stopped; iterate again, or name another server: the iteration continues at the same batch"
+_ENDED = "the server was stopped; iterate again, or name another server: the iteration continues at the same batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +284,7 @@ class Listener:
         finally:
             self.sent.end(client)
         if self._stopped.is_set():
-            failure = failure or DeliveryError(ENDED)
+            failure = failure or DeliveryError(_ENDED)
         with connection.sending, suppress(OSError):
             connection.is_over = True
             writer.end(None if failure is None else failure_as_json(failure))

@@ -36,7 +36,7 @@ ALIVE_EVERY_S = 2.0  # a server with no batch to send sends a sign of life
 ALIVE = {"alive": True}  # before the answer; then it is a frame
 MAX_LAYOUT_BYTES = 1 << 20
 MAX_BATCH_BYTES = 1 << 30  # that a client can request
-MAX_PREFETCH_BYTES, MAX_THREADS = 1 << 28, 4  # of a client, on the server
+MAX_PREFETCH_BYTES, _MAX_THREADS = 1 << 28, 4  # of a client, on the server
 _FRAME = struct.Struct("<BQQQIQ")  # kind, step, micro step, epoch, length of the layout or message, bytes of tensors
 
 
@@ -221,7 +221,7 @@ def allowed(config: LoaderConfig) -> LoaderConfig:
     """Return a client's configuration within the server's limits. Nothing of disks and object storage is in it."""
     return replace(
         config,
-        threads=min(config.threads, MAX_THREADS),
+        threads=min(config.threads, _MAX_THREADS),
         prefetch_bytes=min(config.prefetch_bytes, MAX_PREFETCH_BYTES),
         cache=None,
         cache_bytes=None,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SORTED_BELOW = 1 << 16
-KEPT_BYTES = 64 << 20  # of cached permutations: 512 of the largest, or 32,000 of a thousand rows
+_KEPT_BYTES = 64 << 20  # of cached permutations: 512 of the largest, or 32,000 of a thousand rows
 ROUNDS = 12  # small halves (at least 256 values) mix slowly; tests/property/test_permutation.py measures it
 FEW = 6  # up to so many indices are computed one by one in Python, because numpy's call overhead would exceed the work
 _MASK = (1 << 64) - 1
@@ -153,7 +153,7 @@ class _SortedOrders:
 
 
 _OVERHEAD_BYTES = 512  # per entry, in addition to the numbers themselves
-_ORDERS = _SortedOrders(KEPT_BYTES)
+_ORDERS = _SortedOrders(_KEPT_BYTES)
 os.register_at_fork(after_in_child=_ORDERS.renew_lock)
 
 

@@ -27,7 +27,7 @@ WINDOW = 32  # micro-batches located or planned at once, which costs hardly more
 AHEAD_BYTES = (
     8 << 20
 )  # between two stages: 64 requests of 128 KiB; twice as many and more gave less (`bench/store/cold_gather.py --ahead-mib`)
-MAX_AHEAD = 32  # micro-batches between two stages
+_MAX_AHEAD = 32  # micro-batches between two stages
 WARM_AFTER = 64  # micro-batches without a read from the disk
 COLD_FOR = 8  # of these that one read stands for: a store is cold if more than one in nine micro-batches read
 
@@ -69,7 +69,7 @@ class Readahead:
     def __init__(self, builder: BatchBuilder, order: Iterator[tuple[int, int]]) -> None:
         """`order` yields (step, micro step). It is consumed as far ahead as batches are located."""
         self._builder, self._order = builder, order
-        self._ahead = min(MAX_AHEAD, max(1, AHEAD_BYTES // builder.buffer_bytes))
+        self._ahead = min(_MAX_AHEAD, max(1, AHEAD_BYTES // builder.buffer_bytes))
         self._pending: deque[PendingBatch | StoreError] = deque()  # a failure is raised in its turn, after all before it
         self._planned: deque[CopyPlan] = deque()  # of the first of those that are pending
         self._window = 1  # then 8, then all: the first batch does not wait for many

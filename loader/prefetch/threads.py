@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from bucketline.loader.plan.cursor import Cursor
 
 FIRST_DEPTH = 2  # micro-batches filled ahead as long as the caller never has to wait
-MIN_DEPTH, MAX_DEPTH = 2, 64  # micro-batches
+MIN_DEPTH, _MAX_DEPTH = 2, 64  # micro-batches
 
 
 def depth_of(config: LoaderConfig, buffer_bytes: int) -> int:
     """Return how many micro-batches of `buffer_bytes` each are filled ahead at most."""
-    return min(max(config.prefetch_bytes // buffer_bytes, MIN_DEPTH), MAX_DEPTH)
+    return min(max(config.prefetch_bytes // buffer_bytes, MIN_DEPTH), _MAX_DEPTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AUTO = "auto"  # instead of a socket's path: a child process of the loader's own
-ANSWER_S = 600.0  # time limit for the service to open a store and plan
+_ANSWER_S = 600.0  # time limit for the service to open a store and plan
 _LOOK_MS = 100  # poll interval while waiting: no wake-up can be lost (`fence`), but if one were, this would be the delay
 COPIED_AHEAD = 2  # micro-batches being copied to a CUDA device, in addition to the one that is returned
 
@@ -58,7 +58,7 @@ class ServiceStream:
         self._sock, self._name, self._copier = sock, name, copier
         self._pid = os.getpid()
         send(sock, _as_json(wanted))
-        message, fds = receive(sock, ANSWER_S, with_fd=True)
+        message, fds = receive(sock, _ANSWER_S, with_fd=True)
         if "error" in message:
             raise failure_of(message)
         try:

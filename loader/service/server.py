@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.urls import RemoteOptions
 
-REQUEST_S = 10.0  # time limit for a client to send its request
-MAX_CLIENTS = 1024
+_REQUEST_S = 10.0  # time limit for a client to send its request
+_MAX_CLIENTS = 1024
 COUNTED = ("batches", "samples", "bytes", "waits", "waited_s", "errors")  # of each client, and of all so far
-ENDED = "the service was stopped; restart it and iterate again: the next iteration continues at the same batch"
+_ENDED = "the service was stopped; restart it and iterate again: the next iteration continues at the same batch"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -83,12 +83,12 @@ class Service:
         """Answer a client in a separate thread."""
         thread = threading.Thread(target=self._answer, args=(sock,), name="bucketline-client", daemon=True)
         with self._lock:
-            is_full = len(self._threads) >= MAX_CLIENTS
+            is_full = len(self._threads) >= _MAX_CLIENTS
             if not is_full:
                 self._threads.add(thread)
                 self._connections.add(sock)
         if is_full:
-            _refuse(sock, DeliveryError(f"the service has {MAX_CLIENTS} clients, its maximum"))
+            _refuse(sock, DeliveryError(f"the service has {_MAX_CLIENTS} clients, its maximum"))
             sock.close()
             return
         thread.start()
@@ -99,7 +99,7 @@ class Service:
             self._is_stopped = True
             sessions, threads, connections = list(self._sessions), list(self._threads), list(self._connections)
         for session in sessions:
-            session.stop(ENDED)
+            session.stop(_ENDED)
         for sock in connections:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -159,7 +159,7 @@ class Service:
         with sock, ExitStack() as using:
             try:
                 _refuse_others(sock)
-                message, _ = receive(sock, REQUEST_S)
+                message, _ = receive(sock, _REQUEST_S)
                 if message.get("ask") == "stats":
                     send(sock, {"stats": self.stats()})
                     return
@@ -199,7 +199,7 @@ class Service:
             if not is_stopped:
                 self._sessions.append(session)
         if is_stopped:
-            session.stop(ENDED)
+            session.stop(_ENDED)
             return
         try:
             session.run()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest_entries import FileEntry
 
-CHUNK_BYTES = 64 << 20  # per system call; progress is reported after each
+_CHUNK_BYTES = 64 << 20  # per system call; progress is reported after each
 _CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
@@ -29,7 +29,7 @@ def copy_file(source: Path, target: Path, expected: FileEntry, on_bytes: Callabl
     """
     with open_listed(source, expected.num_bytes) as reading, target.open("xb", buffering=0) as writing:
         left = expected.num_bytes
-        while left and (count := _copy_some(reading, writing.fileno(), min(left, CHUNK_BYTES))):
+        while left and (count := _copy_some(reading, writing.fileno(), min(left, _CHUNK_BYTES))):
             left -= count
             on_bytes(count)
         os.fsync(writing.fileno())

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 _TEXT_DTYPE = "encoders.text_encoder.stored_dtype"
-GENERATION = 1  # of a merged store: 0 is the empty store
+_GENERATION = 1  # of a merged store: 0 is the empty store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def merge(
             manifest = dataclasses.replace(
                 first,
                 store_id=uuid.uuid4().hex,
-                generation=GENERATION,
+                generation=_GENERATION,
                 buckets=buckets,
                 shards=tuple(shards),
                 retired=(),
@@ -200,7 +200,7 @@ def _copy(store: Path, part: Part, name: str, on_bytes: Callable[[int], None]) -
     paths = shard_paths(store, name)
     for source, file in _files(part):
         copy_file(source, paths.folder / f"{name}{source.name.removeprefix(part.shard.name)}", file, on_bytes)
-    entry, data = entry_of(part, GENERATION)
+    entry, data = entry_of(part, _GENERATION)
     if entry.dropped is not None:
         write_durably(paths.dropped(entry.dropped.generation), data)
     return dataclasses.replace(entry, name=name)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bucketline.store.read.store import Store
     from bucketline.store.shard.reader import SealedShard
 
-NAMED = 5  # ids that an error lists by name
+_NAMED = 5  # ids that an error lists by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +124,9 @@ def _refuse(keys: NDArray[np.bytes_], stores: Sequence[Store], first: NDArray[np
         return stores[int(first[n])].path, stores[int(second[n])].path
 
     named = [
-        f"{name(stores[int(second[n])], key)!r} is in {place(n)[0]} and in {place(n)[1]}" for n, key in enumerate(keys[:NAMED])
+        f"{name(stores[int(second[n])], key)!r} is in {place(n)[0]} and in {place(n)[1]}" for n, key in enumerate(keys[:_NAMED])
     ]
-    more = f", and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
+    more = f", and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
     raise StoreError(
         f"{len(keys)} samples are in two stores: {'; '.join(named)}{more}; "
         "drop them from one of the stores, or use --replace to keep the later store's"

@@ -13,7 +13,7 @@ from bucketline.store.commands.place import ChangingArguments, StorePlace
 if TYPE_CHECKING:
     from bucketline.store.verify.verify import Verified
 
-NAMED = 5  # number of samples printed per damaged caption
+_NAMED = 5  # number of samples printed per damaged caption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,5 +82,5 @@ def _listed(samples: tuple[str, ...]) -> str:
     """Return the first sample ids as a suffix for the fault's message."""
     if not samples:
         return ""
-    more = f" and {len(samples) - NAMED} more; --json names all" if len(samples) > NAMED else ""
-    return f": {', '.join(map(one_line, samples[:NAMED]))}{more}"
+    more = f" and {len(samples) - _NAMED} more; --json names all" if len(samples) > _NAMED else ""
+    return f": {', '.join(map(one_line, samples[:_NAMED]))}{more}"

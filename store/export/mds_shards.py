@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bucketline.store.read.iter_samples import Listed
     from bucketline.store.read.store import Store
 
-MAX_SHARD_BYTES = (1 << 32) - 1  # offsets are U32
+_MAX_SHARD_BYTES = (1 << 32) - 1  # offsets are U32
 _INTEGERS = ("caption_tokens", "height", "original_height", "original_width", "width")
 _TEXTS = ("caption", "key", "latents_shape")
 _MASK_SHAPE = "mask_shape"
@@ -59,7 +59,7 @@ class MdsForm:
             return f"{found}, and MDS takes masks, U8 of the image's or the latent's size, and control/NAME like the latents"
 
         self.form, self._store = form_of(store, "MDS", columns, holds=why_not), store
-        self.shard_bytes = min(shard_bytes, MAX_SHARD_BYTES)
+        self.shard_bytes = min(shard_bytes, _MAX_SHARD_BYTES)
 
     def columns(self, bucket: str) -> dict[str, tuple[str, int | None]]:
         """Return the encoding and the length, None if it varies, of each column of a bucket, sorted by name as MDS has them."""

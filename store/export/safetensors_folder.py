@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.sample_record import SampleRecord
 
-SAMPLES = "samples.jsonl"
+_SAMPLES = "samples.jsonl"
 
 
 class FolderPlan:
@@ -55,7 +55,7 @@ class FolderWriter:
         self.plan.add(record, len(data))
 
     def __enter__(self) -> FolderWriter:
-        self._samples = (self._folder / SAMPLES).open("w", encoding="ascii")
+        self._samples = (self._folder / _SAMPLES).open("w", encoding="ascii")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

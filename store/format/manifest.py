@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 28
-MAX_SHARD_BYTES = 1 << 44  # a few GiB is usual
+_MAX_SHARD_BYTES = 1 << 44  # a few GiB is usual
 EXTENT_BYTES = 4 * 8  # per block: offset, length, first row, rows
 
 
@@ -133,7 +133,7 @@ class Manifest:
     def _check_column_shard(self, shard: ShardEntry, name: str, own: ColumnShardEntry) -> None:
         item = f"shard {shard.name}, added column {name!r:.80}"
         specs = self.added_specs.get(name, {})
-        if own.lmdb.num_bytes >= MAX_SHARD_BYTES or not 0 < own.extents.num_bytes <= own.lmdb.num_bytes + 2 * MAX_HEADER_BYTES:
+        if own.lmdb.num_bytes >= _MAX_SHARD_BYTES or not 0 < own.extents.num_bytes <= own.lmdb.num_bytes + 2 * MAX_HEADER_BYTES:
             raise ValueError(f"{item}: its files have impossible lengths")
         if lacking := [bucket for bucket, rows in shard.live.items() if rows and bucket not in own.groups]:
             raise ValueError(f"{item}: it lacks the rows of {lacking[0]}")
@@ -223,7 +223,7 @@ class Manifest:
         # a sidecar entry is shorter than the block, row or caption that it describes
         sidecars = [shard.extents.num_bytes, shard.index.num_bytes, *([shard.dropped.num_bytes] if shard.dropped else [])]
         largest = shard.lmdb.num_bytes + 2 * MAX_HEADER_BYTES
-        if shard.lmdb.num_bytes >= MAX_SHARD_BYTES or not all(0 < num_bytes <= largest for num_bytes in sidecars):
+        if shard.lmdb.num_bytes >= _MAX_SHARD_BYTES or not all(0 < num_bytes <= largest for num_bytes in sidecars):
             raise ValueError(f"shard {shard.name} has files of impossible lengths")
         if any(group.dropped for group in shard.groups.values()) != (shard.dropped is not None):
             raise ValueError(f"shard {shard.name} has dropped rows but no list of them, or a list but no dropped rows")
@@ -355,16 +355,16 @@ def read_manifest(store: Path, generation: int | None = None) -> Manifest:
         if generation is not None and (store / MANIFEST).is_file():
             raise StoreError(f"{store} has no generation {generation} any more; open the newest one") from error
         if generation is None and newest_intact(store) is not None:
-            raise StoreError(f"{store} has lost its {MANIFEST}; {advice(store)}") from error
+            raise StoreError(f"{store} has lost its {MANIFEST}; {_advice(store)}") from error
         raise StoreError(f"{store} is not a store: {why_no_store(store, MANIFEST)}") from error
     except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}; {advice(store)}") from error
+        raise StoreError(f"{path} cannot be read: {error.strerror}; {_advice(store)}") from error
     try:
         if len(data) > MAX_MANIFEST_BYTES:
             raise CorruptError(f"{path} has more than the {MAX_MANIFEST_BYTES} bytes that are accepted")
         return parse_manifest(data, str(path))
     except CorruptError as error:
-        raise CorruptError(f"{error}; {advice(store)}") from error
+        raise CorruptError(f"{error}; {_advice(store)}") from error
 
 
 def newest_intact(store: Path) -> Path | None:
@@ -379,7 +379,7 @@ def newest_intact(store: Path) -> Path | None:
     return None
 
 
-def advice(store: Path) -> str:
+def _advice(store: Path) -> str:
     """Return how to fix a damaged or missing manifest."""
     found = newest_intact(store)
     return f"copy {found} to {store / MANIFEST}" if found else "restore it from a backup; no generation of the store is intact"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MIXTURE = "mixture.json"
-VERSION = 1
+_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ class MixtureFile:
     stores: tuple[MixedStore, ...]
 
     def __post_init__(self) -> None:
-        if self.version != VERSION:
-            raise ValueError(f"version is {self.version}, expected {VERSION}; a newer bucketline wrote it")
+        if self.version != _VERSION:
+            raise ValueError(f"version is {self.version}, expected {_VERSION}; a newer bucketline wrote it")
 
 
 def write_mixture(folder: Path, stores: tuple[MixedStore, ...]) -> None:
@@ -52,7 +52,7 @@ def write_mixture(folder: Path, stores: tuple[MixedStore, ...]) -> None:
     Raises:
         StoreError: if it cannot be written.
     """
-    text = json.dumps(encode(MixtureFile(version=VERSION, stores=stores)), indent=1)
+    text = json.dumps(encode(MixtureFile(version=_VERSION, stores=stores)), indent=1)
     write_or_explain(folder / MIXTURE, f"{text}\n".encode())
 
 

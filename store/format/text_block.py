@@ -30,7 +30,7 @@ TEXT_GROUP = "text"  # the captions' group name in manifest, extents and keys
 EMPTY_CAPTION_ROW = 0  # the first caption of every shard is the empty one
 STARTS, CHECKSUM, DIGEST = "starts", "checksum", "digest"
 TEXT_FORMAT, RAGGED_FORMAT = "bucketline.text/1", "bucketline.ragged/1"
-MAX_TOKENS = 1 << 40
+_MAX_TOKENS = 1 << 40
 
 
 def is_bucket(group: str) -> bool:
@@ -79,7 +79,7 @@ class RaggedSpec:
 
     @cached_property
     def header_bytes(self) -> int:
-        return header_bytes_for(lay_out(self._shapes(MAX_ROWS, MAX_TOKENS)), self._metadata(MAX_ROWS))
+        return header_bytes_for(lay_out(self._shapes(MAX_ROWS, _MAX_TOKENS)), self._metadata(MAX_ROWS))
 
     @cached_property
     def token_bytes(self) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bucketline.store.write.part_writer import PartWriter
 
 READY = "ready"  # the first message of a worker
-POLL_S = 1.0  # between two looks whether the process that publishes is still there
+_POLL_S = 1.0  # between two looks whether the process that publishes is still there
 ARGUMENTS = ("sample_id", "split", "columns", "captions", "ragged")  # of `PartWriter.add`
 
 
@@ -76,7 +76,7 @@ class ItemEncoder:
                 self.part.add(**_arguments(task, sample))
                 num_samples += 1
         except BucketlineError as error:
-            return failure_of(error, "" if task.name.removeprefix("item ") in str(error) else f"{task.name}: ")
+            return _failure_of(error, "" if task.name.removeprefix("item ") in str(error) else f"{task.name}: ")
         return self.outcome(num_samples)
 
     def outcome(self, num_samples: int = 0, *, is_last: bool = False) -> Outcome:
@@ -137,13 +137,13 @@ def run_worker(
                     part.close()
                     return
         except BucketlineError as error:
-            connection.send(failure_of(error))
+            connection.send(_failure_of(error))
         else:
             connection.send(encoder.outcome(is_last=True))
         connection.close()
 
 
-def failure_of(error: BucketlineError, beginning: str = "") -> Failure:
+def _failure_of(error: BucketlineError, beginning: str = "") -> Failure:
     """Return an error as a message to the parent."""
     return Failure(kind=type(error).__name__, message=f"{beginning}{error}", trace=traceback.format_exc())
 
@@ -151,7 +151,7 @@ def failure_of(error: BucketlineError, beginning: str = "") -> Failure:
 def _has_message(connection: Connection[Any, Any], parent: int) -> bool:
     """Wait for a message; return False if the parent is gone."""
     while os.getppid() == parent:
-        if connection.poll(POLL_S):
+        if connection.poll(_POLL_S):
             return True
     return False
 

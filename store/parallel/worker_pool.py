@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 StartMethod = Literal["spawn", "fork"]
 QUEUED = 2  # tasks of a worker, so that it need not wait for the next one
-POLL_S = 0.2
+_POLL_S = 0.2
 _NOT_PICKLED = (PicklingError, AttributeError, TypeError)
 
 
@@ -112,7 +112,7 @@ class WorkerPool:
             except OSError:
                 continue
         while left:
-            for worker in [one for one in left if one.connection in wait([other.connection for other in left], POLL_S)]:
+            for worker in [one for one in left if one.connection in wait([other.connection for other in left], _POLL_S)]:
                 try:
                     message = worker.connection.recv()
                 except (EOFError, OSError):
@@ -139,7 +139,7 @@ class WorkerPool:
 
     def _received(self) -> Iterator[Outcome | Failure]:
         by_connection = {worker.connection: worker for worker in self._workers}
-        for connection in wait(list(by_connection), POLL_S):
+        for connection in wait(list(by_connection), _POLL_S):
             worker = by_connection[connection]  # type: ignore[index] # only connections were given
             try:
                 message = worker.connection.recv()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PROMPTS_FORMAT = "bucketline.prompts/1"
 MAX_PROMPTS = 256
-MAX_SIDE_PX = 1 << 16
+_MAX_SIDE_PX = 1 << 16
 _LIST, _TEXT = "prompts", "text"  # tensors: the prompts as JSON, and a text block
 _ENCODER = "text_encoder"  # metadata: the provenance of the embeddings
 
@@ -55,8 +55,8 @@ class Prompt:
             text.encode()  # which raises an error for half a surrogate pair
         if not 0 <= self.seed < MAX_INT:
             raise ValueError(f"the seed is {self.seed}, expected 0 to {MAX_INT - 1}")
-        if not (0 < self.height_px <= MAX_SIDE_PX and 0 < self.width_px <= MAX_SIDE_PX):
-            raise ValueError(f"the size is {self.height_px}x{self.width_px} px, expected 1 to {MAX_SIDE_PX} px a side")
+        if not (0 < self.height_px <= _MAX_SIDE_PX and 0 < self.width_px <= _MAX_SIDE_PX):
+            raise ValueError(f"the size is {self.height_px}x{self.width_px} px, expected 1 to {_MAX_SIDE_PX} px a side")
         if self.guidance is not None and not math.isfinite(self.guidance):
             raise ValueError(f"the guidance is {self.guidance}, expected a number")
 

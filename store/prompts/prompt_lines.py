@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
-MAX_FILE_BYTES = 16 << 20
+_MAX_FILE_BYTES = 16 << 20
 _FIELDS = {"prompt": str, "negative_prompt": str, "seed": int, "height": int, "width": int, "guidance": (int, float)}
 
 
@@ -32,12 +32,12 @@ def read_prompts(file: Path, size: tuple[int, int]) -> Iterator[tuple[int, Promp
         SourceError: if the file cannot be read, has no prompts or too many, or a line is not as described.
     """
     try:
-        data = read_regular(file, MAX_FILE_BYTES)
+        data = read_regular(file, _MAX_FILE_BYTES)
         text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"{file} {why_unread(error)}; give a text file with a prompt a line") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise SourceError(f"{file} has more than {MAX_FILE_BYTES} bytes, expected at most {MAX_PROMPTS} lines of prompts")
+    if len(data) > _MAX_FILE_BYTES:
+        raise SourceError(f"{file} has more than {_MAX_FILE_BYTES} bytes, expected at most {MAX_PROMPTS} lines of prompts")
     num_same: Counter[str] = Counter()
     num_found = 0
     for number, line in enumerate(text.split("\n"), 1):

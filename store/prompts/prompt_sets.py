@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bucketline.store.prompts.prompt_file import PromptSet
     from bucketline.store.remote.objects import ObjectFolder
 
-FOLDER, SUFFIX = "prompts", ".safetensors"
+_FOLDER, _SUFFIX = "prompts", ".safetensors"
 DEFAULT = "default"  # name of a set; the only one that is found on a web server unless it is named
 MAX_BYTES = 2 << 30
 LARGE_BYTES = 1 << 20  # of one that is looked at before it is read whole, in object storage
@@ -59,11 +59,11 @@ def set_names(place: Place) -> list[str]:
         StoreError: if the place cannot be reached.
     """
     if isinstance(place, Path):
-        with explaining(place / FOLDER):
-            found = [path.name for path in (place / FOLDER).iterdir()] if (place / FOLDER).is_dir() else []
+        with explaining(place / _FOLDER):
+            found = [path.name for path in (place / _FOLDER).iterdir()] if (place / _FOLDER).is_dir() else []
     else:
-        found = [name.removeprefix(f"{FOLDER}/") for name in _objects(place)]
-    names = (name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX))
+        found = [name.removeprefix(f"{_FOLDER}/") for name in _objects(place)]
+    names = (name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX))
     return sorted(name for name in names if _NAME.fullmatch(name))
 
 
@@ -91,7 +91,7 @@ def write_set(place: Place, name: str, data: bytes) -> None:
     if not isinstance(place, Path):
         place.write(file_of(name), data)
         return
-    folder = place / FOLDER
+    folder = place / _FOLDER
     if folder.is_symlink():
         raise StoreError(f"{folder} is a link; a store is changed only where its folders are its own: replace it by the folder")
     with explaining(folder):
@@ -157,7 +157,7 @@ def _objects(folder: ObjectFolder) -> list[str]:
     """Return the names of the objects in the folder `prompts`; without the right to list it, DEFAULT's if it is there."""
     try:
         if not folder.is_read_only:
-            return [file.name for file in folder.names(FOLDER)]
+            return [file.name for file in folder.names(_FOLDER)]
         return [] if folder.size(file_of(DEFAULT)) is None else [file_of(DEFAULT)]
     except DeniedError:
         return [] if _read(folder, DEFAULT) is None else [file_of(DEFAULT)]
@@ -165,7 +165,7 @@ def _objects(folder: ObjectFolder) -> list[str]:
 
 def file_of(name: str) -> str:
     """Return the name of a set's file in the store's folder."""
-    return f"{FOLDER}/{name}{SUFFIX}"
+    return f"{_FOLDER}/{name}{_SUFFIX}"
 
 
 def _where(place: Place, name: str) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 BUFFER_BYTES = 1 << 20  # of each thread
-CONNECT_S = 5.0
+_CONNECT_S = 5.0
 MAX_OTHER = 3  # answers in a row that are not what was requested, after which the client is left to it
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
@@ -47,7 +47,7 @@ class _Kept:
     def connect(self, host: str, read_s: float) -> http.client.HTTPConnection:
         """Return the connection to a host, connected."""
         if self.connection is None:
-            self.connection, self.host = http.client.HTTPConnection(host, timeout=min(CONNECT_S, read_s)), host
+            self.connection, self.host = http.client.HTTPConnection(host, timeout=min(_CONNECT_S, read_s)), host
             self.connection.connect()
             self.connection.sock.settimeout(read_s)
         return self.connection

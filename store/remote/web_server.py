@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from urllib3 import BaseHTTPResponse, HTTPConnectionPool
 
-CONNECT_S = 5.0
+_CONNECT_S = 5.0
 MAX_REDIRECTS = 5
 MAX_IDLE = 256  # connections to a server that are kept: as many as a loader has threads
 MAX_SERVERS = 8  # on one host, to which connections are kept
-PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _AGAIN = (408, 429)  # and 5xx: statuses after which the request is made again
 _PORTS = {"http": 80, "https": 443}
@@ -90,10 +90,10 @@ class WebAnswer:
     _span: tuple[int, int]  # of the file
     _response: BaseHTTPResponse = field(repr=False)
 
-    def stream(self, min_chunk_size: int = PIECE_BYTES) -> Iterator[bytes]:
+    def stream(self, min_chunk_size: int = _PIECE_BYTES) -> Iterator[bytes]:
         """Yield the bytes in pieces; what breaks off is requested again from there."""
         at, end = self._span
-        most = min(max(min_chunk_size, 1), PIECE_BYTES)
+        most = min(max(min_chunk_size, 1), _PIECE_BYTES)
         until, tries = time.monotonic() + self._server.deadline_s, 0
         try:
             while at < end:
@@ -137,7 +137,7 @@ class WebServer:
         self._folder = quote(unquote(parts.path)).rstrip("/")
         self.deadline_s = deadline_s
         read_s = deadline_s / 4
-        self._timeout = Timeout(connect=min(CONNECT_S, read_s), read=read_s)
+        self._timeout = Timeout(connect=min(_CONNECT_S, read_s), read=read_s)
         self._headers = {"Accept-Encoding": "identity", "User-Agent": "bucketline"}
         if "@" in parts.netloc:
             self._headers["Authorization"] = _basic(parts.netloc.rpartition("@")[0])

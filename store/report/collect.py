@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 MAX_LINE_BYTES = 1 << 20  # of a list; a longer one is left out
 MAX_REASONS, OTHER_REASONS = 200, "other reasons"  # a packer has some dozens
-MAX_POINTS = 1500  # of the scatter charts
+_MAX_POINTS = 1500  # of the scatter charts
 WORST = 8  # crops that a bucket shows
 CROP_BUCKETS = 12  # buckets that show them
 EXAMPLES = 8  # rejects of one reason, and cut captions of one encoder
 MAX_CARDS = 40  # of one bucket
 MAX_WORDS = 1 << 20  # different words that are counted at a time; some 100 MB
-MAX_LIST_BYTES = 1 << 30
+_MAX_LIST_BYTES = 1 << 30
 _WORD = re.compile(r"[^\W\d_][\w'-]*")
 _STOP = (
     "a an and are as at be by for from has have he her his in into is it its of off on or over she some that the their there "
@@ -105,7 +105,7 @@ def collect(store: Store, cards_of_each: int) -> Facts:
             if loss > 0.0:
                 _keep(bucket.worst, (loss, key, shown), WORST)
         if min(record.original_size) > 0:
-            _keep(facts.sizes, (-key, *record.original_size), MAX_POINTS)
+            _keep(facts.sizes, (-key, *record.original_size), _MAX_POINTS)
         _note_captions(facts, record)
     return facts
 
@@ -138,7 +138,7 @@ def list_of(store: Store, name: str) -> Iterator[Mapping[str, Any]]:
         return
     with path.open("rb") as file:
         is_whole = True  # whether what came before ended with its line
-        while file.tell() < MAX_LIST_BYTES and (line := file.readline(MAX_LINE_BYTES)):
+        while file.tell() < _MAX_LIST_BYTES and (line := file.readline(MAX_LINE_BYTES)):
             was_whole, is_whole = is_whole, line.endswith(b"\n")
             try:
                 entry = json.loads(line) if was_whole else None

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from bucketline.typed_json import Json
 
-SOURCE = "ComfyUI, comfy/latent_formats.py (latent_rgb_factors), as of commit 75399d78"
+_SOURCE = "ComfyUI, comfy/latent_formats.py (latent_rgb_factors), as of commit 75399d78"
 MAX_FACTORS_BYTES = 1 << 20
-MAX_PIXELS = 1 << 20  # latent positions that a fit or a principal component takes
+_MAX_PIXELS = 1 << 20  # latent positions that a fit or a principal component takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class LatentRgb:
 
 def _published(name: str, factors: str, bias: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> LatentRgb:
     values = np.array(factors.split(), dtype=np.float64).reshape(-1, 3)
-    return LatentRgb(name=name, factors=values, bias=np.array(bias), source=SOURCE)
+    return LatentRgb(name=name, factors=values, bias=np.array(bias), source=_SOURCE)
 
 
 LATENT_RGB = {
@@ -84,7 +84,7 @@ LATENT_RGB = {
         (-0.0329, -0.0718, -0.0851),
     ),
 }
-"""The published factors, by the names of `published_vaes`. Source: `SOURCE`; the maps to RGB there are of scaled latents."""
+"""The published factors, by the names of `published_vaes`. Source: `_SOURCE`; the maps to RGB there are of scaled latents."""
 
 
 def scaled(latents: NDArray[Any], vae: Mapping[str, Json]) -> NDArray[np.float32]:
@@ -113,7 +113,7 @@ def fit(latents: Sequence[NDArray[Any]], images: Sequence[NDArray[Any]], name: s
     for latent, image in zip(latents, images, strict=True):
         inputs.append(latent.reshape(len(latent), -1).T.astype(np.float64))
         targets.append(shrunk(image, *latent.shape[1:]).reshape(-1, 3) / 127.5 - 1.0)
-    x, y = np.concatenate(inputs)[:MAX_PIXELS], np.concatenate(targets)[:MAX_PIXELS]
+    x, y = np.concatenate(inputs)[:_MAX_PIXELS], np.concatenate(targets)[:_MAX_PIXELS]
     found: NDArray[np.float64] = np.linalg.lstsq(np.column_stack([x, np.ones(len(x))]), y, rcond=None)[0].astype(np.float64)
     source = f"least squares over {len(latents)} decoded samples"
     rgb = LatentRgb(name=name, factors=found[:-1], bias=found[-1], source=source)
@@ -138,7 +138,7 @@ def shrunk(image: NDArray[Any], height: int, width: int) -> NDArray[np.float64]:
 
 def false_colours(latents: Sequence[NDArray[Any]]) -> LatentRgb:
     """Return a map that shows the three largest principal components of scaled latents, each `[C, h, w]`: only shapes."""
-    pixels = np.concatenate([latent.reshape(len(latent), -1).T for latent in latents]).astype(np.float64)[:MAX_PIXELS]
+    pixels = np.concatenate([latent.reshape(len(latent), -1).T for latent in latents]).astype(np.float64)[:_MAX_PIXELS]
     pixels = pixels[np.isfinite(pixels).all(axis=1)]
     channels = len(latents[0])
     if len(pixels) < 2:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bucketline.store.read.store import Bucket, Store
     from bucketline.typed_json import Json
 
-CHUNK_BYTES = 32 << 20  # of latents that are read at a time
+_CHUNK_BYTES = 32 << 20  # of latents that are read at a time
 GRID = 8  # cells along each side of a pooled latent
 CONSTANT = 0.02  # spread within a latent over that of the store, below which it counts as constant
 ALIKE = 0.99  # cosine from which two samples are near-duplicates: photographs of the demo reach 0.984, their re-encodings 0.998
@@ -130,7 +130,7 @@ def check_latents(store: Store, most: int) -> LatentFacts:
 
 
 def _chunks(store: Store, bucket: Bucket, rows: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    size = max(1, CHUNK_BYTES // max(1, bucket.spec.column(LATENT).row_bytes * 4))
+    size = max(1, _CHUNK_BYTES // max(1, bucket.spec.column(LATENT).row_bytes * 4))
     for first in range(0, len(rows), size):
         part = rows[first : first + size]
         yield part, read_latents(store, bucket, part)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 PREVIEW_PX = 48  # longer side of a preview; the browser enlarges it smoothly
 MANY = 64  # latents that false colours are made from
-KINDS = {  # of a store's files, by the end of the name
+_KINDS = {  # of a store's files, by the end of the name
     ".lmdb": "shards",
     ".extents": "extents",
     ".index": "indexes",
@@ -219,7 +219,7 @@ def _files(store: Store) -> dict[str, int]:
             except FileNotFoundError:  # a concurrent pack has removed it
                 continue
             if stat.S_ISREG(status.st_mode) and not name.endswith(".lock"):
-                kind = next((kind for end, kind in KINDS.items() if name.endswith(end)), "manifests and the rest")
+                kind = next((kind for end, kind in _KINDS.items() if name.endswith(end)), "manifests and the rest")
                 found[kind] = found.get(kind, 0) + status.st_blocks * 512
     return found
 

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 MAX_NAMED_BOXES = 14  # buckets whose names the scatter chart shows
-MAX_BARS = 40
+_MAX_BARS = 40
 MAX_CLUSTERS, MAX_MEMBERS = 24, 8  # near-duplicates that the page shows
 MAX_BROKEN = 24  # latents that are not finite, or constant, and shown
-MAX_WORDS = 60
+_MAX_WORDS = 60
 WORD_BINS = 24
 MOST_CAPTIONS = 0.95  # captions whose lengths are drawn if the longest is twice as long
 
@@ -62,7 +62,7 @@ def card_of(images: Images, place: Place, *notes: str) -> Card:
 def buckets(store: Store, facts: Facts) -> Section:
     """Return the buckets as bars, and the sizes of the source images as charts."""
     found = [bucket for bucket in store.buckets() if bucket.num_rows]
-    largest = sorted(found, key=lambda bucket: -bucket.num_rows)[:MAX_BARS]
+    largest = sorted(found, key=lambda bucket: -bucket.num_rows)[:_MAX_BARS]
     total = max(1, facts.samples)
     rows = [Bar(label=b.name, value=b.num_rows, note=f"{b.num_rows:,}  ({percent(b.num_rows / total)})") for b in largest]
     body = f"<h3>Samples by bucket</h3>{bars(rows)}"
@@ -102,7 +102,7 @@ def crops(facts: Facts, images: Images) -> Section:
             note=f"{percent(b.mean_loss)} on average, {percent(b.most)} at most",
             warns=b.mean_loss >= MUCH_CROPPED,
         )
-        for b in known[:MAX_BARS]
+        for b in known[:_MAX_BARS]
     ]
     parts = [bars(rows, most=max(1e-9, min(1.0, max(b.mean_loss for b in known) * 1.25)))]
     for bucket in worst_buckets(facts):
@@ -138,7 +138,7 @@ def captions(facts: Facts, lists: ListFacts) -> Section:
     edges = [n * width for n in range(len(counts) + 1)]
     beyond = sum(count for words, count in facts.lengths.items() if words > drawn)
     not_drawn = f" <small>{counted(beyond, 'longer one')} not drawn</small>" if beyond else ""
-    frequent = "".join(f"<span>{shown(word)}<em>{count:,}</em></span>" for word, count in facts.words.most_common(MAX_WORDS))
+    frequent = "".join(f"<span>{shown(word)}<em>{count:,}</em></span>" for word, count in facts.words.most_common(_MAX_WORDS))
     about = (
         f"{counted(facts.captions, 'caption')} of {counted(facts.samples, 'sample')}, {facts.without_caption} without one; "
         f"{median} words in the median, {longest} at most."

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-HUGE_PAGE_BYTES = 2 << 20
+_HUGE_PAGE_BYTES = 2 << 20
 ZERO_BYTES = 1 << 20  # at the start of the range; must hold one padding row
 _MAX_BYTES = 1 << 47
 _MAP_FIXED = 0x10
@@ -105,7 +105,7 @@ class AddressRange:
         """
         self._sizes, self._opened, self._fill = num_bytes, opened, read
         # a file that is in the page cache in huge pages is mapped by them where its place begins at a multiple of one
-        unit = HUGE_PAGE_BYTES if read is None and max(num_bytes, default=0) >= HUGE_PAGE_BYTES else mmap.PAGESIZE
+        unit = _HUGE_PAGE_BYTES if read is None and max(num_bytes, default=0) >= _HUGE_PAGE_BYTES else mmap.PAGESIZE
         self._places = places = [-(-size // unit) * unit for size in num_bytes]
         if sum(places) >= _MAX_BYTES:
             raise StoreError(f"{sum(places)} bytes of addresses cannot be mapped: a process has {_MAX_BYTES}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
-PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
 
 
 class MirroredStore(Store):
@@ -82,11 +82,11 @@ class MirrorSource:
             piece
             for begin, num_bytes in ranges
             if num_bytes
-            for piece in range(begin // PIECE_BYTES, (begin + num_bytes - 1) // PIECE_BYTES + 1)
+            for piece in range(begin // _PIECE_BYTES, (begin + num_bytes - 1) // _PIECE_BYTES + 1)
         }
         path, name = shard_paths(self._path, entry.name).lmdb, f"shards/{entry.name}.lmdb"
         for piece in sorted(wanted - have):
-            begin, end = piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, entry.lmdb.num_bytes)
+            begin, end = piece * _PIECE_BYTES, min((piece + 1) * _PIECE_BYTES, entry.lmdb.num_bytes)
             if begin >= end:
                 continue  # beyond the end, which the reader notices
             data = self._objects.read_range(name, begin, end)

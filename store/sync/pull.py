@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest_entries import AddedColumn, DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
-GENERATION = 1  # of a store of some rows: 0 is the empty store
+_GENERATION = 1  # of a store of some rows: 0 is the empty store
 NOTE = ".pulling.json"  # what an unfinished pull is of; names of the copies it has made
 WORK = ".pulling"  # one shard at a time whose rows are copied
 
@@ -304,7 +304,7 @@ class _Copies:
         manifest = dataclasses.replace(
             self._manifest,
             store_id=self._note.store_id,
-            generation=GENERATION,
+            generation=_GENERATION,
             shards=tuple(shards),
             buckets=tuple(bucket for bucket in self._manifest.buckets if bucket.name in listed),
             added=_of_buckets(self._manifest.added, listed),
@@ -340,7 +340,7 @@ class _Copies:
         own, data = entry_of(part_of(shard, keys), 0)
         write_or_explain(shard.paths.dropped(0), data)
         view = dataclasses.replace(self._manifest, shards=(own,), retired=())
-        with RowCopier(Store(self._work, view), GENERATION) as copier:
+        with RowCopier(Store(self._work, view), _GENERATION) as copier:
             names = copier.copy(range(1), (), max(1, entry.lmdb.num_bytes))
         for name in names:
             made = sorted((self._work / "shards").glob(f"{name}.*"), key=lambda path: path.name == f"{name}.lmdb")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PUSHED = "pushed.json"  # next to the manifest: which generation is at which URL, for when this store has removed it
 _MAX_NOTE_BYTES = 1 << 20
-ROUNDS = 3  # of sending what is gone when it should be committed
+_ROUNDS = 3  # of sending what is gone when it should be committed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def _make_sure(
         StoreError: if an object is not there however often it is sent.
     """
     lacking: list[str] = []
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         for document in documents:
             uploader.send(store, document, document.shards)
         uploader.look(remote, noted_names)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NUM_SUMS = 64
-SAME = 0.1  # of the larger norm: rounding in 16 bits gives some 0.01, another caption 0.3 and more
+_SAME = 0.1  # of the larger norm: rounding in 16 bits gives some 0.01, another caption 0.3 and more
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class CaptionSketch:
         if self.exact != other.exact:
             return False
         norms = np.maximum(*(np.linalg.norm(one.sums, axis=1) for one in (self, other)))
-        return bool((np.linalg.norm(self.sums - other.sums, axis=1) <= SAME * norms).all())
+        return bool((np.linalg.norm(self.sums - other.sums, axis=1) <= _SAME * norms).all())
 
 
 def _floats(value: Any) -> NDArray[np.float32] | None:  # noqa: ANN401 - as `bits_of`

@@ -153,8 +153,8 @@ def _say_no_room(what: str, why: NoRoom) -> None:
 
 
 def _decode_batch(vae: nn.Module, one: DrawingBatch, latents: Tensor) -> Iterator[DrawnSample]:
-    generated = decode(vae, latents)
-    real = itertools.repeat(None) if one.real is None else decode(vae, one.real)
+    generated = _decode(vae, latents)
+    real = itertools.repeat(None) if one.real is None else _decode(vae, one.real)
     for entry, weight, image, its_real in zip(one.entries, one.batch.weight.tolist(), generated, real, strict=False):
         if weight > 0:
             yield DrawnSample(entry=entry, real=its_real, generated=image)
@@ -176,7 +176,7 @@ def load_vae(config: TrainConfig, store: Store) -> nn.Module | None:
 
 
 @torch.no_grad()
-def decode(vae: nn.Module, latents: Tensor) -> NDArray[np.uint8]:
+def _decode(vae: nn.Module, latents: Tensor) -> NDArray[np.uint8]:
     """Decode unscaled latents, [B, C, h, w] float32, to images, [B, H, W, 3]."""
     pixels = vaes.decode(vae, latents)
     return ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()

@@ -10,8 +10,8 @@ from matplotlib import font_manager
 
 log = logging.getLogger(__name__)
 
-FIRST = "DejaVu Sans"  # ships with matplotlib
-PREFERRED = (
+_FIRST = "DejaVu Sans"  # ships with matplotlib
+_PREFERRED = (
     *("Noto Sans CJK", "Source Han Sans", "WenQuanYi", "Droid Sans Fallback", "IPA", "Nanum", "Unifont"),
     *("Noto Emoji", "Symbola", "Noto Sans", "Noto Serif", "Source Han", "Heiti", "PingFang", "Hiragino", "Microsoft YaHei"),
     *("SimHei", "SimSun", "Yu Gothic", "Meiryo", "MS Gothic", "Malgun Gothic", "Apple", "AR PL", "Arial Unicode MS"),
@@ -21,7 +21,7 @@ PREFERRED = (
 
 def fonts_for(text: str) -> tuple[list[str], set[str]]:
     """Return font families that together cover a text, as matplotlib takes them, and the characters that none of them has."""
-    families, missing = [FIRST], {letter for letter in text if not letter.isspace() and ord(letter) not in _codes(FIRST)}
+    families, missing = [_FIRST], {letter for letter in text if not letter.isspace() and ord(letter) not in _codes(_FIRST)}
     for family in preferred_fonts() if missing else ():
         if found := {letter for letter in missing if ord(letter) in _codes(family)}:
             families.append(family)
@@ -39,7 +39,7 @@ def preferred_fonts() -> tuple[str, ...]:
         with contextlib.suppress(OSError, RuntimeError, ValueError, LookupError):  # a font that matplotlib cannot read
             font_manager.fontManager.addfont(path)
     names = sorted({entry.name for entry in font_manager.fontManager.ttflist})
-    ranked = (name for start in PREFERRED for name in names if _plain(name).startswith(_plain(start)))
+    ranked = (name for start in _PREFERRED for name in names if _plain(name).startswith(_plain(start)))
     return tuple(dict.fromkeys(ranked))
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bucketline.train.config import TrainConfig
     from bucketline.typed_json import Json
 
-CAPTIONS = "captions"  # instead of a set's name: draw stored captions
+_CAPTIONS = "captions"  # instead of a set's name: draw stored captions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def load_prompts(config: TrainConfig, shares: Sequence[WeightedStore], family: F
         UsageError: if no store has a set that --image-prompts names, or the model cannot draw a prompt's size.
         StoreError: if a set is damaged or cannot be read, or other encoders made it.
     """
-    if config.num_images == 0 or CAPTIONS in config.image_prompts:
+    if config.num_images == 0 or _CAPTIONS in config.image_prompts:
         return ()
     found: list[StoredPrompt] = []
     for name in config.image_prompts or (DEFAULT,):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-Place = tuple[dict[str, Any], str]
+_Place = tuple[dict[str, Any], str]
 """A module's table of parameters or buffers, and a name in it."""
 
 
@@ -111,7 +111,7 @@ class Offload:
             self._arriving[block] = copies, self._stream.record_event()
 
 
-def _frozen(block: nn.Module) -> Iterator[Place]:
+def _frozen(block: nn.Module) -> Iterator[_Place]:
     for module in block.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
@@ -120,7 +120,7 @@ def _frozen(block: nn.Module) -> Iterator[Place]:
 
 
 @torch.no_grad()
-def _in_host_memory(place: Place, device: torch.device, layout: torch.memory_format) -> Tensor:
+def _in_host_memory(place: _Place, device: torch.device, layout: torch.memory_format) -> Tensor:
     """Return a tensor in host memory, pinned for a GPU, as a parameter if it is one."""
     table, name = place
     tensor = table[name]

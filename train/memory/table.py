@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 RANKS = 8
-NONE = Path("none")
+_NONE = Path("none")
 EVERY_BLOCK = 99
-Options = dict[str, Any]
+_Options = dict[str, Any]
 """Options of a run that differ from the default."""
 
 
@@ -51,10 +51,10 @@ class Memory:
         return sum(astuple(self))
 
 
-def choices(rank: int) -> tuple[Options, ...]:
+def choices(rank: int) -> tuple[_Options, ...]:
     """Return the rows of the table of what depends on no batch; `rank`: of the adapters."""
-    adapters: Options = {"lora_rank": rank}
-    waiting: Options = {"gradient_checkpointing": True, "offload_blocks": EVERY_BLOCK}
+    adapters: _Options = {"lora_rank": rank}
+    waiting: _Options = {"gradient_checkpointing": True, "offload_blocks": EVERY_BLOCK}
     return (
         {},
         {"ema": Ema.CPU},
@@ -68,13 +68,13 @@ def choices(rank: int) -> tuple[Options, ...]:
     )
 
 
-def savings(rank: int) -> tuple[Options, ...]:
+def savings(rank: int) -> tuple[_Options, ...]:
     """Return the rows of the table of activations; `rank`: of the adapters."""
-    recomputing: tuple[Options, ...] = ({}, {"activation_memory": 0.5}, {"gradient_checkpointing": True})
+    recomputing: tuple[_Options, ...] = ({}, {"activation_memory": 0.5}, {"gradient_checkpointing": True})
     return (*recomputing, {"lora_rank": rank}, {"lora_rank": rank, "gradient_checkpointing": True})
 
 
-def label(options: Options) -> str:
+def label(options: _Options) -> str:
     """Return options as a command line has them."""
     words = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in options.items()]
     return f"`{' '.join(words)}`" + f" on {RANKS} GPUs" * ("sharding" in options) if words else "all weights"
@@ -105,7 +105,7 @@ class CountedModel:
                 self._made[key] = family, model.to_empty(device="cpu")
         return self._made[key]
 
-    def memory(self, options: Options) -> Memory:
+    def memory(self, options: _Options) -> Memory:
         """Return what a run with these options has on each device, whatever its batch."""
         asked = run_of(options)
         _, model = self.made(asked)
@@ -121,7 +121,7 @@ class CountedModel:
         is_averaged = asked.ema is Ema.DEVICE and not KINDS[asked.optimizer].averages
         return Memory(weights=held + weights, gradients=weights, moments=moments, average=weights if is_averaged else 0)
 
-    def activations(self, options: Options) -> int:
+    def activations(self, options: _Options) -> int:
         """Return the bytes that each image of a batch adds: all that the backward pass needs, but for the weights."""
         asked = run_of(options)
         family, model = self.made(asked)
@@ -143,9 +143,9 @@ class CountedModel:
             yield
 
 
-def run_of(options: Options) -> TrainConfig:
+def run_of(options: _Options) -> TrainConfig:
     """Return the configuration of a run with these options, in bf16."""
-    needed: Options = {"store": ("none",), "model": NONE, "output_dir": NONE, "batch_size": 1, "max_steps": 1}
+    needed: _Options = {"store": ("none",), "model": _NONE, "output_dir": _NONE, "batch_size": 1, "max_steps": 1}
     return TrainConfig(**{**needed, "learning_rate": 1.0, "precision": Precision.BF16, **options})
 
 

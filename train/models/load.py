@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
-FOLDERS = ("unet", "transformer")
-PARTS = re.compile(r"-\d{5}-of-\d{5}")  # in the name of a file that has some of the weights
+_FOLDERS = ("unet", "transformer")
+_PARTS = re.compile(r"-\d{5}-of-\d{5}")  # in the name of a file that has some of the weights
 
 
 def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
@@ -145,7 +145,7 @@ def _check(family: Family, path: Path) -> None:
 
 def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family]]:
     """Return the folder of a model's configuration, the configuration as it is, and the family."""
-    for name in FOLDERS:
+    for name in _FOLDERS:
         path = model_folder / name / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -178,7 +178,7 @@ def _from_weights(model_class: Any, folder: Path, names: list[str], dtype: torch
     variant = variant_of(f"{folder}/", (path.name for path in folder.iterdir()), DIFFUSERS)
     # diffusers prefers safetensors too, but where there are none it prints an error before it reads the .bin
     safe = ".".join(filter(None, (*DIFFUSERS, variant, "safetensors")))
-    is_safe = any(PARTS.sub("", name) == safe for name in names)
+    is_safe = any(_PARTS.sub("", name) == safe for name in names)
     advice = "expected safetensors of the config.json next to them: download the model again"
     try:
         loaded, report = model_class.from_pretrained(

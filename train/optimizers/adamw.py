@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 CHUNK_VALUES = 1 << 24  # with 32-bit copies at a time: 64 MiB each of weights, gradients, both moments and random numbers
-MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Optimizer:
@@ -64,14 +64,14 @@ class RoundedAdamW(torch.optim.Optimizer):
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
-            for name in MOMENTS:
+            for name in _MOMENTS:
                 state[name] = torch.zeros_like(parameter, dtype=self._moments, requires_grad=False)
         return state
 
     def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self._state_of(parameter) for parameter in parameters]
         each = [
-            [local(tensor) for tensor in (parameter.detach(), *(state[name] for name in MOMENTS))]
+            [local(tensor) for tensor in (parameter.detach(), *(state[name] for name in _MOMENTS))]
             for parameter, state in zip(parameters, states, strict=True)
         ]
         narrow = [tensor for tensors in each for tensor in tensors if tensor.dtype is not torch.float32]

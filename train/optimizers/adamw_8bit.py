@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from bucketline.train.optimizers.stepping import Groups, Options
     from bucketline.train.rounding import Rounding
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # the first has signs
-PARTS = ("codes", "scale", "qmap")  # the tensors of a quantised moment
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # the first has signs
+_PARTS = ("codes", "scale", "qmap")  # the tensors of a quantised moment
 
 
 def make(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Optimizer:
@@ -71,17 +71,17 @@ class PlainAdamW8bit(AdamW8bit):  # type: ignore[misc]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, entry in state_dict["state"].items():
             own = self.state[parameters[number]] = {name: value for name, value in entry.items() if "." not in name}
-            for name in MOMENTS:
-                if f"{name}.{PARTS[0]}" in entry:
-                    parts = [entry[f"{name}.{part}"].to(parameters[number].device).contiguous() for part in PARTS]
-                    own[name] = OptimState8bit(*parts, signed=name == MOMENTS[0], dtype=parameters[number].dtype)
+            for name in _MOMENTS:
+                if f"{name}.{_PARTS[0]}" in entry:
+                    parts = [entry[f"{name}.{part}"].to(parameters[number].device).contiguous() for part in _PARTS]
+                    own[name] = OptimState8bit(*parts, signed=name == _MOMENTS[0], dtype=parameters[number].dtype)
 
 
 def _flat(entry: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in entry.items():
         if isinstance(value, OptimState8bit):
-            found |= {f"{name}.{part}": getattr(value, part) for part in PARTS}
+            found |= {f"{name}.{part}": getattr(value, part) for part in _PARTS}
         else:
             found[name] = value
     return found

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from bucketline.train.outputs.weights import Weights
     from bucketline.typed_json import Json
 
-PARTS = ("unet", "transformer", ADAPTERS)
+_PARTS = ("unet", "transformer", ADAPTERS)
 
 
 def weights_folder(folder: str) -> str:
@@ -83,7 +83,7 @@ def _saved_weights(run: Path, *, last: bool) -> Path:
     folder = checkpoint.last_whole(run) if (run / checkpoint.CHECKPOINTS).is_dir() else run
     if (wrong := checkpoint.damage(folder)) is not None:
         raise StateError(f"{folder} is not a whole checkpoint ({wrong}); name a run's folder or one of its checkpoints")
-    part = next(name for name in PARTS if (folder / name).is_dir())
+    part = next(name for name in _PARTS if (folder / name).is_dir())
     weights = folder / (part if last else part + AVERAGE_SUFFIX)
     if not weights.is_dir():
         raise UsageError(f"{folder} has no moving average, since the run had --ema off; write the last weights with --last")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.2
+_POLL_S = 0.2
 _OF_ONE_REQUEST = re.compile(r" *\(Request ID: [^)]*\)")
 
 
@@ -55,7 +55,7 @@ class HubUploads:
         if self._left and get_token() is not None and not is_stopped():
             self._say(f"uploading to {self._repo}; Ctrl-C ends that, the run is complete")
         while self._thread.is_alive() and not is_stopped():
-            self._thread.join(POLL_S)
+            self._thread.join(_POLL_S)
         for folder in list(self._left):
             log.warning("%s is not uploaded: hf upload %s %s does it", folder, self._repo, folder)
 

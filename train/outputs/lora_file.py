@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 PEFT_PREFIX = "base_model.model."
 KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
 METADATA = "lora_adapter_metadata"  # in files of diffusers and ours: peft's configuration
-NAME = re.compile(r"(?P<layer>.+?)\.(?:lora[_.](?:(?P<down>A|down)|(?P<up>B|up))(?:\.default)?\.weight|(?P<alpha>alpha))")
+_NAME = re.compile(r"(?P<layer>.+?)\.(?:lora[_.](?:(?P<down>A|down)|(?P<up>B|up))(?:\.default)?\.weight|(?P<alpha>alpha))")
 PREFIX = re.compile(r"^(?:base_model\.model\.|diffusion_model\.|unet\.|transformer\.|lora_unet_|lora_transformer_)+")
 OF_TEXT_ENCODERS = ("lora_te", "text_encoder")
 
@@ -126,7 +126,7 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> tuple[dic
     found: dict[str, Adapter] = {}
     unknown = []
     for name, tensor in tensors.items():
-        match = NAME.fullmatch(name)
+        match = _NAME.fullmatch(name)
         layer = known.get(PREFIX.sub("", match["layer"]).replace(".", "_")) if match else None
         if match is None or layer is None:
             unknown.append(name)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOCK = ".lock"  # in the run's folder, where it stays
+_LOCK = ".lock"  # in the run's folder, where it stays
 
 
 class RunLock:
@@ -32,7 +32,7 @@ class RunLock:
             LockedError: if another run uses it; the message names its process and machine.
             BucketlineError: as `run_dir.find_start`.
         """
-        if (self._config.output_dir / LOCK).exists():
+        if (self._config.output_dir / _LOCK).exists():
             self._acquire()
         return run_dir.find_start(self._config)
 
@@ -53,7 +53,7 @@ class RunLock:
     def _acquire(self) -> None:
         output = self._config.output_dir
         try:
-            self._lock = FileLock(output / LOCK, item=output)
+            self._lock = FileLock(output / _LOCK, item=output)
         except LockedError as error:
             raise LockedError(f"{error}, or choose another --output-dir") from error
         except NoLocksError as error:

@@ -20,7 +20,7 @@ MUCH_WAITED = 0.05  # share of the time that steps waited for data
 SLOW_STEPS = 3.0  # the 99th percentile over the median
 WORSE = 1.05  # the last validation over the best one
 VALIDATIONS = 6  # that the chart by timestep shows of a run
-MAX_BARS = 40
+_MAX_BARS = 40
 SPEED = {
     "samples_per_s": "Samples/s",
     "data_wait_fraction": "Share of the time waiting for data",
@@ -156,7 +156,7 @@ def _by_timestep(runs: Sequence[Run]) -> str:
 
 
 def _buckets(run: Run) -> str:
-    found = sorted(run.buckets.items(), key=lambda one: (-one[1], one[0]))[:MAX_BARS]
+    found = sorted(run.buckets.items(), key=lambda one: (-one[1], one[0]))[:_MAX_BARS]
     total = max(1, run.buckets.total())
     chart = bars([Bar(label=name, value=count, note=f"{count:,}  ({percent(count / total)})") for name, count in found])
     return f"<h3>{shown(run.name)} <small>optimizer steps</small></h3>{chart}"

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-MAX_BYTES = 1 << 30  # of a metrics file
+_MAX_BYTES = 1 << 30  # of a metrics file
 MAX_FRAMES = 12  # grids of a run that a page shows
 MAX_TEXTS = 1000  # captions or prompts of a grid
 FRAME_PX = 1000  # width of a grid on the page
-JPEG_QUALITY = 80
+_JPEG_QUALITY = 80
 _STEP = re.compile(r"step-(\d+)\.png")
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ def read_run(path: Path) -> Run:
     if not (path / CONFIG).is_file() or not (path / METRICS).is_file():
         raise UsageError(f"{path} is not the folder of a run: it needs {CONFIG} and {METRICS}; give a run's --output-dir")
     with (path / METRICS).open("rb") as file:
-        lines: list[dict[str, Any]] = [_parsed(line, {}) for line in file.read(MAX_BYTES).splitlines()]
+        lines: list[dict[str, Any]] = [_parsed(line, {}) for line in file.read(_MAX_BYTES).splitlines()]
     return Run(
         name=path.resolve().name,
         path=path,
@@ -169,7 +169,7 @@ def small_jpeg(path: Path) -> bytes:
     with Image.open(path) as opened:
         image = opened.convert("RGB")
         image.thumbnail((FRAME_PX, image.height), Image.Resampling.LANCZOS, reducing_gap=None)
-        image.save(file, "JPEG", quality=JPEG_QUALITY)
+        image.save(file, "JPEG", quality=_JPEG_QUALITY)
     return file.getvalue()
 
 

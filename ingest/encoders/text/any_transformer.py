@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
 
-MAX_TOKENS = 512  # if neither tokenizer nor encoder sets a limit
+_MAX_TOKENS = 512  # if neither tokenizer nor encoder sets a limit
 
 
 def tokens_taken(model: ModelFolder, limit: int | None, asked: int | None) -> int:
@@ -32,7 +32,7 @@ def tokens_taken(model: ModelFolder, limit: int | None, asked: int | None) -> in
     Raises:
         UsageError: if `asked` exceeds that limit.
     """
-    most = min(MAX_TOKENS, limit or MAX_TOKENS)
+    most = min(_MAX_TOKENS, limit or _MAX_TOKENS)
     if asked is not None and asked > most:
         raise UsageError(f"--max-tokens {asked}: the text encoder of {model.name} accepts at most {most}")
     return asked or most

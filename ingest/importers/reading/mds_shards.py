@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 INDEX = "index.json"
 MAX_SAMPLES = 1 << 28  # of a shard, whose offsets are U32
-MAX_SHARD_BYTES = 1 << 33
-MAX_UNPACKED_BYTES = 1 << 30  # of a compressed shard; Streaming's own limit is 64 MiB unless its user sets another
-KEPT_BYTES = 256 << 20  # of unpacked shards, besides the newest
+_MAX_SHARD_BYTES = 1 << 33
+_MAX_UNPACKED_BYTES = 1 << 30  # of a compressed shard; Streaming's own limit is 64 MiB unless its user sets another
+_KEPT_BYTES = 256 << 20  # of unpacked shards, besides the newest
 _COLUMNS = ("column_names", "column_encodings", "column_sizes")
 _PICKLES = ("pkl", "pickle")
 _BY_ARROW = {"zstd": "zstd", "br": "brotli", "snappy": "snappy"}
@@ -84,13 +84,13 @@ def _shard(source: Path, folder: str, path: Path, described: Any) -> Shard:  # n
             raise TypeError("its columns")
         if not all(isinstance(name, str) for name in lists[0] + lists[1]):
             raise TypeError("its columns")
-        if not all(size is None or (type(size) is int and 0 <= size <= MAX_UNPACKED_BYTES) for size in lists[2]):
+        if not all(size is None or (type(size) is int and 0 <= size <= _MAX_UNPACKED_BYTES) for size in lists[2]):
             raise TypeError("its columns' sizes")
         raw, number = described["raw_data"], described["samples"]
         name, num_bytes = _relative(raw["basename"]), raw["bytes"]
         if not all(type(one) is int for one in (number, num_bytes)) or not 0 <= number <= MAX_SAMPLES:
             raise TypeError("its samples")
-        if not 0 <= num_bytes < MAX_SHARD_BYTES:
+        if not 0 <= num_bytes < _MAX_SHARD_BYTES:
             raise TypeError("its bytes")
         packed = described.get("zip_data")
         packed_name = None if packed is None else _relative(packed["basename"])
@@ -110,9 +110,9 @@ def _shard(source: Path, folder: str, path: Path, described: Any) -> Shard:  # n
             f"{source / folder / str(packed_name)} is compressed by {compression!r:.40}, expected one of "
             f"{', '.join((*_BY_ARROW, *_STANDARD))}; decompress it"
         )
-    if compression and num_bytes > MAX_UNPACKED_BYTES:
+    if compression and num_bytes > _MAX_UNPACKED_BYTES:
         raise SourceError(
-            f"{source / folder / str(packed_name)} has {num_bytes} bytes uncompressed, at most {MAX_UNPACKED_BYTES} are "
+            f"{source / folder / str(packed_name)} has {num_bytes} bytes uncompressed, at most {_MAX_UNPACKED_BYTES} are "
             "unpacked in memory; decompress it"
         )
     return Shard(
@@ -192,7 +192,7 @@ class _Unpacked:
             if (data := self._kept.get(key)) is None:
                 data = self._kept[key] = _unpack(read_whole(source, path), path, compression, num_bytes)
             self._kept.move_to_end(key)
-            while len(self._kept) > 1 and sum(map(len, self._kept.values())) > KEPT_BYTES:
+            while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT_BYTES:
                 self._kept.popitem(last=False)
             return data
 

@@ -14,7 +14,7 @@ from bucketline.store.commands.place import StorePlace, shown
 if TYPE_CHECKING:
     from bucketline.store.change.repair import Repaired, RepairedShard
 
-NAMED = 10  # number of dropped ids printed per shard; --json prints all
+_NAMED = 10  # number of dropped ids printed per shard; --json prints all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,9 @@ class Repair:
             return
         for shard in done.shards:
             print(f"  shard {one_line(shard.shard)}: {printable(self._what(shard))}")
-            for sample_id in shard.dropped_ids[:NAMED]:
+            for sample_id in shard.dropped_ids[:_NAMED]:
                 print(f"    dropped: {one_line(sample_id)}")
-            if (more := shard.dropped - min(len(shard.dropped_ids), NAMED)) > 0:
+            if (more := shard.dropped - min(len(shard.dropped_ids), _NAMED)) > 0:
                 unnamed = shard.dropped - len(shard.dropped_ids)
                 of_them = f", {unnamed} of them without a readable name" if unnamed else "; --json names all"
                 print(f"    dropped: {counted(more, 'more sample') if shard.dropped_ids else counted(more, 'sample')}{of_them}")

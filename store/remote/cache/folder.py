@@ -36,7 +36,7 @@ LOCKS, ABOUT = "locks", "store.json"
 DEFAULT_SHARE = 0.8  # of the disk's free bytes and those that the cache holds
 LEAST_BYTES = 16 * LINE_BYTES
 USUAL_RING_BYTES = 96 * LINE_BYTES  # of a cache that has twice as much
-SPARE_BYTES = 2 * LINE_BYTES  # of a disk that was full, for others
+_SPARE_BYTES = 2 * LINE_BYTES  # of a disk that was full, for others
 RELEASED_AT_ONCE = 4 * LINE_BYTES  # of the space that is allocated for the ring
 _ROOM, _SPACE, _REMOVED = "room", "ring-space", "removed-"
 _IN_USE = 1 << 62  # number of the lock that every process which has a store open holds
@@ -142,7 +142,7 @@ class CacheFolder:
         self._spare = max(self._spare, sum(needed.values()))
         self.regrow()
         if not self._space.grow_to(min(self._spare, self.limit) - self.room.ring()):
-            self.limit = min(self.limit, max(LEAST_BYTES, self._bytes_on_disk() - SPARE_BYTES))
+            self.limit = min(self.limit, max(LEAST_BYTES, self._bytes_on_disk() - _SPARE_BYTES))
 
     def _bytes_on_disk(self) -> int:
         """Return the bytes that the cache has on its disk, and those that are free there."""
@@ -164,7 +164,7 @@ class CacheFolder:
         """After `shrink`, let the limit follow the disk's free bytes; return whether it grew."""
         if self.limit >= self.asked_limit:
             return False
-        before, self.limit = self.limit, max(self.limit, min(self.asked_limit, self._bytes_on_disk() - SPARE_BYTES))
+        before, self.limit = self.limit, max(self.limit, min(self.asked_limit, self._bytes_on_disk() - _SPARE_BYTES))
         return self.limit > before
 
     def open_store(self, key: str, url: str) -> StoreFolder:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from bucketline.store.remote.cache.folder import CacheFolder
     from bucketline.store.remote.objects import ObjectFolder
 
-MAX_WRONG = 4  # answers that are not the line, or that its checksums are not there
+_MAX_WRONG = 4  # answers that are not the line, or that its checksums are not there
 STUCK_PART = 8  # of the deadline: a request under way for longer, once the deadline has passed, is not waited for
 
 
@@ -338,7 +338,7 @@ class LineFetcher:
         line.shard.locks.unlock(line.shard.lock_of(line.number))
         line.wrong += is_wrong(error)
         line.not_before = time.monotonic() + pause_after(line.tries)
-        if isinstance(error, DeniedError) or line.wrong >= MAX_WRONG:
+        if isinstance(error, DeniedError) or line.wrong >= _MAX_WRONG:
             line.wrong = 0
             line.state = State.FAILED
             if line.holders <= 0:

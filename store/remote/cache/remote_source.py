@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from bucketline.store.remote.cache.held_line import FetchStats
     from bucketline.store.remote.urls import RemoteOptions
 
-FIRST = -1  # the priority of what a caller waits for at once; batches are numbered from 0
+_FIRST = -1  # the priority of what a caller waits for at once; batches are numbered from 0
 
 
 class RemoteSource:
@@ -144,7 +144,7 @@ class RemoteSource:
             yield
             return
         self._refuse_inherited()
-        held = self.lines.hold([(shard, line) for line in sorted(wanted)], FIRST)
+        held = self.lines.hold([(shard, line) for line in sorted(wanted)], _FIRST)
         try:
             self.lines.wait(held)
             yield

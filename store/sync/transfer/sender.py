@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PENDING = "pending"
 MOST_WAITING = 1  # sealed shards that wait to be sent, or are being sent, when another is begun
 REPEAT_S = FRESH_S / 2  # the note in the bucket is written again after this time
-POLL_S = 0.2
+_POLL_S = 0.2
 _MAX_NOTE_BYTES = 64 << 20
 _NOTE = re.compile(rf"{PENDING}/[\w-]+", re.ASCII)  # the name of a run, without a suffix
 
@@ -100,7 +100,7 @@ class ShardSender:
 
     def _wait_for(self, is_over: Callable[[], bool], check: Callable[[], None]) -> None:
         while self._failure is None and not is_over():
-            self._thread.join(POLL_S)
+            self._thread.join(_POLL_S)
             check()
         if self._failure is not None:
             raise self._failure
@@ -130,7 +130,7 @@ class ShardSender:
         repeat_at = time.monotonic() + REPEAT_S
         while not self._is_stopped:
             try:
-                name = self._waiting.get(timeout=max(repeat_at - time.monotonic(), POLL_S))
+                name = self._waiting.get(timeout=max(repeat_at - time.monotonic(), _POLL_S))
             except queue.Empty:
                 name = ""
             if name is None:

@@ -168,7 +168,7 @@ def test_values_and_parts_go_from_rank_0_to_all_and_values_come_back(local: int,
 def test_a_rank_that_is_silent_is_named_and_in_the_end_given_up(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name, seconds in (("ALIVE_EVERY_S", 0.01), ("SILENT_S", 0.05), ("GIVEN_UP_S", 0.2)):
+    for name, seconds in (("RANK_ALIVE_EVERY_S", 0.01), ("SILENT_S", 0.05), ("GIVEN_UP_S", 0.2)):
         monkeypatch.setattr(module, name, seconds)
     monkeypatch.setattr(module, "LAST_WORDS_S", 0.1)
     over = threading.Event()
@@ -188,7 +188,7 @@ def test_a_rank_that_is_silent_is_named_and_in_the_end_given_up(
 def test_a_rank_at_work_is_waited_for_however_long_it_takes(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name, seconds in (("ALIVE_EVERY_S", 0.01), ("LOOK_EVERY_S", 0.0), ("SILENT_S", 30.0), ("GIVEN_UP_S", 30.0)):
+    for name, seconds in (("RANK_ALIVE_EVERY_S", 0.01), ("RANK_LOOK_EVERY_S", 0.0), ("SILENT_S", 30.0), ("GIVEN_UP_S", 30.0)):
         monkeypatch.setattr(module, name, seconds)
     heard: list[int] = []
     waiting = threading.Event()
