@@ -1,6 +1,6 @@
 """Quantised tokens as F16, on any device, in one expression that compiles.
 
-It gives the bits that `store.format.quantised_text` defines. Letters: B rows, L tokens (padded), D token width, S scales.
+It gives the bits that `store.format.text_codec` defines. Letters: B rows, L tokens (padded), D token width, S scales.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.store.format.quantised_text import GROUP
+from bucketline.store.format.text_codec import GROUP
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.geometry import place
 from bucketline.store import Column, LatentColumn, RowColumn, Store, StoreWriter, TextSpec
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.quantised_text import dequantise, quantise
 from bucketline.store.format.text_block import quantised_spec
+from bucketline.store.format.text_codec import dequantise, quantise
 from tests.building import FLOATS, MAX_CAPTIONS, SHARD_BYTES, make_sample
 
 if TYPE_CHECKING:

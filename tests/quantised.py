@@ -53,10 +53,9 @@ def writer_of(
         encoders={**encoders, "text_encoder": {**encoders["text_encoder"], "width": width, "stored_dtype": dtype}},
         rules=RULES,
         columns=[LatentColumn(channels=2)],
-        text=spec_of(dtype, width),
         empty_caption=embedding_of("", width),
         max_captions=MAX_CAPTIONS,
-        **{"shard_bytes": SHARD_BYTES, **more},
+        **{"text": spec_of(dtype, width), "shard_bytes": SHARD_BYTES, **more},
     )
 
 

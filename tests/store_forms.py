@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.store import PartWriter, Store, StoreWriter
 from bucketline.store.format.columns import PRESENT_PREFIX, TARGET
-from bucketline.store.format.quantised_text import dequantise, quantise
 from bucketline.store.format.text_block import quantised_spec
+from bucketline.store.format.text_codec import dequantise, quantise
 from bucketline.store.write.row_form import sizes_of
 from tests.building import MAX_CAPTIONS, RULES, SHARD_BYTES, Sample, embedding, store_writer
 from tests.free_columns import ENCODERS, IMAGE_COLUMNS, values

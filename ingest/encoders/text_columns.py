@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from bucketline.store.format.block import Column
 from bucketline.store.format.columns import TOKENS
-from bucketline.store.format.quantised_text import QUANTISED
 from bucketline.store.format.text_block import TextSpec, quantised_spec
+from bucketline.store.format.text_codec import QUANTISED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

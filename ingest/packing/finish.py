@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.parallel.item_parts import Outline
     from bucketline.store import Store
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.quantised_text import TextError
+    from bucketline.store.format.text_error import TextError
 
 _MAX_LISTED_BYTES = 1 << 30  # of `long_captions.jsonl`
 

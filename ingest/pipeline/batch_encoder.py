@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
 from bucketline.ingest.images.decode import Decoded
-from bucketline.store.format.quantised_text import quantised_caption
-from bucketline.store.format.text_block import Caption, make_caption
+from bucketline.store.format.text_block import Caption, make_caption, quantised_caption
 from bucketline.torch_dtypes import as_stored
 
 if TYPE_CHECKING:
@@ -39,5 +38,4 @@ def as_caption(spec: TextSpec, digest: bytes, embedding: Embedding) -> Caption:
     fixed = {name: as_stored(value) for name, value in embedding.fixed.items()}
     if not spec.is_quantised:
         return make_caption(spec, digest, {spec.tokens[0].name: as_stored(embedding.tokens)}, fixed)
-    tokens, error = quantised_caption(as_stored(embedding.tokens), spec.tokens[0].dtype)
-    return make_caption(spec, digest, tokens, {**fixed, **error})
+    return quantised_caption(spec, digest, as_stored(embedding.tokens), fixed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.text_block import Caption, TextSpec
 
-_NOTE = RowColumn(role="features/note", dtype="U8", shape=("length",))  # JSON: whether the caption is truncated, its cuts
+# JSON: whether the caption is truncated, its cuts, and what quantising it cost
+_NOTE = RowColumn(role="features/note", dtype="U8", shape=("length",))
 _NOTE_BYTES = 256  # notes are filled up with spaces, so that few lengths make few buckets
 
 
@@ -99,14 +101,15 @@ class KeptCaptions:
             shard, record = found
             try:
                 ordinal = store.shards.index(shard)
-                note = json.loads(checked_row(store, ordinal, record)[_NOTE.name])
+                is_truncated, cuts, *measured = json.loads(checked_row(store, ordinal, record)[_NOTE.name])
                 caption = store.caption(ordinal, record.caption_rows[0])
             except StoreError as error:
                 raise StoreError(
                     f"{self._root}: a kept caption cannot be read: {error}; remove that folder and rerun the command"
                 ) from error
-            cuts = tuple(decode(Cut, one) for one in note[1])
-            return EncodedCaption(caption=caption, is_truncated=note[0], cuts=cuts)
+            if measured:
+                caption = replace(caption, error=np.array(measured, dtype=np.float32))
+            return EncodedCaption(caption=caption, is_truncated=is_truncated, cuts=tuple(decode(Cut, one) for one in cuts))
         raise StoreError(
             f"the caption {text[:80]!r} was not encoded in the first phase, since its image changed; rerun the command"
         )
@@ -142,7 +145,8 @@ class CaptionWriter:
 
     def add(self, text: str, found: EncodedCaption) -> None:
         """Add a caption; `commit` makes it durable."""
-        note = json.dumps([found.is_truncated, [encode(cut) for cut in found.cuts]]).encode("ascii")
+        error = [] if found.caption.error is None else found.caption.error.tolist()
+        note = json.dumps([found.is_truncated, [encode(cut) for cut in found.cuts], *error]).encode("ascii")
         note += b" " * (-len(note) % _NOTE_BYTES)
         columns = {_NOTE.role: np.frombuffer(note, dtype="u1")}
         self._writer.add(_name(text), "train", columns, {text: as_arrays(self._spec, found.caption)})

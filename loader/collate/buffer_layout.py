@@ -14,7 +14,7 @@ from bucketline.loader.batch import FIXED_PREFIX, PRESENT_PREFIX, RAGGED_PREFIX
 from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field, lay_out
 from bucketline.loader.config import TextForm
 from bucketline.store.format.columns import CLASS_LABELS
-from bucketline.store.format.quantised_text import F8_E4M3
+from bucketline.store.format.text_codec import F8_E4M3
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.loader.collate.buffer_pool import carve
-from bucketline.store.format.quantised_text import GROUP, e4m3_values
+from bucketline.store.format.text_codec import GROUP, e4m3_values
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -49,6 +49,7 @@ class RowCopier:
         self._prefix = f"{COPY_PREFIX}{generation:06d}-{secrets.token_hex(4)}"
         self._writer: ShardWriter | None = None
         self._columns: set[str] = set()  # the added columns of its rows
+        self._sources: set[int] = set()  # the shards of its rows
         self._taken: dict[str, array[int]] = {}  # by bucket, ordinal and row of each of its rows, in turn
         self._sizes: list[int] = []
         self._size = 0
@@ -175,7 +176,7 @@ class RowCopier:
         if self._writer is not None and (self._filled >= self._max_bytes or columns != self._columns):
             self._seal()
         if self._writer is None:
-            self._columns, self._taken = columns, {}
+            self._columns, self._taken, self._sources = columns, {}, set()
             self._max_bytes, self._filled = self._sizes.pop(0) if self._sizes else self._size, 0
             name = f"{self._prefix}-{self._num_named:04d}"
             self._num_named += 1
@@ -191,6 +192,9 @@ class RowCopier:
                 empty_entries=caption_entries(self._store, ordinal, EMPTY_CAPTION_ROW, empty.digest),
                 stored_once=[name for name in groups_of(self._store, EntriesOf.ROWS) if self._store.ragged[name].stored_once],
             )
+        if ordinal not in self._sources:
+            self._sources.add(ordinal)
+            self._writer.note_error(self._store.shards[ordinal].entry.text_error)
         return self._writer
 
     def _seal(self) -> None:

@@ -76,7 +76,7 @@ def _print_info(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from bucketline.store.format.quantised_text import TextError
+    from bucketline.store.format.text_error import TextError
 
     console = Console()
     disk, payload = report["disk_bytes"], report["payload_bytes"]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 SAMPLE_PREFIX = b"sample/"
 META_KEY = b"meta"
+TEXT_ERROR = "text_error"  # in the value of META_KEY: what quantising the shard's captions cost
 SHARD_ID_BYTES = 16
 COPY_PREFIX = "copy-"  # prefix of shards written by `store compact`, which hold the rows of existing shards
 ENGINE = "lmdb-0.9"  # py-lmdb's default engine, which cannot read files of its other one (1.0)

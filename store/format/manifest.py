@@ -91,8 +91,8 @@ class Manifest:
         is_quantised = self.text.spec().is_quantised
         if is_quantised and self.format_version < COLUMNS_VERSION:
             raise ValueError(f"its text is quantised, which version {self.format_version} does not know")
-        if any((shard.text_error is not None) != is_quantised for shard in self.shards):
-            raise ValueError("a shard has an error of quantised text but no such text, or the text without the error")
+        if not is_quantised and any(shard.text_error is not None for shard in self.shards):
+            raise ValueError("a shard has an error of quantised text but no such text")
         for name in self.retired:
             if name in listed or not SHARD_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a retired shard")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from bucketline.errors import StoreError
 from bucketline.store.format.block import ID, BlockSpec, Column, fixed_columns
 from bucketline.store.format.columns import NAME, RAGGED_PREFIX, SAME, EntriesOf
-from bucketline.store.format.quantised_text import TextError, refuse_strange_form
 from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, RaggedSpec, TextSpec, is_bucket
+from bucketline.store.format.text_codec import refuse_strange_form
+from bucketline.store.format.text_error import TextError  # noqa: TC001 - `decode` reads the annotations at run time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -124,7 +125,7 @@ class ShardEntry:
     record_bytes: int  # of the live rows' sample records
     caption_bytes: int  # of the caption embeddings
     max_tokens: int  # of the longest caption
-    text_error: TextError | None = None  # of its captions' tokens; only where they are quantised, and only in version 3
+    text_error: TextError | None = None  # of its captions that were quantised for it; None if not known
     ragged: dict[str, RaggedTotals] = field(default_factory=dict)  # by name, of the groups of which it has entries
     added: dict[str, ColumnShardEntry] = field(default_factory=dict)  # by column, of the added columns that its rows have
 
@@ -208,12 +209,17 @@ class TextEntry:
         if not self.tokens or any(column.row_bytes == 0 for column in _columns(self.tokens)):
             raise ValueError("there is no token column, or one that holds nothing")
         if self.spec().is_quantised:
-            refuse_strange_form(self.spec().tokens, self.spec().fixed)
+            refuse_strange_form(self.spec().tokens)
         if self.spec().header_bytes != self.header_bytes:
             raise ValueError(f"header_bytes is {self.header_bytes}, its columns need {self.spec().header_bytes}")
 
     def spec(self) -> TextSpec:
         return TextSpec(tokens=_columns(self.tokens), fixed=_columns(self.fixed))
+
+    @property
+    def without_error(self) -> TextEntry:
+        """Return the columns that a writer of the store must have: all but the one that only an earlier version has."""
+        return text_entry(self.spec().without_error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ All token columns are ragged with the same lengths; entry n has the tokens `star
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from bucketline.forks import cached_property
 from bucketline.store.format.block import MAX_ROWS, Column, as_row
 from bucketline.store.format.columns import RAGGED_PREFIX, TOKENS, TOKENS_ERROR, TOKENS_SCALE
 from bucketline.store.format.hashing import DIGEST_BYTES, checksum
-from bucketline.store.format.quantised_text import DELIVERED, dequantise, error_column, quantised_columns
 from bucketline.store.format.safetensors_header import Tensor, header_bytes_for, lay_out, read_header, write_header
+from bucketline.store.format.text_codec import DELIVERED, dequantise, quantise, quantised_columns
+from bucketline.store.format.text_error import measured_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,6 +47,7 @@ class Entry:
     num_tokens: int
     tokens: dict[str, bytes]  # per token column, [num_tokens, *shape]
     fixed: dict[str, bytes]  # per fixed column, [*shape]
+    error: NDArray[np.float32] | None = field(default=None, compare=False)  # [3]; of tokens that were just quantised
 
     @property
     def num_bytes(self) -> int:
@@ -64,8 +66,8 @@ class RaggedSpec:
     group: str = TEXT_GROUP  # or `ragged/NAME`
 
     def __post_init__(self) -> None:
-        for field in ("tokens", "fixed"):  # in the order in which a manifest lists them
-            object.__setattr__(self, field, tuple(sorted(getattr(self, field), key=lambda column: column.name)))
+        for name in ("tokens", "fixed"):  # in the order in which a manifest lists them
+            object.__setattr__(self, name, tuple(sorted(getattr(self, name), key=lambda column: column.name)))
 
     @property
     def label(self) -> str:
@@ -127,21 +129,26 @@ class TextSpec(RaggedSpec):
 
     @cached_property
     def is_quantised(self) -> bool:
-        """Return True if `tokens` are integers or 8-bit floats with scales; see `quantised_text`."""
+        """Return True if `tokens` are integers or 8-bit floats with scales; see `text_codec`."""
         return any(column.name == TOKENS_SCALE for column in self.tokens)
 
     @cached_property
     def delivered(self) -> TextSpec:
-        """Return the columns as readers get them: quantised tokens as F16, without scales and error."""
+        """Return the columns as readers get them: quantised tokens as F16, without scales."""
         if not self.is_quantised:
             return self
         tokens = Column(name=TOKENS, dtype=DELIVERED, shape=self.tokens[0].shape)
-        return TextSpec(tokens=(tokens,), fixed=tuple(column for column in self.fixed if column.name != TOKENS_ERROR))
+        return TextSpec(tokens=(tokens,), fixed=self.without_error.fixed)
+
+    @cached_property
+    def without_error(self) -> TextSpec:
+        """Return the columns without `tokens_error`, which only stores of an earlier version have."""
+        return TextSpec(tokens=self.tokens, fixed=tuple(column for column in self.fixed if column.name != TOKENS_ERROR))
 
 
 def quantised_spec(dtype: str, width: int, fixed: Sequence[Column] = ()) -> TextSpec:
     """Return the text columns of a store whose tokens `[width]` are quantised to `dtype`, I8 or F8_E4M3."""
-    return TextSpec(tokens=quantised_columns(dtype, width), fixed=(*fixed, error_column()))
+    return TextSpec(tokens=quantised_columns(dtype, width), fixed=tuple(fixed))
 
 
 def make_caption(
@@ -169,6 +176,24 @@ def make_caption(
     if digest is None:
         digest = content_digest(num_tokens, *own_fixed.values(), *own_tokens.values())
     return Entry(digest=digest, num_tokens=num_tokens, tokens=own_tokens, fixed=own_fixed)
+
+
+def quantised_caption(spec: TextSpec, digest: bytes, tokens: NDArray[np.float32], fixed: Mapping[str, NDArray[Any]]) -> Caption:
+    """Return a caption with its tokens, `[T, D]`, quantised, and the error that this makes.
+
+    Raises:
+        ValueError: if a value is not finite as F16, or as `make_caption`.
+    """
+    columns = quantise(tokens, spec.tokens[0].dtype)
+    error = measured_error(tokens, dequantise(columns))
+    return replace(make_caption(spec, digest, columns, {**fixed, TOKENS_ERROR: error}), error=error)
+
+
+def with_error(spec: TextSpec, caption: Caption) -> Caption:
+    """Return a caption that was just quantised with the columns of a store; those of an earlier version have the error."""
+    if spec == spec.without_error or caption.error is None:
+        return caption
+    return replace(caption, fixed={**caption.fixed, TOKENS_ERROR: caption.error.tobytes()})
 
 
 def content_digest(num_tokens: int, *columns: bytes) -> bytes:

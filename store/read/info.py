@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.pack_options import as_arguments, pack_options
 from bucketline.store.format.columns import RAGGED_PREFIX
-from bucketline.store.format.quantised_text import TextError
+from bucketline.store.format.text_error import TextError
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _rows_with(manifest: Manifest, column: str) -> int:
 
 def joined_error(manifest: Manifest) -> TextError | None:
     """Return the error of the store's quantised text, over all shards; None if it has none."""
-    return TextError.joined([shard.text_error for shard in manifest.shards if shard.text_error])
+    return TextError.joined(shard.text_error for shard in manifest.shards)
 
 
 def _text_columns(manifest: Manifest) -> dict[str, ColumnEntry]:

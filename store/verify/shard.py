@@ -28,7 +28,7 @@ from bucketline.store.verify.caption_users import CaptionUsers
 from bucketline.store.verify.extents import BlockPlace, BlockPlaces, find_places
 from bucketline.store.verify.faults import Fault, Faults, mismatch
 from bucketline.store.verify.lmdb_contents import ShardWalk
-from bucketline.store.verify.values import error_column, strange_captions, strange_rows, text_error
+from bucketline.store.verify.values import strange_captions, strange_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -62,7 +62,6 @@ class ShardCheck:
         groups = [group for group in entry.groups if not is_bucket(group)]
         self._tokens, self._max_tokens, self._entries = (dict.fromkeys(groups, 0) for _ in range(3))  # as read, by group
         self._users = CaptionUsers()
-        self._errors: list[NDArray[np.float32]] = []  # of quantised captions, by block
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -180,7 +179,6 @@ class ShardCheck:
             self._users.add(_BAD_CAPTION if place.group == TEXT_GROUP else _BAD_ENTRY, place, place.first_row + n)
         if place.group == TEXT_GROUP:
             if self._store.text.is_quantised:
-                self._errors.append(error_column(block).copy())
                 for n in strange_captions(block):
                     if n not in bad:
                         self._users.add(_STRANGE_CAPTION, place, place.first_row + n)
@@ -315,8 +313,6 @@ class ShardCheck:
             ):
                 if found != stored:
                     self._faults.add(f"{name} is {found}, the manifest says {stored}")
-            if self._errors and text_error(self._errors) != entry.text_error:
-                self._faults.add("text_error is not that of the captions' tokens_error")
 
     def _dropped_rows(self) -> None:
         for group, entry in self._shard.entry.groups.items():

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.store.format.columns import FLIPPED_SUFFIX, PRESENT_PREFIX, TOKENS, TOKENS_ERROR, TOKENS_SCALE
-from bucketline.store.format.quantised_text import TextError, is_storable
+from bucketline.store.format.columns import FLIPPED_SUFFIX, PRESENT_PREFIX, TOKENS, TOKENS_SCALE
+from bucketline.store.format.text_codec import is_storable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,16 +43,3 @@ def strange_captions(block: TextBlock) -> list[int]:
     wrong = np.flatnonzero(~is_storable(stored[TOKENS], stored[TOKENS_SCALE]))
     found: list[int] = np.unique(np.searchsorted(block.starts, wrong, side="right") - 1).tolist()
     return found
-
-
-def text_error(columns: list[NDArray[np.float32]]) -> TextError | None:
-    """Return the error of a shard's quantised captions from their error columns, `[N, 3]`; None if it is not possible."""
-    try:
-        return TextError.of(np.concatenate(columns))
-    except ValueError:
-        return None
-
-
-def error_column(block: TextBlock) -> NDArray[np.float32]:
-    """Return the errors of the captions of a block with quantised tokens, `[N, 3]`."""
-    return np.frombuffer(block.columns[TOKENS_ERROR], dtype="<f4").reshape(-1, 3)

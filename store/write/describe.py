@@ -26,9 +26,9 @@ from bucketline.store.format.manifest_entries import (
     ShardEntry,
     bucket_entry,
 )
-from bucketline.store.format.quantised_text import TextError  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
+from bucketline.store.format.text_error import TextError  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PagedFile

@@ -29,10 +29,9 @@ from bucketline.store.format.columns import (
 )
 from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest
 from bucketline.store.format.manifest_entries import AXIS_NAME, ColumnRole, bucket_name, bucket_sizes
-from bucketline.store.format.quantised_text import quantised_caption
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.format.sample_record import SampleRecord
-from bucketline.store.format.text_block import TextSpec, make_caption
+from bucketline.store.format.text_block import TextSpec, make_caption, quantised_caption
 from bucketline.store.write.arrays import checked_arrays
 from bucketline.store.write.ragged_form import RaggedForm
 
@@ -374,7 +373,7 @@ def new_record(sample_id: str, bucket: str, captions: tuple[str, ...] = (), axes
 def checked_caption(spec: TextSpec, text: str, values: Arrays, item: str) -> Caption:
     """Return a caption's embedding, checked against the store's text columns.
 
-    Where these are quantised, `tokens` may be given as `[T, D]` F16 or F32 without scale and error, and is quantised here.
+    Where these are quantised, `tokens` may be given as `[T, D]` F16 or F32 without scale, and is quantised here.
 
     Raises:
         UsageError: if a column is missing, of another dtype or shape, or not finite; the message names `item` and the caption.
@@ -386,17 +385,16 @@ def checked_caption(spec: TextSpec, text: str, values: Arrays, item: str) -> Cap
     own = checked_arrays(item, [(c.name, c.dtype) for c in columns], values, {column.name for column in columns})
     try:
         if is_whole:
-            own |= _quantised(spec, own[TOKENS])
+            return quantised_caption(spec, caption_digest(text), _to_quantise(spec, own[TOKENS]), own)
         tokens, fixed = ({column.name: own[column.name] for column in columns} for columns in (spec.tokens, spec.fixed))
         return make_caption(spec, caption_digest(text), tokens, fixed)
     except (ValueError, TypeError) as error:
         raise UsageError(f"{item}: {error}; convert it, or write to a store whose text columns it fits") from error
 
 
-def _quantised(spec: TextSpec, tokens: NDArray[Any]) -> dict[str, NDArray[Any]]:
+def _to_quantise(spec: TextSpec, tokens: NDArray[Any]) -> NDArray[np.float32]:
     if tokens.dtype not in (np.float16, np.float32) or tokens.shape[1:] != spec.tokens[0].shape or tokens.ndim != 2:
         raise ValueError(
             f"tokens to be quantised are F16 or F32 [T, {spec.tokens[0].shape[0]}], got {tokens.dtype} {list(tokens.shape)}"
         )
-    columns, error = quantised_caption(tokens.astype(np.float32), spec.tokens[0].dtype)
-    return {**columns, **error}
+    return tokens.astype(np.float32)

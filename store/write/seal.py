@@ -25,27 +25,28 @@ from bucketline.errors import BucketlineError, CorruptError, LockedError, StoreE
 from bucketline.files.atomic_write import CREATE, FILE_MODE, move_durably, write_durably
 from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.files.locks import FileLock
-from bucketline.store.format.columns import RAGGED_PREFIX, TOKENS_ERROR
+from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.hashing import DIGEST_BYTES, LINE_BYTES, READ_BYTES, LineSums, line_sums
 from bucketline.store.format.layout import (
     META_KEY,
     SAMPLE_PREFIX,
     SHARD_ID_BYTES,
+    TEXT_ERROR,
     Places,
     pending_path,
     shard_paths,
     split_block_key,
 )
 from bucketline.store.format.manifest_versions import COLUMNS_VERSION, FIRST_VERSION
-from bucketline.store.format.quantised_text import TextError
 from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.sample_record import captions_checksum, decode_record
 from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP, is_bucket
+from bucketline.store.format.text_error import TextError
 from bucketline.store.shard.lmdb_fallback import read_lmdb
 from bucketline.store.shard.reader import INDEX_FORMAT, keys_of
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import encode_paged
-from bucketline.typed_json import encode
+from bucketline.typed_json import decode, encode
 
 _NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 SPARE_BYTES = 1 << 24  # for the new file's map: only addresses
@@ -202,7 +203,7 @@ def column_extents(path: Path, name: str, about: Mapping[str, object]) -> bytes:
         raise CorruptError(f"{path} cannot be opened by LMDB: {error}") from error
     if not found.blocks or not found.shard_id:
         raise CorruptError(f"{path} holds no block, or no id")
-    return _extents(found, {**own, **about}, lines, name)
+    return _extents(found, {**own, **about}, lines)
 
 
 def _write_anew(pending: Path, copy: Path) -> None:
@@ -272,7 +273,7 @@ class _Found:
     captions: bytearray = field(default_factory=bytearray)  # digests in row order
     tokens: dict[str, int] = field(default_factory=dict)  # of the captions and of ragged entries, by group
     max_tokens: dict[str, int] = field(default_factory=dict)  # likewise, of the longest
-    errors: bytearray = field(default_factory=bytearray)  # of quantised tokens, in row order
+    text_error: TextError | None = None
     version: int = FIRST_VERSION
     shard_id: bytes = b""
     shard_id_at: int = 0
@@ -287,7 +288,7 @@ def _describe(path: Path, name: str) -> tuple[bytes, bytes | None]:
     found, about, lines = _examined(path, name)
     if not found.samples:
         return b"", None
-    return _extents(found, about, lines, name), _index(found, name)
+    return _extents(found, about, lines), _index(found, name)
 
 
 def _examined(path: Path, name: str) -> tuple[_Found, dict[str, object], LineSums]:
@@ -328,6 +329,7 @@ def _note_meta(found: _Found, offset: int, value: bytes, name: str) -> None:
     try:
         meta = msgpack.unpackb(value, raw=False)
         found.shard_id, found.version = bytes(meta["shard_id"]), int(meta["format_version"])
+        found.text_error = decode(TextError, error) if (error := meta.get(TEXT_ERROR)) is not None else None
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise CorruptError(f"shard {name}: the value of {META_KEY!r} is damaged ({error!r:.200})") from error
     if len(found.shard_id) != SHARD_ID_BYTES:
@@ -364,8 +366,6 @@ def _note_block(found: _Found, group: str, number: int, offset: int, block: memo
     found.max_tokens[group] = max(found.max_tokens.get(group, 0), int(np.diff(starts).max()))
     if group == TEXT_GROUP:
         found.captions += data[place[DIGEST].begin :][: DIGEST_BYTES * entries[-1][3]]
-        if (error := place.get(TOKENS_ERROR)) is not None:
-            found.errors += data[error.begin : error.end]
 
 
 def _end_to_end(txn: Any) -> Iterator[tuple[bytes, memoryview, int]]:  # noqa: ANN401 - lmdb has no types
@@ -428,7 +428,7 @@ def _read_back(file: FileIO, packed: bytearray, lines: LineSums | None) -> None:
         raise _UnconfirmedError
 
 
-def _extents(found: _Found, about: Mapping[str, object], lines: LineSums, name: str) -> bytes:
+def _extents(found: _Found, about: Mapping[str, object], lines: LineSums) -> bytes:
     groups: dict[str, dict[str, int]] = {}
     entries: list[tuple[int, int, int, int]] = []
     for group, own in sorted(found.blocks.items()):
@@ -441,11 +441,8 @@ def _extents(found: _Found, about: Mapping[str, object], lines: LineSums, name: 
         for group in (TEXT_GROUP, *sorted(found.tokens))
     }
     text: dict[str, object] = {**lengths.pop(TEXT_GROUP)}
-    if found.errors:
-        try:
-            text["error"] = encode(TextError.of(np.frombuffer(found.errors, dtype="<f4").reshape(-1, 3)))
-        except ValueError as error:
-            raise CorruptError(f"shard {name} has impossible errors of its quantised text: {error}") from error
+    if found.text_error is not None:
+        text["error"] = encode(found.text_error)
     tensors = [(field, "U64", table[:, at]) for at, field in enumerate(fields)]
     if found.version >= COLUMNS_VERSION:
         tensors.append((LINE_CHECKSUM, "U64", np.array(lines.finish(), dtype="<u8")))

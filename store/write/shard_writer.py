@@ -30,11 +30,13 @@ from bucketline.store.format.block import (
 )
 from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
-from bucketline.store.format.layout import META_KEY, block_key, pending_path, sample_key
+from bucketline.store.format.layout import META_KEY, TEXT_ERROR, block_key, pending_path, sample_key
 from bucketline.store.format.manifest_versions import FIRST_VERSION, shard_version
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord, encode_record, refuse_unsealable
 from bucketline.store.format.text_block import TEXT_GROUP, Caption, Entry, RaggedSpec, TextSpec, encode_text_block
+from bucketline.store.format.text_error import TextError
 from bucketline.store.write.seal import seal
+from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -104,8 +106,8 @@ class ShardWriter:
                 mode=FILE_MODE,
             )
             with self._env.begin(write=True) as txn:
-                meta = {"format_version": shard_version(version), "shard": name, "shard_id": uuid.uuid4().bytes}
-                txn.put(META_KEY, msgpack.packb(meta))
+                self._meta = {"format_version": shard_version(version), "shard": name, "shard_id": uuid.uuid4().bytes}
+                txn.put(META_KEY, msgpack.packb(self._meta))
             sync_folder(self.path.parent)  # LMDB syncs only the file; a power failure could lose its folder entry
         except (lmdb.Error, OSError) as error:
             with contextlib.suppress(OSError):
@@ -120,6 +122,8 @@ class ShardWriter:
         self._new: dict[str, list[Entry]] = {group: [] for group in self._specs}  # by group, not written yet
         self._entry_rows: dict[str, dict[bytes, int]] = {name: {} for name in stored_once}  # entries by digest
         self._num_entries = dict.fromkeys(ragged, 0)  # of rows, by the name of their group
+        self._error: TextError | None = None  # of the captions that were quantised for this shard
+        self._errors: list[NDArray[np.float32]] = []  # of those since, [3] each
         self._new_bytes = 0  # of the ragged entries that are not written yet
         self._taken_bytes = 0  # since the last commit
         self._last_commit = time.monotonic()
@@ -139,8 +143,14 @@ class ShardWriter:
             self._caption_rows[caption.digest] = len(self._caption_rows)
             self._new[TEXT_GROUP].append(caption)
             self._taken_bytes += caption.num_bytes
+            if caption.error is not None:
+                self._errors.append(caption.error)
             for name, entry in entries.items():
                 self._append(name, entry)
+
+    def note_error(self, error: TextError | None) -> None:
+        """Add what quantising captions that are copied here cost; None if it is not known."""
+        self._error = TextError.joined([self._error, error])
 
     def _append(self, name: str, entry: Entry) -> None:
         self._new[RAGGED_PREFIX + name].append(entry)
@@ -268,6 +278,7 @@ class ShardWriter:
         blocks, rows, num_bytes = dict(self._blocks), dict(self._rows), self.num_bytes
         try:
             with self._env.begin(write=True) as txn:
+                self._put_error(txn)
                 for group, new in self._new.items():
                     for entries in _entry_blocks(new):
                         block = encode_text_block(self._specs[group], entries, rows.get(group, 0))
@@ -282,6 +293,14 @@ class ShardWriter:
             return False
         self._blocks, self._rows, self.num_bytes = blocks, rows, num_bytes
         return True
+
+    def _put_error(self, txn: Any) -> None:  # noqa: ANN401 - lmdb has no types
+        """Keep the error of the captions so far with them, so that a shard that is adopted has it too."""
+        if self._errors:
+            self.note_error(TextError.of(np.stack(self._errors)))
+            self._errors = []
+        if self._error is not None:
+            txn.put(META_KEY, msgpack.packb({**self._meta, TEXT_ERROR: encode(self._error)}))
 
     def _put_record(self, txn: Any, sample: _Taken, row: int) -> int:  # noqa: ANN401 - lmdb has no types
         record = encode_record(replace(sample.record, row=row))

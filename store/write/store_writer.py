@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from bucketline.store.format.columns import LATENT, TOKENS, EntriesOf
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
 from bucketline.store.format.manifest import MANIFEST, check_fingerprint, newest_intact, refuse_difference, write_manifest
 from bucketline.store.format.manifest_entries import SHARD_NAME, bucket_entry, text_entry
-from bucketline.store.format.text_block import TextSpec
+from bucketline.store.format.text_block import TextSpec, with_error
 from bucketline.store.read.store import Store
 from bucketline.store.remote.urls import is_url
 from bucketline.store.write.description import as_json, check_description
@@ -152,6 +153,8 @@ class StoreWriter(PartWriter):
                 refuse_difference({"buckets": {bucket.name: {"axes": axes[0]}}}, {"buckets": {bucket.name: {"axes": axes[1]}}})
                 stored, own = (encode(entry.columns) for entry in (bucket, bucket_entry(self._spec(bucket.name))))
                 refuse_difference({"buckets": {bucket.name: stored}}, {"buckets": {bucket.name: own}})
+            spec = manifest.text.spec()  # of a store of an earlier version, with a column more
+            self._form = replace(self._form, text=spec, empty_caption=with_error(spec, self._form.empty_caption))
             self._take_over(manifest)
             self._forget_added()
             self._turn = OneAtATime(self.path)
@@ -308,7 +311,7 @@ def stored_manifest(store: Path, contents: Contents) -> Manifest | None:
     if manifest is not None:
         check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
         made, given = (
-            {"text": encode(one.text), "columns": encode(one.columns), "ragged": encode(one.ragged)}
+            {"text": encode(one.text.without_error), "columns": encode(one.columns), "ragged": encode(one.ragged)}
             for one in (manifest, contents)
         )
         if contents.columns and not manifest.columns:  # images' latents only, which version 1 does not list

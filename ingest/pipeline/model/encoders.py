@@ -123,7 +123,7 @@ class Encoders:
             text=manifest.text if self._columns is None else text_entry(self._columns),
         )
         refuse_other_options(self._config, manifest, contents)
-        refuse_difference({"text": encode(manifest.text)}, {"text": encode(contents.text)})
+        refuse_difference({"text": encode(manifest.text.without_error)}, {"text": encode(contents.text.without_error)})
 
     def _device(self) -> torch.device:
         from bucketline.ingest.pipeline.model.device import chosen_device

@@ -15,7 +15,7 @@ from bucketline.ingest.encoders.text.any_transformer import TextEncoder
 from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import TextSettings, text_spec
 from bucketline.store import Store
-from bucketline.store.format.quantised_text import dequantise, quantise
+from bucketline.store.format.text_codec import dequantise, quantise
 from bucketline.typed_json import encode
 from tests.commands import call
 from tests.models import SMALL, write_model
@@ -67,6 +67,14 @@ def test_tokens_are_quantised_from_what_the_encoder_computed(source: Path, tmp_p
     assert (again["packed"], again["unchanged"]) == (0, done["packed"])
 
 
+def test_captions_of_two_phases_have_the_error_that_was_measured_when_they_were_encoded(
+    source: Path, tmp_path: Path, model: Path
+) -> None:
+    one, two = (pack(source, tmp_path / n, model, "--text-dtype", "I8", "--phases", n)["text_error"] for n in ("one", "two"))
+    assert one == two
+    assert one["captions"] > 3
+
+
 def test_tokens_may_have_another_dtype_than_latents(source: Path, tmp_path: Path, model: Path) -> None:
     pack(source, tmp_path / "s", model, "--text-dtype", "BF16")
     store = Store.open(tmp_path / "s")
@@ -89,7 +97,7 @@ def test_pooled_embeddings_stay_in_16_bits() -> None:
     for dtype, pooled in (("I8", "F16"), ("F8_E4M3", "F16"), ("BF16", "BF16"), ("F32", "F32")):
         fixed = {column.name: column.dtype for column in text_spec(dtype, 64, {"pooled": 5}).fixed}
         assert fixed["pooled"] == pooled
-        assert ("tokens_error" in fixed) == (dtype in ("I8", "F8_E4M3"))
+        assert set(fixed) == {"pooled"}
 
 
 def test_a_scan_counts_the_bytes_of_quantised_tokens(source: Path, model: Path) -> None:
@@ -99,8 +107,7 @@ def test_a_scan_counts_the_bytes_of_quantised_tokens(source: Path, model: Path) 
         assert ran.code == 0, ran.err
         found[dtype] = json.loads(ran.out)["text_bytes"]
     num_tokens = found["F16"] // (8 * 2)  # of a width of 8
-    num_captions = (found["I8"] - num_tokens * (8 + 2)) / 12
-    assert num_captions == int(num_captions) > 0
+    assert found["I8"] == num_tokens * (8 + 2) > 0
 
 
 @pytest.fixture(scope="module")

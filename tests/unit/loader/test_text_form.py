@@ -13,7 +13,7 @@ from bucketline.errors import CorruptError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, TextForm
 from bucketline.loader.collate import dequantise_field as dequantise_module
 from bucketline.loader.dequantise import dequantised
-from bucketline.store.format.quantised_text import dequantise, quantise
+from bucketline.store.format.text_codec import dequantise, quantise
 from tests.building import make_store, samples_of
 from tests.quantised import POOLED_WIDTH, make_quantised, tokens_of
 from tests.serving import serving

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from bucketline.errors import CorruptError, FingerprintError, UsageError
-from bucketline.store import Store, read_manifest
+from bucketline.store import Column, Store, read_manifest
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
@@ -19,7 +21,8 @@ from bucketline.store.change.repair import repair
 from bucketline.store.export.export import ExportFormat, ExportRequest, export, plan_export
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import parse_manifest
-from bucketline.store.format.quantised_text import dequantise, measured_error, quantise
+from bucketline.store.format.text_codec import dequantise, quantise
+from bucketline.store.format.text_error import measured_error
 from bucketline.store.read.info import info
 from bucketline.store.read.iter_samples import Selection
 from bucketline.store.verify.verify import verify
@@ -82,7 +85,7 @@ def test_the_manifest_has_version_3_in_the_compact_form(made: Store) -> None:
     assert document["format_version"] == 3
     assert b"\n" not in data[:-1]
     assert sorted(document["text"]["tokens"]) == ["tokens", "tokens_scale"]
-    assert sorted(document["text"]["fixed"]) == ["pooled", "tokens_error"]
+    assert sorted(document["text"]["fixed"]) == ["pooled"]
     assert parse_manifest(data, "m") == made.manifest
 
 
@@ -122,18 +125,52 @@ def test_the_error_of_all_captions_is_in_the_manifest_and_in_store_info(made: St
     assert json.loads(call("store", "info", made.path, "--json").out)["text_error"] == report["text_error"]
 
 
-def test_dropped_rows_are_compacted_away_and_the_error_is_that_of_the_captions_that_stay(store: Store) -> None:
+def test_dropped_rows_are_compacted_away_and_the_error_stays_that_of_all_that_was_quantised(store: Store) -> None:
+    before = info(store)["text_error"]
     gone = [sample.id for sample in SAMPLES[2:18]]
     drop(store.path, gone)
     compact(store.path, shard_bytes=1 << 30)
     after = Store.open(store.path)
     assert len(after.shards) == 1
     assert_captions(after, {sample.id for sample in SAMPLES} - set(gone))
-    error = after.manifest.shards[0].text_error
-    kept = {text for sample in SAMPLES if sample.id not in gone for text in sample.captions} | {""}
-    assert error is not None
-    assert error.captions == len(kept)
+    assert info(after)["text_error"] == before
     assert not faults_of(after)
+
+
+def test_a_shard_that_a_killed_writer_left_is_adopted_with_its_error(tmp_path: Path) -> None:
+    whole = make_quantised(tmp_path / "whole", "I8", SAMPLES[:5])
+    killed = writer_of(tmp_path / "killed", "I8")
+    with suppress(KeyboardInterrupt), killed:
+        for sample in SAMPLES[:5]:
+            captions = {text: embedding_of(text) for text in sample.captions}
+            killed.add_record(sample.record, {"latent": sample.latent}, captions)
+        killed.commit()
+        raise KeyboardInterrupt
+    assert not Store.open(tmp_path / "killed").manifest.shards
+    with writer_of(tmp_path / "killed", "I8"):
+        pass
+    adopted = Store.open(tmp_path / "killed")
+    assert info(adopted)["text_error"] == info(whole)["text_error"]
+    assert info(whole)["text_error"] is not None
+
+
+def test_a_store_whose_captions_have_a_column_of_errors_is_read_and_continued(tmp_path: Path) -> None:
+    """Such are those of an earlier version."""
+    new = spec_of("I8")
+    old = dataclasses.replace(new, fixed=(*new.fixed, Column(name="tokens_error", dtype="F32", shape=(3,))))
+    for number, text in enumerate((old, new)):
+        with writer_of(tmp_path, "I8", text=text, shard_names=f"s{number}{{}}") as writer:
+            for sample in (SAMPLES[:20], SAMPLES[20:])[number]:
+                captions = {text: embedding_of(text) for text in sample.captions}
+                writer.add_record(sample.record, {"latent": sample.latent}, captions)
+    store = Store.open(tmp_path)
+    assert store.text == old
+    assert_captions(store)
+    assert not faults_of(store)
+    error = np.frombuffer(store.caption(1, 0).fixed["tokens_error"], dtype="<f4")
+    assert np.array_equal(error, measured_error(tokens_of(""), delivered("I8", "")))
+    num_captions = sum(shard.groups["text"].rows for shard in store.manifest.shards)
+    assert info(store)["text_error"]["captions"] == num_captions
 
 
 def test_merged_stores_keep_columns_and_error(made: Store, tmp_path: Path) -> None:
@@ -210,7 +247,7 @@ def test_exported_tokens_are_f16_and_have_no_scales(made: Store, tmp_path: Path)
 
 
 def test_a_writer_takes_tokens_in_16_or_32_bits_or_quantised(tmp_path: Path) -> None:
-    columns = {**quantise(tokens_of("a"), "I8"), "tokens_error": np.zeros(3, dtype="<f4"), "pooled": pooled_of("a")}
+    columns = {**quantise(tokens_of("a"), "I8"), "pooled": pooled_of("a")}
     latent = {"latent": SAMPLES[0].latent}
     with writer_of(tmp_path, "I8") as writer:
         writer.add("1", "train/64x64", latent, {"a": columns})
@@ -237,11 +274,8 @@ def test_a_store_is_not_continued_with_other_columns(made: Store) -> None:
         pass
 
 
-def test_a_shard_without_its_error_is_refused(made: Store, tmp_path: Path) -> None:
+def test_an_impossible_error_is_refused(made: Store) -> None:
     document = json.loads((made.path / "manifest.json").read_bytes())
-    document["shards"][0]["text_error"] = None
-    with pytest.raises(CorruptError, match="a shard has an error of quantised text but no such text, or the text without"):
-        parse_manifest(json.dumps(document).encode(), "m")
     document["shards"][0]["text_error"] = {**document["shards"][1]["text_error"], "relative_max": float("nan")}
     with pytest.raises(CorruptError, match="have the cosines"):
         parse_manifest(json.dumps(document).encode(), "m")

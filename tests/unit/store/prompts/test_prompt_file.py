@@ -12,8 +12,7 @@ import pytest
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError
 from bucketline.store.format.hashing import caption_digest
-from bucketline.store.format.quantised_text import quantised_caption
-from bucketline.store.format.text_block import encode_text_block, make_caption
+from bucketline.store.format.text_block import encode_text_block, quantised_caption
 from bucketline.store.prompts.prompt_file import PROMPTS_FORMAT, Prompt, PromptSet, decode_prompts, encode_prompts
 from bucketline.store.shard.sidecar import encode_paged
 from tests.building import TEXT, caption_of, embedding, read_with_safetensors, samples_of
@@ -70,9 +69,8 @@ def test_quantised_embeddings_are_read_as_a_stores_captions(tmp_path: Path) -> N
     samples = samples_of({"train/64x64": 3})
     quantised = make_quantised(tmp_path / "s", "I8", samples)
     text = samples[2].captions[0]
-    tokens, error = quantised_caption(tokens_of(text), "I8")
     spec = quantised.manifest.text.spec()
-    caption = make_caption(spec, caption_digest(text), tokens, {"pooled": pooled_of(text), **error})
+    caption = quantised_caption(spec, caption_digest(text), tokens_of(text), {"pooled": pooled_of(text)})
     prompt = dataclasses.replace(FIRST, prompt=text, negative_prompt=text)
     own = read(quantised, encode_prompts(quantised.manifest, [prompt], [caption])).embedding(text)
     stored = quantised.read_caption(0, quantised.sample(samples[2].id)[1].caption_rows[0])

@@ -1,4 +1,4 @@
-"""Quantised tokens: stored as I8 or F8_E4M3 with scales, delivered as F16; and their error, measured when they are written.
+"""The codec of captions' tokens: stored as I8 or F8_E4M3 with scales, delivered as F16.
 
 Shape letters: T tokens, D a token's width, S scales per token. FORMAT.md has the rules, which give the same bits everywhere:
 all arithmetic is IEEE 754 binary32, rounded half to even.
@@ -7,13 +7,12 @@ all arithmetic is IEEE 754 binary32, rounded half to even.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.store.format.block import Column
-from bucketline.store.format.columns import TOKENS, TOKENS_ERROR, TOKENS_SCALE
+from bucketline.store.format.columns import TOKENS, TOKENS_SCALE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,25 +44,19 @@ def quantised_columns(dtype: str, width: int) -> tuple[Column, ...]:
     )
 
 
-def error_column() -> Column:
-    """Return the fixed column with the error of a caption's quantised tokens: relative, cosine, worst channel."""
-    return Column(name=TOKENS_ERROR, dtype="F32", shape=(3,))
-
-
-def refuse_strange_form(token_columns: Sequence[Column], fixed_columns: Sequence[Column]) -> None:
-    """Check that the columns of quantised text are those that the dtype of its tokens needs.
+def refuse_strange_form(token_columns: Sequence[Column]) -> None:
+    """Check that the token columns of quantised text are those that the dtype of its tokens needs.
 
     Raises:
-        ValueError: if `tokens_scale` is not that of `tokens`, or `tokens_error` is missing.
+        ValueError: if `tokens_scale` is not that of `tokens`.
     """
-    own = {column.name: column for column in token_columns}
-    tokens = own.get(TOKENS)
+    tokens = next((column for column in token_columns if column.name == TOKENS), None)
     is_known = tokens is not None and tokens.dtype in QUANTISED and len(tokens.shape) == 1
     expected = quantised_columns(tokens.dtype, tokens.shape[0]) if tokens is not None and is_known else ()
-    if tuple(own.values()) != expected or error_column() not in fixed_columns:
+    if tuple(token_columns) != expected:
         raise ValueError(
             f"{TOKENS_SCALE} takes {TOKENS} of {' or '.join(QUANTISED)} [D], with a scale for every {GROUP} values (F16) or "
-            f"for each token (F32), no other token column, and the fixed column {TOKENS_ERROR}"
+            "for each token (F32), and no other token column"
         )
 
 
@@ -120,116 +113,6 @@ def is_storable(tokens: NDArray[Any], scale: NDArray[np.floating[Any]]) -> NDArr
     is_value = tokens.min(axis=1, initial=0) >= -I8_MAX if is_i8 else ((tokens & 0x7F) != 0x7F).all(axis=1)
     found: NDArray[np.bool_] = is_value & ((scale >= 0) & (scale <= largest)).all(axis=1)  # of NaN, neither holds
     return found
-
-
-def quantised_caption(
-    tokens: NDArray[np.float32], dtype: str
-) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[np.float32]]]:
-    """Return the token columns and the error column of a caption whose tokens are `[T, D]`.
-
-    Raises:
-        ValueError: if a value is not finite as F16.
-    """
-    columns = quantise(tokens, dtype)
-    return columns, {TOKENS_ERROR: measured_error(tokens, dequantise(columns))}
-
-
-def measured_error(tokens: NDArray[np.float32], delivered: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
-    """Return the error of a caption's tokens, `[T, D]`, as three numbers.
-
-    Relative: root mean square of the error over that of the tokens. Cosine: the smallest similarity of a token and what is
-    delivered for it. Worst channel: the largest error of one of the D channels, relative to the channel's own values or to the
-    median channel's, whichever are larger, so that a channel of nearly nothing does not count. Where all values are zero, the
-    errors are 0 and the similarity is 1.
-    """
-    error = delivered.astype(np.float32) - tokens
-
-    def by_token(one: NDArray[np.float32], two: NDArray[np.float32]) -> NDArray[np.float64]:
-        sums: NDArray[np.float64] = np.einsum("td,td->t", one, two).astype(np.float64)
-        return sums
-
-    given, change, shared = by_token(tokens, tokens), by_token(error, error), by_token(tokens, error)
-    found = np.maximum(given + 2 * shared + change, 0)  # of what is delivered
-    lengths, product = np.sqrt(given) + np.sqrt(found), np.sqrt(given * found)
-    longer = np.divide(2 * shared + change, lengths, out=np.zeros_like(given), where=lengths > 0)
-    # 1 - cosine, of which the difference of two numbers near 1 would leave nothing
-    distance = np.divide(change - np.square(longer), 2 * product, out=(given > 0).astype(np.float64), where=product > 0)
-    power = np.einsum("td,td->d", tokens, tokens)
-    by_channel = _share(np.einsum("td,td->d", error, error), np.maximum(power, np.median(power)))
-    relative = _share(change.sum(), given.sum())
-    cosine = 1 - distance.clip(0, 2).max(initial=0.0)
-    return np.array([relative, cosine, by_channel.max(initial=0.0)], dtype=np.float32)
-
-
-def _share(error: Any, power: Any) -> NDArray[np.float64]:  # noqa: ANN401 - arrays or numbers
-    error, power = np.asarray(error, dtype=np.float64), np.asarray(power, dtype=np.float64)
-    share: NDArray[np.float64] = np.sqrt(np.divide(error, power, out=np.zeros_like(error), where=power > 0))
-    return share
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextError:
-    """The error of the quantised tokens of a shard's captions, or of a store's."""
-
-    captions: int
-    relative_mean: float
-    relative_max: float
-    cosine_mean: float
-    cosine_min: float
-    channel_mean: float
-    channel_max: float
-
-    def __post_init__(self) -> None:
-        cosines = [self.cosine_mean, self.cosine_min]
-        errors = [self.relative_mean, self.relative_max, self.channel_mean, self.channel_max]
-        is_possible = all(-1.0 <= cosine <= 1.0 + 1e-6 for cosine in cosines) and all(0.0 <= error < np.inf for error in errors)
-        if not is_possible or self.captions < 1:
-            raise ValueError(f"the tokens of {self.captions} captions have the cosines {cosines} and errors {errors}")
-
-    def __str__(self) -> str:
-        return (
-            f"relative {self.relative_mean:.2%} (at most {self.relative_max:.2%}), "
-            f"cosine {self.cosine_mean:.5f} (at least {self.cosine_min:.5f}), "
-            f"worst channel {self.channel_mean:.2%} (at most {self.channel_max:.2%})"
-        )
-
-    @classmethod
-    def of(cls, errors: NDArray[np.float32]) -> TextError:
-        """Return the error of captions from their error columns, `[N, 3]`."""
-        relative, cosine, channel = errors.astype(np.float64).T
-        return cls(
-            captions=len(errors),
-            relative_mean=_short(relative.mean()),
-            relative_max=_short(relative.max()),
-            cosine_mean=_short(cosine.mean()),
-            cosine_min=_short(cosine.min()),
-            channel_mean=_short(channel.mean()),
-            channel_max=_short(channel.max()),
-        )
-
-    @classmethod
-    def joined(cls, parts: list[TextError]) -> TextError | None:
-        """Return the error of all captions of some shards; None if there are no shards."""
-        if not parts:
-            return None
-        count = sum(part.captions for part in parts)
-
-        def mean(name: str) -> float:
-            return _short(sum(part.captions * getattr(part, name) for part in parts) / count)
-
-        return cls(
-            captions=count,
-            relative_mean=mean("relative_mean"),
-            relative_max=max(part.relative_max for part in parts),
-            cosine_mean=mean("cosine_mean"),
-            cosine_min=min(part.cosine_min for part in parts),
-            channel_mean=mean("channel_mean"),
-            channel_max=max(part.channel_max for part in parts),
-        )
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.7g}")
 
 
 def _at_least(smallest: np.float32, largest: NDArray[np.float32], steps: int) -> NDArray[np.float32]:

@@ -13,17 +13,14 @@ from hypothesis.extra import numpy as arrays
 
 from bucketline.store.format.block import Column
 from bucketline.store.format.hashing import caption_digest
-from bucketline.store.format.quantised_text import (
-    TextError,
+from bucketline.store.format.text_block import TextSpec, delivered, quantised_caption, quantised_spec
+from bucketline.store.format.text_codec import (
     as_e4m3,
     dequantise,
     e4m3_values,
     is_storable,
-    measured_error,
     quantise,
-    quantised_caption,
 )
-from bucketline.store.format.text_block import TextSpec, delivered, make_caption, quantised_spec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -153,61 +150,34 @@ def test_every_code_of_e4m3_has_the_value_that_torch_gives_it() -> None:
     assert np.array_equal(e4m3_values(), expected, equal_nan=True)
 
 
-def test_the_error_of_a_caption_is_relative_worst_token_and_worst_channel() -> None:
-    tokens = np.zeros((3, 4), dtype="<f4")
-    tokens[0], tokens[1, 1] = [3, 0, 0, 4], 5
-    found = tokens.astype("<f2")
-    assert measured_error(tokens, found).tolist() == [0, 1, 0]
-    found[1] = [0, 4, 3, 0]
-    relative, cosine, channel = measured_error(tokens, found).tolist()
-    assert relative == pytest.approx(np.sqrt((1 + 9) / 50))
-    assert cosine == pytest.approx(0.8)
-    assert channel == pytest.approx(np.sqrt(9 / 12.5))  # channel 2 has nothing of its own: relative to the median of 9 and 16
-    found[1] = [0, 4, 0, 0]
-    assert measured_error(tokens, found)[2] == pytest.approx(1 / 5)
-
-
-def test_errors_of_shards_are_joined_by_their_captions() -> None:
-    one = TextError.of(np.array([[0.01, 0.99, 0.1], [0.03, 0.97, 0.3]], dtype="<f4"))
-    two = TextError.of(np.array([[0.08, 0.90, 0.2]], dtype="<f4"))
-    both = TextError.joined([one, two])
-    assert both is not None
-    assert (both.captions, both.relative_max, both.cosine_min, both.channel_max) == (3, 0.08, 0.9, 0.3)
-    assert both.relative_mean == pytest.approx(0.04)
-    assert TextError.joined([]) is None
-
-
 def test_a_caption_comes_back_as_it_is_delivered() -> None:
     spec = quantised_spec("I8", 40, (Column(name="pooled", dtype="F16", shape=(3,)),))
-    assert [column.name for column in (*spec.fixed, *spec.tokens)] == ["pooled", "tokens_error", "tokens", "tokens_scale"]
+    assert [column.name for column in (*spec.fixed, *spec.tokens)] == ["pooled", "tokens", "tokens_scale"]
     shown = [(column.name, column.dtype) for column in (*spec.delivered.fixed, *spec.delivered.tokens)]
     assert shown == [("pooled", "F16"), ("tokens", "F16")]
-    given_tokens = random_tokens(6, 40)
-    tokens, error = quantised_caption(given_tokens, spec.tokens[0].dtype)
-    pooled = np.arange(3, dtype="<f2")
-    caption = make_caption(spec, caption_digest("a"), tokens, {"pooled": pooled, **error})
-    assert caption.num_bytes == 6 * (40 + 2 * 2) + 6 + 12
+    tokens, pooled = random_tokens(6, 40), np.arange(3, dtype="<f2")
+    caption = quantised_caption(spec, caption_digest("a"), tokens, {"pooled": pooled})
+    assert caption.num_bytes == 6 * (40 + 2 * 2) + 6
     found = delivered(spec, caption)
     assert found.fixed == {"pooled": pooled.tobytes()}
-    assert found.tokens == {"tokens": dequantise(tokens).tobytes()}
-    assert 0 < float(error["tokens_error"][0]) < 0.01
+    assert found.tokens == {"tokens": dequantise(quantise(tokens, "I8")).tobytes()}
+    assert caption.error is not None
+    assert 0 < float(caption.error[0]) < 0.01
 
 
-STRANGE: list[tuple[list[tuple[str, str, tuple[int, ...]]], bool]] = [
-    ([("tokens", "I8", (64,)), ("tokens_scale", "F16", (3,))], True),
-    ([("tokens", "I8", (64,)), ("tokens_scale", "F32", (2,))], True),
-    ([("tokens", "F16", (64,)), ("tokens_scale", "F16", (2,))], True),
-    ([("tokens_scale", "F16", (2,))], True),
-    ([("more", "F16", (2,)), ("tokens", "I8", (64,)), ("tokens_scale", "F16", (2,))], True),
-    ([("tokens", "I8", (64,)), ("tokens_scale", "F16", (2,))], False),
+STRANGE: list[list[tuple[str, str, tuple[int, ...]]]] = [
+    [("tokens", "I8", (64,)), ("tokens_scale", "F16", (3,))],
+    [("tokens", "I8", (64,)), ("tokens_scale", "F32", (2,))],
+    [("tokens", "F16", (64,)), ("tokens_scale", "F16", (2,))],
+    [("tokens_scale", "F16", (2,))],
+    [("more", "F16", (2,)), ("tokens", "I8", (64,)), ("tokens_scale", "F16", (2,))],
 ]
 
 
-@pytest.mark.parametrize(("columns", "has_error"), STRANGE)
-def test_scales_that_do_not_suit_their_tokens_are_refused(columns: list[Any], *, has_error: bool) -> None:
+@pytest.mark.parametrize("columns", STRANGE)
+def test_scales_that_do_not_suit_their_tokens_are_refused(columns: list[Any]) -> None:
     from bucketline.store.format.manifest_entries import text_entry
 
-    fixed = (Column(name="tokens_error", dtype="F32", shape=(3,)),) if has_error else ()
-    spec = TextSpec(tokens=tuple(Column(name=n, dtype=d, shape=s) for n, d, s in columns), fixed=fixed)
+    spec = TextSpec(tokens=tuple(Column(name=n, dtype=d, shape=s) for n, d, s in columns))
     with pytest.raises(ValueError, match="tokens_scale takes tokens of I8 or F8_E4M3"):
         text_entry(spec)
