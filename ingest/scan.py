@@ -220,7 +220,7 @@ def _looked_at(
     def look(item: SourceItem) -> _Seen | RejectedError:
         try:
             found = _look(config, source, item, framing)
-            _refuse_unknown_classes(lengths, item.captions[: config.max_captions])
+            _refuse_captions(lengths, item.captions[: config.max_captions])
         except RejectedError as error:
             return error
         return found
@@ -253,10 +253,10 @@ def _refuse_bad_captions(item: SourceItem) -> None:
         raise RejectedError(Reason.CAPTION, item.caption_error)
 
 
-def _refuse_unknown_classes(lengths: CaptionLengths | None, captions: Iterable[str]) -> None:
+def _refuse_captions(lengths: CaptionLengths | None, captions: Iterable[str]) -> None:
     refusals = (lengths.refusal(caption) for caption in captions) if lengths is not None else ()
     if refusal := next((found for found in refusals if found is not None), None):
-        raise RejectedError(Reason.CLASS, refusal)
+        raise RejectedError(Reason.REFUSED, refusal)
 
 
 def _report(

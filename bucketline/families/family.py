@@ -58,6 +58,8 @@ class Part:
     has_positions: bool = True  # adds token positions of its own (zeros if the part is absent), not shared with another part
     num_padding: int = 0  # positions of padding that the model sees after a caption's own tokens, if there is room
     is_open: bool = False  # its length is an argument of `encode_prompt`, not set by the tokenizer
+    most_tokens: int | None = None  # of a caption, whatever `--max-tokens` or the tokenizer says; None: no other limit
+    is_cut: bool = True  # the pipeline cuts longer captions; otherwise packing refuses them
     is_optional: bool = False
 
 
@@ -153,6 +155,7 @@ class Family:
     # Of `encode_prompt`, in order: a column, `mask`, or None. With `empty tokens` and `empty mask` (of the negative prompt),
     # the empty caption is encoded as the pipeline's negative prompt, which gets no template.
     results: ClassVar[tuple[str | None, ...]] = (TOKENS,)
+    refused_tokens: ClassVar[tuple[str, ...]] = ()  # its pipeline refuses captions with them, since they stand for images
     prompt_options: ClassVar[Mapping[str, Any]] = {"do_classifier_free_guidance": False}  # other arguments of `encode_prompt`
     # The transformer or UNet.
     model_class: ClassVar[str]  # in diffusers

@@ -22,12 +22,13 @@ class HiDreamImage(Family):
 
     name = "hidream_image"
     pipelines = ("HiDreamImagePipeline",)
-    _CLIP: ClassVar[Any] = {"layer": "text_embeds", "has_positions": False, "is_open": True}
+    _BESIDE: ClassVar[Any] = {"has_positions": False, "is_open": True}
+    _CLIP: ClassVar[Any] = {**_BESIDE, "layer": "text_embeds", "most_tokens": 218}
     parts = (
         Part(kind="CLIPTextModelWithProjection", **_CLIP),
         Part(encoder="text_encoder_2", tokenizer="tokenizer_2", kind="CLIPText", **_CLIP),
-        Part(encoder="text_encoder_3", tokenizer="tokenizer_3", kind="T5", is_open=True),
-        Part(encoder="text_encoder_4", tokenizer="tokenizer_4", kind="Llama", **{**_CLIP, "layer": "hidden_states[1:]"}),
+        Part(encoder="text_encoder_3", tokenizer="tokenizer_3", kind="T5", is_open=True, most_tokens=512),
+        Part(encoder="text_encoder_4", tokenizer="tokenizer_4", kind="Llama", layer="hidden_states[1:]", **_BESIDE),
     )
     results = ("tokens", None, "llama", None, POOLED, None)
     model_class = "HiDreamImageTransformer2DModel"

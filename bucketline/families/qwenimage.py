@@ -24,7 +24,7 @@ class QwenImage(Family):
 
     name = "qwenimage"
     pipelines = variants("QwenImage", "Img2Img Inpaint ControlNet ControlNetInpaint")
-    parts = (Part(kind="Qwen2_5_VL", layer="hidden_states[-1]", is_open=True),)
+    parts = (Part(kind="Qwen2_5_VL", layer="hidden_states[-1]", is_open=True, most_tokens=1024),)
     padding = Padding.VALID
     results = ("tokens", "mask")
     prompt_options: ClassVar[Mapping[str, Any]] = {}

@@ -28,9 +28,13 @@ class QwenImage21(Family):
 
     name = "qwenimage21"
     pipelines = ("QwenImage21Pipeline",)
-    parts = (Part(tokenizer="processor", kind="Qwen3VL", layer="hidden_states[-1] before the norm"),)
+    parts = (
+        # the model takes later positions for those before its first one, without an error
+        Part(tokenizer="processor", kind="Qwen3VL", layer="hidden_states[-1] before the norm", most_tokens=8191, is_cut=False),
+    )
     padding = Padding.VALID
     results = ("tokens", "mask", None)
+    refused_tokens = ("<|image_pad|>", "<|video_pad|>")
     prompt_options: ClassVar[Mapping[str, Any]] = {}
     model_class = "QwenImage21Transformer2DModel"
     usual_tokens = 512

@@ -25,7 +25,7 @@ class Reason(StrEnum):
     CAPTION = "unreadable caption"
     LATENT = "latent not finite in the stored dtype"
     TOKENS = "caption embedding not finite in the stored dtype"
-    CLASS = "unknown class"
+    REFUSED = "caption that the model does not take"
     CACHE = "unusable cache entry"
     OTHER_VAE = "latent of another VAE"
     SCALE = "wrongly scaled latent"

@@ -244,7 +244,7 @@ class CaptionSource:
 
     def _checked(self, caption: str, embedding: Embedding) -> dict[str, Any] | RejectedError:
         if embedding.refusal is not None:
-            return RejectedError(Reason.CLASS, embedding.refusal)
+            return RejectedError(Reason.REFUSED, embedding.refusal)
         if not embedding.is_finite:
             return RejectedError(Reason.TOKENS, f"of the caption {caption[:80]!r} as {self._settings.stored_dtype}")
         values = self._values(embedding)

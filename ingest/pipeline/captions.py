@@ -74,7 +74,7 @@ class FreshCaptions:
         from bucketline.store.format.hashing import caption_digest
 
         if embedding.refusal is not None:
-            return RejectedError(Reason.CLASS, embedding.refusal)
+            return RejectedError(Reason.REFUSED, embedding.refusal)
         if not embedding.is_finite:
             return RejectedError(Reason.TOKENS, f"of the caption {text[:80]!r} as {self._spec.tokens[0].dtype}")
         caption = as_caption(self._spec, caption_digest(text), embedding)

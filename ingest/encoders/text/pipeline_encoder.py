@@ -99,7 +99,8 @@ class PromptEncoder:
     @torch.inference_mode()
     def encode(self, captions: Sequence[str]) -> list[Embedding]:
         """Encode each caption to what the model sees."""
-        given = list(captions)
+        refusals = [self._lengths.refusal(caption) for caption in captions]
+        given = [caption if refusal is None else "" for caption, refusal in zip(captions, refusals, strict=True)]
         encoded = self._encoded(given)
         token_dtype, fixed_dtype = (TORCH_DTYPES[name] for name in (self._settings.token_dtype, self._settings.fixed_dtype))
         tokens = encoded.tokens.to(token_dtype).cpu()
@@ -118,6 +119,7 @@ class PromptEncoder:
                     is_finite=self._settings.are_finite(own) and all(bool(value.isfinite().all()) for value in once.values()),
                     is_truncated=lengths[n].is_too_long,
                     cuts=lengths[n].cuts,
+                    refusal=refusals[n],
                 )
             )
         return embeddings

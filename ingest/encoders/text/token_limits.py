@@ -43,18 +43,21 @@ class PromptLengths:
                     "option out"
                 )
             return None
-        if asked is not None and asked > MOST_TOKENS:
-            raise UsageError(f"--max-tokens is {asked}, expected {MOST_TOKENS} or fewer")
-        return asked or int(inspect.signature(self._pipeline.encode_prompt).parameters["max_sequence_length"].default)
+        most = min(part.most_tokens or MOST_TOKENS for part in self._family.parts if part.is_open and part.has_positions)
+        if asked is not None and asked > most:
+            raise UsageError(f"--max-tokens is {asked}, expected {most} or fewer")
+        # of its call: `encode_prompt` by itself may have another default
+        return asked or int(inspect.signature(self._pipeline.__call__).parameters["max_sequence_length"].default)
 
     def limit(self, part: Part) -> int:
         """Return the maximum number of tokens that a part sees."""
         if part.is_open:
             assert self.open_length is not None, part
-            return self.open_length
-        # SD3 and Flux truncate every CLIP at the first tokenizer's length
-        shared = getattr(self._pipeline, "tokenizer_max_length", None)
-        return int(shared or self._tokenizers[part.encoder].model_max_length)
+            found = self.open_length
+        else:  # SD3 and Flux truncate every CLIP at the first tokenizer's length
+            shared = getattr(self._pipeline, "tokenizer_max_length", None)
+            found = int(shared or self._tokenizers[part.encoder].model_max_length)
+        return min(found, part.most_tokens or found)
 
     @property
     def positions(self) -> int:
@@ -78,7 +81,7 @@ class PromptLengths:
                 if part.is_open:
                     open_lengths = [n - dropped + part.num_padding for n, dropped in zip(lengths, templates, strict=True)]
                 for caption, length, dropped, own in zip(cleaned, lengths, templates, cuts, strict=True):
-                    if length - dropped > limit:
+                    if length - dropped > limit and part.is_cut:
                         own.append(cut_of(part.encoder, tokenizer, caption, length, limit + dropped))
                 if self._family.padding is Padding.VALID:
                     pairs = zip(lengths, templates, strict=True)
@@ -87,6 +90,25 @@ class PromptLengths:
             CaptionLength(num_tokens=own, is_too_long=len(found) == len(self._tokenizers), cuts=tuple(found), num_open=count)
             for own, found, count in zip(kept, cuts, open_lengths, strict=True)
         ]
+
+    def refusal(self, caption: str) -> str | None:
+        """Return why the pipeline, or its model, does not take a caption; None if they do."""
+        shown = f"the caption {caption[:80]!r}"
+        for token in self._family.refused_tokens:
+            if token in caption:
+                return f"{shown} has {token}, which stands for an image to {self._kind}; remove it from the caption"
+        for part in self._family.parts:
+            if not part.is_cut:
+                (cleaned,) = self._family.cleaned(self._pipeline, [caption])
+                (length,) = token_counts(self._tokenizers[part.encoder], [cleaned])
+                found, limit = length - self._family.num_dropped(self._pipeline, cleaned), self.limit(part)
+                if found > limit:
+                    return f"{shown} has {found} tokens, and {self._kind} takes up to {limit}, uncut; shorten it"
+        return None
+
+    @property
+    def _kind(self) -> str:
+        return self._family.pipelines[0]
 
 
 def make_pipeline(family: type[Family], model: ModelFolder, parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any pipeline

@@ -95,4 +95,5 @@ def _of_family(family: type[Family], model: ModelFolder, settings: TextSettings)
         padding=family.padding,
         measure=lengths.measure,
         open_length=lengths.open_length,
+        refusal=lengths.refusal,
     )

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from bucketline.train.noise_schedule import ModelSchedule
 
 CPU = torch.device("cpu")
-LONG = "a red cat and a blue dog of the house " * 20
+LONG = "a red cat and a blue dog of the house " * 60  # longer than any pipeline's call takes by default
 CAPTIONS = ("a red cat", LONG, "", "一只红色的猫在房子里", "🐱 a cat 🏠")
 KINDS = ("short", "long", "empty", "Chinese", "emoji", "four")
 MOST_LINES = 90

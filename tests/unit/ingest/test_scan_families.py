@@ -169,7 +169,7 @@ def test_a_scan_refuses_the_captions_that_name_no_class(images: Path, tmp_path: 
     report = call("ingest", "scan", images, *more).json
     summary = call("ingest", "pack", images, tmp_path / "s", *more).json
     assert report["text_family"] == "class_labels"
-    assert report["rejected_by_reason"] == summary["rejected_by_reason"] == {"unknown class": 1}
+    assert report["rejected_by_reason"] == summary["rejected_by_reason"] == {"caption that the model does not take": 1}
     assert "is not a class of the model" in report["rejects"][0]["detail"]
     assert report["captions_too_long"] == summary["captions_truncated"] == 0
     assert report["payload_bytes"] == pytest.approx(summary["payload_bytes"], rel=0.002)

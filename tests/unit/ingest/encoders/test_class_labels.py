@@ -59,7 +59,7 @@ def test_labels_are_stored_as_a_token_and_an_unknown_one_is_a_reject_of_its_imag
     ran = call("ingest", "pack", source, tmp_path / "s", *asked)
     assert ran.code == 0, ran.err
     assert (ran.json["packed"], ran.json["without_caption"]) == (4, 1)
-    assert ran.json["rejected_by_reason"] == {"unknown class": 1}
+    assert ran.json["rejected_by_reason"] == {"caption that the model does not take": 1}
     (reject,) = map(json.loads, (tmp_path / "s" / "rejects.jsonl").read_text(encoding="ascii").splitlines())
     assert reject["id"] == "3.png"
     assert "'dog' is not a class" in reject["detail"]
