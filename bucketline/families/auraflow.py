@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from bucketline.families.family import Family, Part
-from bucketline.families.packing import NUM_TRAIN_TIMESTEPS
 from bucketline.families.schedules import flow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from torch import Tensor
-
     from bucketline.families.family import Expected
-    from bucketline.loader import Batch
 
 
 class AuraFlow(Family):
@@ -30,6 +26,7 @@ class AuraFlow(Family):
     embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "prompt_attention_mask": "mask"}
     widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens"}
     has_mask = False
+    is_told_share = True
     scheduler = flow(1.73)  # as published with AuraFlow
     lora_targets = (*Family.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
@@ -37,7 +34,3 @@ class AuraFlow(Family):
         """Require the store's sizes, and a square of positions for its largest bucket, beyond which they are silently wrong."""
         yield from super().expects()
         yield from self.enough_positions(power=2)
-
-    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
-        """Add the noise as a share."""
-        return super().arguments(noisy, timesteps / NUM_TRAIN_TIMESTEPS, batch)

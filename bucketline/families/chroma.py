@@ -62,6 +62,6 @@ class Chroma(Family):
             "timestep": timesteps / NUM_TRAIN_TIMESTEPS,
             "encoder_hidden_states": batch.tokens.float(),
             "txt_ids": noisy.new_zeros(batch.tokens.shape[1], 3),
-            "img_ids": image_ids(noisy.shape[2] // PATCH, noisy.shape[3] // PATCH, noisy),
+            "img_ids": image_ids(noisy),
             "attention_mask": torch.cat([mask, mask.new_ones(packed.shape[:2])], dim=1),
         }

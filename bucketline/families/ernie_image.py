@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.families.family import Encoded, Family, Padding, Part, Widths, own_tokens
+from bucketline.families.family import Family, Padding, Part
 from bucketline.families.packing import PATCH
 from bucketline.families.schedules import flow
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bucketline.families.family import Model
     from bucketline.loader import Batch
 
 EPS = 1e-5  # of the batch norm: the pipeline's own, since the published configuration of the VAE has another
@@ -32,24 +31,12 @@ class ErnieImage(Family):
     model_class = "ErnieImageTransformer2DModel"
     usual_tokens = 256
     image_guidance = 4.0
+    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "own tokens"}
     call_options: ClassVar[Mapping[str, Any]] = {"negative_prompt": None}
     widths: ClassVar[Mapping[str, str]] = {"text_in_dim": "tokens"}
     packing = PATCH
+    packs_channels = True
     scheduler = flow(4.0)  # as published
-
-    @classmethod
-    def encode_prompt(cls, pipeline: Any, captions: list[str], more: Mapping[str, Any]) -> Encoded:  # noqa: ANN401 - diffusers has no types
-        """Encode captions one by one, as the pipeline does, and pad them."""
-        import torch
-
-        rows = pipeline.encode_prompt(captions, **more)
-        mask = torch.nn.utils.rnn.pad_sequence([row.new_ones(len(row)) for row in rows], batch_first=True).bool()
-        return Encoded(tokens=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), mask=mask)
-
-    @classmethod
-    def text_widths(cls, _model: Model, configs: Mapping[str, Any]) -> Widths:
-        """Return the width of the language model."""
-        return Widths(token=configs["text_encoder"].get_text_config().hidden_size)
 
     @classmethod
     def scaling(cls, vae: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,19 +53,3 @@ class ErnieImage(Family):
             "text_bth": batch.tokens.float(),
             "text_lens": batch.token_mask.sum(dim=1),
         }
-
-    def embedded(self, batch: Batch) -> dict[str, Any]:
-        """Return each caption's own tokens."""
-        return {"prompt_embeds": own_tokens(batch)}
-
-    def packed(self, latents: Tensor) -> Tensor:
-        """Return latents, [B, C, h, w], as patches, [B, 4C, h/2, w/2]."""
-        import torch
-
-        return torch.nn.functional.pixel_unshuffle(latents, PATCH)
-
-    def unpacked(self, latents: Tensor, _height: int, _width: int) -> Tensor:
-        """Return patches, [B, 4C, h/2, w/2], as latents."""
-        import torch
-
-        return torch.nn.functional.pixel_shuffle(latents, PATCH)

@@ -18,12 +18,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from bucketline.errors import UsageError
-from bucketline.families.packing import pack, unpack
+from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, join_layers, pack, unpack
 from bucketline.families.schedules import SCALED_LINEAR
 from bucketline.store.format.columns import POOLED, TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -54,6 +54,7 @@ class Part:
     encoder: str = "text_encoder"
     tokenizer: str = "tokenizer"
     layer: str = "last_hidden_state"  # which output is stored, as transformers calls it
+    pooled: str = ""  # the field of its configuration that says how wide its pooled embedding is, if that is stored
     kind: str = ""  # how the names of the encoder's classes begin
     has_positions: bool = True  # adds token positions of its own (zeros if the part is absent), not shared with another part
     num_padding: int = 0  # positions of padding that the model sees after a caption's own tokens, if there is room
@@ -61,6 +62,10 @@ class Part:
     most_tokens: int | None = None  # of a caption, whatever `--max-tokens` or the tokenizer says; None: no other limit
     is_cut: bool = True  # the pipeline cuts longer captions; otherwise packing refuses them
     is_optional: bool = False
+
+
+PENULTIMATE_CLIP: Mapping[str, Any] = {"layer": "hidden_states[-2], text_embeds", "pooled": "projection_dim"}
+"""A `Part` of SDXL and of Stable Diffusion 3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +157,11 @@ class Family:
     # Text. None of it for a family whose captions are classes.
     parts: ClassVar[tuple[Part, ...]] = ()
     padding: ClassVar[Padding] = Padding.MAX_LENGTH
-    # Of `encode_prompt`, in order: a column, `mask`, or None. With `empty tokens` and `empty mask` (of the negative prompt),
-    # the empty caption is encoded as the pipeline's negative prompt, which gets no template.
+    # Of `encode_prompt`, in order: a column, `layers` of another encoder, put behind tokens, `mask`, None. With `empty tokens`
+    # and `empty mask` (of the negative prompt), the empty caption is the pipeline's negative prompt, which gets no template.
     results: ClassVar[tuple[str | None, ...]] = (TOKENS,)
+    index_options: ClassVar[tuple[str, ...]] = ()  # arguments of the pipeline's constructor that change what is encoded
+    num_layers: ClassVar[int] = 1  # of the encoder, side by side in a token
     refused_tokens: ClassVar[tuple[str, ...]] = ()  # its pipeline refuses captions with them, since they stand for images
     prompt_options: ClassVar[Mapping[str, Any]] = {"do_classifier_free_guidance": False}  # other arguments of `encode_prompt`
     # The transformer or UNet.
@@ -166,6 +173,10 @@ class Family:
     out_channels: ClassVar[tuple[int | None, ...]] = (None, 1)  # times the latent's channels; None: as many as go in
     packing: ClassVar[int] = 1  # latent positions, in each direction, that become one position of more channels
     points_to_image: ClassVar[bool] = False  # of a flow: it predicts the image less the noise
+    is_sequence: ClassVar[bool] = False  # it takes positions as tokens without packing, too
+    packs_channels: ClassVar[bool] = False  # its pipeline takes packed positions as an image of more channels, not as tokens
+    is_told_share: ClassVar[bool] = False  # of noise, from 0 to 1, in place of a timestep
+    renames: ClassVar[Mapping[str, str]] = {}  # its own names for arguments that other models have, too
     packs_answer: ClassVar[bool] = True  # `out_channels` counts those of packed latents, as `in_channels` does
     alignment: ClassVar[int] = 1  # tokens, in each direction, that heights and widths must be a multiple of
     has_mask: ClassVar[bool] = True  # of the tokens that are padding
@@ -177,7 +188,9 @@ class Family:
     has_lora_loader: ClassVar[bool] = True  # diffusers' `load_lora_weights` of its pipeline reads an adapter
     image_guidance: float  # default of its pipeline
     # Images during training, by the first of `pipelines`.
-    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": TOKENS}  # arguments of its call: a text column, or `mask` of tokens
+    embeds: ClassVar[Mapping[str, str]] = {
+        "prompt_embeds": TOKENS
+    }  # arguments of its call: a text column, `mask` of tokens, or `own tokens`
     guidance_argument: ClassVar[str] = "guidance_scale"
     no_guidance: ClassVar[float] = 1.0  # the guidance that is none; 0 if it counts from the caption's prediction
     most_drawn: ClassVar[int | None] = None  # images of one call; None: any number
@@ -189,14 +202,25 @@ class Family:
 
     @classmethod
     def encode_prompt(cls, pipeline: Any, captions: list[str], more: Mapping[str, Any]) -> Encoded:  # noqa: ANN401 - diffusers has no types
-        """Encode captions by the pipeline's own `encode_prompt`, with `more` arguments; a token's layers follow one another."""
-        import torch
+        """Encode captions by the pipeline's own `encode_prompt`, with those options, and of `more`, that it takes.
 
-        options = {**cls.prompt_options, **more}
+        A token's layers follow one another. Captions that it returns one by one, [L, D] each, are padded.
+        """
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        taken = inspect.signature(pipeline.encode_prompt).parameters
+        options = {name: value for name, value in {**cls.prompt_options, **more}.items() if name in taken}
         if "empty tokens" in cls.results:
             options["do_classifier_free_guidance"] = "" in captions
-        found = dict(zip(cls.results, pipeline.encode_prompt(captions, **options), strict=False))
+        answer = pipeline.encode_prompt(list(captions), **options)  # some write into the list that they get
+        found = dict(zip(cls.results, answer if isinstance(answer, tuple) else (answer,), strict=False))
         tokens, mask = found.pop(TOKENS), found.pop("mask", None)
+        if isinstance(tokens, list):
+            mask = pad_sequence([own.new_ones(len(own)).bool() for own in tokens], batch_first=True)
+            tokens = pad_sequence(tokens, batch_first=True)
+        if (layers := found.pop("layers", None)) is not None:
+            tokens = join_layers(tokens, layers)
         if (other := found.pop("empty tokens", None)) is not None:
             is_empty = torch.tensor([caption == "" for caption in captions], device=tokens.device)
             tokens = torch.where(is_empty[:, None, None], other, tokens)
@@ -205,14 +229,20 @@ class Family:
         return Encoded(tokens=tokens.flatten(2), mask=mask, fixed=fixed)
 
     @classmethod
-    def text_widths(cls, _model: Model, configs: Mapping[str, Any]) -> Widths:
+    def text_widths(cls, model: Model, configs: Mapping[str, Any]) -> Widths:
         """Return the widths of the text columns from the encoders' configurations, by name."""
-        return Widths(token=configs[cls.parts[0].encoder].get_text_config().hidden_size)
+        pooled = sum(getattr(configs[part.encoder], part.pooled) for part in cls.parts if part.pooled)
+        return Widths(token=cls.stored_width(model, configs), fixed={POOLED: pooled} if pooled else {})
 
     @classmethod
-    def extras(cls, _model: Model) -> dict[str, Any]:
+    def stored_width(cls, _model: Model, configs: Mapping[str, Any]) -> int:
+        """Return the width of tokens from the encoders' configurations: that of the last part's layers together."""
+        return cls.num_layers * int(configs[cls.parts[-1].encoder].get_text_config().hidden_size)
+
+    @classmethod
+    def extras(cls, model: Model) -> dict[str, Any]:
         """Return other arguments of the pipeline's constructor."""
-        return {}
+        return {name: value for name, value in model.index().items() if name in cls.index_options}
 
     @classmethod
     def pipeline_parts(cls, parts: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -257,7 +287,7 @@ class Family:
 
     def __init__(self, config: Mapping[str, Json], store: StoreFacts) -> None:
         """`config`: the model's config.json, with the class's defaults for missing fields."""
-        self.config = config
+        self.config: Mapping[str, Any] = config
         self.store = store
         self.guidance = 1.0  # the input of a model that is told it
 
@@ -380,16 +410,20 @@ class Family:
         `noisy`: [B, C, h, w] float32. `timesteps`: [B], int64 from 0, or for a flow float32, 1000 · noise.
         """
         given: dict[str, Any] = {
-            "sample" if self.folder == "unet" else "hidden_states": noisy,
-            "timestep": timesteps,
-            "encoder_hidden_states": batch.tokens.float(),
+            "sample" if self.folder == "unet" else "hidden_states": self.as_tokens(noisy),
+            "timestep": timesteps / NUM_TRAIN_TIMESTEPS if self.is_told_share else timesteps,
+            "encoder_hidden_states": self.tokens(batch),
         }
         if self.has_mask:  # padding tokens, if they are stored, are shown to the model
             given["encoder_attention_mask"] = None if self.store.shows_padding else batch.token_mask
         if POOLED in self.widths.values():
             assert batch.pooled is not None
             given["pooled_projections"] = batch.pooled.float()
-        return given
+        return {self.renames.get(name, name): value for name, value in given.items()}
+
+    def tokens(self, batch: Batch) -> Tensor:
+        """Return a batch's tokens as the model takes them."""
+        return batch.tokens.float()
 
     def answer(self, output: Tensor, noisy: Tensor) -> Tensor:
         """Return the prediction, [B, C, h, w], from the model's output; of 2C channels the second half is a variance.
@@ -402,18 +436,33 @@ class Family:
 
     def unpacked(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Return latents as the family's pipeline hands them to its scheduler, as [B, C, height, width]."""
+        from torch.nn.functional import pixel_shuffle
+
         if latents.ndim == 5:  # a video of one frame
             return latents[:, :, 0]
-        return unpack(latents, height, width) if latents.ndim == 3 else latents
+        if latents.ndim == 3:
+            return unpack(latents, height, width, self.packing)
+        return latents if latents.shape[2] == height else pixel_shuffle(latents, self.packing)
 
     def packed(self, latents: Tensor) -> Tensor:
         """Return latents, [B, C, h, w], as the family's pipeline takes them."""
-        return pack(latents) if self.packing > 1 else latents
+        from torch.nn.functional import pixel_unshuffle
+
+        return pixel_unshuffle(latents, self.packing) if self.packs_channels else self.as_tokens(latents)
+
+    def as_tokens(self, latents: Tensor) -> Tensor:
+        """Return latents, [B, C, h, w], as tokens if the model takes a sequence."""
+        return pack(latents, self.packing) if self.is_sequence or self.packing > 1 else latents
 
     def embedded(self, batch: Batch) -> dict[str, Any]:
         """Return a batch's embeddings as arguments of the pipeline's call; of negative prompts, as `negative_…`."""
-        columns = {**batch.text_fixed, TOKENS: batch.tokens}
-        return {name: batch.token_mask if own == "mask" else columns[own].float() for name, own in self.embeds.items()}
+        found: dict[str, Callable[[], Tensor | list[Tensor]]] = {
+            **{name: value.float for name, value in batch.text_fixed.items()},
+            TOKENS: lambda: self.tokens(batch),
+            "mask": lambda: batch.token_mask,
+            "own tokens": lambda: own_tokens(batch),
+        }
+        return {name: found[own]() for name, own in self.embeds.items()}
 
     def draw(self, pipeline: Any, given: Mapping[str, Any], batch: Batch, negative: Batch | None = None) -> None:  # noqa: ANN401
         """Call the pipeline with a batch's embeddings, and those of its negative prompts if there are any."""

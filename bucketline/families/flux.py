@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.families.family import Family, Part, Widths, variants
-from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, image_ids, pack
+from bucketline.families.family import Family, Part, variants
+from bucketline.families.packing import PATCH, image_ids
 from bucketline.families.schedules import flow
 from bucketline.store.format.columns import POOLED
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bucketline.families.family import Model, StoreFacts
+    from bucketline.families.family import StoreFacts
     from bucketline.loader import Batch
     from bucketline.typed_json import Json
 
@@ -28,7 +28,7 @@ class Flux(Family):
     name = "flux"
     pipelines = variants("Flux", "Img2Img Inpaint Control ControlImg2Img ControlInpaint Fill Kontext KontextInpaint")
     parts = (
-        Part(layer="pooler_output", kind="CLIPText", has_positions=False),
+        Part(layer="pooler_output", kind="CLIPText", has_positions=False, pooled="hidden_size"),
         Part(encoder="text_encoder_2", tokenizer="tokenizer_2", kind="T5", is_open=True),
     )
     results = ("tokens", POOLED, None)
@@ -39,17 +39,13 @@ class Flux(Family):
     columns = ("tokens", POOLED)
     widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens", "pooled_projection_dim": POOLED}
     packing = PATCH
+    is_told_share = True
     embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "pooled_prompt_embeds": POOLED}
     has_mask = False
     scheduler = flow(  # as published with FLUX.1-dev
         3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
     )
     lora_targets = (*Family.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-
-    @classmethod
-    def text_widths(cls, _model: Model, configs: Mapping[str, Any]) -> Widths:
-        """Return the T5's width, and the CLIP's."""
-        return Widths(token=configs["text_encoder_2"].hidden_size, fixed={POOLED: configs["text_encoder"].hidden_size})
 
     def __init__(self, config: Mapping[str, Json], store: StoreFacts) -> None:
         """FLUX.1-schnell takes no guidance at all; for its pipeline, that of negative prompts has another name."""
@@ -59,11 +55,9 @@ class Flux(Family):
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Pack the latents, give the noise as a share, and add position ids, and guidance if the model takes it."""
-        height, width = noisy.shape[2] // PATCH, noisy.shape[3] // PATCH
-        guidance = noisy.new_full((len(noisy),), self.guidance) if self.is_told_guidance else None
         return {
-            **super().arguments(pack(noisy), timesteps / NUM_TRAIN_TIMESTEPS, batch),
-            "guidance": guidance,
+            **super().arguments(noisy, timesteps, batch),
+            "guidance": noisy.new_full((len(noisy),), self.guidance) if self.is_told_guidance else None,
             "txt_ids": noisy.new_zeros(batch.tokens.shape[1], 3),
-            "img_ids": image_ids(height, width, noisy),
+            "img_ids": image_ids(noisy),
         }

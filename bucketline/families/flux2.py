@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.families.family import Family, Part, Widths, variants
-from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, grid_ids, pack
+from bucketline.families.family import Family, Part, variants
+from bucketline.families.packing import PATCH, grid_ids
 from bucketline.families.schedules import flow
 
 if TYPE_CHECKING:
@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bucketline.families.family import Model, StoreFacts
+    from bucketline.families.family import StoreFacts
     from bucketline.loader import Batch
     from bucketline.typed_json import Json
-
-NUM_LAYERS = 3
 
 
 class Flux2(Family):
@@ -30,12 +28,14 @@ class Flux2(Family):
     pipelines = variants("Flux2")
     parts = (Part(kind="Mistral3", layer="hidden_states[10, 20, 30]", is_open=True),)
     results = ("tokens", None)
-    prompt_options: ClassVar[Mapping[str, Any]] = {}
+    num_layers = 3
     model_class = "Flux2Transformer2DModel"
     usual_tokens = 512
     image_guidance = 4.0
     widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens"}
     packing = PATCH
+    packs_channels = True
+    is_told_share = True
     has_mask = False
     scheduler = flow(3.0, use_dynamic_shifting=True)  # as published with FLUX.2-dev
 
@@ -46,11 +46,6 @@ class Flux2(Family):
 
         chats = format_input(prompts=captions, system_message=pipeline.system_message)
         return [pipeline.tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
-
-    @classmethod
-    def text_widths(cls, _model: Model, configs: Mapping[str, Any]) -> Widths:
-        """Return the width of the layers together."""
-        return Widths(token=NUM_LAYERS * configs["text_encoder"].get_text_config().hidden_size)
 
     @classmethod
     def takes(cls, kind: str, config: Mapping[str, Json]) -> bool:
@@ -64,17 +59,11 @@ class Flux2(Family):
         outputs = (f"single_transformer_blocks.{n}.attn.to_out" for n in singles)
         self.lora_targets = (*Family.lora_targets, "to_qkv_mlp_proj", *outputs)  # type: ignore[misc] # of this model
 
-    def packed(self, latents: Tensor) -> Tensor:
-        """Return latents with a patch's positions as channels, as the pipeline's call takes them."""
-        import torch
-
-        return torch.nn.functional.pixel_unshuffle(latents, PATCH)
-
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Pack the latents, give the noise as a share, and add position ids, and guidance if the model takes it."""
         height, width = noisy.shape[2] // PATCH, noisy.shape[3] // PATCH
         return {
-            **super().arguments(pack(noisy), timesteps / NUM_TRAIN_TIMESTEPS, batch),
+            **super().arguments(noisy, timesteps, batch),
             "guidance": noisy.new_full((len(noisy),), self.guidance) if self.is_told_guidance else None,
             "txt_ids": grid_ids(noisy, (1, 1, 1, batch.tokens.shape[1])),
             "img_ids": grid_ids(noisy, (1, height, width, 1)),

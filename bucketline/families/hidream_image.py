@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.families.family import SAME_WIDTH, Encoded, Expected, Family, Part, Widths
-from bucketline.families.packing import join_layers, split_layers
+from bucketline.families.family import SAME_WIDTH, Expected, Family, Part
+from bucketline.families.packing import split_layers
 from bucketline.families.schedules import flow
 from bucketline.store.format.columns import POOLED
 
@@ -23,14 +23,14 @@ class HiDreamImage(Family):
     name = "hidream_image"
     pipelines = ("HiDreamImagePipeline",)
     _BESIDE: ClassVar[Any] = {"has_positions": False, "is_open": True}
-    _CLIP: ClassVar[Any] = {**_BESIDE, "layer": "text_embeds", "most_tokens": 218}
+    _CLIP: ClassVar[Any] = {**_BESIDE, "layer": "text_embeds", "pooled": "projection_dim", "most_tokens": 218}
     parts = (
         Part(kind="CLIPTextModelWithProjection", **_CLIP),
         Part(encoder="text_encoder_2", tokenizer="tokenizer_2", kind="CLIPText", **_CLIP),
         Part(encoder="text_encoder_3", tokenizer="tokenizer_3", kind="T5", is_open=True, most_tokens=512),
         Part(encoder="text_encoder_4", tokenizer="tokenizer_4", kind="Llama", layer="hidden_states[1:]", **_BESIDE),
     )
-    results = ("tokens", None, "llama", None, POOLED, None)
+    results = ("tokens", None, "layers", None, POOLED, None)
     model_class = "HiDreamImageTransformer2DModel"
     usual_tokens = 128
     image_guidance = 5.0
@@ -38,22 +38,15 @@ class HiDreamImage(Family):
     widths: ClassVar[Mapping[str, str]] = {"text_emb_dim": POOLED}
     has_mask = False
     points_to_image = True
-    config: Any
+    renames: ClassVar[Mapping[str, str]] = {"timestep": "timesteps", "pooled_projections": "pooled_embeds"}
     scheduler = flow(3.0)  # the shift of the UniPC solver published with HiDream-I1-Full
     lora_targets = ("to_q", "to_k", "to_v", "to_out")  # as in diffusers' training script
 
     @classmethod
-    def encode_prompt(cls, pipeline: Any, captions: list[str], more: Mapping[str, Any]) -> Encoded:  # noqa: ANN401 - diffusers has no types
-        """Encode captions, and put the Llama's layers behind the T5's tokens."""
-        found = super().encode_prompt(pipeline, captions, more)
-        return Encoded(tokens=join_layers(found.tokens, found.fixed["llama"]), fixed={POOLED: found.fixed[POOLED]})
-
-    @classmethod
-    def text_widths(cls, _model: Any, configs: Mapping[str, Any]) -> Widths:  # noqa: ANN401 - as the base's
-        """Return the widths of a T5 and a Llama's layers together, and of both CLIPs' projections."""
-        clip, clip_2, t5, llama = (configs[part.encoder] for part in cls.parts)
-        pooled = clip.projection_dim + clip_2.projection_dim
-        return Widths(token=t5.hidden_size + llama.num_hidden_layers * llama.hidden_size, fixed={POOLED: pooled})
+    def stored_width(cls, _model: Any, configs: Mapping[str, Any]) -> int:  # noqa: ANN401 - as the base's
+        """Return the widths of a T5 and a Llama's layers together."""
+        *_, t5, llama = (configs[part.encoder] for part in cls.parts)
+        return int(t5.hidden_size + llama.num_hidden_layers * llama.hidden_size)
 
     def expects(self) -> Iterator[Expected]:
         """Require the store's sizes; of the Llama, as many layers as the model reads."""
@@ -69,14 +62,9 @@ class HiDreamImage(Family):
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Return latents, timesteps, the T5's tokens, the Llama's by layer, and the pooled embedding."""
-        own = self.embedded(batch)
-        return {
-            "hidden_states": noisy,
-            "timesteps": timesteps,
-            "encoder_hidden_states_t5": own["prompt_embeds_t5"],
-            "encoder_hidden_states_llama3": own["prompt_embeds_llama3"],
-            "pooled_embeds": own["pooled_prompt_embeds"],
-        }
+        given = super().arguments(noisy, timesteps, batch)
+        t5, llama = split_layers(given.pop("encoder_hidden_states"), *self.config["caption_channels"])
+        return {**given, "encoder_hidden_states_t5": t5, "encoder_hidden_states_llama3": llama}
 
     def embedded(self, batch: Batch) -> dict[str, Any]:
         """Part the T5's tokens from the Llama's layers."""

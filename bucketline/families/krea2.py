@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.families.family import Expected, Family, Padding, Part, Widths
-from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, image_ids, pack
+from bucketline.families.family import Expected, Family, Padding, Part
+from bucketline.families.packing import PATCH, image_ids
+from bucketline.families.qwenimage import QwenImage
 from bucketline.families.schedules import flow
 
 if TYPE_CHECKING:
@@ -32,26 +33,23 @@ class Krea2(Family):
     pipelines = ("Krea2Pipeline",)
     parts = (Part(kind="Qwen3VL", layer="hidden_states of the index's layers", is_open=True),)
     padding = Padding.VALID
+    index_options = (LAYERS,)
     results = ("tokens", "mask")
-    prompt_options: ClassVar[Mapping[str, Any]] = {}
     model_class = "Krea2Transformer2DModel"
     usual_tokens = 512
     image_guidance = 4.5
     no_guidance = 0.0
+    embeds: ClassVar[Mapping[str, str]] = QwenImage.embeds
     packing = PATCH
+    is_told_share = True
     scheduler = flow(1.0, use_dynamic_shifting=True, max_image_seq_len=6400)  # as its pipeline expects
     lora_targets = (*Family.lora_targets, "to_gate", "ff.up", "ff.down", *_OTHERS)
 
     @classmethod
-    def extras(cls, model: Model) -> dict[str, Any]:
-        """Return the layers that the index names."""
-        return {name: value for name, value in model.index().items() if name == LAYERS}
-
-    @classmethod
-    def text_widths(cls, model: Model, configs: Mapping[str, Any]) -> Widths:
+    def stored_width(cls, model: Model, configs: Mapping[str, Any]) -> int:
         """Return the width of the layers together."""
         layers = model.index().get(LAYERS) or range(12)  # as many as the pipeline takes by default
-        return Widths(token=len(layers) * configs["text_encoder"].get_text_config().hidden_size)
+        return len(layers) * super().stored_width(model, configs)
 
     @classmethod
     def cleaned(cls, pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - diffusers has no types
@@ -70,15 +68,10 @@ class Krea2(Family):
         yield self.same("num_text_layers by text_hidden_dim", self.token_width, self.store.text["tokens"])
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
-        """Pack the latents, give the noise as a share, part the layers, and add position ids of zeros and of the latents."""
-        import torch
+        """Add position ids of zeros and of the latents."""
+        ids = image_ids(noisy, num_text=batch.tokens.shape[1])
+        return {**super().arguments(noisy, timesteps, batch), "position_ids": ids}
 
-        given = super().arguments(pack(noisy), timesteps / NUM_TRAIN_TIMESTEPS, batch)
-        layers = self.embedded(batch)["prompt_embeds"]
-        ids = image_ids(noisy.shape[2] // PATCH, noisy.shape[3] // PATCH, noisy)
-        return {**given, "encoder_hidden_states": layers, "position_ids": torch.cat([ids.new_zeros(layers.shape[1], 3), ids])}
-
-    def embedded(self, batch: Batch) -> dict[str, Any]:
+    def tokens(self, batch: Batch) -> Tensor:
         """Part the layers."""
-        layers = batch.tokens.float().unflatten(2, (self.number("num_text_layers"), -1))  # type: ignore[no-untyped-call]
-        return {"prompt_embeds": layers, "prompt_embeds_mask": batch.token_mask}
+        return batch.tokens.float().reshape(*batch.tokens.shape[:2], self.number("num_text_layers"), -1)

@@ -28,7 +28,6 @@ class Lumina2(Family):
     parts = (Part(kind="Gemma2", layer="hidden_states[-2]", is_open=True),)
     padding = Padding.VALID
     results = ("tokens", "mask", "empty tokens", "empty mask")
-    prompt_options: ClassVar[Mapping[str, Any]] = {}
     model_class = "Lumina2Transformer2DModel"
     usual_tokens = 256
     image_guidance = 4.0

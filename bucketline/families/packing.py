@@ -14,27 +14,29 @@ PATCH = 2
 NUM_TRAIN_TIMESTEPS = 1000.0  # of every published flow; models that take the noise as a share multiply by it themselves
 
 
-def pack(latents: Tensor) -> Tensor:
+def pack(latents: Tensor, patch: int = PATCH) -> Tensor:
     """Pack 2 by 2 positions into tokens: [B, C, h, w] to [B, h·w/4, 4C]. Source: `FluxPipeline._pack_latents`."""
     count, channels, height, width = latents.shape
-    tiles = latents.reshape(count, channels, height // PATCH, PATCH, width // PATCH, PATCH)
-    return tiles.permute(0, 2, 4, 1, 3, 5).reshape(count, height * width // PATCH**2, channels * PATCH**2)
+    tiles = latents.reshape(count, channels, height // patch, patch, width // patch, patch)
+    return tiles.permute(0, 2, 4, 1, 3, 5).reshape(count, height * width // patch**2, channels * patch**2)
 
 
-def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+def unpack(tokens: Tensor, height: int, width: int, patch: int = PATCH) -> Tensor:
     """Undo `pack`: [B, h·w/4, 4C] to [B, C, h, w]."""
-    tiles = tokens.reshape(len(tokens), height // PATCH, width // PATCH, tokens.shape[2] // PATCH**2, PATCH, PATCH)
-    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), tokens.shape[2] // PATCH**2, height, width)
+    tiles = tokens.reshape(len(tokens), height // patch, width // patch, tokens.shape[2] // patch**2, patch, patch)
+    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), tokens.shape[2] // patch**2, height, width)
 
 
-def image_ids(height: int, width: int, like: Tensor) -> Tensor:
-    """Return each token's position id, [height·width, 3]: 0, row, column. Source: `FluxPipeline._prepare_latent_image_ids`."""
+def image_ids(latents: Tensor, num_text: int = 0) -> Tensor:
+    """Return each token's position id, [N, 3]: zeros of text tokens, then 0, row, column of those of packed latents.
+
+    Source: `FluxPipeline._prepare_latent_image_ids`.
+    """
     import torch
 
-    places = like.new_zeros(height, width, 3)
-    places[..., 1] = torch.arange(height, device=like.device)[:, None]
-    places[..., 2] = torch.arange(width, device=like.device)[None, :]
-    return places.reshape(height * width, 3)
+    height, width = (side // PATCH for side in latents.shape[2:])
+    places = torch.cartesian_prod(*(torch.arange(size, device=latents.device) for size in (1, height, width)))
+    return torch.cat([places.new_zeros(num_text, 3), places]).to(latents.dtype)
 
 
 def join_layers(tokens: Tensor, layers: Tensor) -> Tensor:

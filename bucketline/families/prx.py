@@ -9,17 +9,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.errors import ModelError
-from bucketline.families.family import Family, Padding, Part, Widths
-from bucketline.families.packing import NUM_TRAIN_TIMESTEPS
+from bucketline.families.family import Family, Padding, Part
 from bucketline.families.schedules import flow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor
-
     from bucketline.families.family import Model
-    from bucketline.loader import Batch
 
 
 class Prx(Family):
@@ -39,6 +35,8 @@ class Prx(Family):
     widths: ClassVar[Mapping[str, str]] = {"context_in_dim": "tokens"}
     scheduler = flow(3.0)  # as diffusers' conversion script writes it
     has_lora_loader = False  # its pipeline has that of a UNet
+    is_told_share = True
+    renames: ClassVar[Mapping[str, str]] = {"encoder_attention_mask": "attention_mask"}
     lora_targets = ("img_qkv_proj", "txt_kv_proj", "to_out.0")
 
     @classmethod
@@ -53,17 +51,12 @@ class Prx(Family):
         return {}
 
     @classmethod
-    def text_widths(cls, _model: Model, configs: Mapping[str, Any]) -> Widths:
+    def stored_width(cls, _model: Model, configs: Mapping[str, Any]) -> int:
         """Return the encoder's width; its published configuration is that of an encoder and a decoder."""
         config = configs["text_encoder"]
-        return Widths(token=getattr(config, "encoder", config).hidden_size)
+        return int(getattr(config, "encoder", config).hidden_size)
 
     @classmethod
     def cleaned(cls, pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - diffusers has no types
         """Return captions as the pipeline cleans them."""
         return [pipeline.text_preprocessor.clean_text(caption) for caption in captions]
-
-    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
-        """Return latents, the noise as a share, tokens and their mask."""
-        given = super().arguments(noisy, timesteps / NUM_TRAIN_TIMESTEPS, batch)
-        return given | {"attention_mask": given.pop("encoder_attention_mask")}

@@ -27,7 +27,6 @@ class QwenImage(Family):
     parts = (Part(kind="Qwen2_5_VL", layer="hidden_states[-1]", is_open=True, most_tokens=1024),)
     padding = Padding.VALID
     results = ("tokens", "mask")
-    prompt_options: ClassVar[Mapping[str, Any]] = {}
     model_class = "QwenImageTransformer2DModel"
     usual_tokens = 512
     image_guidance = 4.0

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.families.chats import TextProcessor
-from bucketline.families.family import Family, Padding, Part, StandIn
+from bucketline.families.chats import NO_PROCESSOR, TextProcessor
+from bucketline.families.family import Family, Padding, Part
 from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH
 from bucketline.families.qwenimage import QwenImage
 
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import Batch
-
-# Its constructor counts the tokens of the system's turn even if it encodes no captions.
-NO_PROCESSOR = StandIn(apply_chat_template=lambda *_, **__: [[]], tokenizer=StandIn(encode=lambda _: [0]))
 
 
 class QwenImage21(Family):
@@ -35,7 +32,6 @@ class QwenImage21(Family):
     padding = Padding.VALID
     results = ("tokens", "mask", None)
     refused_tokens = ("<|image_pad|>", "<|video_pad|>")
-    prompt_options: ClassVar[Mapping[str, Any]] = {}
     model_class = "QwenImage21Transformer2DModel"
     usual_tokens = 512
     image_guidance = 1.0
@@ -45,6 +41,7 @@ class QwenImage21(Family):
     pipeline_options: ClassVar[Mapping[str, Any]] = {"processor": NO_PROCESSOR}
     widths: ClassVar[Mapping[str, str]] = {"context_in_dim": "tokens"}
     alignment = PATCH
+    is_sequence = True
     joins_negative = False  # and the image's places come after all tokens, padding included
     scheduler = QwenImage.scheduler
 
@@ -70,7 +67,7 @@ class QwenImage21(Family):
         count, _, height, width = noisy.shape
         slots = batch.token_mask.new_ones(count, height * width // PATCH**2)
         return {
-            "hidden_states": self.packed(noisy),
+            "hidden_states": self.as_tokens(noisy),
             "timestep": timesteps / NUM_TRAIN_TIMESTEPS,
             "encoder_hidden_states": batch.tokens.float(),
             "encoder_hidden_states_mask": batch.token_mask.long(),
@@ -81,11 +78,3 @@ class QwenImage21(Family):
     def answer(self, output: Tensor, noisy: Tensor) -> Tensor:
         """Return the image's part of the prediction, which covers the sequence."""
         return self.unpacked(output[:, -noisy[0, 0].numel() :], *noisy.shape[2:])
-
-    def packed(self, latents: Tensor) -> Tensor:
-        """Lay latents out as tokens."""
-        return latents.flatten(2).transpose(1, 2)
-
-    def unpacked(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Undo the layout as tokens."""
-        return latents.transpose(1, 2).reshape(len(latents), latents.shape[2], height, width)

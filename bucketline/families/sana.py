@@ -64,9 +64,7 @@ class Sana(Family):
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Return latents, timesteps by the model's scale, tokens and their mask."""
-        scale = self.config.get("timestep_scale", 1.0)
-        assert isinstance(scale, float | int)
-        return super().arguments(noisy, timesteps * scale, batch)
+        return super().arguments(noisy, timesteps * self.config.get("timestep_scale", 1.0), batch)
 
 
 def _instruction(pipeline: Any) -> list[str]:  # noqa: ANN401 - likewise

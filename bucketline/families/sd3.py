@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.errors import ModelError
-from bucketline.families.family import Expected, Family, Part, StandIn, Widths, variants
+from bucketline.families.family import PENULTIMATE_CLIP, Expected, Family, Part, StandIn, variants
 from bucketline.families.schedules import flow
 from bucketline.store.format.columns import POOLED
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from bucketline.families.family import Model
 
 T5 = "text_encoder_3"
-CLIP = "hidden_states[-2], text_embeds"
 
 
 class Sd3(Family):
@@ -27,8 +26,8 @@ class Sd3(Family):
     name = "sd3"
     pipelines = variants("StableDiffusion3", "Img2Img Inpaint ControlNet ControlNetInpainting")
     parts = (
-        Part(layer=CLIP, kind="CLIPTextModelWithProjection"),
-        Part(encoder="text_encoder_2", tokenizer="tokenizer_2", layer=CLIP, kind="CLIPText", has_positions=False),
+        Part(kind="CLIPTextModelWithProjection", **PENULTIMATE_CLIP),
+        Part(encoder="text_encoder_2", tokenizer="tokenizer_2", kind="CLIPText", has_positions=False, **PENULTIMATE_CLIP),
         Part(encoder=T5, tokenizer="tokenizer_3", kind="T5", is_open=True, is_optional=True),
     )
     results = ("tokens", None, POOLED, None)
@@ -51,10 +50,9 @@ class Sd3(Family):
         return {"transformer": StandIn(config=StandIn(joint_attention_dim=_width(model), sample_size=None, patch_size=None))}
 
     @classmethod
-    def text_widths(cls, model: Model, configs: Mapping[str, Any]) -> Widths:
-        """Return the T5's width, and that of both CLIPs' projections together."""
-        pooled = configs["text_encoder"].projection_dim + configs["text_encoder_2"].projection_dim
-        return Widths(token=configs[T5].hidden_size if T5 in configs else _width(model), fixed={POOLED: pooled})
+    def stored_width(cls, model: Model, configs: Mapping[str, Any]) -> int:
+        """Return the T5's width, or that of the zeros in its place."""
+        return super().stored_width(model, configs) if T5 in configs else _width(model)
 
     def expects(self) -> Iterator[Expected]:
         """Require the store's sizes, and enough positions for its largest bucket."""

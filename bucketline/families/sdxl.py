@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.families.family import Expected, Part, Widths, variants
+from bucketline.families.family import PENULTIMATE_CLIP, Expected, Part, variants
 from bucketline.families.stable_diffusion import TEXT_TIME, StableDiffusion
 from bucketline.store.format.columns import POOLED
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from bucketline.families.family import Model
     from bucketline.loader import Batch
 
-ZEROS = "force_zeros_for_empty_prompt"
 NUM_SIZES = 6
 
 
@@ -29,8 +28,9 @@ class Sdxl(StableDiffusion):
     )
     parts = (
         Part(layer="hidden_states[-2]", kind="CLIPText", has_positions=False, is_optional=True),  # the refiner lacks it
-        Part(encoder="text_encoder_2", tokenizer="tokenizer_2", layer="hidden_states[-2], text_embeds", kind="CLIPText"),
+        Part(encoder="text_encoder_2", tokenizer="tokenizer_2", kind="CLIPText", **PENULTIMATE_CLIP),
     )
+    index_options = ("force_zeros_for_empty_prompt",)  # whether the model sees zeros for the empty caption, as by default
     results = ("tokens", None, POOLED, None)
     image_guidance = 5.0
     columns = ("tokens", POOLED)
@@ -39,15 +39,9 @@ class Sdxl(StableDiffusion):
     pipeline_options: ClassVar[Mapping[str, Any]] = {"add_watermarker": False}
 
     @classmethod
-    def text_widths(cls, _model: Model, configs: Mapping[str, Any]) -> Widths:
-        """Return both encoders' width together, and that of the projection."""
-        fixed = {POOLED: configs["text_encoder_2"].projection_dim}
-        return Widths(token=sum(config.hidden_size for config in configs.values()), fixed=fixed)
-
-    @classmethod
-    def extras(cls, model: Model) -> dict[str, Any]:
-        """Return whether the model sees zeros for the empty caption, as by default."""
-        return {ZEROS: bool(model.index().get(ZEROS, True))}
+    def stored_width(cls, _model: Model, configs: Mapping[str, Any]) -> int:
+        """Return both encoders' width together."""
+        return sum(config.hidden_size for config in configs.values())
 
     @property
     def pooled_width(self) -> int:

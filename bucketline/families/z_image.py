@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.chats import user_turn
-from bucketline.families.family import Encoded, Family, Padding, Part, own_tokens, variants
+from bucketline.families.family import Family, Padding, Part, own_tokens, variants
 from bucketline.families.packing import NUM_TRAIN_TIMESTEPS
 from bucketline.families.schedules import flow
 
@@ -32,21 +32,12 @@ class ZImage(Family):
     image_guidance = 5.0
     no_guidance = 0.0
     points_to_image = True
+    embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "own tokens"}
     widths: ClassVar[Mapping[str, str]] = {"cap_feat_dim": "tokens"}
     scheduler = flow(3.0)  # as published with Z-Image-Turbo
 
     @classmethod
-    def encode_prompt(cls, pipeline: Any, captions: list[str], more: Mapping[str, Any]) -> Encoded:  # noqa: ANN401 - diffusers has no types
-        """Encode captions by the pipeline's `encode_prompt`, which writes into the list that it gets."""
-        from torch.nn.utils.rnn import pad_sequence
-
-        options = {name: value for name, value in more.items() if name != "num_images_per_prompt"}
-        found, _ = pipeline.encode_prompt(list(captions), **cls.prompt_options, **options)
-        mask = pad_sequence([one.new_ones(len(one)).bool() for one in found], batch_first=True)
-        return Encoded(tokens=pad_sequence(found, batch_first=True), mask=mask)
-
-    @classmethod
-    def cleaned(cls, pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - likewise
+    def cleaned(cls, pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - diffusers has no types
         """Return captions in the pipeline's chat."""
         return [user_turn(pipeline.tokenizer, caption, thinks=True) for caption in captions]
 
@@ -63,10 +54,6 @@ class ZImage(Family):
             "t": (NUM_TRAIN_TIMESTEPS - timesteps) / NUM_TRAIN_TIMESTEPS,
             "cap_feats": own_tokens(batch),
         }
-
-    def embedded(self, batch: Batch) -> dict[str, Any]:
-        """Return each caption's own tokens."""
-        return {"prompt_embeds": own_tokens(batch)}
 
     def answer(self, output: Sequence[Tensor], noisy: Tensor) -> Tensor:  # type: ignore[override] # the model's is a list
         """Put the predictions together, and turn them around."""

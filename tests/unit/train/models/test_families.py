@@ -243,7 +243,7 @@ def test_latents_are_packed_as_fluxs_pipeline_packs_them() -> None:
     packed = pack(latents)
     assert torch.equal(packed, pipeline._pack_latents(latents, 2, 4, 6, 10))
     assert torch.equal(unpack(packed, 6, 10), latents)
-    assert torch.equal(image_ids(3, 5, latents), pipeline._prepare_latent_image_ids(2, 3, 5, "cpu", torch.float32))
+    assert torch.equal(image_ids(latents), pipeline._prepare_latent_image_ids(2, 3, 5, "cpu", torch.float32))
 
 
 def test_without_a_scheduler_stable_diffusions_is_assumed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
