@@ -52,6 +52,11 @@ class Folder(Protocol):
     Every method raises a StoreError that names the file, what was found and what to do: MissingObjectError if it is not there.
     """
 
+    @property
+    def deadline_s(self) -> float:
+        """Return for how long a failure may pass by itself, so that it is tried again; 0 on a disk."""
+        ...
+
     def place(self, name: str) -> str:
         """Return a file's path or URL, without user and password, for messages."""
         ...
@@ -143,6 +148,8 @@ def _link(aside: Path, path: Path) -> None:
 
 class LocalFolder:
     """A store's folder on a disk. Links to files are read; nothing is written or removed through a link to a folder."""
+
+    deadline_s = 0.0
 
     def __init__(self, path: Path) -> None:
         """Read nothing yet."""

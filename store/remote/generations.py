@@ -1,4 +1,4 @@
-"""The generations of a store in object storage: which is the newest, and how the next one is committed.
+"""The generations of a store: which is the newest, and how the next one is committed in object storage.
 
 `generations/G.json` by put-if-absent is the commit of a generation; `manifest.json`, written after it, tells readers where to
 begin. The first generation that a store has in the bucket is committed by creating `manifest.json` itself, so that of two
@@ -23,8 +23,13 @@ MAX_AHEAD = 1000  # of them, and no more than are found within the deadline once
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bucketline.store.folder import Folder, ListedFile
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.objects import ObjectFolder
+
+
+class ForeignError(CorruptError):
+    """A generation that belongs to another store, or has another number than its name."""
 
 
 def generation_name(generation: int) -> str:
@@ -32,46 +37,80 @@ def generation_name(generation: int) -> str:
     return f"generations/{generation}.json"
 
 
-def newest_generation(folder: ObjectFolder, on_hint: Callable[[Manifest], None] | None = None) -> Manifest:
+def newest_generation(
+    folder: ObjectFolder, on_hint: Callable[[Manifest], None] | None = None, *, lists: bool = False
+) -> Manifest:
     """Return the newest generation: what `manifest.json` says, or the last of those that follow without a gap.
 
-    `on_hint` is called with what `manifest.json` says, before newer ones are looked for: there is hardly ever one.
+    `on_hint` is called with what `manifest.json` says, before newer ones are looked for: there is hardly ever one. `lists`: as
+    in `newest_after`.
 
     Raises:
         StoreError: if there is no store, or it cannot be read.
         CorruptError: if a manifest is damaged, or of another store.
     """
-    found = find_newest(folder, on_hint)
+    found = find_newest(folder, on_hint, lists=lists)
     if found is None:
         raise MissingObjectError(f"{folder.url} is not a store: it has no {MANIFEST}; check the URL, or `store push` one there")
     return found
 
 
-def find_newest(folder: ObjectFolder, on_hint: Callable[[Manifest], None] | None = None) -> Manifest | None:
+def find_newest(
+    folder: ObjectFolder, on_hint: Callable[[Manifest], None] | None = None, *, lists: bool = False
+) -> Manifest | None:
     """Return the newest generation as `newest_generation` does; None if there is no store."""
     try:
-        newest = _read(folder, MANIFEST)
+        hint = _read(folder, MANIFEST)
     except MissingObjectError:
         return None
     if on_hint is not None:
-        on_hint(newest)
-    end = time.monotonic() + folder.options.deadline_s
+        on_hint(hint)
+    return newest_after(folder, hint, lists=lists)
+
+
+def newest_after(folder: Folder, hint: Manifest, *, lists: bool) -> Manifest:
+    """Return the newest generation, given what `manifest.json` says: readers look for the next one until there is none.
+
+    Writers look at the listing too (`lists`). An older `manifest.json`, which was put back or came late, may be followed by a
+    gap, since garbage collection has removed the generations between; continuing from it would restore dropped samples.
+
+    Raises:
+        StoreError: if the folder cannot be listed or read.
+        CorruptError: if a newer generation is damaged, so that its shards are unknown, or of another store.
+    """
+    newest = hint
+    if lists and (last := max(listed_generations(folder), default=0)) > hint.generation:
+        newest = _newer(folder, hint, last)
+    end, count = time.monotonic() + folder.deadline_s, 0
     for count in range(MAX_AHEAD):
         if count > FEW_AHEAD and time.monotonic() > end:
             break
-        name = generation_name(newest.generation + 1)
         try:
-            found = _read(folder, name)
+            newest = _newer(folder, newest, newest.generation + 1)
         except (MissingObjectError, DeniedError):  # without the right to list a bucket, what is missing is denied
             return newest
-        newest = _checked(folder, name, found, newest.store_id, newest.generation + 1)
     raise CorruptError(
-        f"{folder.url} has {count} or more generations after that of {MANIFEST}, which is written again at each commit; "
+        f"{folder.place('')} has {count} or more generations after that of {MANIFEST}, which is written again at each commit; "
         f"if it is a store of yours, copy {folder.place(generation_name(newest.generation))} over {folder.place(MANIFEST)}"
     )
 
 
-def read_generation(folder: ObjectFolder, generation: int, newest: Manifest) -> Manifest:
+def _newer(folder: Folder, before: Manifest, generation: int) -> Manifest:
+    """Return a generation that is newer than another one of the store."""
+    name = generation_name(generation)
+    try:
+        return _checked(folder, name, _read(folder, name), before.store_id, generation)
+    except ForeignError:
+        raise
+    except CorruptError as error:
+        raise CorruptError(
+            f"{folder.place(name)} is newer than {folder.place(MANIFEST)}, generation {before.generation}, and damaged, so its "
+            f"shards and dropped samples are unknown ({error}); restore it, or move it elsewhere if what only it lists may be "
+            "packed again"
+        ) from error
+
+
+def read_generation(folder: Folder, generation: int, newest: Manifest) -> Manifest:
     """Return an older generation of the store.
 
     Raises:
@@ -84,13 +123,13 @@ def read_generation(folder: ObjectFolder, generation: int, newest: Manifest) -> 
     try:
         return _checked(folder, name, _read(folder, name), newest.store_id, generation)
     except MissingObjectError:
-        raise StoreError(f"{folder.url} has no generation {generation} any more; open the newest one") from None
+        raise StoreError(f"{folder.place('')} has no generation {generation} any more; open the newest one") from None
 
 
-def generations_there(folder: ObjectFolder) -> list[int]:
-    """Return the numbers of the generations that are there, ascending, by a listing."""
-    stems = (file.name.removeprefix("generations/").removesuffix(".json") for file in folder.names("generations"))
-    return sorted(int(stem) for stem in stems if stem.isdecimal())
+def listed_generations(folder: Folder) -> dict[int, ListedFile]:
+    """Return the generations' manifests that are there by number, ascending, by a listing."""
+    stems = ((file.name.removeprefix("generations/").removesuffix(".json"), file) for file in folder.names("generations"))
+    return dict(sorted((int(stem), file) for stem, file in stems if stem.isdecimal()))
 
 
 def complete_first(folder: ObjectFolder) -> int:
@@ -171,16 +210,17 @@ def _foreign(folder: ObjectFolder, name: str) -> StoreError:
     )
 
 
-def _checked(folder: ObjectFolder, name: str, found: Manifest, store_id: str, generation: int) -> Manifest:
+def _checked(folder: Folder, name: str, found: Manifest, store_id: str, generation: int) -> Manifest:
     if (found.store_id, found.generation) != (store_id, generation):
-        raise CorruptError(
+        raise ForeignError(
             f"{folder.place(name)} belongs to another store or generation: it says generation {found.generation} of store "
-            f"{found.store_id}, expected {generation} of {store_id}; remove it if nobody needs it"
+            f"{found.store_id}, expected {generation} of {store_id}; move it elsewhere and "
+            "rerun the command"
         )
     return found
 
 
-def _read(folder: ObjectFolder, name: str) -> Manifest:
+def _read(folder: Folder, name: str) -> Manifest:
     """Return a manifest, requested again if the answer was cut or damaged; one that is missing is not.
 
     Raises:
@@ -195,7 +235,7 @@ def _read(folder: ObjectFolder, name: str) -> Manifest:
         except MissingObjectError as error:
             return error
 
-    found = asked_again(read, folder.options.deadline_s, most_wrong=2)
+    found = asked_again(read, folder.deadline_s, most_wrong=2)
     if isinstance(found, MissingObjectError):
         raise found
     return found

@@ -119,6 +119,10 @@ class ObjectFolder:
         return self._address.kind
 
     @property
+    def deadline_s(self) -> float:
+        return self.options.deadline_s
+
+    @property
     def is_far(self) -> bool:
         """True if a network answers, which may answer otherwise the next time."""
         return self.kind not in ("file", "memory")

@@ -13,7 +13,7 @@ from bucketline.store.change.drop import drop
 from bucketline.store.change.drop_shards import drop_shards
 from bucketline.store.change.restore import Earlier, restore
 from bucketline.store.format.manifest import read_manifest
-from bucketline.store.remote.generations import newest_generation, read_generation
+from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
 from bucketline.store.sync.collect import collect_objects
 from bucketline.store.sync.mirror import change
 from bucketline.store.write.publish import next_generation, publish_shards
@@ -47,7 +47,7 @@ def restore_objects(objects: ObjectFolder, generation: int, *, dry_run: bool = F
     """Make an earlier generation the newest one again, as `restore` does."""
 
     def restored(mirror: Mirror) -> Restored:
-        newest = newest_generation(objects)
+        newest = newest_generation(objects, lists=True)
         if generation < newest.generation:
             mirror.add_generation(read_generation(objects, generation, newest))
         return restore(mirror.path, generation, dry_run=dry_run)
@@ -57,12 +57,11 @@ def restore_objects(objects: ObjectFolder, generation: int, *, dry_run: bool = F
 
 def earlier_objects(objects: ObjectFolder) -> tuple[int, list[Earlier]]:
     """Return the newest generation's number, and those that can be read, the newest first, as `earlier_generations` does."""
-    newest, found = newest_generation(objects), []
-    for entry in objects.names("generations"):
-        number = entry.name.removeprefix("generations/").removesuffix(".json")
-        with suppress(StoreError, ValueError):
-            samples = read_generation(objects, int(number), newest).samples
-            found.append(Earlier(generation=int(number), samples=samples, published=entry.modified_s))
+    newest, found = newest_generation(objects, lists=True), []
+    for number, file in listed_generations(objects).items():
+        with suppress(StoreError):
+            samples = read_generation(objects, number, newest).samples
+            found.append(Earlier(generation=number, samples=samples, published=file.modified_s))
     return newest.generation, sorted(found, key=lambda earlier: -earlier.generation)
 
 

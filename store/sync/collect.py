@@ -18,7 +18,13 @@ from bucketline.store.folder import folder_time
 from bucketline.store.format.manifest import MANIFEST, dump_manifest
 from bucketline.store.format.manifest_entries import SHARD_ID, SHARD_NAME
 from bucketline.store.read.lost_files import files_of
-from bucketline.store.remote.generations import complete_first, generation_name, newest_generation, read_generation
+from bucketline.store.remote.generations import (
+    complete_first,
+    generation_name,
+    listed_generations,
+    newest_generation,
+    read_generation,
+)
 from bucketline.store.remote.lines import lines_name
 from bucketline.store.sync.transfer.sender import pending_shards
 from bucketline.store.sync.transfer.upload import FRESH_S, shard_of
@@ -42,16 +48,16 @@ def collect_objects(objects: ObjectFolder, older_than_s: float, *, dry_run: bool
     Raises:
         StoreError: if the store cannot be listed, or a generation to keep is damaged: what it lists is unknown.
     """
-    newest = newest_generation(objects)
+    newest = newest_generation(objects, lists=True)
     here = time.time()
     now = here if dry_run else folder_time(objects)
-    documents = _documents(objects)
+    documents = listed_generations(objects)
     old, waiting = _superseded(documents, newest, older_than_s, now, here - now)
     found = [
         entry for entry in objects.names("shards") if _OBJECT.fullmatch(entry.name)
     ]  # before the generations are read: what is committed later is not among them
-    newest = newest_generation(objects)
-    kept = [_read(objects, number, newest) for number in _documents(objects) if number not in old]
+    newest = newest_generation(objects, lists=True)
+    kept = [_read(objects, number, newest) for number in listed_generations(objects) if number not in old]
     listed = _names([newest, *kept])
     known = _names([manifest for number in old if (manifest := _read_if_whole(objects, number, newest)) is not None])
     being_sent, stale = pending_shards(objects, UNLISTED_S, now)
@@ -75,12 +81,6 @@ def collect_objects(objects: ObjectFolder, older_than_s: float, *, dry_run: bool
         disk_bytes=sum(entry.num_bytes for entry in gone) + sum(documents[number].num_bytes for number in old),
         waiting=waiting,
     )
-
-
-def _documents(objects: ObjectFolder) -> dict[int, ListedFile]:
-    """Return the generations' manifests by number, ascending."""
-    stems = ((entry.name.removeprefix("generations/").removesuffix(".json"), entry) for entry in objects.names("generations"))
-    return dict(sorted((int(stem), entry) for stem, entry in stems if stem.isdecimal()))
 
 
 def _superseded(

@@ -72,7 +72,7 @@ class Mirror:
         the bucket's shards has content. `keeps_copies`: those of shards that the newest generation no longer lists stay, for
         readers of an earlier one.
         """
-        self.base = newest = find_newest(self.objects)
+        self.base = newest = find_newest(self.objects, lists=True)
         with explaining(self.path):
             prepare_store(self.path)
             kept = {} if newest is None else {entry.name: entry for entry in newest.shards}

@@ -71,7 +71,7 @@ def push(
     folder.refuse_read_only()
     manifest = existing_manifest(store)
     refuse_lost_shards(store, manifest)
-    remote = find_newest(folder)
+    remote = find_newest(folder, lists=True)
     is_ahead = remote is not None and _relation(store, manifest, folder, remote)
     uploader = Uploader(folder, jobs=jobs, on_bytes=on_bytes)
     if is_ahead:
@@ -97,7 +97,7 @@ def push(
         for document in documents:
             note_pushed(store, folder.url, before, document)  # the commit may be the last that this process does
             if not commit(folder, document.generation, dump_manifest(document), is_first=remote is None):
-                raise StoreError(_moved_on(store, folder, find_newest(folder)))
+                raise StoreError(_moved_on(store, folder, find_newest(folder, lists=True)))
             before = document
     note_pushed(store, folder.url, manifest)
     return Pushed(generation=manifest.generation, samples=manifest.samples, committed=tuple(own), is_ahead=False, sent=sent)

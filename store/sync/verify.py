@@ -16,7 +16,7 @@ from bucketline.store.format.manifest import sealed
 from bucketline.store.prompts.prompt_sets import describe_sets
 from bucketline.store.read.lost_files import LostFile, LostShard, files_of
 from bucketline.store.read.store import Store
-from bucketline.store.remote.generations import generations_there, newest_generation, read_generation
+from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
 from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name, needs_lines
 from bucketline.store.sync.transfer.download import Downloader
 from bucketline.store.verify.verify import Fault, Verified, verify
@@ -72,7 +72,7 @@ def lost_objects(objects: ObjectFolder, manifest: Manifest) -> tuple[tuple[LostS
 def _documents(objects: ObjectFolder, newest: Manifest) -> list[Fault]:
     """Return the faults of the older generations' manifests, as far as they can be listed."""
     faults = []
-    for number in [] if objects.is_read_only else generations_there(objects):
+    for number in [] if objects.is_read_only else listed_generations(objects):
         if number < newest.generation:
             try:
                 read_generation(objects, number, newest)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from bucketline.errors import CorruptError, StoreError
 from bucketline.files.regular_file import read_regular
+from bucketline.store.folder import LocalFolder
 from bucketline.store.format.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -20,6 +20,7 @@ from bucketline.store.format.manifest import (
     newest_intact,
     read_manifest,
 )
+from bucketline.store.remote.generations import newest_after
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -34,29 +35,12 @@ def newest_manifest(store: Path) -> Manifest | None:
     If a crash left generations but no `manifest.json`, it is the newest intact one.
 
     Raises:
-        StoreError: if a generation newer than `manifest.json` is damaged or belongs to another store: its shards are unknown.
+        CorruptError: if a generation newer than `manifest.json` is damaged or belongs to another store: its shards are unknown.
     """
     if not os.path.lexists(store / MANIFEST):
         left = newest_intact(store)
         return None if left is None else read_manifest(store, int(left.stem))
-    manifest = read_manifest(store)
-    newest = max(generations(store), default=0)
-    if newest <= manifest.generation:
-        return manifest
-    path = generation_path(store, newest)
-    try:
-        found = read_manifest(store, newest)
-    except CorruptError as error:
-        raise StoreError(
-            f"{path} is newer than {store / MANIFEST}, generation {manifest.generation}, and damaged: its shards "
-            "and dropped samples are unknown; restore it, or move it elsewhere if what only it lists may be packed again"
-        ) from error
-    if (found.store_id, found.generation) != (manifest.store_id, newest):
-        raise StoreError(
-            f"{path} belongs to another store or generation: it says generation {found.generation} of store {found.store_id}, "
-            f"expected {newest} of {manifest.store_id}; move it elsewhere and rerun the command"
-        )
-    return found
+    return newest_after(LocalFolder(store), read_manifest(store), lists=True)
 
 
 def existing_manifest(store: Path) -> Manifest:

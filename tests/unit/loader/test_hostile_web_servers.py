@@ -220,7 +220,7 @@ def test_a_list_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
     for number in range(6):
         objects.write(f"generations/{number}.json", b"{}")
     with pytest.raises(StoreError, match="has more than 5 objects; no store has so many"):
-        generations.generations_there(objects)
+        generations.listed_generations(objects)
     assert len(list(objects.names(is_bounded=False))) == 6
 
 

@@ -15,7 +15,7 @@ from bucketline.store.remote.generations import (
     commit,
     complete_first,
     find_newest,
-    generations_there,
+    listed_generations,
     newest_generation,
     read_generation,
     refuse_without_put_if_absent,
@@ -61,7 +61,7 @@ def test_readers_find_what_was_committed_whatever_the_hint_says(folder: ObjectFo
     assert read_generation(folder, 3, fifth) == third
     with pytest.raises(StoreError, match="has no generation 2 any more"):
         read_generation(folder, 2, fifth)
-    assert generations_there(folder) == [3, 4, 5]
+    assert list(listed_generations(folder)) == [3, 4, 5]
 
 
 def test_an_interrupted_first_commit_is_completed(store: Store) -> None:

@@ -285,6 +285,21 @@ def test_a_late_hint_does_not_hide_the_newest_generation_after_a_collection(obje
     assert newest_generation(objects).generation == 4
 
 
+def test_a_change_after_an_old_hint_continues_from_the_newest_generation(
+    objects: ObjectFolder, own: Path, tmp_path: Path
+) -> None:
+    """Garbage collection has removed the generations between, so that the newest one does not follow the hint."""
+    hint = objects.read("manifest.json")
+    for sample_id in DROPPED:
+        drop_objects(objects, [sample_id])
+    drop_objects(objects, ["first/train/64x64/4.png"])
+    collect_objects(objects, 0)
+    objects.write("manifest.json", hint)  # a slow writer's, or one that somebody has put back
+    assert drop_objects(objects, ["first/train/64x64/5.png"]).generation == 6
+    dropped = {*DROPPED, "first/train/64x64/4.png", "first/train/64x64/5.png"}
+    assert ids_in(pulled(objects, tmp_path / "pulled.store")) == ids_in(Store.open(own)) - dropped
+
+
 def test_a_slow_collection_does_not_hide_what_is_committed_and_collected_meanwhile(
     objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
