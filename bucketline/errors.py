@@ -74,3 +74,7 @@ class TrainError(BucketlineError):
 
 class AccountError(BucketlineError):
     """The number of images found differs from the sum of packed, unchanged and rejected."""
+
+
+class StoppedError(Exception):
+    """A thread ends because another one has failed, or its caller has stopped; no user sees it."""

@@ -42,11 +42,11 @@ def _quantised(layer: nn.Linear, form: WeightFormat, device: torch.device, kind:
     weight = layer.weight.detach()
     if (form is WeightFormat.NF4 and weight.numel() % NF4_GROUP) or not (weight.is_meta or weight.any()):
         return layer
-    tensors = quantise(weight.to(device).float(), form)
+    tensors = quantise_weight(weight.to(device).float(), form)
     return kind(layer, form, {name: tensor.to(weight.device) for name, tensor in tensors.items()})
 
 
-def quantise(weight: Tensor, form: WeightFormat) -> dict[str, Tensor]:
+def quantise_weight(weight: Tensor, form: WeightFormat) -> dict[str, Tensor]:
     """Return a weight's tensors in a format of torchao, [out, in] float32; float8 as uint8, which every backend sends."""
     from torchao.quantization import Float8Tensor, Int8Tensor, NF4Tensor, PerRow
 
@@ -83,7 +83,7 @@ class QuantisedLinear(nn.Module):
     """A frozen linear layer with a quantised weight."""
 
     def __init__(self, layer: nn.Linear, form: WeightFormat, tensors: dict[str, Tensor]) -> None:
-        """Take the bias of `layer`, and the result of `quantise`."""
+        """Take the bias of `layer`, and the result of `quantise_weight`."""
         super().__init__()
         self.in_features, self.out_features, self.form = layer.in_features, layer.out_features, form
         self.bias = layer.bias

@@ -20,7 +20,7 @@ from bucketline.errors import UsageError
 from bucketline.extras import extra_named
 from bucketline.store import StoreWriter
 from bucketline.store.sync.parts import PartStore, take_sent
-from bucketline.store.sync.place import StorePlace
+from bucketline.store.sync.place import WritePlace
 from bucketline.store.sync.transfer.sender import PendingNotes
 from bucketline.store.write.attempts import attempt_path, begin_attempt, begin_attempts, remove_attempts, take_shards
 from bucketline.store.write.part_writer import PartWriter
@@ -106,7 +106,7 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         Raises:
             UsageError: as `StoreWriter`; or if the URL cannot be a store's.
         """
-        self._place: StorePlace | None = StorePlace(path, remote, work)
+        self._place: WritePlace | None = WritePlace(path, remote, work)
         self._objects, self._path = self._place.objects, self._place.path
         self._rows_per_task = rows_per_task
         self._writer: StoreWriter | None = StoreWriter(self._path, **contents)

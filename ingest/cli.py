@@ -18,8 +18,8 @@ from bucketline.command_line import (
     run_one_of,
     torchrun_ranks,
 )
-from bucketline.ingest.commands.peek import Peek
-from bucketline.ingest.commands.previews import Previews
+from bucketline.ingest.commands.peek import PeekSource
+from bucketline.ingest.commands.previews import PreviewsCommand
 from bucketline.ingest.commands.prompts import Prompts
 from bucketline.ingest.config import PackConfig, ScanConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
@@ -42,7 +42,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = PackConfig.__doc__
 
     def run(self) -> int:
-        from bucketline.ingest.pack import pack
+        from bucketline.ingest.pack import pack_images
         from bucketline.ingest.parallel.signals import exit_code_of
         from bucketline.ingest.sources.dataset_file import is_dataset_file
 
@@ -53,7 +53,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
                 return self._dry_run()
             if is_dataset_file(self.source):
                 return self._run_each()
-            summary = pack(self, **torchrun_ranks())
+            summary = pack_images(self, **torchrun_ranks())
         except KeyboardInterrupt as stop:
             print(f"interrupted: {_what_is_kept(stop)}", file=sys.stderr)
             return exit_code_of(stop)
@@ -409,8 +409,8 @@ COMMANDS: dict[str, type[Command]] = {
     "import": Import,
     "scan": Scan,
     "prompts": Prompts,
-    "peek": Peek,
-    "previews": Previews,
+    "peek": PeekSource,
+    "previews": PreviewsCommand,
 }
 
 

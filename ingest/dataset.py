@@ -15,7 +15,7 @@ from bucketline.ingest.pack import pack_session, pack_source
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.scan import ScanReport, scan_source
 from bucketline.ingest.sheet.crops import refuse_sheet
-from bucketline.ingest.sheet.page import Sheet, page_of
+from bucketline.ingest.sheet.page import Sheet, sheet_page
 from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile, naming_source, read_dataset_file
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.manifest import MANIFEST
@@ -114,7 +114,7 @@ def scan_dataset(config: ScanConfig) -> tuple[DatasetFile, list[tuple[DatasetEnt
         reports.append((entry, report))
         sheets += [sheet] if sheet is not None else []
     if config.output is not None:
-        write_or_explain(config.output, page_of(config.source, sheets))
+        write_or_explain(config.output, sheet_page(config.source, sheets))
     return file, reports
 
 

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.registry import family_of
+from bucketline.ingest.encoders.text.registry import text_family_of
 from bucketline.ingest.encoders.text_columns import text_spec
 from bucketline.ingest.encoders.vae import refuse_latents
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.listing_diff import NAMED, drops, not_in_source
+from bucketline.ingest.listing_diff import NAMED_IDS, drops, not_in_source
 from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.packing.prepare import opened_source, rules_of
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.model.encoder_facts import NOT_COMPARED, facts_without_weights
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
+from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.sources.read_ahead import num_header_threads
@@ -95,7 +95,7 @@ def _dry_run(config: PackConfig, working: WorkingStore | None) -> DryRun:
     model = open_model(config.model, config.model_config)
     kind, downscale, _ = latent_sizes(model)
     refuse_latents(kind, LatentKind(config.latents))
-    family_of(model, is_plain=config.text is not None)  # refuses a model whose captions a pack could not encode
+    text_family_of(model, is_plain=config.text is not None)  # refuses a model whose captions a pack could not encode
     grid = model_grid(config.grid, model, downscale)
     store = _store(config, model, grid)
     if working is not None:
@@ -114,7 +114,7 @@ def _dry_run(config: PackConfig, working: WorkingStore | None) -> DryRun:
         return compared.change, bucket_name(compared.split, size.height_px, size.width_px)
 
     num_threads = config.decode_threads or num_header_threads(source)
-    room = Room(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=_AHEAD_BYTES)
+    room = WorkLimits(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=_AHEAD_BYTES)
     with (
         counting_progress("compare", len(items)) as on_image,
         OrderedPool(source.in_turn(items), look, lambda item: len(item.held or b""), room) as ahead,
@@ -140,9 +140,9 @@ def _dry_run(config: PackConfig, working: WorkingStore | None) -> DryRun:
         rejected_by_reason=by_reason(account),
         buckets=dict(sorted(buckets.items())),
         dropped=len(dropping.rejected),
-        dropped_ids=dropping.rejected[:NAMED],
+        dropped_ids=dropping.rejected[:NAMED_IDS],
         kept_unreadable=len(account.kept),
-        kept_unreadable_ids=account.kept[:NAMED],
+        kept_unreadable_ids=account.kept[:NAMED_IDS],
         pruned=len(dropping.pruned.digests),
         pruned_ids=dropping.pruned.ids,
         not_pruned=dropping.pruned.why_not,

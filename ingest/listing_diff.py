@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.summary import RunSummary
     from bucketline.store import Store
 
-NAMED = 10  # ids that a summary lists per count
+NAMED_IDS = 10  # ids that a summary lists per count
 
 
 def unknown(store: Store, outline: Outline) -> NDArray[np.bool_]:
@@ -110,9 +110,9 @@ def _gone(store: Store, source: str, outline: Outline) -> Pruning:
     ids = gone.ids() if inside else []
     kept = next((sample_id for sample_id in ids if sample_id.startswith(inside)), None)
     if kept is None:
-        return Pruning(digests=gone.digests(), ids=gone.ids(NAMED))
+        return Pruning(digests=gone.digests(), ids=gone.ids(NAMED_IDS))
     folder = next(folder for folder in outline.empty_folders if kept.startswith(f"{folder}/"))
     path = f"{source.rstrip('/')}/{folder}"
     why = f"{path} is empty, like the mount point of an unmounted disk; remove the folder if its images are gone"
     pruned = [sample_id for sample_id in ids if not sample_id.startswith(inside)]
-    return Pruning(digests=[*map(sample_digest, pruned)], ids=pruned[:NAMED], why_not=why)
+    return Pruning(digests=[*map(sample_digest, pruned)], ids=pruned[:NAMED_IDS], why_not=why)

@@ -24,7 +24,7 @@ from bucketline.ingest.pipeline.slice_worker import SliceWorker, run_name
 from bucketline.ingest.progress import caption_progress, packing_progress
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
-from bucketline.ingest.summary import RunSummary, check_identity, joined
+from bucketline.ingest.summary import RunSummary, check_identity, joined_summaries
 from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
 from bucketline.store.write.newest import newest_manifest
@@ -57,7 +57,9 @@ class _Report:
     sealed: list[str]  # names of its shards
 
 
-def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, local_world_size: int = 1) -> PackResult | None:
+def pack_images(
+    config: PackConfig, *, rank: int, world_size: int, local_rank: int, local_world_size: int = 1
+) -> PackResult | None:
     """Pack a source into a store; return the result on rank 0, None on the others.
 
     Raises:
@@ -90,7 +92,7 @@ class PackSession:
 def pack_session(
     rank: int, world_size: int, local_rank: int, local_world_size: int, config: PackConfig | None = None
 ) -> Iterator[PackSession]:
-    """Handle signals and connect the processes in this block; raises what `pack` does."""
+    """Handle signals and connect the processes in this block; raises what `pack_images` does."""
     workers: AbstractContextManager[Workers | None] = nullcontext()
     stdout: TextIO | None = sys.stdout
     if config is not None and config.engine is not None:
@@ -117,7 +119,7 @@ def pack_session(
 
 
 def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = True) -> PackResult | None:
-    """Pack one source; `is_last` tells the other ranks that they may end. Otherwise as `pack`."""
+    """Pack one source; `is_last` tells the other ranks that they may end. Otherwise as `pack_images`."""
     if session.workers is not None:
         return _pack_on_ray(config, session, session.workers)
     started = time.monotonic()
@@ -174,7 +176,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             )
             if reports is None:
                 return None
-            account = joined(report.account for report in reports)
+            account = joined_summaries(report.account for report in reports)
             check_identity(outline[0].num_items, account)
             return finish(
                 Packed(

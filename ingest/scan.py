@@ -13,15 +13,15 @@ from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.bucket_grid import Grid, parse_grid
 from bucketline.ingest.images.crop import Framing, crop_limit, upscale_limit
 from bucketline.ingest.images.crop_loss import CropLoss, crop_losses_as_json, note_crop_loss
-from bucketline.ingest.images.decode import decode, placed_by_header
+from bucketline.ingest.images.decode import decode_image, placed_by_header
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.image_reader import record_of
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
+from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.rules import split_of
 from bucketline.ingest.sheet.crops import Cropped, refuse_sheet, sections_of
-from bucketline.ingest.sheet.page import TOO_CROPPED, Section, Sheet, page_of
+from bucketline.ingest.sheet.page import TOO_CROPPED, Sheet, SheetSection, sheet_page
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.read_ahead import num_header_threads
 from bucketline.ingest.sources.source import caption_rest
@@ -49,7 +49,7 @@ _DEFAULT_DOWNSCALE, _DEFAULT_CHANNELS = 8, 4  # Stable Diffusion 1's and SDXL's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketCount:
+class ScannedBucket:
     """Number of images in a bucket."""
 
     name: str
@@ -69,7 +69,7 @@ class ScanReport:
     median: tuple[int, int] | None
     largest: tuple[int, int] | None
     grid: str
-    buckets: list[BucketCount]
+    buckets: list[ScannedBucket]
     enlarged: int  # images that would be enlarged to fill their bucket
     crop_loss: dict[str, dict[str, float]]  # by bucket: number of images, share cropped away (mean, max)
     rejected: int
@@ -129,7 +129,7 @@ def scan(config: ScanConfig) -> ScanReport:
         refuse_sheet(config.output, open_source(config.source, config).local_paths)
     report, sheet = scan_source(config)
     if config.output is not None and sheet is not None:
-        write_or_explain(config.output, page_of(sheet.source, [sheet]))
+        write_or_explain(config.output, sheet_page(sheet.source, [sheet]))
     return report
 
 
@@ -174,7 +174,7 @@ def scan_source(config: ScanConfig, num_sources: int = 1) -> tuple[ScanReport, S
     return report, _sheet(config, report, sections_of(source, listing, images, _room(config, source), num_sources))
 
 
-def _sheet(config: ScanConfig, report: ScanReport, sections: list[Section]) -> Sheet:
+def _sheet(config: ScanConfig, report: ScanReport, sections: list[SheetSection]) -> Sheet:
     return Sheet(
         source=redacted(config.source),
         grid=report.grid,
@@ -230,9 +230,9 @@ def _looked_at(
             yield item, future.result()
 
 
-def _room(config: ScanConfig, source: Source) -> Room:
+def _room(config: ScanConfig, source: Source) -> WorkLimits:
     num_threads = config.decode_threads or num_header_threads(source)
-    return Room(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=0)
+    return WorkLimits(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=0)
 
 
 def _look(config: ScanConfig, source: Source, item: SourceItem, framing: Framing) -> _Seen:
@@ -240,7 +240,7 @@ def _look(config: ScanConfig, source: Source, item: SourceItem, framing: Framing
     if config.full:
         data = source.read(item).data
         _refuse_bad_captions(item)
-        placement = decode(data, framing, item.id).placement
+        placement = decode_image(data, framing, item.id).placement
     else:
         with source.opened(item) as file:
             _refuse_bad_captions(item)
@@ -315,13 +315,13 @@ def _example_captions(config: ScanConfig, seen: list[_Seen]) -> dict[str, list[s
     return {item.id: list(item.captions[: config.max_captions])}
 
 
-def _buckets(config: ScanConfig, seen: list[_Seen]) -> list[BucketCount]:
+def _buckets(config: ScanConfig, seen: list[_Seen]) -> list[ScannedBucket]:
     counts: Counter[tuple[str, int, int]] = Counter()
     for image in seen:
         size = image.placement.bucket
         counts[_split(config, image), size.height_px, size.width_px] += 1
     return [
-        BucketCount(name=bucket_name(split, height, width), height_px=height, width_px=width, split=split, samples=count)
+        ScannedBucket(name=bucket_name(split, height, width), height_px=height, width_px=width, split=split, samples=count)
         for (split, height, width), count in sorted(counts.items())
     ]
 
@@ -355,7 +355,7 @@ def _text_bytes(lengths: CaptionLengths | None, measured: list[CaptionLength]) -
     return len(measured) * lengths.columns.fixed_bytes + num_tokens * lengths.columns.token_bytes
 
 
-def _row_bytes(config: ScanConfig, shape: _Shape, buckets: list[BucketCount]) -> int:
+def _row_bytes(config: ScanConfig, shape: _Shape, buckets: list[ScannedBucket]) -> int:
     total = 0
     for bucket in buckets:
         latent = Column(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 WITHOUT_CAPTION = "without_caption.jsonl"
 LONG_CAPTIONS = "long_captions.jsonl"
-MAX_LISTED = 100_000  # long captions of a run and rank; some 25 MB
+MAX_LONG_CAPTIONS = 100_000  # long captions of a run and rank; some 25 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class RunSummary:
     crop_losses: dict[str, CropLoss] = field(default_factory=dict)  # by bucket
     captions_beyond: list[str] = field(default_factory=list)  # ids with more captions than a row holds
     captions_truncated: int = 0  # captions longer than the text encoder's limit
-    long_captions: list[LongCaption] = field(default_factory=list)  # the first MAX_LISTED of this rank
+    long_captions: list[LongCaption] = field(default_factory=list)  # the first MAX_LONG_CAPTIONS of this rank
     num_cut: dict[str, int] = field(default_factory=dict)  # captions of packed images that an encoder cut, by encoder
     dropped: list[str] = field(default_factory=list)  # ids whose existing row is dropped, because the image is now rejected
     unreadable: int = 0  # rejects that could not be read at present, though the image may be fine
@@ -68,7 +68,7 @@ class RunSummary:
         """Record which encoders cut a caption of a packed image."""
         for cut in cuts:
             self.num_cut[cut.encoder] = self.num_cut.get(cut.encoder, 0) + 1
-            if len(self.long_captions) < MAX_LISTED:
+            if len(self.long_captions) < MAX_LONG_CAPTIONS:
                 self.long_captions.append(LongCaption(id=sample_id, **asdict(cut)))
 
     def reject(self, sample_id: str, error: RejectedError, *, is_stored: bool = False) -> None:
@@ -83,7 +83,7 @@ class RunSummary:
         return self.packed + self.unchanged + len(self.rejects)
 
 
-def joined(accounts: Iterable[RunSummary]) -> RunSummary:
+def joined_summaries(accounts: Iterable[RunSummary]) -> RunSummary:
     """Merge the summaries of all ranks into one."""
     whole = RunSummary()
     by_key, either = ("crop_losses", "stage_seconds", "num_cut"), ("has_encoded", "on_shared_cores")

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LATENTS = "latents"  # the target's name when a batch's tensors are listed by name
-COLUMN_PREFIX, PRESENT_PREFIX, FIXED_PREFIX = "columns.", "present.", "text_fixed."  # and those of what is in a mapping
-RAGGED_PREFIX = "ragged."  # then NAME.columns.COLUMN, NAME.fixed.COLUMN, NAME.lengths, NAME.mask, NAME.present
+COLUMN_PREFIX, BATCH_PRESENT_PREFIX, FIXED_PREFIX = "columns.", "present.", "text_fixed."  # and those of what is in a mapping
+BATCH_RAGGED_PREFIX = "ragged."  # then NAME.columns.COLUMN, NAME.fixed.COLUMN, NAME.lengths, NAME.mask, NAME.present
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +109,11 @@ class Batch:
         for name in _TENSORS:
             found[name] = getattr(self, name)
         for name, tensor in self.present.items():
-            found[PRESENT_PREFIX + name] = tensor
+            found[BATCH_PRESENT_PREFIX + name] = tensor
         for name, tensor in self.text_fixed.items():
             found[FIXED_PREFIX + name] = tensor
         for name, own in self.ragged.items():
-            found |= _ragged_by_name(RAGGED_PREFIX + name, own)
+            found |= _ragged_by_name(BATCH_RAGGED_PREFIX + name, own)
         if self.class_labels is not None:
             found["class_labels"] = self.class_labels
         if self.tokens_scale is not None:

@@ -127,7 +127,7 @@ class EpochLoader(ABC):
                     return
                 self._before_batch()
                 filled, flat = self._next_filled()
-                batch = batch_of(filled, flat, self._latent_kind)
+                batch = filled_batch(filled, flat, self._latent_kind)
                 after = self._cursor.after(filled.step, filled.micro_step, self.config.accumulation)
                 del filled, flat  # or the generator would hold the buffer until the next one
                 self._is_begun = True
@@ -336,7 +336,7 @@ class EpochLoader(ABC):
         )
 
 
-def batch_of(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind) -> Batch:
+def filled_batch(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind) -> Batch:
     """Make a batch from a filled buffer's description and its bytes on the caller's device."""
     return Batch(
         step=filled.step,

@@ -30,12 +30,12 @@ from bucketline.loader.service.protocol import PROTOCOL, Request, StoreOf
 from bucketline.loader.state import (
     STATE_VERSION,
     LoaderState,
-    as_json,
     check_state,
     global_batch_of,
     name_stores,
     parse_state,
     saved_choices,
+    state_as_json,
 )
 from bucketline.option_types import expect
 from bucketline.store import Store
@@ -242,7 +242,7 @@ class Loader(EpochLoader):
         It has under 1 KB, and some 100 bytes for each time that the number of ranks changed, the generation, or the
         epoch before its end.
         """
-        return as_json(self._state())
+        return state_as_json(self._state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Resume from a saved state, with its lanes and window if the configuration names none.

@@ -102,7 +102,7 @@ def _peeked(loader: Loader, batch: Batch, rank: int) -> PeekedBatch:
     )
 
 
-def page_of(
+def peek_page(
     stores: Sequence[str], step: int, batches: Sequence[PeekedBatch], vae: dict[str, Any], factors: LatentRgb | None
 ) -> bytes:
     """Return the contact sheet; `vae`: what the store records of its VAE."""

@@ -138,7 +138,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RunPart:
     """Steps of a run and the plan that made them."""
 
     past: PastSteps
@@ -185,10 +185,10 @@ class Seen:
         """
         self.run, self._remote = run, remote
         self._given = {Store.open(one.path, remote=remote).manifest.store_id: one for one in stores}
-        self.parts: list[Part] = []
+        self.parts: list[RunPart] = []
         self.unknown: list[Unknown] = []
         self.doubtful: list[Unknown] = []  # recorded by an earlier version, which kept no history
-        opened: dict[tuple[object, ...], Part | str] = {}
+        opened: dict[tuple[object, ...], RunPart | str] = {}
         for past in run.state.consumed():
             key = (past.plan, past.generations, past.epochs)
             if key not in opened:
@@ -200,12 +200,12 @@ class Seen:
             if isinstance(found, str):
                 self.unknown.append(Unknown(begin=past.begin, end=past.end, why=found))
                 continue
-            self.parts.append(Part(past=past, shares=found.shares, rows=found.rows, config=found.config, plan=found.plan))
+            self.parts.append(RunPart(past=past, shares=found.shares, rows=found.rows, config=found.config, plan=found.plan))
             if not past.is_recorded:
                 why = "saved by a version that kept no history: ranks and plan are taken to be the last ones"
                 self.doubtful.append(Unknown(begin=past.begin, end=past.end, why=why))
 
-    def _opened(self, past: PastSteps) -> Part:
+    def _opened(self, past: PastSteps) -> RunPart:
         shares = self._shares(past)
         sizes = self._sizes(past)
         config = LoaderConfig(**sizes, **past.settings, accumulation=past.accumulation, epochs=past.epochs)  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ class Seen:
                 f"the plan of these stores has the digest {plan.digest}, the state's {past.plan}; give all stores of the run, "
                 "in its order and with its repeats"
             )
-        return Part(past=past, shares=shares, rows=rows, config=config, plan=plan)
+        return RunPart(past=past, shares=shares, rows=rows, config=config, plan=plan)
 
     def _shares(self, past: PastSteps) -> tuple[WeightedStore, ...]:
         marks = past.stores.first
@@ -293,7 +293,7 @@ class Seen:
         return [(store, split) for (_, _, split), store in sorted(found.items(), key=lambda one: -one[0][1])]
 
 
-def _sightings_of(part: Part, number: int, share: WeightedStore, ordinal: int, entry: IndexEntry) -> Iterator[Sighting]:
+def _sightings_of(part: RunPart, number: int, share: WeightedStore, ordinal: int, entry: IndexEntry) -> Iterator[Sighting]:
     """Yield the sightings of a row of the plan's bucket with this number."""
     bucket = part.rows.bucket(entry.bucket)
     rows = np.array(bucket.numbers_of(ordinal, entry.row), dtype=np.int64)
@@ -338,7 +338,7 @@ def _crops(bucket: Bucket, row: NDArray[np.int64], flipped: NDArray[np.bool_]) -
     return crops
 
 
-def _counts_of(part: Part) -> Iterator[tuple[NDArray[Any], ...]]:
+def _counts_of(part: RunPart) -> Iterator[tuple[NDArray[Any], ...]]:
     """Yield (digests, count, first step, last step) of the rows of each shard and bucket, `[rows]` each."""
     from bucketline.store.read.iter_samples import live_positions
 

@@ -211,7 +211,7 @@ def _advice(name: str) -> str:
     return "use the saved value, or start over"
 
 
-def as_json(state: LoaderState) -> dict[str, object]:
+def state_as_json(state: LoaderState) -> dict[str, object]:
     """Return a state as the JSON object of `Loader.state_dict`: at most 1 KB, and its history."""
     encoded = encode(state)
     assert isinstance(encoded, dict)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.ingest.images.bucket_grid import parse_grid
-from bucketline.ingest.images.geometry import place
+from bucketline.ingest.images.geometry import bucket_placement
 from bucketline.store import Column, LatentColumn, RowColumn, Store, StoreWriter, TextSpec
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.text_block import quantised_spec
@@ -136,7 +136,7 @@ def growing_store(path: Path, form: Form, parts: Sequence[range]) -> tuple[Store
 def _row(form: Form, n: int) -> Row:
     random = np.random.default_rng(n)
     height, width = (int(side) for side in random.integers(30, 3000, 2))
-    placed = place(height, width, GRID, draw=int(random.integers(0, 1 << 63)))
+    placed = bucket_placement(height, width, GRID, draw=int(random.integers(0, 1 << 63)))
     bucket = f"train/{placed.bucket.height_px}x{placed.bucket.width_px}"
     record = replace(
         make_sample(f"{n}.png", bucket, texts_of(form, n)).record,

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from bucketline.train.outputs.checkpoint import Start
 
 IN_PROCESS = "none"  # value of --service: read in threads of this process
-LOOK_EVERY_S = 2.0
+FOLLOW_EVERY_S = 2.0
 _SAY_EVERY_S = 60.0
 
-Schedule = tuple[tuple[int, tuple[int, ...]], ...]
+FollowSchedule = tuple[tuple[int, tuple[int, ...]], ...]
 """Generations, one of each store, and the step from which they are read; ascending."""
 
 
@@ -52,7 +52,7 @@ def wait_for_rows(config: TrainConfig, ranks: TrainRanks) -> None:
         if ranks.is_main and time.monotonic() - said >= _SAY_EVERY_S:
             print(f"waiting for {wanted:,} rows to train on; there are {found:,}", file=sys.stderr, flush=True)
             said = time.monotonic()
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(FOLLOW_EVERY_S)
 
 
 def _rows_of(argument: StoreArgument, remote: RemoteOptions) -> int:
@@ -177,7 +177,7 @@ def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None
         next(loader.forever())
 
 
-def _read_schedule(config: TrainConfig, ranks: TrainRanks) -> Schedule:
+def _read_schedule(config: TrainConfig, ranks: TrainRanks) -> FollowSchedule:
     """Return the schedule of the run that `--follow-schedule` names; empty without that option."""
     path = config.follow_schedule
     return () if path is None else from_rank_zero(ranks, lambda: schedule_of(read_run(path).state))

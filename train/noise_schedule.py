@@ -177,7 +177,7 @@ def weighted(errors: Tensor, weight: Tensor | None) -> Tensor:
     return errors if weight is None else errors * weight
 
 
-CONFIG = "scheduler/scheduler_config.json"
+SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
 FLOW_CLASS = "FlowMatchEulerDiscreteScheduler"
 
 
@@ -207,7 +207,7 @@ def load_schedule(
         ModelError: if it cannot be read, or has an unsupported objective; the message names the field.
         UsageError: if the run requests an objective or shift that this scheduler does not support.
     """
-    path = model_folder / CONFIG
+    path = model_folder / SCHEDULER_CONFIG
     assumed = not path.exists()
     try:
         config = dict(published or SCALED_LINEAR) if assumed else json.loads(path.read_text(encoding="utf-8"))

@@ -95,11 +95,11 @@ def refuse_stores(config: TrainConfig, shares: Sequence[WeightedStore]) -> None:
             f"--store-weight is given {len(config.store_weight)} times, expected once for each of {len(shares)} stores"
         )
     for share in shares:
-        latent_channels(share.store)
+        store_channels(share.store)
     refuse_unread_columns(shares)
 
 
-def latent_channels(store: Store) -> int:
+def store_channels(store: Store) -> int:
     """Return the number of channels of a store's latents; if it has moments, of a latent drawn from them.
 
     Raises:

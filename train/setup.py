@@ -55,7 +55,7 @@ from bucketline.train.parallel import (
     first_of_each_machine_first,
     from_rank_zero,
 )
-from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place, shard_ranks_of
+from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place_model, shard_ranks_of
 from bucketline.train.step import Training
 
 if TYPE_CHECKING:
@@ -160,11 +160,11 @@ def build(
         offload_blocks(model, config.offload_blocks, device, layout_on(device))
     kept = Ema.OFF if KINDS[config.optimizer].averages else config.ema
     average_of_model = functools.partial(Average, decay=config.ema_decay, place=kept, every=config.ema_every, seed=config.seed)
-    average = place(model, config, ranks, device, weights, start.checkpoint, average_of_model)
+    average = place_model(model, config, ranks, device, weights, start.checkpoint, average_of_model)
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
         expect_same_optimizer(config, start.state.config, start.checkpoint, weights)
-        checkpoint.load_optimizer(start.checkpoint, optimizer, KINDS[config.optimizer].state)
+        checkpoint.load_saved_optimizer(start.checkpoint, optimizer, KINDS[config.optimizer].state)
     training = Training(
         config=config,
         family=family,

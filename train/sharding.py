@@ -115,7 +115,7 @@ def keep_layout(model: nn.Module, layout: torch.memory_format) -> None:
             module.register_forward_pre_hook(laid_out)
 
 
-def place(
+def place_model(
     model: nn.Module,
     config: TrainConfig,
     ranks: TrainRanks,

@@ -20,9 +20,9 @@ from bucketline.ingest.config import PackConfig, framing_of
 from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP
-from bucketline.ingest.images.decode import Decoded, decode
+from bucketline.ingest.images.decode import Decoded, decode_image
 from bucketline.ingest.images.model_sizes import model_grid
-from bucketline.ingest.pack import pack
+from bucketline.ingest.pack import pack_images
 from bucketline.ingest.pipeline.batch_encoder import as_caption
 from bucketline.ingest.pipeline.model.device import chosen_device
 from bucketline.ingest.pipeline.model.load_encoders import load_text_encoder, load_vae_encoder
@@ -208,7 +208,7 @@ class Stages:
         load_s = time.perf_counter() - begin
         store = self._folder / f"packed-{number}.store"
         begin = time.perf_counter()
-        summary = pack(replace(self._config, place=store), rank=0, world_size=1, local_rank=0)
+        summary = pack_images(replace(self._config, place=store), rank=0, world_size=1, local_rank=0)
         seconds = time.perf_counter() - begin - load_s
         if summary is None or summary.packed != len(self._items):
             raise BucketlineError(
@@ -229,7 +229,7 @@ class Stages:
     def _decode(self, item: SourceItem) -> Decoded:
         data = self._source.read(item).data
         identity(data)  # part of the stage, because the store records it
-        return decode(data, self._framing, item.id)
+        return decode_image(data, self._framing, item.id)
 
     def _in_batches(self, decoded: list[Decoded]) -> list[_Batch]:
         by_bucket: dict[str, list[tuple[SourceItem, Decoded]]] = {}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.ingest.importers.cache import Cached, Entry
+    from bucketline.ingest.importers.cache import Cached, CacheEntry
 
 CHANNELS, TOKENS, POOLED = 16, (12, 24), (8,)
 SIZES = (((48, 72), (32, 48)), ((90, 60), (48, 32)))  # height and width of originals and buckets; the crop is the whole
@@ -180,7 +180,7 @@ def compare(kind: str, cache: Path, samples: Mapping[str, Mapping[str, Any]]) ->
     return number
 
 
-def _values(entry: Entry, cached: Cached) -> dict[str, Any]:
+def _values(entry: CacheEntry, cached: Cached) -> dict[str, Any]:
     if not cached.texts:
         raise BucketlineError(f"sample {entry.id}: its embedding was not found")
     latent = cached.latent if cached.latent.ndim == 3 else cached.latent[:, 0]

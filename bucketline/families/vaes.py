@@ -75,7 +75,7 @@ def latent_channels(config: Mapping[str, Any]) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def encode(vae: Any, pixels: Tensor) -> Tensor:  # noqa: ANN401 - diffusers has no types
+def vae_encode(vae: Any, pixels: Tensor) -> Tensor:  # noqa: ANN401 - diffusers has no types
     """Encode images, [B, 3, H, W] from -1 to 1: return the parameters of the latents' distribution, [B, 2C, h, w].
 
     Of a VAE without a distribution, return the latents, [B, C, h, w]. One of four channels sees opaque images.
@@ -90,7 +90,7 @@ def encode(vae: Any, pixels: Tensor) -> Tensor:  # noqa: ANN401 - diffusers has 
     return latents[:, :, 0] if kind.has_frames else latents
 
 
-def decode(vae: Any, latents: Tensor) -> Tensor:  # noqa: ANN401 - likewise
+def vae_decode(vae: Any, latents: Tensor) -> Tensor:  # noqa: ANN401 - likewise
     """Decode unscaled latents, [B, C, h, w], to images, [B, 3, H, W], about from -1 to 1."""
     has_frames = VAES[type(vae).__name__].has_frames
     images: Tensor = vae.decode(latents[:, :, None] if has_frames else latents, return_dict=False)[0]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.pages.page import shown
+from bucketline.pages.page import escaped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,9 +42,9 @@ def bars(rows: Sequence[Bar], *, most: float | None = None) -> str:
     """Return horizontal bars; `most`: the value of a full bar, by default the largest."""
     full = most or max((row.value for row in rows), default=0.0) or 1.0
     lines = (
-        f"<span>{shown(row.label)}</span><div>"
+        f"<span>{escaped(row.label)}</span><div>"
         f'<i{" class=warn" if row.warns else ""} style="width:{100 * row.value / full:.1f}%"></i></div>'
-        f"<em>{shown(row.note)}</em>"
+        f"<em>{escaped(row.note)}</em>"
         for row in rows
     )
     return f'<div class="bars">{"".join(lines)}</div>'
@@ -94,7 +94,7 @@ def scatter(points: Sequence[tuple[float, float]], boxes: Sequence[tuple[float, 
     for x, y, name in boxes:
         left, top = across(x), down(y)
         parts.append(f'<rect class="box" x="{left - 5:.1f}" y="{top - 5:.1f}" width="10" height="10"/>')
-        parts.append(f'<text class="box-name" x="{left + 8:.1f}" y="{top + 4:.1f}">{shown(name)}</text>')
+        parts.append(f'<text class="box-name" x="{left + 8:.1f}" y="{top + 4:.1f}">{escaped(name)}</text>')
     parts.append(_text(LEFT + 4, TOP + 12, labels[1], "start"))
     return _svg(parts, f"{labels[1]} by {labels[0]}", height)
 
@@ -126,7 +126,7 @@ def lines(series: Sequence[Line], label: str, x_label: str = "step", *, from_zer
             parts.append(f'<circle {kind} cx="{left}" cy="{top}" r="3"/>')
         else:
             parts.append(f'<polyline {kind} points="{dots}"/>')
-    legend = "".join(f'<span><b class="c{line.colour % COLOURS}"></b>{shown(line.name)}</span>' for line in drawn)
+    legend = "".join(f'<span><b class="c{line.colour % COLOURS}"></b>{escaped(line.name)}</span>' for line in drawn)
     return f'<div class="legend">{legend}</div>{_svg(parts, label)}'
 
 
@@ -189,8 +189,8 @@ def _frame(label: str, height: int = HEIGHT) -> str:
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{shown(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escaped(text)}</text>'
 
 
 def _svg(parts: Sequence[str], label: str, height: int = HEIGHT) -> str:
-    return f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{shown(label)}">{"".join(parts)}</svg>'
+    return f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escaped(label)}">{"".join(parts)}</svg>'

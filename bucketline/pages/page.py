@@ -77,21 +77,21 @@ def document(
         f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    shown_tiles = "".join(f"<div><b>{shown(value)}</b><span>{shown(what)}</span></div>" for value, what in tiles)
-    links = "".join(f'<a href="#{section.anchor}">{shown(section.title)}</a>' for section in sections)
+    shown_tiles = "".join(f"<div><b>{escaped(value)}</b><span>{escaped(what)}</span></div>" for value, what in tiles)
+    links = "".join(f'<a href="#{section.anchor}">{escaped(section.title)}</a>' for section in sections)
     text = "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<link rel="icon" href="data:,">',
-            f"<title>{shown(title)}</title>\n<style>{style}</style>\n</head>\n<body>",
-            f'<header class="top"><h1>{shown(title)}</h1>\n<p class="dim">{shown(subtitle)}</p>',
+            f"<title>{escaped(title)}</title>\n<style>{style}</style>\n</head>\n<body>",
+            f'<header class="top"><h1>{escaped(title)}</h1>\n<p class="dim">{escaped(subtitle)}</p>',
             _findings(findings),
             f'<div class="tiles">{shown_tiles}</div></header>' if tiles else "</header>",
             f'<nav class="jump"><div>{links}</div></nav>\n<main>',
             *(_section(section) for section in sections),
-            f"</main>\n<footer>Written by <code>{shown(made_by)}</code> of bucketline {__version__}.</footer>",
+            f"</main>\n<footer>Written by <code>{escaped(made_by)}</code> of bucketline {__version__}.</footer>",
             f"<script>{script}</script>\n</body>\n</html>\n",
         ]
     )
@@ -100,16 +100,16 @@ def document(
 
 def _section(section: Section) -> str:
     note = f'<p class="note">{section.note}</p>' if section.note else ""
-    return f'<section id="{section.anchor}">\n<h2>{shown(section.title)}</h2>\n{note}\n{section.body}\n</section>'
+    return f'<section id="{section.anchor}">\n<h2>{escaped(section.title)}</h2>\n{note}\n{section.body}\n</section>'
 
 
 def _findings(findings: Sequence[Finding]) -> str:
     order = ("error", "warning", "good")
     lines = []
     for finding in sorted(findings, key=lambda one: order.index(one.level)):
-        title = f"<b>{shown(finding.title)}</b>"
+        title = f"<b>{escaped(finding.title)}</b>"
         link = f' <a href="#{finding.anchor}">show</a>' if finding.anchor else ""
-        detail = f"<span>{shown(finding.detail)}</span>" if finding.detail else ""
+        detail = f"<span>{escaped(finding.detail)}</span>" if finding.detail else ""
         lines.append(f'<li class="{finding.level}">{title}{link}{detail}</li>')
     return f'<ul class="findings">{"".join(lines)}</ul>' if lines else ""
 
@@ -120,7 +120,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, texts: int =
     def row(cells: Iterable[object], tag: str) -> str:
         kinds = ("" if n < texts else ' class="n"' for n in range(len(head)))
         return (
-            "<tr>" + "".join(f"<{tag}{kind}>{shown(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)) + "</tr>"
+            "<tr>" + "".join(f"<{tag}{kind}>{escaped(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)) + "</tr>"
         )
 
     body = "".join(row(cells, "td") for cells in rows)
@@ -135,13 +135,13 @@ def columns(parts: Iterable[str]) -> str:
 def card(one: Card) -> str:
     """Return a figure."""
     if one.images:
-        tags = (f'<img src="{data_url(image)}" alt="{shown(one.title)}">' for image in one.images)
+        tags = (f'<img src="{data_url(image)}" alt="{escaped(one.title)}">' for image in one.images)
         image = f'<div class="shown">{"".join(tags)}</div>'
     else:
-        image = f'<div class="shown"><div class="none">{shown(one.problem)}</div></div>'
-    captions = "".join(f'<span class="more">{shown(text[:MAX_CAPTION])}</span>' for text in one.captions)
-    notes = "".join(f"<span>{shown(note)}</span>" for note in one.notes)
-    return f"<figure>{image}<figcaption><b>{shown(one.title)}</b>{notes}{captions}</figcaption></figure>"
+        image = f'<div class="shown"><div class="none">{escaped(one.problem)}</div></div>'
+    captions = "".join(f'<span class="more">{escaped(text[:MAX_CAPTION])}</span>' for text in one.captions)
+    notes = "".join(f"<span>{escaped(note)}</span>" for note in one.notes)
+    return f"<figure>{image}<figcaption><b>{escaped(one.title)}</b>{notes}{captions}</figcaption></figure>"
 
 
 def sheet(cards: Iterable[Card], size: str = "") -> str:
@@ -153,11 +153,12 @@ def gallery(groups: Sequence[tuple[str, str, Sequence[Card]]], placeholder: str,
     """Return groups of cards, each a name, a note and cards, with a search field and a button for each group."""
     buttons = [('<button type="button" data-group="" aria-pressed="true">all</button>')]
     buttons += [
-        f'<button type="button" data-group="{n}" aria-pressed="false">{shown(g[0])}</button>' for n, g in enumerate(groups)
+        f'<button type="button" data-group="{n}" aria-pressed="false">{escaped(g[0])}</button>' for n, g in enumerate(groups)
     ]
-    field = f'<input type="search" placeholder="{shown(placeholder)}" aria-label="{shown(placeholder)}">'
+    field = f'<input type="search" placeholder="{escaped(placeholder)}" aria-label="{escaped(placeholder)}">'
     body = "".join(
-        f'<div class="by-choice" data-group="{n}"><h3>{shown(name)} <small>{shown(note)}</small></h3>{sheet(cards, size)}</div>'
+        f'<div class="by-choice" data-group="{n}"><h3>{escaped(name)} <small>{escaped(note)}</small></h3>'
+        f"{sheet(cards, size)}</div>"
         for n, (name, note, cards) in enumerate(groups)
     )
     controls = (
@@ -166,7 +167,7 @@ def gallery(groups: Sequence[tuple[str, str, Sequence[Card]]], placeholder: str,
     return f"<div data-gallery>{controls}{body}</div>"
 
 
-def shown(value: object) -> str:
+def escaped(value: object) -> str:
     """Return a value on one line, escaped; surrogates, control characters and marks of direction are spelt out."""
     return html.escape(one_line(str(value)))
 

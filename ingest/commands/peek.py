@@ -16,7 +16,7 @@ from bucketline.store.commands.place import ReadingArguments, shown, store_place
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peek(SourceArguments, ReadingArguments):
+class PeekSource(SourceArguments, ReadingArguments):
     """Decode the stored latent of one sample to an image, or show images of a source with their captions and crops.
 
     With an ID, the place is a store, and the model must have the same VAE that the store was packed with. Without one, it is

@@ -13,14 +13,14 @@ _INDEX, _CONFIG = "model_index.json", "/config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class HubSnapshot:
     """A model in the hub's cache."""
 
     path: Path  # folder of one commit; named after it
     files: tuple[str, ...] | None  # paths of all files on the hub; None if it could not be reached
 
 
-def snapshot(name: str) -> Snapshot:
+def snapshot(name: str) -> HubSnapshot:
     """Return a model of a hub with its configurations downloaded, or as it is in the cache if the hub cannot be reached.
 
     Raises:
@@ -33,7 +33,7 @@ def snapshot(name: str) -> Snapshot:
     try:
         info = HfApi().model_info(name, timeout=_TIMEOUT_S)
     except HFValidationError as error:
-        raise ModelError(f"{name} is neither a folder nor a valid hub name ({one_line(error)}); {expected}") from error
+        raise ModelError(f"{name} is neither a folder nor a valid hub name ({error_line(error)}); {expected}") from error
     except RepositoryNotFoundError as error:
         raise ModelError(
             f"{name} is not a local folder, and the hub has no such model, or it is private; check the name, or log in with "
@@ -41,16 +41,16 @@ def snapshot(name: str) -> Snapshot:
         ) from error
     except HfHubHTTPError as error:
         raise ModelError(
-            f"{name} is not a local folder, and the hub refused the request ({one_line(error)}); try again later"
+            f"{name} is not a local folder, and the hub refused the request ({error_line(error)}); try again later"
         ) from error
     except Exception as error:  # noqa: BLE001 - whatever the hub's HTTP client raises without a network
         try:
             # no pattern: no file has to be there, since parts that were never used were never downloaded either
             path = snapshot_download(name, local_files_only=True, allow_patterns=[])
-            return Snapshot(path=Path(path), files=None)
+            return HubSnapshot(path=Path(path), files=None)
         except LocalEntryNotFoundError:
             raise ModelError(
-                f"{name} is not a local folder, and the hub could not be reached ({one_line(error)}); "
+                f"{name} is not a local folder, and the hub could not be reached ({error_line(error)}); "
                 "name a model's folder, or run it once with network access"
             ) from error
     files = tuple(file.rfilename for file in info.siblings or ())
@@ -62,10 +62,10 @@ def snapshot(name: str) -> Snapshot:
         paths = [Path(hf_hub_download(name, file)).parents[file.count("/")] for file in configs]
     except Exception as error:  # as above
         raise ModelError(
-            f"{name}: its configuration cannot be downloaded from the hub: {one_line(error)}; "
+            f"{name}: its configuration cannot be downloaded from the hub: {error_line(error)}; "
             "log in with `hf auth login`, or try again"
         ) from error
-    return Snapshot(path=paths[-1], files=files)
+    return HubSnapshot(path=paths[-1], files=files)
 
 
 def downloaded(name: str, files: list[str], revision: str) -> list[Path]:
@@ -82,10 +82,10 @@ def downloaded(name: str, files: list[str], revision: str) -> list[Path]:
     try:
         return [Path(hf_hub_download(name, file, revision=revision)) for file in files]
     except Exception as error:  # whatever the hub's HTTP client raises
-        raise ModelError(f"{name}: its weights cannot be downloaded from the hub: {one_line(error)}; try again") from error
+        raise ModelError(f"{name}: its weights cannot be downloaded from the hub: {error_line(error)}; try again") from error
 
 
-def one_line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     r"""Return the first line of a library's error message; the others hold advice that is not meant for our users.
 
     >>> one_line(OSError("it is not there.\n\nPlease see https://example.org"))

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.hub import one_line
+from bucketline.ingest.encoders.hub import error_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,4 +60,4 @@ def _header(item: str, path: Path) -> dict[str, Any]:
         found.pop("__metadata__", None)
         return {name: {"dtype": str(one["dtype"]), "shape": [int(n) for n in one["shape"]]} for name, one in found.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{item} cannot be read as safetensors: {one_line(error)}; download the model again") from error
+        raise ModelError(f"{item} cannot be read as safetensors: {error_line(error)}; download the model again") from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.families.vaes import PACKED_VAES, VAES, batch_norm, decode, encode, latent_channels, vae_class
+from bucketline.families.vaes import PACKED_VAES, VAES, batch_norm, latent_channels, vae_class, vae_decode, vae_encode
 from bucketline.fingerprint import config_hash, weights_hash
 from bucketline.ingest.encoders.weights import loading, refuse_incomplete
 from bucketline.store.format.columns import LatentKind
@@ -101,7 +101,7 @@ class VaeEncoder:
         that tells which of them are finite in that dtype.
         """
         images = torch.from_numpy(pixels).to(self._device).permute(0, 3, 1, 2).contiguous()  # contiguous, as in the pipelines
-        encoded = encode(self._vae, (images.to(torch.float32) / 127.5 - 1.0).to(self._compute_dtype))
+        encoded = vae_encode(self._vae, (images.to(torch.float32) / 127.5 - 1.0).to(self._compute_dtype))
         latents = self._of_posterior(encoded, seeds) if self._kind.has_posterior else encoded
         stored = latents.to(self._dtype).cpu().contiguous()
         return stored, torch.isfinite(stored).flatten(1).all(dim=1)
@@ -109,7 +109,7 @@ class VaeEncoder:
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> NDArray[np.uint8]:
         """Decode stored latents, or the means of moments, `[B, C, h, w]` to sRGB images `[B, H, W, 3]`."""
-        images = decode(self._vae, latents.to(self._device, self._compute_dtype)).float()
+        images = vae_decode(self._vae, latents.to(self._device, self._compute_dtype)).float()
         pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
         decoded: NDArray[np.uint8] = pixels.permute(0, 2, 3, 1).cpu().numpy()
         return decoded

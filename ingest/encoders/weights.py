@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import BucketlineError, ModelError
 from bucketline.fingerprint import json_hash
-from bucketline.ingest.encoders.hub import one_line
+from bucketline.ingest.encoders.hub import error_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ def loading(model: ModelFolder, part: str) -> Iterator[None]:
             ) from error
         if (lacks := model.lacks(part)) is not None:
             raise ModelError(f"{model.name}: {part}/ has {lacks}; download or save the model again") from error
-        raise ModelError(f"{model.name}: {part}/ cannot be loaded: {one_line(error)}") from error
+        raise ModelError(f"{model.name}: {part}/ cannot be loaded: {error_line(error)}") from error
 
 
 def refuse_incomplete(item: str, told: Mapping[str, Any], unread: str | None = None) -> frozenset[str]:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
-from bucketline.ingest.images.geometry import Placement, place
+from bucketline.ingest.images.geometry import Placement, bucket_placement
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.store.format.hashing import draw
 from bucketline.store.format.sample_record import MAX_RESIZED_PX
@@ -57,7 +57,7 @@ class Framing:
             RejectedError: if the crop loses more than `max_crop`, or the resized image has a side that a store cannot record.
         """
         drawn = crop_draw(sample_id) if self.crop is Crop.RANDOM else None
-        placement = place(height_px, width_px, self.grid, max_upscale=self.max_upscale, draw=drawn)
+        placement = bucket_placement(height_px, width_px, self.grid, max_upscale=self.max_upscale, draw=drawn)
         if self.max_crop is not None and placement.cropped_share > self.max_crop:
             raise RejectedError(
                 Reason.CROP,

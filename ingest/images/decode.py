@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.images.crop import Framing
 
-__all__ = ["Decoded", "Reason", "RejectedError", "decode", "placed_by_header"]
+__all__ = ["Decoded", "Reason", "RejectedError", "decode_image", "placed_by_header"]
 
 _MAX_PIXELS = 1 << 28  # 268 megapixels, 1 GB decoded; larger images count as decompression bombs
 GIANT_PIXELS = 1 << 26  # images larger than this are decoded one at a time, to bound memory
@@ -58,7 +58,7 @@ class Decoded:
     placement: Placement
 
 
-def decode(data: bytes, framing: Framing, sample_id: str) -> Decoded:
+def decode_image(data: bytes, framing: Framing, sample_id: str) -> Decoded:
     """Decode an image, then resize and crop it to its bucket.
 
     Raises:
@@ -73,7 +73,7 @@ def placed_by_header(file: BinaryIO, framing: Framing, sample_id: str) -> Placem
     """Return an image's placement, from its header only; damage after the header, and EXIF after a PNG's pixels, go unnoticed.
 
     Raises:
-        RejectedError: if the image cannot be used, with the same reason as from `decode`.
+        RejectedError: if the image cannot be used, with the same reason as from `decode_image`.
     """
     with _rejecting(file, framing), Image.open(file, formats=FORMATS) as image:
         _check(image, framing.min_size_px)

@@ -60,7 +60,7 @@ class Placement:
         return 1 - Fraction(*kept_share(self.bucket.height_px, self.bucket.width_px, *self.source))
 
 
-def place(
+def bucket_placement(
     height_px: int, width_px: int, grid: Grid, *, max_upscale: Fraction | None = None, draw: int | None = None
 ) -> Placement:
     """Place an image in the bucket that keeps the largest share of it; of two equal buckets, the larger.
@@ -69,7 +69,7 @@ def place(
     `draw`: 0 is the top or left, the largest value the bottom or right.
 
     >>> from bucketline.ingest.images.bucket_grid import parse_grid
-    >>> place(300, 400, parse_grid("192x256,256x192", step_px=64, align_px=8)).bucket
+    >>> bucket_placement(300, 400, parse_grid("192x256,256x192", step_px=64, align_px=8)).bucket
     Size(height_px=192, width_px=256)
 
     Raises:

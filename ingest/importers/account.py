@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from bucketline.ingest.importers.cache import Crops, Scaling  # noqa: TC001 - typed_json reads the types of fields
 from bucketline.ingest.importers.columns import ColumnRules  # noqa: TC001 - likewise
 from bucketline.ingest.importers.vae.round_trip import RoundTrip  # noqa: TC001 - likewise
-from bucketline.ingest.importers.vae.spread import Spread  # noqa: TC001 - likewise
+from bucketline.ingest.importers.vae.spread import LatentSpread  # noqa: TC001 - likewise
 from bucketline.ingest.summary import Reject
 from bucketline.typed_json import Json  # noqa: TC001 - likewise
 
 if TYPE_CHECKING:
     from bucketline.ingest.images.rejects import RejectedError
     from bucketline.ingest.importers.cache import Cached
-    from bucketline.ingest.importers.rows import Row
+    from bucketline.ingest.importers.rows import ImportedRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class ImportResult:
     vae: str
     captions_from: str
     columns: list[str]  # roles of what is stored next to the latents
-    spread: Spread | None  # None: nothing new, or the check was declined
+    spread: LatentSpread | None  # None: nothing new, or the check was declined
     round_trip: RoundTrip | None  # likewise, or the VAE's weights are not there
     left_out: dict[str, int]  # what samples have that a store does not take
     kept: int  # samples of the store whose cache is rejected now; their rows stay
@@ -79,7 +79,7 @@ class ImportAccount:
     left_out: dict[str, int] = field(default_factory=dict)
     sealed: list[str] = field(default_factory=list)
 
-    def count(self, row: Row, cached: Cached) -> None:
+    def count(self, row: ImportedRow, cached: Cached) -> None:
         self.imported += 1
         self.without_caption += not row.record.captions
         self.buckets[row.record.bucket] = self.buckets.get(row.record.bucket, 0) + 1
@@ -90,7 +90,7 @@ class ImportAccount:
         self.rejects.append(Reject(id=sample_id, reason=error.reason.value, detail=error.detail))
 
 
-def joined(accounts: list[ImportAccount]) -> ImportAccount:
+def joined_imports(accounts: list[ImportAccount]) -> ImportAccount:
     """Return the counts of all ranks."""
     whole = ImportAccount()
     for one in accounts:

@@ -42,7 +42,7 @@ class Crops(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CacheEntry:
     """A sample of a cache, listed without reading its values."""
 
     id: str
@@ -91,10 +91,10 @@ class Cached:
 
 
 @dataclass(slots=True, kw_only=True)
-class Listing:
+class CacheListing:
     """A cache's entries and what holds for all of them."""
 
-    entries: list[Entry]
+    entries: list[CacheEntry]
     variant: str  # the model's architecture as the cache calls it; empty if it does not say
     scaling: Scaling
     control_scaling: Scaling | None = None  # of the columns `control/NAME`; None: that of the latents
@@ -122,8 +122,8 @@ class Importer:
 
     kind: str
     is_here: Callable[[Path], bool]
-    listed: Callable[[ListRequest], Listing]
-    read: Callable[[Path, Entry, str], Cached]  # source, entry, variant
+    listed: Callable[[ListRequest], CacheListing]
+    read: Callable[[Path, CacheEntry, str], Cached]  # source, entry, variant
 
 
 def files_below(folder: Path) -> Iterator[tuple[str, list[str]]]:

@@ -14,7 +14,7 @@ from bucketline.errors import ModelError, SourceError, UsageError
 from bucketline.families.family import Padding
 from bucketline.families.registry import family_of_pipeline
 from bucketline.ingest.encoders.oom_retry import OomRetry
-from bucketline.ingest.encoders.text.registry import family_of, is_known, load_caption_encoder
+from bucketline.ingest.encoders.text.registry import is_known, load_caption_encoder, text_family_of
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.model.device import chosen_device
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.encoders.text_columns import Embedding
-    from bucketline.ingest.importers.cache import Cached, Listing
+    from bucketline.ingest.importers.cache import Cached, CacheListing
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.ingest.importers.rows import Row
+    from bucketline.ingest.importers.rows import ImportedRow
     from bucketline.store import PartWriter
     from bucketline.store.format.text_block import TextSpec
     from bucketline.typed_json import Json
@@ -41,7 +41,7 @@ LEAST_COSINE = 0.9  # of those; encoders that compute in BF16 or FP8 reach 0.99,
 _NO_TOKENS = {TOKENS: np.zeros((0, 1), dtype="u1")}
 
 
-def text_plan(config: ImportConfig, model: ModelFolder | None, listing: Listing) -> str:
+def text_plan(config: ImportConfig, model: ModelFolder | None, listing: CacheListing) -> str:
     """Return where the text embeddings come from: `source`, `encode`, `plain` or `none`.
 
     Raises:
@@ -97,7 +97,7 @@ def _family_of(model: ModelFolder, asked: str | None, of_cache: str | None, *, h
     if asked is None and not keeps and not has_captions and of_cache is None:
         return None
     try:
-        family = family_of(model, is_plain=keeps or asked == PLAIN)
+        family = text_family_of(model, is_plain=keeps or asked == PLAIN)
     except ModelError as error:
         raise ModelError(f"{error}; --text none imports the captions without embeddings") from error
     return PLAIN_FAMILY if family is None else family.name
@@ -105,7 +105,7 @@ def _family_of(model: ModelFolder, asked: str | None, of_cache: str | None, *, h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waiting:
-    row: Row
+    row: ImportedRow
     cached: Cached
 
 
@@ -127,7 +127,7 @@ class CaptionSource:
         self._known: OrderedDict[str, dict[str, Any] | RejectedError] = OrderedDict()
         self._known_bytes = 0
         self._part: PartWriter
-        self._on_row: Callable[[Row, Cached], None]
+        self._on_row: Callable[[ImportedRow, Cached], None]
         self._on_reject: Callable[[str, RejectedError], None]
         self.columns, self.empty, self.provenance = (), None, None
         if plan == _NONE or model is None:
@@ -154,12 +154,12 @@ class CaptionSource:
             self._compare(text.caption, text.tokens)
 
     def write_to(
-        self, part: PartWriter, on_row: Callable[[Row, Cached], None], on_reject: Callable[[str, RejectedError], None]
+        self, part: PartWriter, on_row: Callable[[ImportedRow, Cached], None], on_reject: Callable[[str, RejectedError], None]
     ) -> None:
         """Add rows to this part from now on; one of the functions is called for each, added or rejected for its text."""
         self._part, self._on_row, self._on_reject = part, on_row, on_reject
 
-    def add(self, row: Row, cached: Cached) -> None:
+    def add(self, row: ImportedRow, cached: Cached) -> None:
         """Take a row; it may wait for others, whose captions are encoded together.
 
         Raises:

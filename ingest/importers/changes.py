@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import Cached, Entry, Importer, Listing
+    from bucketline.ingest.importers.cache import Cached, CacheEntry, CacheListing, Importer
     from bucketline.store import Store
 
 
@@ -39,9 +39,9 @@ BY_A_FILE = (
 )
 
 
-def unique(listing: Listing) -> None:
+def unique(listing: CacheListing) -> None:
     """Mark a second entry of an id as one that cannot be imported."""
-    seen: dict[str, Entry] = {}
+    seen: dict[str, CacheEntry] = {}
     entries = []
     for entry in listing.entries:
         if (other := seen.setdefault(entry.id, entry)) is not entry:
@@ -51,7 +51,7 @@ def unique(listing: Listing) -> None:
     listing.entries = entries
 
 
-def not_stored(entries: Sequence[Entry], store: Store | None, source: Path, max_captions: int) -> list[Entry]:
+def not_stored(entries: Sequence[CacheEntry], store: Store | None, source: Path, max_captions: int) -> list[CacheEntry]:
     """Return the entries that the store does not have as they are now: values and captions."""
     if store is None:
         return list(entries)
@@ -61,7 +61,7 @@ def not_stored(entries: Sequence[Entry], store: Store | None, source: Path, max_
             same = (
                 entry.problem is entry.caption_problem is None
                 and stored is not None
-                and (stored.source_bytes, stored.source_mtime_ns) == stamp_of(source, entry)
+                and (stored.source_bytes, stored.source_mtime_ns) == cache_stamp(source, entry)
                 and (
                     entry.captions is None or stored.captions == captions_checksum(kept_captions(entry.captions, max_captions))
                 )
@@ -73,7 +73,7 @@ def not_stored(entries: Sequence[Entry], store: Store | None, source: Path, max_
     return changed
 
 
-def stamp_of(source: Path, entry: Entry) -> tuple[int, int]:
+def cache_stamp(source: Path, entry: CacheEntry) -> tuple[int, int]:
     """Return the length and the mtime of a sample's values: of its files together, and of the newest of them.
 
     Raises:
@@ -86,7 +86,7 @@ def stamp_of(source: Path, entry: Entry) -> tuple[int, int]:
 
 
 @contextmanager
-def odd_files_rejected(entry: Entry) -> Iterator[None]:
+def odd_files_rejected(entry: CacheEntry) -> Iterator[None]:
     """Make a failure that an entry's file causes a reject: the one place for what no trainer writes and an importer meets.
 
     Raises:
@@ -98,7 +98,7 @@ def odd_files_rejected(entry: Entry) -> Iterator[None]:
         raise damaged(f"{entry.path} is not as the trainer writes it ({type(error).__name__}: {error!s:.150})") from error
 
 
-def read_entry(importer: Importer, source: Path, entry: Entry, variant: str) -> Cached:
+def read_entry(importer: Importer, source: Path, entry: CacheEntry, variant: str) -> Cached:
     """Read an entry's values.
 
     Raises:

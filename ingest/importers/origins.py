@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import Entry
+    from bucketline.ingest.importers.cache import CacheEntry
     from bucketline.store import Store
 
 
-def origin_of(entry: Entry, source: Path) -> str:
+def origin_of(entry: CacheEntry, source: Path) -> str:
     """Return what a row says of its origin: the image that the cache records, else the file in the cache."""
     return entry.image or f"{os.path.abspath(source)}/{entry.path}"  # noqa: PTH100 - called per row
 
 
-def named_as_stored(entries: Sequence[Entry], store: Store, prefix: str) -> list[Entry]:
+def named_as_stored(entries: Sequence[CacheEntry], store: Store, prefix: str) -> list[CacheEntry]:
     """Return entries with the ids under which the store has their images.
 
     An id is the image's path from the folder that all images are in. If a folder next to that one is added, this is another
@@ -49,7 +49,7 @@ def named_as_stored(entries: Sequence[Entry], store: Store, prefix: str) -> list
     ]
 
 
-def _other_names(entry: Entry, prefix: str) -> Iterator[str]:
+def _other_names(entry: CacheEntry, prefix: str) -> Iterator[str]:
     """Yield the ids that an entry would have from other folders above its image."""
     path = (entry.image or "").replace("\\", "/").lstrip("/")
     own = entry.id.removeprefix(prefix)
@@ -60,7 +60,7 @@ def _other_names(entry: Entry, prefix: str) -> Iterator[str]:
         yield from (prefix + other + own[len(end) :] for other in ends if other != end)
 
 
-def refuse_other_origin(changed: Sequence[Entry], store: Store, source: Path) -> None:
+def refuse_other_origin(changed: Sequence[CacheEntry], store: Store, source: Path) -> None:
     """Check that rows that would be replaced came from where the entries are.
 
     Raises:
@@ -81,7 +81,7 @@ def refuse_other_origin(changed: Sequence[Entry], store: Store, source: Path) ->
         )
 
 
-def _is_of(entry: Entry, own: str, source: Path) -> bool:
+def _is_of(entry: CacheEntry, own: str, source: Path) -> bool:
     if own in (entry.image, entry.path):
         return True
     if entry.image is not None:  # a row without the path of its image was made by an earlier version

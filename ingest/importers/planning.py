@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
-    from bucketline.ingest.importers.cache import Cached, Entry, Importer, Listing
+    from bucketline.ingest.importers.cache import Cached, CacheEntry, CacheListing, Importer
     from bucketline.ingest.importers.config import ImportConfig
     from bucketline.ingest.importers.vae.named_vae import NamedVae
     from bucketline.ingest.importers.vae.round_trip import RoundTrip
-    from bucketline.ingest.importers.vae.spread import Spread
+    from bucketline.ingest.importers.vae.spread import LatentSpread
     from bucketline.store import Manifest
     from bucketline.typed_json import Json
 
@@ -53,10 +53,10 @@ class Planned:
 
     plan: ImportPlan
     vae: NamedVae
-    listing: Listing
-    changed: list[Entry]  # that the store does not have as they are now
+    listing: CacheListing
+    changed: list[CacheEntry]  # that the store does not have as they are now
     store: Store | None  # as it is
-    spread: Spread | None = None
+    spread: LatentSpread | None = None
     round_trip: RoundTrip | None = None
     captions: CaptionSource | None = None  # if its encoders were loaded
 
@@ -168,7 +168,7 @@ def _opened(config: ImportConfig) -> tuple[Manifest, Store] | tuple[None, None]:
     return manifest, Store(config.store, manifest)
 
 
-def _name(listing: Listing, config: ImportConfig, store: Store | None) -> None:
+def _name(listing: CacheListing, config: ImportConfig, store: Store | None) -> None:
     """Set the ids of entries to those that they have in the store, each once."""
     prefix = "" if config.prefix is None else f"{config.prefix.strip('/')}/"
     listing.entries = [replace(entry, id=prefix + entry.id) for entry in listing.entries] if prefix else listing.entries
@@ -178,7 +178,7 @@ def _name(listing: Listing, config: ImportConfig, store: Store | None) -> None:
 
 
 def _rules(
-    config: ImportConfig, importer: Importer, listing: Listing, text: str, crops: Crops, columns: ColumnRules
+    config: ImportConfig, importer: Importer, listing: CacheListing, text: str, crops: Crops, columns: ColumnRules
 ) -> dict[str, Json]:
     """Return what the manifest says of the import."""
     return {
@@ -210,8 +210,8 @@ def _columns_of(manifest: Manifest | None) -> ColumnRules:
 def _columns(
     config: ImportConfig,
     importer: Importer,
-    listing: Listing,
-    changed: list[Entry],
+    listing: CacheListing,
+    changed: list[CacheEntry],
     vae: NamedVae,
     checked: _Checked,
     roles: tuple[str, ...] | None,
@@ -237,13 +237,13 @@ def _columns(
     )
 
 
-def drawn(entries: Sequence[Entry]) -> list[Entry]:
+def drawn(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
     """Return the entries that are checked before anything is written, drawn by a hash of their ids."""
     return nsmallest(CHECKED, entries, key=lambda entry: draw(entry.id, "check", "import"))
 
 
 def _read_some(
-    config: ImportConfig, importer: Importer, listing: Listing, changed: list[Entry], vae: NamedVae, *, is_first: bool
+    config: ImportConfig, importer: Importer, listing: CacheListing, changed: list[CacheEntry], vae: NamedVae, *, is_first: bool
 ) -> _Checked | None:
     """Read some samples, new ones first; None if none can be read and the store has others.
 

@@ -22,7 +22,7 @@ from bucketline.ingest.importers.formats import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import Importer, Listing, ListRequest
+    from bucketline.ingest.importers.cache import CacheListing, Importer, ListRequest
 
 _MODULES = (kohya, musubi, simpletuner, onetrainer, ai_toolkit, diffusion_pipe, mds, nemo, fastvideo)
 IMPORTERS: dict[str, Importer] = {one.IMPORTER.kind: one.IMPORTER for one in _MODULES}
@@ -56,7 +56,7 @@ def _is_here(importer: Importer, source: Path) -> bool:
         return False
 
 
-def listed(importer: Importer, request: ListRequest) -> Listing:
+def listed(importer: Importer, request: ListRequest) -> CacheListing:
     """Return a cache's entries.
 
     Raises:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from bucketline.ingest.images.bucket_grid import Grid, Size
-from bucketline.ingest.images.geometry import Placement, place
+from bucketline.ingest.images.geometry import Placement, bucket_placement
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Crops, damaged
 from bucketline.ingest.importers.columns import ColumnRules, as_frames
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.ingest.importers.cache import Cached, Entry, Geometry, Scaling
+    from bucketline.ingest.importers.cache import Cached, CacheEntry, Geometry, Scaling
     from bucketline.ingest.importers.config import ImportConfig
     from bucketline.ingest.importers.vae.named_vae import NamedVae
 
@@ -47,7 +47,7 @@ class RowRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ImportedRow:
     """A sample in the form in which a store takes it."""
 
     record: SampleRecord
@@ -55,7 +55,7 @@ class Row:
     left_out: tuple[str, ...] = ()  # roles that the cache has and the store does not
 
 
-def row_of(entry: Entry, cached: Cached, rules: RowRules, config: ImportConfig, stamp: tuple[int, int]) -> Row:
+def row_of(entry: CacheEntry, cached: Cached, rules: RowRules, config: ImportConfig, stamp: tuple[int, int]) -> ImportedRow:
     """Return a sample's row.
 
     Raises:
@@ -88,7 +88,7 @@ def row_of(entry: Entry, cached: Cached, rules: RowRules, config: ImportConfig, 
         captions=kept_captions(cached.captions if entry.captions is None else entry.captions, rules.max_captions),
         caption_rows=(),
     )
-    return Row(record=record, columns=columns, left_out=rules.columns.left_out(cached))
+    return ImportedRow(record=record, columns=columns, left_out=rules.columns.left_out(cached))
 
 
 def kept_captions(found: tuple[str, ...] | None, at_most: int) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def _boxes(found: Geometry, bucket: Size, crops: Crops) -> tuple[tuple[int, int]
 @lru_cache(1 << 16)
 def placed_in(original: tuple[int, int], bucket: Size) -> Placement:
     """Return the placement of an image in a bucket, with the crop at its centre."""
-    return place(*original, Grid(name="", sizes=(bucket,)))
+    return bucket_placement(*original, Grid(name="", sizes=(bucket,)))
 
 
 def _as_recorded(found: Geometry, placed: Placement) -> Placement:

@@ -16,10 +16,10 @@ from bucketline.errors import AccountError, StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers.account import ImportAccount, ImportPlan, ImportResult, joined
-from bucketline.ingest.importers.cache import Cached, Entry
+from bucketline.ingest.importers.account import ImportAccount, ImportPlan, ImportResult, joined_imports
+from bucketline.ingest.importers.cache import Cached, CacheEntry
 from bucketline.ingest.importers.captions import CaptionSource, most_captions
-from bucketline.ingest.importers.changes import not_stored, odd_files_rejected, read_entry, stamp_of
+from bucketline.ingest.importers.changes import cache_stamp, not_stored, odd_files_rejected, read_entry
 from bucketline.ingest.importers.destination import Destination
 from bucketline.ingest.importers.planning import Planned, plan_import
 from bucketline.ingest.importers.registry import IMPORTERS
@@ -29,7 +29,7 @@ from bucketline.ingest.pack import pack_session
 from bucketline.ingest.parallel.shares import rank_of
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.pipeline.model.device import share_of_cores
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
+from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.rules import reject_limit
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.ingest.importers.rows import Row
+    from bucketline.ingest.importers.rows import ImportedRow
     from bucketline.ingest.importers.vae.named_vae import NamedVae
     from bucketline.ingest.pack import PackSession
     from bucketline.store import Manifest
@@ -92,7 +92,7 @@ class _Import:
         self._started = time.monotonic()
         self._model = None if config.model is None else open_model(config.model, config.model_config)
         self._planned: Planned | None = None  # on rank 0
-        self._changed: list[Entry] = []
+        self._changed: list[CacheEntry] = []
         self._store: Store | None = None  # as it was before
         self._destination = Destination(config)
         self._records = records or self._destination.open
@@ -122,7 +122,7 @@ class _Import:
                 accounts = self._ranks.gather(own, encode, lambda value: decode(ImportAccount, value))
                 if accounts is None or planned is None:
                     return None
-                account = joined(accounts)
+                account = joined_imports(accounts)
                 published = self._publish(writer, account)
             return self._result(planned, account, published)
 
@@ -158,13 +158,13 @@ class _Import:
         self._changed = not_stored(self._changed, self._store, self._config.source, at_most)
         return f"g{writer.manifest.generation + 1:06d}-{secrets.token_hex(4)}"
 
-    def _dealt(self) -> list[Entry]:
+    def _dealt(self) -> list[CacheEntry]:
         if self._ranks.world_size == 1:
             return self._changed
 
         def parts() -> list[list[bytes]]:
             size = self._ranks.world_size
-            own: list[list[Entry]] = [[] for _ in range(size)]
+            own: list[list[CacheEntry]] = [[] for _ in range(size)]
             for entry in self._changed:
                 own[rank_of(sample_digest(entry.id), size)].append(entry)
             return [
@@ -174,7 +174,7 @@ class _Import:
         return [entry for part in self._ranks.deal(parts) for entry in _from_bytes(part)]
 
     def _import(
-        self, plan: ImportPlan, writer: StoreWriter, names: str, entries: list[Entry], captions: CaptionSource
+        self, plan: ImportPlan, writer: StoreWriter, names: str, entries: list[CacheEntry], captions: CaptionSource
     ) -> ImportAccount:
         account = ImportAccount()
         own, check = f"{names}-r{self._ranks.rank:04d}", self._ranks.check
@@ -193,7 +193,7 @@ class _Import:
         return account
 
     def _read_all(
-        self, plan: ImportPlan, entries: list[Entry], account: ImportAccount, add: Callable[[Row, Cached], None]
+        self, plan: ImportPlan, entries: list[CacheEntry], account: ImportAccount, add: Callable[[ImportedRow, Cached], None]
     ) -> None:
         """Read entries ahead in threads, and add each as a row or count it as rejected."""
         config, importer = self._config, IMPORTERS[plan.kind]
@@ -207,20 +207,20 @@ class _Import:
             may_be_off=config.trust_scale,
         )
 
-        def read(entry: Entry) -> tuple[Row, Cached] | RejectedError:
+        def read(entry: CacheEntry) -> tuple[ImportedRow, Cached] | RejectedError:
             try:
                 cached = read_entry(importer, config.source, entry, plan.variant)
                 with odd_files_rejected(entry):
-                    return row_of(entry, cached, rules, config, stamp_of(config.source, entry)), cached
+                    return row_of(entry, cached, rules, config, cache_stamp(config.source, entry)), cached
             except RejectedError as error:
                 return error
 
-        def read_several(part: Sequence[Entry]) -> list[tuple[Row, Cached] | RejectedError]:
+        def read_several(part: Sequence[CacheEntry]) -> list[tuple[ImportedRow, Cached] | RejectedError]:
             return [read(entry) for entry in part]
 
         parts = [entries[at : at + TOGETHER] for at in range(0, len(entries), TOGETHER)]
         threads = config.threads or min(4, share_of_cores(self._session.local_world_size))
-        room = Room(num_threads=threads, items=2 * threads + 1, num_bytes=_AHEAD_BYTES)
+        room = WorkLimits(num_threads=threads, items=2 * threads + 1, num_bytes=_AHEAD_BYTES)
         what = "import" if self._ranks.world_size == 1 else f"import (rank 0 of {self._ranks.world_size})"
         with ExitStack() as held:
             on_entry = held.enter_context(counting_progress(what, len(entries))) if self._ranks.is_first else lambda: None
@@ -296,14 +296,14 @@ class _Import:
         )
 
 
-def _as_bytes(entries: Sequence[Entry]) -> bytes:
+def _as_bytes(entries: Sequence[CacheEntry]) -> bytes:
     return json.dumps([asdict(entry) for entry in entries], ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def _from_bytes(part: bytes) -> list[Entry]:
+def _from_bytes(part: bytes) -> list[CacheEntry]:
     found = json.loads(part.decode("utf-8", "surrogatepass"))
     return [
-        Entry(
+        CacheEntry(
             **{
                 **fields,
                 "at": tuple(fields["at"]),

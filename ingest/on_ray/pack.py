@@ -15,7 +15,7 @@ from bucketline.command_line import counted
 from bucketline.errors import BucketlineError
 from bucketline.ingest.config import PackConfig
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.on_ray.pool import WorkerPool
+from bucketline.ingest.on_ray.pool import RayWorkers
 from bucketline.ingest.on_ray.slices import SliceTable, num_slices
 from bucketline.ingest.on_ray.worker import RunTask, attempt_name
 from bucketline.ingest.packing.finish import Packed, finish
@@ -28,7 +28,7 @@ from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json
 from bucketline.ingest.sources.tar.tar_source import TarSource
-from bucketline.ingest.summary import MAX_LISTED, check_identity, joined
+from bucketline.ingest.summary import MAX_LONG_CAPTIONS, check_identity, joined_summaries
 from bucketline.store.sync.parts import lists_of, take_sent
 from bucketline.store.write.attempts import attempt_path, begin_attempts, remove_attempts, take_shards
 from bucketline.store.write.newest import newest_manifest
@@ -80,7 +80,7 @@ class RayRun:
         outline, self._slices = take_apart(config.caption_rules.applied(listing), count)
         model = open_model(config.model, config.model_config)
         own = self._for_workers()
-        pool = WorkerPool(own, self._workers, self._interrupts.check)
+        pool = RayWorkers(own, self._workers, self._interrupts.check)
         try:
             manifest = prepare(config, model, self._facts(pool, model), outline, held, target, num_making=0)
             task = RunTask(
@@ -98,7 +98,7 @@ class RayRun:
         finally:
             pool.close()
         remove_attempts(config.store)
-        account = joined(self._accounts[number] for number in sorted(self._accounts))
+        account = joined_summaries(self._accounts[number] for number in sorted(self._accounts))
         check_identity(outline.num_items, account)
         return finish(
             Packed(
@@ -119,7 +119,7 @@ class RayRun:
         plain = PackConfig(**{field.name: getattr(self._config, field.name) for field in fields(PackConfig)})
         return replace(plain, decode_threads=plain.decode_threads or max(1, int(self._workers.cpus)))
 
-    def _facts(self, pool: WorkerPool, model: ModelFolder) -> EncoderFacts:
+    def _facts(self, pool: RayWorkers, model: ModelFolder) -> EncoderFacts:
         """Return the facts of the encoders; for a new store, a worker loads them."""
         if (existing := newest_manifest(self._config.store)) is not None:
             return facts_without_weights(self._config, model, existing)
@@ -127,7 +127,7 @@ class RayRun:
         assert isinstance(facts, EncoderFacts)
         return facts
 
-    def _pack_slices(self, pool: WorkerPool, task: RunTask, outline: Outline) -> None:
+    def _pack_slices(self, pool: RayWorkers, task: RunTask, outline: Outline) -> None:
         begin_attempts(self._config.store, self._token)
         run, num_shown, every_s = ray.put(task), 0, self._config.publish_every_s
         publish_at = math.inf if every_s is None else time.monotonic() + every_s
@@ -185,7 +185,7 @@ class RayRun:
             take_shards(store, attempt_path(store, self._token, name), packed.sealed)
         self._sealed += packed.sealed
         listed = packed.account.long_captions
-        del listed[max(0, self._workers.most * MAX_LISTED - self._num_listed) :]  # as many as that many ranks would list
+        del listed[max(0, self._workers.most * MAX_LONG_CAPTIONS - self._num_listed) :]  # as many as that many ranks would list
         self._num_listed += len(listed)
         self._accounts[attempt.number] = packed.account
         self._slices[attempt.number].parts.clear()  # memory

@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from bucketline import errors
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, RankError
-from bucketline.ingest.on_ray.worker import Failure, PackedSlice, PackWorker, Status
+from bucketline.ingest.on_ray.worker import PackedSlice, PackWorker, Status, WorkerFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ class _Member:
     slowest: str = ""
 
 
-class WorkerPool:
+class RayWorkers:
     """The workers of a run."""
 
     def __init__(self, config: PackConfig, workers: Workers, check: Callable[[], None]) -> None:
@@ -220,7 +220,7 @@ class WorkerPool:
 
 def _raised(answer: Any) -> Any:  # noqa: ANN401 - Ray has no types
     """Return a worker's answer, or raise the error that it is."""
-    if not isinstance(answer, Failure):
+    if not isinstance(answer, WorkerFailure):
         return answer
     kind = getattr(errors, answer.kind, RankError)
     raise (kind if isinstance(kind, type) and issubclass(kind, BucketlineError) else RankError)(answer.message)

@@ -56,7 +56,7 @@ class PackedSlice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class WorkerFailure:
     """An error that a worker reports, by the name of its class; raised by the driver."""
 
     kind: str
@@ -124,14 +124,14 @@ class PackWorker:
         """Return what messages call this worker."""
         return f"pid {os.getpid()} on {socket.gethostname()}"
 
-    def facts(self) -> EncoderFacts | Failure:
+    def facts(self) -> EncoderFacts | WorkerFailure:
         """Load the encoders and return their facts."""
         try:
             return self._opened(self._config).facts()
         except BucketlineError as error:
             return _failure(error)
 
-    def pack(self, run: RunTask, attempt: Attempt, parts: list[bytes]) -> PackedSlice | Failure:
+    def pack(self, run: RunTask, attempt: Attempt, parts: list[bytes]) -> PackedSlice | WorkerFailure:
         """Pack a slice into shards of its own, in its attempt's folder."""
         self._num_done = 0
         try:
@@ -193,5 +193,5 @@ class PackWorker:
             raise _ToldToStop
 
 
-def _failure(error: BucketlineError) -> Failure:
-    return Failure(kind=type(error).__name__, message=str(error))
+def _failure(error: BucketlineError) -> WorkerFailure:
+    return WorkerFailure(kind=type(error).__name__, message=str(error))

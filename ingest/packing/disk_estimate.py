@@ -27,7 +27,7 @@ DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
 SHARDS_ON_DISK = 4  # of a process that sends them: one that is written, one twice while it is sealed, one that is sent
 
 
-def refuse_too_large(
+def refuse_small_disk(
     config: PackConfig,
     facts: EncoderFacts,
     grid: Grid,

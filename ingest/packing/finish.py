@@ -11,7 +11,7 @@ import numpy as np
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.regular_file import read_regular
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
-from bucketline.ingest.listing_diff import NAMED, drops, not_in_source
+from bucketline.ingest.listing_diff import NAMED_IDS, drops, not_in_source
 from bucketline.ingest.pipeline.kept_captions import remove_kept_captions
 from bucketline.ingest.pipeline.model.encoder_facts import NOT_COMPARED
 from bucketline.ingest.pipeline.packed_index import StoredIds
@@ -114,7 +114,7 @@ def finish(packed: Packed) -> PackResult:
     store = target.open(published)
     _write_long_captions(store, packed.sealed, account)
     gone = not_in_source(store, outline)
-    gone_ids = gone.ids(NAMED)
+    gone_ids = gone.ids(NAMED_IDS)
     published = target.commit(published)
     remove_kept_captions(config.store)
     kept_beyond_limit = len(account.dropped) - len(rejected)
@@ -135,7 +135,7 @@ def finish(packed: Packed) -> PackResult:
         crop_loss=crop_losses_as_json(account.crop_losses),
         captions_truncated=account.captions_truncated,
         captions_cut=account.num_cut,
-        captions_cut_ids=list(dict.fromkeys(caption.id for caption in account.long_captions))[:NAMED],
+        captions_cut_ids=list(dict.fromkeys(caption.id for caption in account.long_captions))[:NAMED_IDS],
         captions_beyond=account.captions_beyond,
         captions_without_image=outline.orphans,
         passed_over=outline.passed_over,
@@ -147,9 +147,9 @@ def finish(packed: Packed) -> PackResult:
         not_pruned=pruned.why_not,
         not_pruned_beyond_limit=pruned.num_refused,
         dropped=len(rejected),
-        dropped_ids=rejected[:NAMED],
+        dropped_ids=rejected[:NAMED_IDS],
         kept_unreadable=len(account.kept),
-        kept_unreadable_ids=account.kept[:NAMED],
+        kept_unreadable_ids=account.kept[:NAMED_IDS],
         kept_beyond_limit=kept_beyond_limit,
         too_many_rejects=dropping.too_many_rejects,
         text_error=joined_error(published),

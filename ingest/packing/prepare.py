@@ -9,7 +9,7 @@ from bucketline.ingest.config import framing_of
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.other_options import refuse_other_options
-from bucketline.ingest.packing.disk_estimate import SHARDS_ON_DISK, refuse_too_large
+from bucketline.ingest.packing.disk_estimate import SHARDS_ON_DISK, refuse_small_disk
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.objects.place import refuse_overlapping_urls
 from bucketline.ingest.sources.objects.source import ObjectSource
@@ -81,7 +81,7 @@ def prepare(
         refuse_other_options(config, existing, contents)
         is_recaptioned = config.caption_rules.difference(existing.rules) is not None
     most_bytes = num_making * SHARDS_ON_DISK * (config.shard_size_mib << 20) if target.is_remote else None
-    refuse_too_large(config, facts, grid, outline, existing, most_bytes, is_recaptioned=is_recaptioned)
+    refuse_small_disk(config, facts, grid, outline, existing, most_bytes, is_recaptioned=is_recaptioned)
     manifest = held.enter_context(writing(config.store, contents))
     target.send_left(manifest)
     return manifest

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COME_WITHIN_S = 300.0  # ranks start together; importing torch is the most that one may lag behind
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a dead machine is noticed within 30 s
-MAX_MESSAGE_BYTES = 1 << 30  # a manifest has at most 256 MiB; a rank's summary lists its rejects
+MAX_RANK_MESSAGE_BYTES = 1 << 30  # a manifest has at most 256 MiB; a rank's summary lists its rejects
 _LOOPBACK = "127.0.0.1"
 _KEY = "bucketline.ingest"
 
@@ -48,8 +48,10 @@ class Link:
             OSError: if the other rank is gone.
             ValueError: if the message is too long.
         """
-        if len(message) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message to rank {self.rank} has {len(message)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+        if len(message) > MAX_RANK_MESSAGE_BYTES:
+            raise ValueError(
+                f"a message to rank {self.rank} has {len(message)} bytes, at most {MAX_RANK_MESSAGE_BYTES} are allowed"
+            )
         self.connection.send_bytes(message)
 
     def receive(self) -> bytes:
@@ -58,10 +60,10 @@ class Link:
         Raises:
             OSError, EOFError: if the other rank is gone, or announces a message that is too long.
         """
-        return self.connection.recv_bytes(MAX_MESSAGE_BYTES)
+        return self.connection.recv_bytes(MAX_RANK_MESSAGE_BYTES)
 
 
-def connect(rank: int, world_size: int, *, is_one_machine: bool) -> dict[int, Link]:
+def connect_ranks(rank: int, world_size: int, *, is_one_machine: bool) -> dict[int, Link]:
     """Connect rank 0 with every other rank, through the launcher's rendezvous (`MASTER_ADDR`, `MASTER_PORT`).
 
     Return the connections by rank: to all others on rank 0, to rank 0 on the others. If all ranks are on one machine, no

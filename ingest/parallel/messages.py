@@ -27,7 +27,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ListingPart:
     """From rank 0: a part of the listing."""
 
     data: bytes
@@ -54,7 +54,7 @@ class LastWord:
     num_encoded: int
 
 
-Message = Value | Note | Part | Alive | Stop | LastWord
+Message = Value | Note | ListingPart | Alive | Stop | LastWord
 _KINDS: dict[str, type[Value | Note | Alive | Stop | LastWord]] = {
     "value": Value,
     "note": Note,
@@ -65,9 +65,9 @@ _KINDS: dict[str, type[Value | Note | Alive | Stop | LastWord]] = {
 _IS_PART = b"P"  # first byte of a part of the listing; all other messages are JSON objects
 
 
-def as_bytes(message: Message) -> bytes:
+def message_bytes(message: Message) -> bytes:
     """Serialise a message."""
-    if isinstance(message, Part):
+    if isinstance(message, ListingPart):
         return _IS_PART + message.data
     kind = next(name for name, cls in _KINDS.items() if isinstance(message, cls))
     return json.dumps({kind: encode(message)}).encode("ascii")
@@ -80,7 +80,7 @@ def from_bytes(data: bytes) -> Message:
         ValueError: if the data is not a message.
     """
     if data.startswith(_IS_PART):
-        return Part(data[len(_IS_PART) :])
+        return ListingPart(data[len(_IS_PART) :])
     document = json.loads(data)
     if type(document) is not dict or len(document) != 1 or next(iter(document)) not in _KINDS:
         raise ValueError(f"not a message: {data[:200]!r}")

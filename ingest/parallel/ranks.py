@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, RankError, UsageError
-from bucketline.ingest.parallel.messages import Alive, LastWord, Message, Note, Part, Stop, Value, as_bytes, from_bytes
+from bucketline.ingest.parallel.messages import (
+    Alive,
+    LastWord,
+    ListingPart,
+    Message,
+    Note,
+    Stop,
+    Value,
+    from_bytes,
+    message_bytes,
+)
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 
 if TYPE_CHECKING:
@@ -67,10 +77,10 @@ class PackRanks:
 
     def __enter__(self) -> PackRanks:
         if self.world_size > 1:
-            from bucketline.ingest.parallel.connections import connect
+            from bucketline.ingest.parallel.connections import connect_ranks
 
             with self._interrupts.at_once():  # torch retries the rendezvous and ignores signals meanwhile
-                self._links = connect(self.rank, self.world_size, is_one_machine=self._is_one_machine)
+                self._links = connect_ranks(self.rank, self.world_size, is_one_machine=self._is_one_machine)
             self._heard_at = dict.fromkeys(self._links, monotonic())
         return self
 
@@ -106,7 +116,7 @@ class PackRanks:
         self._look(0.0)
         value = make()
         if self._links is not None:
-            message = as_bytes(Value(as_json(value)))
+            message = message_bytes(Value(as_json(value)))
             for link in self._links.values():
                 self._send(link, message)
         return value
@@ -121,17 +131,17 @@ class PackRanks:
             num_parts, own = self._value_of_first(), list[bytes]()
             while type(num_parts) is int and len(own) < num_parts:
                 message = self._heard_from_first()
-                if not isinstance(message, Part):
+                if not isinstance(message, ListingPart):
                     raise _OtherRankEnded
                 own.append(message.data)
             return own
         self._look(0.0)
         parts = make()
         for rank, link in (self._links or {}).items():
-            self._send(link, as_bytes(Value(len(parts[rank]))))
+            self._send(link, message_bytes(Value(len(parts[rank]))))
             parts[rank].reverse()
             while parts[rank]:
-                self._send(link, as_bytes(Part(parts[rank].pop())))
+                self._send(link, message_bytes(ListingPart(parts[rank].pop())))
         return parts[0]
 
     def gather(
@@ -153,7 +163,7 @@ class PackRanks:
         if self._links is None:
             return [value]
         if not self.is_first:
-            self._send(self._links[0], as_bytes(Value(as_json(value))))
+            self._send(self._links[0], message_bytes(Value(as_json(value))))
             self._wait_for({0})  # rank 0 answers
             del self._values[0]
             if is_last:
@@ -172,7 +182,7 @@ class PackRanks:
             KeyboardInterrupt: if rank 0 has ended.
         """
         assert self._links is not None
-        self._send(self._links[0], as_bytes(Note(value)))
+        self._send(self._links[0], message_bytes(Note(value)))
 
     def notes(self) -> list[tuple[int, Json]]:
         """Return the ranks' notes that have arrived on rank 0 since the last call, with their ranks."""
@@ -195,7 +205,7 @@ class PackRanks:
         if (now := monotonic()) >= self._alive_at:
             self._alive_at = now + RANK_ALIVE_EVERY_S
             for link in self._links.values():
-                self._send(link, as_bytes(Alive()))
+                self._send(link, message_bytes(Alive()))
 
     def _wait_for(self, ranks: set[int], meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait for the values of `ranks`, calling `meanwhile` now and then; warn about a silent rank, finally give it up."""
@@ -276,7 +286,7 @@ class PackRanks:
         for rank, link in self._links.items():
             if self._ended.get(rank, error) is not None:  # also to those that sent their last word, as an acknowledgement
                 with contextlib.suppress(OSError):
-                    link.send(as_bytes(Stop(exit_code)))
+                    link.send(message_bytes(Stop(exit_code)))
         until = monotonic() + LAST_WORDS_S
         while ready := self._ready(max(until - monotonic(), 0.0)):
             for link in ready:
@@ -301,7 +311,7 @@ class PackRanks:
             cause = None if is_stopped else _cause(error)
             word = LastWord(cause=cause, exit_code=self._exit_code(error), num_encoded=_num_encoded(error))
             with contextlib.suppress(OSError):
-                link.send(as_bytes(word))
+                link.send(message_bytes(word))
             until = monotonic() + FIRST_ENDS_S
             while self._ready(max(until - monotonic(), 0.0)):
                 self._receive(link)

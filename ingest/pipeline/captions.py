@@ -23,7 +23,7 @@ class EncodedCaption:
     cuts: tuple[Cut, ...] = ()
 
 
-class Captions(Protocol):
+class EncodedCaptions(Protocol):
     """A source of captions' embeddings."""
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import SourceError
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.images.crop import stored_max_crop
-from bucketline.ingest.images.decode import Decoded, decode, placed_by_header
+from bucketline.ingest.images.decode import Decoded, decode_image, placed_by_header
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.kept_latents import KeptLatents, KeptRows
 from bucketline.ingest.rules import Check, split_of
@@ -121,7 +121,7 @@ class ImageReader:
             raise RejectedError(Reason.CAPTION, item.caption_error, is_passing=item.is_caption_out_of_reach)
         content = identity(found.data)
         with nullcontext() if self.notes is None else self.notes.of(content, found.data):
-            decoded = decode(found.data, self._framing, item.id)
+            decoded = decode_image(found.data, self._framing, item.id)
         return ReadImage(item=replace(item, held=None), image=decoded, split=compared.split, stamp=found.stamp, content=content)
 
     def compare(self, item: SourceItem) -> Compared:

@@ -22,7 +22,7 @@ _POLL_S = 0.2  # how soon an interrupt is noticed while no result is ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class WorkLimits:
     """Limits on work in flight, from fetching an item to returning its result."""
 
     num_threads: int
@@ -33,12 +33,12 @@ class Room:
 
 
 class OrderedPool(Generic[T, R]):
-    """Runs a function over items in threads, as far ahead as `Room` allows.
+    """Runs a function over items in threads, as far ahead as `WorkLimits` allows.
 
     A separate thread iterates over the items, so that a slow source does not block the workers.
     """
 
-    def __init__(self, items: Iterable[T], work: Callable[[T], R], num_bytes: Callable[[T], int], room: Room) -> None:
+    def __init__(self, items: Iterable[T], work: Callable[[T], R], num_bytes: Callable[[T], int], room: WorkLimits) -> None:
         """`num_bytes` returns the memory that an item takes while in flight; nothing runs before `with` is entered."""
         self._items, self._work, self._num_bytes, self._room = items, work, num_bytes, room
         self._pool = ThreadPoolExecutor(room.num_threads, thread_name_prefix="ahead", initializer=_yield_to_others)

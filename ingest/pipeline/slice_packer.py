@@ -19,7 +19,7 @@ from bucketline.ingest.pipeline.captions import FreshCaptions
 from bucketline.ingest.pipeline.decode_notes import DecodeNotes
 from bucketline.ingest.pipeline.image_reader import ImageReader, ReadImage, record_of
 from bucketline.ingest.pipeline.kept_captions import KeptCaptions
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
+from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.pipeline.row_writer import EncodedBatch, EncodedRow, RowWriter
 from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.parallel.shares import Share
     from bucketline.ingest.pipeline.batch_encoder import BatchEncoder
-    from bucketline.ingest.pipeline.captions import Captions
+    from bucketline.ingest.pipeline.captions import EncodedCaptions
     from bucketline.ingest.pipeline.kept_captions import CaptionWriter
     from bucketline.ingest.pipeline.stage_timer import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
@@ -84,12 +84,12 @@ class SlicePacker:
         self._source, self._store, self._config, self._folder = source, store, config, folder
         self._reader = ImageReader(source, store, PackedIndex(store, share), config, grid)
         self._largest_bytes = max(3 * size.height_px * size.width_px for size in grid.sizes)
-        self._room = Room(
+        self._room = WorkLimits(
             num_threads=decode_threads, items=AHEAD_ITEMS, num_bytes=_AHEAD_BYTES, in_bursts=stages.on_shared_cores
         )
         self._share, self._load_vae, self._load_text = share, vae, text
         self._encoder: BatchEncoder | None = None
-        self._captions: Captions | None = None
+        self._captions: EncodedCaptions | None = None
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
         self._sender = sender
         self._writer = RowWriter(self._new_shard, sender.put if sender is not None else lambda _: None)
@@ -274,7 +274,7 @@ class SlicePacker:
         return FreshCaptions(self._load_text(), self._store.text, self._config.batch_size)
 
     def _encoded(
-        self, encoder: BatchEncoder, captions: Captions, bucket: str, images: list[ReadImage], *, begins_shard: bool
+        self, encoder: BatchEncoder, captions: EncodedCaptions, bucket: str, images: list[ReadImage], *, begins_shard: bool
     ) -> EncodedBatch:
         latents = encoder.latents(images)
         batch = EncodedBatch(spec=self._spec(encoder, bucket, images[0]), begins_shard=begins_shard)
@@ -317,7 +317,9 @@ class SlicePacker:
         latents = encoder.columns(size.height_px, size.width_px)
         return BlockSpec(bucket=bucket, columns=(*fixed_columns(self._config.max_captions), *latents))
 
-    def _new_captions(self, captions: Captions, images: list[ReadImage]) -> tuple[list[Caption], dict[bytes, RejectedError]]:
+    def _new_captions(
+        self, captions: EncodedCaptions, images: list[ReadImage]
+    ) -> tuple[list[Caption], dict[bytes, RejectedError]]:
         """Encode the captions that the shard does not have yet; also return those that cannot be stored, with the reason."""
         wanted = {caption_digest(text): text for image in images for text in self._kept(image.item)}
         texts = [(digest, text) for digest, text in wanted.items() if digest not in self._shard.captions]

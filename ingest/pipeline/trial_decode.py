@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.crop import Framing
-from bucketline.ingest.images.decode import decode
+from bucketline.ingest.images.decode import decode_image
 from bucketline.ingest.images.rejects import RejectedError
 
 _ANY = Framing(grid=Grid(name="64x64", sizes=(Size(64, 64),)))
@@ -20,7 +20,7 @@ def main() -> int:
     data = sys.stdin.buffer.read()
     for jpeg_draft in (False, True):
         with suppress(RejectedError):
-            decode(data, Framing(grid=_ANY.grid, jpeg_draft=jpeg_draft), "")
+            decode_image(data, Framing(grid=_ANY.grid, jpeg_draft=jpeg_draft), "")
     return 0
 
 

@@ -15,11 +15,11 @@ from bucketline.files.atomic_folder import refuse_existing
 from bucketline.files.paths import overlap
 from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.crop import Framing
-from bucketline.ingest.images.decode import decode
+from bucketline.ingest.images.decode import decode_image
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
+from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.progress import counting_progress
-from bucketline.ingest.sheet.page import Section, Thumbnail
+from bucketline.ingest.sheet.page import SheetSection, Thumbnail
 from bucketline.store.format.manifest import MANIFEST
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def refuse_sheet(path: Path, local_paths: Iterable[Path]) -> None:
 
 
 def sections_of(
-    source: Source, listing: Listing, images: Mapping[str, Sequence[Cropped]], room: Room, num_sources: int = 1
-) -> list[Section]:
+    source: Source, listing: Listing, images: Mapping[str, Sequence[Cropped]], room: WorkLimits, num_sources: int = 1
+) -> list[SheetSection]:
     """Decode the images that lose most, and return the sections by the largest loss of an image, largest first.
 
     `num_sources`: of the page, which share its MAX_IN_ALL images.
@@ -91,9 +91,9 @@ def sections_of(
     return sorted(sections, key=lambda section: (-section.most, -section.mean, section.name))
 
 
-def _section(name: str, images: Sequence[Cropped], shown: list[Thumbnail]) -> Section:
+def _section(name: str, images: Sequence[Cropped], shown: list[Thumbnail]) -> SheetSection:
     losses = [image.placement.cropped_away for image in images]
-    return Section(name=name, images=len(images), mean=sum(losses) / len(losses), most=max(losses), shown=shown)
+    return SheetSection(name=name, images=len(images), mean=sum(losses) / len(losses), most=max(losses), shown=shown)
 
 
 def worst(images: Mapping[str, Iterable[Cropped]], max_in_all: int) -> dict[str, list[Cropped]]:
@@ -136,7 +136,7 @@ def whole_image(data: bytes, source: tuple[int, int], longest: int) -> NDArray[n
     height_px, width_px = (max(1, round(scale * side)) for side in source)
     size = Size(height_px, width_px)
     framing = Framing(grid=Grid(name=str(size), sizes=(size,)), jpeg_draft=True)  # a grid of this one size
-    return decode(data, framing, "").pixels
+    return decode_image(data, framing, "").pixels
 
 
 def with_crop(pixels: NDArray[np.uint8], placement: Placement) -> NDArray[np.uint8]:

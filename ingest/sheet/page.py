@@ -65,7 +65,7 @@ class Thumbnail:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class SheetSection:
     """A bucket, or the images that are rejected for their crop."""
 
     name: str
@@ -84,13 +84,13 @@ class Sheet:
     crop: str
     max_crop: float
     found: int
-    buckets: Sequence[Section]  # largest loss first
-    cropped: Section | None  # images that are rejected because their crop would lose too much
+    buckets: Sequence[SheetSection]  # largest loss first
+    cropped: SheetSection | None  # images that are rejected because their crop would lose too much
     rejects: Sequence[Reject]
     rejected_by_reason: Mapping[str, int]
 
 
-def page_of(title: str, sheets: Sequence[Sheet]) -> bytes:
+def sheet_page(title: str, sheets: Sequence[Sheet]) -> bytes:
     """Return the page in UTF-8, with the sheet of each source."""
     return "\n".join(_lines(title, sheets)).encode("utf-8")
 
@@ -125,7 +125,7 @@ def _sheet(sheet: Sheet, anchor: str) -> Iterator[str]:
         yield from _rejects(sheet, anchor)
 
 
-def _summary(buckets: Sequence[Section], anchor: str) -> Iterator[str]:
+def _summary(buckets: Sequence[SheetSection], anchor: str) -> Iterator[str]:
     rows = (
         (
             f'<a href="#{anchor}-bucket-{number}">{_shown(bucket.name)}</a>',
@@ -138,7 +138,7 @@ def _summary(buckets: Sequence[Section], anchor: str) -> Iterator[str]:
     yield from _table(("bucket", "images", "lost on average", "lost at most"), rows, texts=1)
 
 
-def _section(section: Section, anchor: str, tag: str = "h2") -> Iterator[str]:
+def _section(section: SheetSection, anchor: str, tag: str = "h2") -> Iterator[str]:
     numbers = f"{counted(section.images, 'image')}, {_percent(section.mean)} lost on average, {_percent(section.most)} at most"
     yield f'<section id="{anchor}">\n<{tag}>{_shown(section.name)} <small>{numbers}</small></{tag}>\n<div class="sheet">'
     for image in section.shown:

@@ -25,7 +25,7 @@ from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.kohya_folders import is_regularization, repeats_and_subject
 from bucketline.ingest.sources.open_source import is_pattern, open_source
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.tar.tar_source import is_url
+from bucketline.ingest.sources.tar.tar_source import has_scheme
 from bucketline.typed_json import TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class DatasetFile:
 
 def is_dataset_file(source: str) -> bool:
     """Return True if SOURCE names a data set file."""
-    return source.lower().endswith(_SUFFIX) and not is_url(source) and not Path(source).is_dir()
+    return source.lower().endswith(_SUFFIX) and not has_scheme(source) and not Path(source).is_dir()
 
 
 def read_dataset_file(path: Path, options: SourceOptions) -> DatasetFile:
@@ -121,7 +121,7 @@ def read_dataset_file(path: Path, options: SourceOptions) -> DatasetFile:
     """
     entries, notes = list[DatasetEntry](), list[str]()
     for at, entry in _parsed(path):
-        here = entry.path if is_url(entry.path) else str(path.parent / entry.path)
+        here = entry.path if has_scheme(entry.path) else str(path.parent / entry.path)
         found = replace(entry, path=here)
         entries += _kohya_folders(at, found, notes) if entry.kohya_folders else [_named(at, found)]
     for one, other in itertools.combinations(entries, 2):
@@ -178,7 +178,7 @@ def _parsed(path: Path) -> Iterator[tuple[str, DatasetEntry]]:
 def _named(at: str, entry: DatasetEntry) -> DatasetEntry:
     if entry.name is not None:
         return entry
-    name = "" if is_url(entry.path) or (is_pattern(entry.path) and not Path(entry.path).exists()) else Path(entry.path).name
+    name = "" if has_scheme(entry.path) or (is_pattern(entry.path) and not Path(entry.path).exists()) else Path(entry.path).name
     if not _NAME.fullmatch(name):
         raise SourceError(f'{at}.path {entry.path!r} gives its store no name; add one, such as name = "photos"')
     return replace(entry, name=name)

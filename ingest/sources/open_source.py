@@ -16,7 +16,7 @@ from bucketline.ingest.sources.objects.place import is_object_url
 from bucketline.ingest.sources.objects.source import ObjectFolderSource, ObjectTableSource
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.table import TableSource
-from bucketline.ingest.sources.tar.tar_source import expand, is_url, local_path
+from bucketline.ingest.sources.tar.tar_source import expand, has_scheme, local_path
 from bucketline.store.remote.urls import parse_url, refuse_misspelt
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _opened(text: str, options: SourceOptions) -> Source:
         if not path.is_file():
             raise SourceError(f"{text} does not exist: {why_not_there(path)}; expected a table with file_name and text")
         return TableSource(path=path, options=options)
-    if is_url(text) or is_pattern(text) or _TAR.search(text):
+    if has_scheme(text) or is_pattern(text) or _TAR.search(text):
         return expand(text, options)
     path = Path(text)
     if not path.exists():

@@ -23,7 +23,7 @@ _GUESSED_BYTES = 1 << 20  # of a file of which the size is not known yet
 _MOST_THREADS = 4  # that read headers of local files; more do not help
 
 
-class RemoteSource(Protocol):
+class ReadAheadSource(Protocol):
     """A source in object storage."""
 
     def known_bytes(self, item: SourceItem) -> int | None:
@@ -62,7 +62,7 @@ def read_ahead(source: Source, items: Iterable[SourceItem], will_read: Callable[
             yield _taken(*waiting.popleft()[:2])
 
 
-def _as_remote(source: Source) -> RemoteSource | None:
+def _as_remote(source: Source) -> ReadAheadSource | None:
     if isinstance(source, ObjectSource) or (isinstance(source, TarSource) and source.is_remote):
         return source
     return None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.loader.batch import FIXED_PREFIX, PRESENT_PREFIX, RAGGED_PREFIX
-from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field, lay_out
+from bucketline.loader.batch import BATCH_PRESENT_PREFIX, BATCH_RAGGED_PREFIX, FIXED_PREFIX
+from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field, buffer_offsets
 from bucketline.loader.config import TextForm
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.text_codec import F8_E4M3
@@ -40,7 +40,7 @@ class RequestedGroup:
     @property
     def prefix(self) -> str:
         """Begin of the names of its fields in a buffer."""
-        return f"{RAGGED_PREFIX}{self.name}."
+        return f"{BATCH_RAGGED_PREFIX}{self.name}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ def make_layout(
         ("keys", torch.int64, (num_rows,)),
         ("ids", torch.uint8, (num_rows, 16)),
         ("flipped", torch.bool, (num_rows,)),
-        *((PRESENT_PREFIX + role, torch.bool, (num_rows,)) for role in optional),
+        *((BATCH_PRESENT_PREFIX + role, torch.bool, (num_rows,)) for role in optional),
         ("token_mask", torch.bool, (num_rows, length)),
     ]
     for group, longest in ragged:
@@ -123,7 +123,7 @@ def make_layout(
             (f"{group.prefix}mask", torch.bool, (num_rows, longest)),
             *([(f"{group.prefix}present", torch.bool, (num_rows,))] if group.optional else []),
         ]
-    fields, num_bytes = lay_out([*large, *small])
+    fields, num_bytes = buffer_offsets([*large, *small])
     by_name = {field.name: field for field in fields}
     if is_class_conditional(text):
         own = by_name["tokens"]  # the same bytes, as class labels
@@ -150,6 +150,6 @@ def _stored_places(text: TextSpec, out: Field, num_bytes: int) -> tuple[dict[str
     half = num_rows * length * width
     begin = -(-(out.begin + half) // COPY_ALIGN_BYTES) * COPY_ALIGN_BYTES  # the field's own alignment leaves room for that
     stored = Field(name="tokens", dtype=_token_dtype(text), shape=out.shape, begin=begin, num_bytes=half)
-    (placed,), scale_bytes = lay_out([(scale.name, TORCH_DTYPES[scale.dtype], (num_rows, length, *scale.shape))])
+    (placed,), scale_bytes = buffer_offsets([(scale.name, TORCH_DTYPES[scale.dtype], (num_rows, length, *scale.shape))])
     end = -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
     return {"tokens": stored, scale.name: replace(placed, begin=end)}, end + scale_bytes

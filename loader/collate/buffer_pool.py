@@ -65,7 +65,7 @@ class FilledBuffer:
     bucket: str
 
 
-def lay_out(fields: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[list[Field], int]:
+def buffer_offsets(fields: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[list[Field], int]:
     """Place tensors in a buffer, each aligned; return the fields and the total bytes that they need."""
     placed, at = [], 0
     for name, dtype, shape in fields:

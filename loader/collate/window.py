@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import CorruptError
-from bucketline.loader.batch import FIXED_PREFIX, PRESENT_PREFIX
+from bucketline.loader.batch import BATCH_PRESENT_PREFIX, FIXED_PREFIX
 from bucketline.loader.collate.buffer_layout import BufferLayout, RequestedGroup, make_layout
 from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_left
 from bucketline.loader.collate.gather import PlainRead
@@ -231,7 +231,7 @@ class Window:
         numbers = [group.number for group in conditioning.ragged if group.number is not None]
         stored = {name: self._stored(name) for name in (*SMALL_COLUMNS, *optional, *numbers)}
         values = self._small_values(stored, flipped)
-        values |= {PRESENT_PREFIX + role: stored[name] != 0 for name, role in optional.items()}
+        values |= {BATCH_PRESENT_PREFIX + role: stored[name] != 0 for name, role in optional.items()}
         counts = {"token_mask": count}
         ragged = [self.entries(group, captions, stored.get(group.number or "")) for group in conditioning.ragged]
         copies = [self._ragged(own, values, counts, plainly=plainly) for own in ragged]

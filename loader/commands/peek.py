@@ -61,7 +61,7 @@ class Peek(BatchOptions):
         from bucketline.files.atomic_folder import refuse_existing
         from bucketline.files.atomic_write import write_or_explain
         from bucketline.loader.mixture import open_shares
-        from bucketline.loader.peek import page_of, read_step, with_choices
+        from bucketline.loader.peek import peek_page, read_step, with_choices
         from bucketline.loader.seen import read_run
         from bucketline.store.report.latent_rgb import read_factors
         from bucketline.store.report.latents import vae_of
@@ -75,7 +75,7 @@ class Peek(BatchOptions):
             config = with_choices(config, read_run(self.state).state)
         batches = read_step(self.stores, config, self.step, self.world_size)
         vae = dict(vae_of(open_shares(self.stores, self.remote())[0].store))
-        write_or_explain(self.output, page_of(self.stores, self.step, batches, vae, factors))
+        write_or_explain(self.output, peek_page(self.stores, self.step, batches, vae, factors))
         rows = sum(len(batch.rows) for batch in batches)
         if self.json:
             print_json(

@@ -165,7 +165,7 @@ class PlanCommand(BatchOptions):
     def _bill(self, store: OpenShards, plan: Plan, machines: int) -> Bill:
         from bucketline.loader.plan.bill import Speed, make_bill, parse_bandwidth, read_prices
         from bucketline.loader.plan.cache_needs import ring_of, sidecar_bytes_of, why_not, why_too_small
-        from bucketline.loader.plan.line_uses import LineUses, groups_of
+        from bucketline.loader.plan.line_uses import LineUses, groups_read
 
         cache_bytes = self.remote().cache_bytes
         assert cache_bytes is not None
@@ -180,7 +180,7 @@ class PlanCommand(BatchOptions):
         if self.bandwidth is not None and self.step_seconds is not None:
             speed = Speed(bytes_per_s=parse_bandwidth(self.bandwidth, "--bandwidth"), step_s=self.step_seconds)
         return make_bill(
-            LineUses(store, plan, self.split, machines, groups=groups_of(store, names_in(self.ragged), self._roles())),
+            LineUses(store, plan, self.split, machines, groups=groups_read(store, names_in(self.ragged), self._roles())),
             plan,
             machines=machines,
             epochs=max(2, self.epochs),

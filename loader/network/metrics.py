@@ -40,7 +40,7 @@ def metrics_served(address: str, stats: Callable[[], dict[str, Any]]) -> Iterato
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_ServiceCollector(stats))
     try:
-        server = (_Server6 if ":" in host else _Server)((host, port), _Handler)
+        server = (_Server6 if ":" in host else _MetricsServer)((host, port), _Handler)
     except OSError as error:
         raise UsageError(f"cannot listen at {address} for --metrics: {error.strerror or error}") from error
     server.set_app(make_wsgi_app(registry))
@@ -56,7 +56,7 @@ def metrics_served(address: str, stats: Callable[[], dict[str, Any]]) -> Iterato
         thread.join()
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _MetricsServer(ThreadingMixIn, WSGIServer):
     """Answers each connection in a thread, a few at a time; further ones are closed."""
 
     daemon_threads = True
@@ -87,7 +87,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().handle_error(request, client_address)
 
 
-class _Server6(_Server):
+class _Server6(_MetricsServer):
     address_family = socket.AF_INET6
 
 

@@ -24,8 +24,8 @@ from bucketline.loader.network.tokens import proof_of, read_token
 from bucketline.loader.network.wire import (
     ALIVE,
     NETWORK_PROTOCOL,
+    FrameKind,
     FrameReader,
-    Kind,
     RemoteRequest,
     RemoteResponse,
     allowed,
@@ -37,7 +37,7 @@ from bucketline.loader.prefetch.cuda_copy import CudaCopier
 from bucketline.loader.prefetch.reorder_buffer import ReorderBuffer
 from bucketline.loader.prefetch.threads import FIRST_DEPTH, QueueStats, depth_of
 from bucketline.loader.service.protocol import failure_of, receive, send
-from bucketline.loader.state import LoaderState, as_json, parse_state
+from bucketline.loader.state import LoaderState, parse_state, state_as_json
 from bucketline.store.format.columns import LatentKind
 from bucketline.typed_json import TypedJsonError, decode, encode
 
@@ -148,7 +148,7 @@ class RemoteLoader(EpochLoader):
 
     def state_dict(self) -> dict[str, object]:
         """Return the state as JSON values; see `Loader.state_dict`."""
-        return as_json(self._state())
+        return state_as_json(self._state())
 
     def _state(self) -> LoaderState:
         now = replace(
@@ -378,10 +378,10 @@ class _Receiving:
         with sock:
             frames = FrameReader(sock, min(answer.buffer_bytes, self._pool.buffer_bytes))
             try:
-                while (kind := frames.next_kind()) is not Kind.END:
-                    if kind is Kind.FAILURE:
+                while (kind := frames.next_kind()) is not FrameKind.END:
+                    if kind is FrameKind.FAILURE:
                         self._refused(failure_of(frames.failure()))
-                    if kind is Kind.BATCH and not self._take(frames):
+                    if kind is FrameKind.BATCH and not self._take(frames):
                         return True
             except (DeliveryError, OSError) as error:
                 raise _UnreachableError(str(error)) from error

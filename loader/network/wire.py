@@ -20,7 +20,7 @@ import torch
 from bucketline.errors import DeliveryError
 from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` reads the annotations at run time
-from bucketline.loader.iteration import batch_of
+from bucketline.loader.iteration import filled_batch
 from bucketline.loader.service.layouts import LayoutReader, LayoutWriter
 from bucketline.loader.state import parse_state
 from bucketline.store.format.columns import LatentKind
@@ -40,7 +40,7 @@ MAX_PREFETCH_BYTES, _MAX_THREADS = 1 << 28, 4  # of a client, on the server
 _FRAME = struct.Struct("<BQQQIQ")  # kind, step, micro step, epoch, length of the layout or message, bytes of tensors
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The kind of a frame."""
 
     BATCH = 1
@@ -97,18 +97,20 @@ class FrameWriter:
         layout = self._layouts.encoded(filled)
         new = b"" if layout == self._sent else layout
         self._sent = layout
-        head = _FRAME.pack(Kind.BATCH, filled.step, filled.micro_step, filled.epoch, len(new), filled.num_bytes)
+        head = _FRAME.pack(FrameKind.BATCH, filled.step, filled.micro_step, filled.epoch, len(new), filled.num_bytes)
         self._sock.sendall(head + new)
         self._sock.sendall(flat.numpy().data[: filled.num_bytes])
 
     def alive(self) -> None:
         """Send a sign of life."""
-        self._sock.sendall(_FRAME.pack(Kind.ALIVE, 0, 0, 0, 0, 0))
+        self._sock.sendall(_FRAME.pack(FrameKind.ALIVE, 0, 0, 0, 0, 0))
 
     def end(self, failure: dict[str, str] | None) -> None:
         """Send the end, or the failure that ends the iteration."""
         message = b"" if failure is None else json.dumps(failure).encode()[:MAX_LAYOUT_BYTES]
-        self._sock.sendall(_FRAME.pack(Kind.END if failure is None else Kind.FAILURE, 0, 0, 0, len(message), 0) + message)
+        self._sock.sendall(
+            _FRAME.pack(FrameKind.END if failure is None else FrameKind.FAILURE, 0, 0, 0, len(message), 0) + message
+        )
 
 
 class FrameReader:
@@ -119,7 +121,7 @@ class FrameReader:
         self._layouts, self._layout = LayoutReader(_expect_batch), b""
         self._head = bytearray(_FRAME.size)
 
-    def next_kind(self) -> Kind:
+    def next_kind(self) -> FrameKind:
         """Receive a header, and what follows it but a batch's tensors.
 
         Raises:
@@ -128,7 +130,7 @@ class FrameReader:
         """
         self._exactly(memoryview(self._head))
         kind, self._step, self._micro_step, self._epoch, length, self._num_bytes = _FRAME.unpack(self._head)
-        if length > MAX_LAYOUT_BYTES or kind not in Kind.__members__.values() or self._num_bytes > self._buffer_bytes:
+        if length > MAX_LAYOUT_BYTES or kind not in FrameKind.__members__.values() or self._num_bytes > self._buffer_bytes:
             raise DeliveryError(
                 f"a frame of kind {kind} with {length} and {self._num_bytes} bytes came, expected at most {MAX_LAYOUT_BYTES} "
                 f"and {self._buffer_bytes}; is it a server of the same bucketline?"
@@ -137,7 +139,7 @@ class FrameReader:
             text = bytearray(length)
             self._exactly(memoryview(text))
             self._layout = bytes(text)
-        return Kind(kind)
+        return FrameKind(kind)
 
     def batch(self, buffer: Tensor) -> FilledBuffer:
         """Receive the tensors of the batch whose header was read into a buffer, `[buffer_bytes]` uint8."""
@@ -194,7 +196,7 @@ def _expect_batch(bucket: str, num_bytes: int, fields: list[Field]) -> None:
     flat = torch.empty(num_bytes, dtype=torch.uint8)
     filled = FilledBuffer(buffer=flat, fields=fields, num_bytes=num_bytes, step=0, micro_step=0, epoch=0, bucket=bucket)
     try:
-        batch_of(filled, flat, LatentKind.MODE)
+        filled_batch(filled, flat, LatentKind.MODE)
     except (TypeError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
         raise ValueError(f"its tensors are not those of a batch ({error})") from error
 

@@ -61,7 +61,7 @@ class _Dealt:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Window:
+class _LaneWindow:
     """Rows of one bucket that one lane mixes: runs of consecutive rows, at most two of each shard of a group."""
 
     begin: int  # index of its first position in the lane
@@ -99,7 +99,7 @@ class Lanes:
         self.num_units = len(units)
         self._buckets = [_deal(one, places[np.searchsorted(units, own)]) for one, own in zip(runs, codes, strict=True)]
         self._passes: dict[tuple[int, int], LanePass] = {}
-        self._last: dict[tuple[int, int], tuple[int, _Window]] = {}
+        self._last: dict[tuple[int, int], tuple[int, _LaneWindow]] = {}
 
     def lane_pass(self, number: int, lane: int) -> LanePass:
         """Return the rows that a lane reads in a pass."""
@@ -199,7 +199,7 @@ class Lanes:
         run = by_row[np.searchsorted(first_row[by_row], rows, side="right") - 1]
         return unpermute(rows - window.shift[run], window.end, window.key)
 
-    def _window(self, span: Span, lane: int, index: int) -> _Window:
+    def _window(self, span: Span, lane: int, index: int) -> _LaneWindow:
         """Return the window that holds an index of the lane's part of the pass."""
         at = (span.bucket, lane)
         last = self._last.get(at)
@@ -212,12 +212,12 @@ class Lanes:
         self._last[at] = (span.number, window)
         return window
 
-    def _whole(self, span: Span, lane: int) -> _Window:
+    def _whole(self, span: Span, lane: int) -> _LaneWindow:
         """Return the one window of a small bucket: the rows that the lane has in the pass."""
         _, first_row, count = self.owned(span.bucket, span.number, lane)
         starts = np.cumsum(count) - count
         key = extend_key(extend_key(span.key, _MIX), lane)
-        return _Window(begin=0, end=int(count.sum()), starts=starts, shift=first_row - starts, key=key)
+        return _LaneWindow(begin=0, end=int(count.sum()), starts=starts, shift=first_row - starts, key=key)
 
     def reads(self, bucket: int, number: int, lane: int) -> Reads:
         """Return all windows of a bucket in a lane's part of a pass, each by its shards."""
@@ -283,7 +283,7 @@ class LanePass:
         first_row, num_rows, begin, end = map(np.concatenate, zip(*parts, strict=True)) if parts else (empty,) * 4
         return Reads(first_row=first_row, num_rows=num_rows, begin=begin, end=end)
 
-    def window(self, bucket: int, index: int, pass_key: int) -> _Window:
+    def window(self, bucket: int, index: int, pass_key: int) -> _LaneWindow:
         """Return the window that holds an index of the lane's part of the pass."""
         runs = self.runs(bucket)
         group = self._group(runs, int(np.searchsorted(runs.row_ends, index, side="right")))
@@ -296,9 +296,9 @@ class LanePass:
                 past = middle
         return self._window_of(group, first, pass_key)
 
-    def _group(self, runs: _Runs, number: int) -> _Group:
+    def _group(self, runs: _Runs, number: int) -> _LaneBucket:
         low, high = (int(runs.group_ends[number - 1]) if number else 0), int(runs.group_ends[number])
-        return _Group(
+        return _LaneBucket(
             number=number,
             num_windows=int(self.num_windows[number]),
             before=int(runs.row_ends[number - 1]) if number else 0,
@@ -308,12 +308,12 @@ class LanePass:
             turn=runs.turn[low:high],
         )
 
-    def _window_of(self, group: _Group, number: int, pass_key: int) -> _Window:
+    def _window_of(self, group: _LaneBucket, number: int, pass_key: int) -> _LaneWindow:
         begins, ends = group.edges(number), group.edges(number + 1)
         begin = group.before + int((begins - group.edges(0)).sum())
         first_row, count = group.stretches(begins, ends)
         starts = np.cumsum(count) - count
-        return _Window(
+        return _LaneWindow(
             begin=begin,
             end=begin + int(count.sum()),
             starts=starts,
@@ -332,7 +332,9 @@ class LanePass:
             index[own] = self._indices_in(group, run[own] - group.first_run, rows[own], pass_key)
         return index
 
-    def _indices_in(self, group: _Group, run: NDArray[np.int64], rows: NDArray[np.int64], pass_key: int) -> NDArray[np.int64]:
+    def _indices_in(
+        self, group: _LaneBucket, run: NDArray[np.int64], rows: NDArray[np.int64], pass_key: int
+    ) -> NDArray[np.int64]:
         """Return the index of each row of a group, `[N]`; `run`: its shard's number in the group."""
         num_rows, turn = group.num_rows[run], group.turn[run]
         begins, within = cuts(num_rows, turn, group.num_windows * TURNS), rows - group.first_row[run]
@@ -381,7 +383,7 @@ class _Runs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Group:
+class _LaneBucket:
     """A bucket's runs of the shards that are read at a time."""
 
     number: int

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from bucketline.store.shard.row_locator import Blocks
 
 
-def groups_of(store: OpenShards, ragged: Sequence[str], roles: Sequence[str] = ()) -> tuple[str, ...]:
+def groups_read(store: OpenShards, ragged: Sequence[str], roles: Sequence[str] = ()) -> tuple[str, ...]:
     """Return what is read with rows: the captions, the named ragged groups, and those of the columns that were added.
 
     Raises:
@@ -87,7 +87,7 @@ class LineUses:
         line_bytes: int = LINE_BYTES,
         most_shards: int | None = None,
     ) -> None:
-        """Read the extents of all shards. `groups`: what is read with rows (`groups_of`).
+        """Read the extents of all shards. `groups`: what is read with rows (`groups_read`).
 
         `most_shards`: if the machines have more each, know only the uses of the first part of an epoch in which the first one
         reads about as many, of buckets of more than a batch, and read only the extents of these.

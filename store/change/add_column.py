@@ -24,7 +24,7 @@ from bucketline.store.change.column_values import (
     UnknownFormError,
     named,
 )
-from bucketline.store.change.drop import NAMED
+from bucketline.store.change.drop import NAMED_SAMPLES
 from bucketline.store.format.columns import FLIPPED_SUFFIX, ROLE, role_of, stored_name
 from bucketline.store.format.manifest import generations, read_manifest
 from bucketline.store.format.manifest_entries import AddedColumn
@@ -247,7 +247,7 @@ def _write_one(store: Store, shard: SealedShard, name: str, values: ShardValues,
 
 def _refuse_missing(store: Store, role: str, missing: list[ShardValues]) -> None:
     if number := sum(own.num_missing for own in missing):
-        ids = [one for own in missing for one in own.missing][:NAMED]
+        ids = [one for own in missing for one in own.missing][:NAMED_SAMPLES]
         raise StoreError(
             f"{number} of {store.manifest.samples} rows of {store.place} have no value of {role!r}: {named(ids, number)}; "
             "nothing was added; give them one, or a fill value for all of them (fill=0), or `store drop` them"

@@ -14,7 +14,7 @@ import numpy as np
 from bucketline.command_line import counted
 from bucketline.errors import StoreError, UsageError
 from bucketline.option_types import unlike
-from bucketline.store.change.drop import NAMED
+from bucketline.store.change.drop import NAMED_SAMPLES
 from bucketline.store.format.columns import FLIPPED_SUFFIX, role_of, stored_name
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest_entries import ColumnEntry, column_spec
@@ -174,7 +174,7 @@ class ShardValues:
             value = next(live) if is_live else None
             if is_live and value is None:
                 self.num_missing += 1
-                if len(self.missing) < NAMED:
+                if len(self.missing) < NAMED_SAMPLES:
                     self.missing += self._shard.names_of(bucket, [row]).values()
             yield value
 
@@ -268,7 +268,7 @@ class Spool:
             at = int(np.searchsorted(self._keys, key)[0])
             if at == len(self._keys) or self._keys[at] != key[0]:
                 self.num_unknown += 1
-                self._unknown += [sample_id] if len(self._unknown) < NAMED else []
+                self._unknown += [sample_id] if len(self._unknown) < NAMED_SAMPLES else []
                 continue
             ordinal, number, row = self._places[at].tolist()
             bucket = self._names[number]

@@ -33,7 +33,7 @@ OVERHEAD = 1.1  # page rounding, block headers, captions needed by two new shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ShardRun:
     """Adjacent shards that are rewritten together."""
 
     shards: range  # ordinals
@@ -100,7 +100,7 @@ def _foretold(path: Path, shard_bytes: int, gc_older_than_s: float | None) -> Co
                 return _report(manifest, plan_runs(manifest, shard_bytes), manifest, (), found)
 
 
-def plan_runs(manifest: Manifest, shard_bytes: int) -> list[Run]:
+def plan_runs(manifest: Manifest, shard_bytes: int) -> list[ShardRun]:
     """Return the shards to rewrite: those with dropped rows, and adjacent small ones."""
     sizes = [live_bytes(manifest, shard) for shard in manifest.shards]
     small = [SMALL * size < shard_bytes for size in sizes]
@@ -118,7 +118,7 @@ def plan_runs(manifest: Manifest, shard_bytes: int) -> list[Run]:
         if end > at:
             num_bytes = sum(sizes[at:end])
             number = max(1, -int(-num_bytes * OVERHEAD // shard_bytes))
-            runs.append(Run(shards=range(at, end), sizes=(-(-num_bytes // number),) * (number - 1), num_bytes=num_bytes))
+            runs.append(ShardRun(shards=range(at, end), sizes=(-(-num_bytes // number),) * (number - 1), num_bytes=num_bytes))
         at = max(end, at + 1)
     return runs
 
@@ -139,7 +139,7 @@ def _file_bytes(shard: ShardEntry) -> int:
 
 
 def _rewrite(
-    path: Path, manifest: Manifest, runs: list[Run], shard_bytes: int, on_bytes: Callable[[int, int], None]
+    path: Path, manifest: Manifest, runs: list[ShardRun], shard_bytes: int, on_bytes: Callable[[int, int], None]
 ) -> tuple[Manifest, tuple[ShardEntry, ...]]:
     """Copy the runs' rows and publish. Return the new manifest and its new shards. Call under the store's lock."""
     total = sum(run.num_bytes for run in runs)
@@ -178,7 +178,7 @@ def _check_rows(old: list[ShardEntry], new: tuple[ShardEntry, ...]) -> None:
 
 
 def _report(
-    manifest: Manifest, runs: list[Run], after: Manifest, written: tuple[ShardEntry, ...], collected: Collected | None
+    manifest: Manifest, runs: list[ShardRun], after: Manifest, written: tuple[ShardEntry, ...], collected: Collected | None
 ) -> Compacted:
     old = [manifest.shards[n] for run in runs for n in run.shards]
     about = sum(run.num_bytes for run in runs)

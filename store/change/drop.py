@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest import Manifest
 
-NAMED = 5  # ids that an error lists by name
+NAMED_SAMPLES = 5  # ids that an error lists by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,9 @@ def _refuse_unknown(store: Path, manifest: Manifest, ids: tuple[str, ...]) -> No
                 del left[sample_id]
         if not left:
             return
-    named = ", ".join(repr(sample_id) for sample_id in list(left)[:NAMED])
+    named = ", ".join(repr(sample_id) for sample_id in list(left)[:NAMED_SAMPLES])
     raise StoreError(
-        f"{store} has no sample {named}{' and others' if len(left) > NAMED else ''} ({len(left)} of {len(ids)} ids given); "
+        f"{store} has no sample {named}{' and others' if len(left) > NAMED_SAMPLES else ''} "
+        f"({len(left)} of {len(ids)} ids given); "
         "nothing was dropped; ids are paths in the source, with their extension"
     )

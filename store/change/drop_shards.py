@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import StoreError
 from bucketline.store.change.readable_rows import DamagedStore, all_lost
 from bucketline.store.format.manifest import read_manifest
-from bucketline.store.read.lost_files import NAMED
+from bucketline.store.read.lost_files import NAMED_SHARDS
 from bucketline.store.write.publish import changing, next_generation, publish_shards
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ def _report(store: Path, manifest: Manifest, names: tuple[str, ...]) -> DroppedS
     """Return the report, with the shards' sample ids as far as they are readable."""
     ordinals = {entry.name: n for n, entry in enumerate(manifest.shards)}
     if unknown := [name for name in names if name not in ordinals]:
-        known = ", ".join(list(ordinals)[:NAMED]) or "none"
+        known = ", ".join(list(ordinals)[:NAMED_SHARDS]) or "none"
         raise StoreError(
             f"{store} has no shard {unknown[0]!r:.120}; nothing was dropped; it has {known}"
-            f"{' and others' if len(ordinals) > NAMED else ''}; `store info` names those that have lost files"
+            f"{' and others' if len(ordinals) > NAMED_SHARDS else ''}; `store info` names those that have lost files"
         )
     found = [all_lost(DamagedStore(store, manifest, [name]), ordinals[name]) for name in names]
     dropped = sum(manifest.shards[ordinals[name]].live_samples for name in names)

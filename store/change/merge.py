@@ -30,7 +30,7 @@ from bucketline.typed_json import encode, first_difference
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bucketline.store.change.merge_rows import Part
+    from bucketline.store.change.merge_rows import MergedShard
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import AddedColumn, BucketEntry, FileEntry, ShardEntry
     from bucketline.typed_json import Json
@@ -177,7 +177,7 @@ def _compare(at: str, one: Json, two: Json, first: Path, second: Path) -> None:
         )
 
 
-def _files(part: Part) -> list[tuple[Path, FileEntry]]:
+def _files(part: MergedShard) -> list[tuple[Path, FileEntry]]:
     paths, entry = part.shard.paths, part.shard.entry
     own = [(paths.extents, entry.extents), (paths.index, entry.index), (paths.lmdb, entry.lmdb)]
     columns = [(column, part.shard.column_shard(column).paths) for column in sorted(entry.added)]
@@ -185,7 +185,7 @@ def _files(part: Part) -> list[tuple[Path, FileEntry]]:
     return own + [(files.lmdb, entry.added[column].lmdb) for column, files in columns]
 
 
-def _names(parts: Sequence[Part]) -> list[str]:
+def _names(parts: Sequence[MergedShard]) -> list[str]:
     """Return a unique name per shard: its own, or one with its id appended if that is taken."""
     names: list[str] = []
     for part in parts:
@@ -195,7 +195,7 @@ def _names(parts: Sequence[Part]) -> list[str]:
     return names
 
 
-def _copy(store: Path, part: Part, name: str, on_bytes: Callable[[int], None]) -> ShardEntry:
+def _copy(store: Path, part: MergedShard, name: str, on_bytes: Callable[[int], None]) -> ShardEntry:
     """Copy a shard's files and write its list of dropped rows. Return its entry."""
     paths = shard_paths(store, name)
     for source, file in _files(part):
@@ -206,7 +206,7 @@ def _copy(store: Path, part: Part, name: str, on_bytes: Callable[[int], None]) -
     return dataclasses.replace(entry, name=name)
 
 
-def entry_of(part: Part, generation: int) -> tuple[ShardEntry, bytes]:
+def entry_of(part: MergedShard, generation: int) -> tuple[ShardEntry, bytes]:
     """Return a shard's entry with the part's dropped rows as of a generation, and their list, which is empty without any."""
     entry, data, dropped = part.shard.entry, b"", None
     if part.dropped:

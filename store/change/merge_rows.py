@@ -28,7 +28,7 @@ _NAMED = 5  # ids that an error lists by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MergedShard:
     """A shard of the merged store."""
 
     shard: SealedShard  # from the first store that lists it
@@ -46,7 +46,7 @@ class _Samples:
     store: NDArray[np.int64]  # [n] ordinal of the sample's store
 
 
-def merged_parts(stores: Sequence[Store], *, replace: bool) -> tuple[list[Part], int]:
+def merged_parts(stores: Sequence[Store], *, replace: bool) -> tuple[list[MergedShard], int]:
     """Return the shards to merge, in store order, and how many rows are replaced by a later store's.
 
     If two stores list the same shard, a row is live if it is live in either. Shards without live rows are left out.
@@ -133,7 +133,7 @@ def _refuse(keys: NDArray[np.bytes_], stores: Sequence[Store], first: NDArray[np
     )
 
 
-def part_of(shard: SealedShard, keys: NDArray[np.bytes_]) -> Part:
+def part_of(shard: SealedShard, keys: NDArray[np.bytes_]) -> MergedShard:
     """Return a shard in which only the given samples are live."""
     live = np.zeros(shard.entry.samples, dtype=bool)
     live[shard.positions(keys)] = True
@@ -144,7 +144,7 @@ def part_of(shard: SealedShard, keys: NDArray[np.bytes_]) -> Part:
         for number, group in enumerate(shard.index.metadata["groups"])
         if is_bucket(group)
     }
-    return Part(
+    return MergedShard(
         shard=shard,
         dropped={group: gone for group, gone in dropped.items() if len(gone)},
         record_bytes=int(shard.index.slice("record_bytes", 0, shard.entry.samples)[live].sum(dtype=np.int64)),

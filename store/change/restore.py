@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from bucketline.command_line import counted
 from bucketline.errors import StoreError
 from bucketline.store.format.manifest import generation_path, generations, read_manifest
-from bucketline.store.read.lost_files import NAMED, lost_shards
+from bucketline.store.read.lost_files import NAMED_SHARDS, lost_shards
 from bucketline.store.write.newest import existing_manifest
 from bucketline.store.write.publish import changing, next_generation, publish_shards
 
@@ -91,11 +91,11 @@ def _whole(store: Path, newest: Manifest, generation: int) -> Manifest:
             f"{earlier.generation} of store {earlier.store_id}, expected {generation} of {newest.store_id}; nothing was changed"
         )
     if lost := lost_shards(store, earlier):
-        more = f", and {counted(len(lost) - NAMED, 'shard')} more" if len(lost) > NAMED else ""
+        more = f", and {counted(len(lost) - NAMED_SHARDS, 'shard')} more" if len(lost) > NAMED_SHARDS else ""
         raise StoreError(
             f"generation {generation} of {store} cannot be restored: files of {counted(len(lost), 'shard')} are gone, "
-            f"collected or lost: {'; '.join(map(str, lost[:NAMED]))}{more}; nothing was changed; restore these files, or "
-            "choose another generation"
+            f"collected or lost: {'; '.join(map(str, lost[:NAMED_SHARDS]))}{more}; nothing was changed; restore these files, "
+            "or choose another generation"
         )
     return earlier
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
-from bucketline.store.format.block import ID, BlockSpec, Column, fixed_columns
+from bucketline.store.format.block import CHECKSUM, ID, BlockSpec, Column, fixed_columns
 from bucketline.store.format.columns import NAME, RAGGED_PREFIX, SAME, EntriesOf
-from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, RaggedSpec, TextSpec, is_bucket
+from bucketline.store.format.text_block import DIGEST, STARTS, RaggedSpec, TextSpec, is_bucket
 from bucketline.store.format.text_codec import refuse_strange_form
 from bucketline.store.format.text_error import TextError  # noqa: TC001 - `decode` reads the annotations at run time
 

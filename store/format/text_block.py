@@ -15,7 +15,7 @@ import numpy as np
 
 from bucketline.errors import CorruptError
 from bucketline.forks import cached_property
-from bucketline.store.format.block import MAX_ROWS, Column, as_row
+from bucketline.store.format.block import CHECKSUM, MAX_ROWS, Column, as_row
 from bucketline.store.format.columns import RAGGED_PREFIX, TOKENS, TOKENS_ERROR, TOKENS_SCALE
 from bucketline.store.format.hashing import DIGEST_BYTES, checksum
 from bucketline.store.format.safetensors_header import Tensor, header_bytes_for, lay_out, read_header, write_header
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TEXT_GROUP = "text"  # the captions' group name in manifest, extents and keys
 EMPTY_CAPTION_ROW = 0  # the first caption of every shard is the empty one
-STARTS, CHECKSUM, DIGEST = "starts", "checksum", "digest"
+STARTS, DIGEST = "starts", "digest"
 TEXT_FORMAT, RAGGED_FORMAT = "bucketline.text/1", "bucketline.ragged/1"
 _MAX_TOKENS = 1 << 40
 

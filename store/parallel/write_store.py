@@ -18,7 +18,7 @@ from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.parallel.part_worker import Task
 from bucketline.store.parallel.worker_pool import StartMethod, WorkerPool, encode_here
-from bucketline.store.sync.place import StorePlace
+from bucketline.store.sync.place import WritePlace
 from bucketline.store.write.publish import unlisted
 from bucketline.store.write.store_writer import StoreWriter
 
@@ -89,7 +89,7 @@ def write_store(
         raise unlike("encode", encode, "a function of an item, or an object with __call__")
     if start not in get_args(StartMethod):
         raise UsageError(f"start is {start!r:.80}, expected {' or '.join(map(repr, get_args(StartMethod)))}")
-    place = StorePlace(path, remote, work)
+    place = WritePlace(path, remote, work)
     writer = StoreWriter(place.path, **contents)
     with place.held(writer, lambda total: bar_of_bytes("send", total)), ExitStack() as held:
         total = len(items) if isinstance(items, Sized) else None
@@ -112,7 +112,7 @@ def write_store(
 class _Run:
     """One call: counts, and sends shards of a store at a URL."""
 
-    def __init__(self, place: StorePlace, writer: StoreWriter, sender: ShardSender | None, on_item: Callable[[], None]) -> None:
+    def __init__(self, place: WritePlace, writer: StoreWriter, sender: ShardSender | None, on_item: Callable[[], None]) -> None:
         self.num_written = self.num_unchanged = self.num_left_out = 0
         self._place, self._writer, self._sender, self._on_item = place, writer, sender, on_item
         self._put = set[str]()  # names of the shards that are to be sent

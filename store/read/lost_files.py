@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
 
-NAMED = 3  # lost shards that an error lists by name
+NAMED_SHARDS = 3  # lost shards that an error lists by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def refuse_lost_shards(store: Path, manifest: Manifest, *, sidecars: bool = True
     lost = lost_shards(store, manifest, sidecars=sidecars)
     if not lost:
         return
-    more = f", and {counted(len(lost) - NAMED, 'shard')} more" if len(lost) > NAMED else ""
+    more = f", and {counted(len(lost) - NAMED_SHARDS, 'shard')} more" if len(lost) > NAMED_SHARDS else ""
     samples = counted(sum(shard.samples for shard in lost), "sample")
     if (newest := max(generations(store), default=0)) > manifest.generation:
         advice = f"generation {manifest.generation} cannot be read completely; restore the files, or open generation {newest}"
@@ -99,7 +99,7 @@ def refuse_lost_shards(store: Path, manifest: Manifest, *, sidecars: bool = True
         )
     raise CorruptError(
         f"{store} has lost files of {counted(len(lost), 'shard')} with {samples}: "
-        f"{'; '.join(map(str, lost[:NAMED]))}{more}; {advice}"
+        f"{'; '.join(map(str, lost[:NAMED_SHARDS]))}{more}; {advice}"
     )
 
 

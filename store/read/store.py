@@ -16,12 +16,11 @@ from bucketline.command_line import default_cache
 from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
 from bucketline.option_types import expect, expect_int, unlike
-from bucketline.store.format.block import CAPTIONS, ID, IMAGE_AXES, BlockSpec, Column
+from bucketline.store.format.block import CAPTIONS, CHECKSUM, ID, IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
 from bucketline.store.format.manifest import Manifest, read_manifest
 from bucketline.store.format.text_block import (
-    CHECKSUM,
     DIGEST,
     TEXT_GROUP,
     Caption,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.store.format.crop_share import cropped_away
 from bucketline.store.format.hashing import draw
 from bucketline.store.read.iter_samples import Selection, live_samples
-from bucketline.store.report.latents import Place
+from bucketline.store.report.latents import RowPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ STOP_WORDS = frozenset(_STOP.split())
 class Shown:
     """A sample that the page may show."""
 
-    place: Place
+    place: RowPlace
     record: SampleRecord
 
     @property
@@ -82,7 +82,7 @@ class Facts:
     longest: list[tuple[int, int, str, str]] = field(default_factory=list)  # a heap: words, order, id, caption
 
 
-def collect(store: Store, cards_of_each: int) -> Facts:
+def collect_facts(store: Store, cards_of_each: int) -> Facts:
     """Read every record of a store once; memory does not depend on the number of samples.
 
     Raises:
@@ -93,7 +93,7 @@ def collect(store: Store, cards_of_each: int) -> Facts:
     for listed in live_samples(store, Selection()):
         record = listed.record
         bucket = facts.buckets[record.bucket]
-        shown = Shown(place=Place(bucket=record.bucket, row=listed.row), record=record)
+        shown = Shown(place=RowPlace(bucket=record.bucket, row=listed.row), record=record)
         key = draw(record.id, "page")
         facts.samples += 1
         bucket.rows += 1

@@ -29,7 +29,7 @@ FEW_CAPTIONS = 0.05  # samples without one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class ChannelSpread:
     """Latents as a model is fed, by channel and over all values, and how far they are from what the VAE's constants promise."""
 
     mean: NDArray[np.float64]  # [C]
@@ -37,7 +37,7 @@ class Spread:
     rms: float  # around 0; 1 is expected
 
 
-def spread_of(facts: LatentFacts, vae: Mapping[str, Json]) -> Spread:
+def spread_of(facts: LatentFacts, vae: Mapping[str, Json]) -> ChannelSpread:
     """Return the spread of latents after the VAE's own centring and scaling."""
     factor = number(vae, "scaling_factor", 1.0)
     mean, std = (
@@ -47,7 +47,7 @@ def spread_of(facts: LatentFacts, vae: Mapping[str, Json]) -> Spread:
     scale = factor if std is None else factor / std
     fed_mean, fed_std = (facts.mean - shift) * scale, facts.std * scale
     rms = float(np.sqrt((np.square(fed_mean) + np.square(fed_std)).mean())) if len(facts.mean) else 0.0
-    return Spread(mean=fed_mean, std=fed_std, rms=rms)
+    return ChannelSpread(mean=fed_mean, std=fed_std, rms=rms)
 
 
 def findings(

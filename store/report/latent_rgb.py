@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import UsageError
-from bucketline.store.report.published_vaes import family_of, number
+from bucketline.store.report.published_vaes import number, vae_family_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,7 +100,7 @@ def scaled(latents: NDArray[Any], vae: Mapping[str, Json]) -> NDArray[np.float32
 
 def published_for(vae: Mapping[str, Json]) -> LatentRgb | None:
     """Return the published factors for the VAE that a store records; None if there are none."""
-    return LATENT_RGB.get(family_of(vae) or "")
+    return LATENT_RGB.get(vae_family_of(vae) or "")
 
 
 def fit(latents: Sequence[NDArray[Any]], images: Sequence[NDArray[Any]], name: str) -> tuple[LatentRgb, float]:

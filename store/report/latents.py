@@ -30,7 +30,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RowPlace:
     """A row of a bucket."""
 
     bucket: str
@@ -47,9 +47,9 @@ class LatentFacts:
     std: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # [C]
     overall_mean: float = 0.0
     overall_std: float = 0.0  # around the overall mean
-    not_finite: list[Place] = field(default_factory=list)
-    constant: list[Place] = field(default_factory=list)
-    clusters: list[list[Place]] = field(default_factory=list)  # near-duplicates, largest first
+    not_finite: list[RowPlace] = field(default_factory=list)
+    constant: list[RowPlace] = field(default_factory=list)
+    clusters: list[list[RowPlace]] = field(default_factory=list)  # near-duplicates, largest first
 
     @property
     def duplicates(self) -> int:
@@ -100,7 +100,7 @@ def check_latents(store: Store, most: int) -> LatentFacts:
     """
     buckets = with_latents(store)
     facts = LatentFacts(live=sum(bucket.num_rows for bucket in buckets))
-    places: list[Place] = []
+    places: list[RowPlace] = []
     spreads: list[NDArray[np.float64]] = []  # of each latent, over its positions, the root mean over channels
     pooled: list[NDArray[np.float32]] = []
     sums = _Sums()
@@ -109,8 +109,8 @@ def check_latents(store: Store, most: int) -> LatentFacts:
         for rows, latents in _chunks(store, bucket, drawn_rows(store, bucket, share)):
             flat = latents.reshape(len(latents), latents.shape[1], -1).astype(np.float64)
             finite = np.isfinite(flat).all(axis=(1, 2))
-            places += [Place(bucket=bucket.name, row=int(row)) for row in rows]
-            facts.not_finite += [Place(bucket=bucket.name, row=int(row)) for row in rows[~finite]]
+            places += [RowPlace(bucket=bucket.name, row=int(row)) for row in rows]
+            facts.not_finite += [RowPlace(bucket=bucket.name, row=int(row)) for row in rows[~finite]]
             sums.add(flat[finite])
             flat[~finite] = 0.0
             spreads.append(np.where(finite, np.sqrt(flat.var(axis=2).mean(axis=1)), np.nan))

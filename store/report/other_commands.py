@@ -57,7 +57,7 @@ def decoded(latents: Sequence[NDArray[np.float32]], vae: Mapping[str, Json], dec
     return [base64.b64decode(image) for image in json.loads(out)]
 
 
-def source_images(source: str, boxes: Mapping[str, Sequence[int] | None]) -> dict[str, bytes | str]:
+def spawn_source_images(source: str, boxes: Mapping[str, Sequence[int] | None]) -> dict[str, bytes | str]:
     """Return thumbnails of images of a source by id, with their crop drawn in, or why there is none.
 
     `boxes`: of each id the crop in the source image (top, left, height, width), or None.
@@ -72,7 +72,7 @@ def source_images(source: str, boxes: Mapping[str, Sequence[int] | None]) -> dic
     }
 
 
-def plan_of(store: str, batch_size: int, more: Sequence[str] = ()) -> PlanFacts:
+def epoch_plan(store: str, batch_size: int, more: Sequence[str] = ()) -> PlanFacts:
     """Return what `loader plan` says about an epoch."""
     arguments = ["bucketline.loader.cli", "plan", store, "--batch-size", str(batch_size), "--json", *more]
     done = _spawn(arguments, b"")

@@ -43,10 +43,10 @@ PUBLISHED = {
 TITLES = {"sd": "Stable Diffusion 1 and 2", "sdxl": "SDXL", "sd3": "Stable Diffusion 3", "flux": "Flux"}
 
 
-def family_of(vae: Mapping[str, Json]) -> str | None:
+def vae_family_of(vae: Mapping[str, Json]) -> str | None:
     """Return the name of the published VAE whose constants a store records in `encoders.vae`; None if there is none.
 
-    >>> family_of({"latent_channels": 4, "scaling_factor": 0.13025, "shift_factor": 0.0})
+    >>> vae_family_of({"latent_channels": 4, "scaling_factor": 0.13025, "shift_factor": 0.0})
     'sdxl'
     """
     for name, published in PUBLISHED.items():

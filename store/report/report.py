@@ -20,11 +20,11 @@ from bucketline.pages.png import png, reduced
 from bucketline.store.format.block import ID
 from bucketline.store.read.info import info
 from bucketline.store.report import sections
-from bucketline.store.report.collect import MAX_CARDS, Shown, collect, collect_lists, worst_buckets
+from bucketline.store.report.collect import MAX_CARDS, Shown, collect_facts, collect_lists, worst_buckets
 from bucketline.store.report.findings import findings
 from bucketline.store.report.latent_rgb import false_colours, grey_image, published_for, scaled
 from bucketline.store.report.latents import check_latents, read_latents, vae_of, with_latents
-from bucketline.store.report.other_commands import decoded, plan_of, source_images
+from bucketline.store.report.other_commands import decoded, epoch_plan, spawn_source_images
 from bucketline.store.report.published_vaes import TITLES
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from bucketline.store.read.store import Store
     from bucketline.store.report.collect import Facts, ListFacts
     from bucketline.store.report.latent_rgb import LatentRgb
-    from bucketline.store.report.latents import Place
+    from bucketline.store.report.latents import RowPlace
     from bucketline.store.report.other_commands import Decoder
 
 PREVIEW_PX = 48  # longer side of a preview; the browser enlarges it smoothly
@@ -88,10 +88,10 @@ def write_report(store: Store, page: Path, options: ReportOptions) -> list[Findi
     refuse_page(store, page)
     vae = vae_of(store)
     num_buckets = max(1, len(store.buckets()))
-    facts = collect(store, min(MAX_CARDS, max(1, options.samples // num_buckets)))
+    facts = collect_facts(store, min(MAX_CARDS, max(1, options.samples // num_buckets)))
     lists = collect_lists(store)
     latents = check_latents(store, options.latents)
-    plan = plan_of(str(store.absolute), options.batch_size, options.plan_options)
+    plan = epoch_plan(str(store.absolute), options.batch_size, options.plan_options)
     known = {one.place: one for one in _kept(facts)}
     for place in sections.places_shown(latents):
         if place not in known:
@@ -140,16 +140,16 @@ def _kept(facts: Facts) -> Iterable[Shown]:
         yield from (one for _, _, one in bucket.worst)
 
 
-def _look_up(store: Store, place: Place) -> Shown:
+def _look_up(store: Store, place: RowPlace) -> Shown:
     """Return a sample by its row."""
     bucket, row = store.bucket(place.bucket), np.array([place.row])
     shard = int(bucket.locate(row).shard[0])
     return Shown(place=place, record=store.record_of(shard, bucket.read(row, ID)[0].tobytes()))
 
 
-def _images(store: Store, known: Mapping[Place, Shown], options: ReportOptions) -> tuple[dict[Place, bytes], str]:
+def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOptions) -> tuple[dict[RowPlace, bytes], str]:
     """Return the images of samples, and how they were made."""
-    found: dict[Place, NDArray[np.float32]] = {}
+    found: dict[RowPlace, NDArray[np.float32]] = {}
     for bucket in with_latents(store):
         places = sorted((place for place in known if place.bucket == bucket.name), key=lambda place: place.row)
         if places:
@@ -200,7 +200,7 @@ def _sources(facts: Facts, lists: ListFacts, options: ReportOptions) -> dict[str
     }
     for bucket in worst_buckets(facts):
         boxes |= {one.record.id: one.record.crop_in_source for _, _, one in bucket.worst}
-    return source_images(options.source, boxes)
+    return spawn_source_images(options.source, boxes)
 
 
 def _files(store: Store) -> dict[str, int]:

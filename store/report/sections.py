@@ -11,18 +11,18 @@ import numpy as np
 
 from bucketline.command_line import counted, human_bytes, human_number
 from bucketline.pages.charts import Bar, bars, histogram, scatter
-from bucketline.pages.page import Card, Section, columns, gallery, percent, sheet, shown, table
+from bucketline.pages.page import Card, Section, columns, escaped, gallery, percent, sheet, table
 from bucketline.store.report.collect import worst_buckets
 from bucketline.store.report.findings import MUCH_CROPPED, spread_of
 from bucketline.store.report.latents import ALIKE, CONSTANT
-from bucketline.store.report.published_vaes import PUBLISHED, TITLES, family_of
+from bucketline.store.report.published_vaes import PUBLISHED, TITLES, vae_family_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from bucketline.store.read.store import Store
     from bucketline.store.report.collect import Facts, ListFacts, Shown
-    from bucketline.store.report.latents import LatentFacts, Place
+    from bucketline.store.report.latents import LatentFacts, RowPlace
     from bucketline.store.report.other_commands import PlanFacts
     from bucketline.typed_json import Json
 
@@ -39,13 +39,13 @@ MOST_CAPTIONS = 0.95  # captions whose lengths are drawn if the longest is twice
 class Images:
     """The images of the page."""
 
-    shown: Mapping[Place, bytes]  # of samples, from their latents
-    samples: Mapping[Place, Shown]  # those that the page may show
+    shown: Mapping[RowPlace, bytes]  # of samples, from their latents
+    samples: Mapping[RowPlace, Shown]  # those that the page may show
     sources: Mapping[str, bytes | str]  # by id, from the source, or why there is none
     how: str  # how the latents were made visible
 
 
-def card_of(images: Images, place: Place, *notes: str) -> Card:
+def card_of(images: Images, place: RowPlace, *notes: str) -> Card:
     """Return the card of a sample."""
     record = images.samples[place].record
     height, width = record.original_size
@@ -107,7 +107,7 @@ def crops(facts: Facts, images: Images) -> Section:
     parts = [bars(rows, most=max(1e-9, min(1.0, max(b.mean_loss for b in known) * 1.25)))]
     for bucket in worst_buckets(facts):
         cards = [_crop_card(images, one) for _, _, one in sorted(bucket.worst, key=lambda entry: (-entry[0], entry[1]))]
-        parts.append(f"<h3>{shown(bucket.name)} <small>largest losses first</small></h3>{sheet(cards, 'small')}")
+        parts.append(f"<h3>{escaped(bucket.name)} <small>largest losses first</small></h3>{sheet(cards, 'small')}")
     note = "The share of a source image that is not in its latent."
     if images.sources:
         note += " The orange line is the crop; what is grey and hatched is lost."
@@ -138,7 +138,7 @@ def captions(facts: Facts, lists: ListFacts) -> Section:
     edges = [n * width for n in range(len(counts) + 1)]
     beyond = sum(count for words, count in facts.lengths.items() if words > drawn)
     not_drawn = f" <small>{counted(beyond, 'longer one')} not drawn</small>" if beyond else ""
-    frequent = "".join(f"<span>{shown(word)}<em>{count:,}</em></span>" for word, count in facts.words.most_common(_MAX_WORDS))
+    frequent = "".join(f"<span>{escaped(word)}<em>{count:,}</em></span>" for word, count in facts.words.most_common(_MAX_WORDS))
     about = (
         f"{counted(facts.captions, 'caption')} of {counted(facts.samples, 'sample')}, {facts.without_caption} without one; "
         f"{median} words in the median, {longest} at most."
@@ -180,7 +180,7 @@ def rejects(lists: ListFacts, images: Images) -> Section:
     parts = [bars(rows)]
     for reason, _ in lists.rejects.most_common():
         cards = [_reject_card(images, name, detail) for name, detail in lists.reject_examples[reason]]
-        parts.append(f"<h3>{shown(reason)}</h3>{sheet(cards, 'small')}")
+        parts.append(f"<h3>{escaped(reason)}</h3>{sheet(cards, 'small')}")
     note = "Of the last pack, from the store's rejects.jsonl."
     if not images.sources:
         note += " With <code>--source</code> the page shows the images themselves."
@@ -207,11 +207,11 @@ def latents(facts: LatentFacts, vae: Mapping[str, Json], images: Images) -> Sect
         own_std = std[n] if isinstance(std, list) else (1.0 / factor if isinstance(factor, int | float) and factor else None)
         rows.append((n, *map(_three, (facts.mean[n], own_mean, facts.std[n], own_std))))
     head = ("channel", "mean", "expected", "standard deviation", "expected")
-    family = family_of(vae)
+    family = vae_family_of(vae)
     title = TITLES.get(family or "", family)
     about = f"{facts.read:,} of {counted(facts.live, 'latent')} read."
     if family:
-        about += f" Their VAE's constants are those of {shown(title)}."
+        about += f" Their VAE's constants are those of {escaped(title)}."
     elif vae:
         about += f" Their VAE's constants are not those of a published one that is known here ({', '.join(PUBLISHED)})."
     if factor is None:
@@ -287,7 +287,7 @@ def plan(facts: PlanFacts, batch_size: int) -> Section:
     """Return what `loader plan` says."""
     note = f"One epoch of the split <code>train</code> by <code>loader plan --batch-size {batch_size}</code>."
     if facts.problem:
-        return Section(anchor="plan", title="Plan", note=note, body=f'<p class="dim">{shown(facts.problem)}</p>')
+        return Section(anchor="plan", title="Plan", note=note, body=f'<p class="dim">{escaped(facts.problem)}</p>')
     head = ("bucket", "rows", "global batch", "batches", "carried to the next epoch", "repeats")
     rows = [
         tuple(bucket[name] for name in ("name", "rows", "global_batch", "batches", "carried", "repeats"))
@@ -315,7 +315,7 @@ def provenance(store: Store, info: Mapping[str, Any]) -> Section:
     body = table(("", ""), rows, texts=2)
     for name, encoder in manifest.encoders.items():
         own = encoder if isinstance(encoder, dict) else {"": encoder}
-        body += f"<h3>{shown(name)}</h3>" + table(
+        body += f"<h3>{escaped(name)}</h3>" + table(
             ("", ""), ((key, _flat(value)) for key, value in sorted(own.items())), texts=2
         )
     return Section(anchor="provenance", title="Provenance", body=body)
@@ -333,7 +333,7 @@ def _three(value: object) -> str:
     return f"{float(value):.3f}" if isinstance(value, int | float | np.floating) else ""
 
 
-def places_shown(found: LatentFacts) -> Iterable[Place]:
+def places_shown(found: LatentFacts) -> Iterable[RowPlace]:
     """Yield the places of samples that are shown because of their latents, which the records' pass has not kept."""
     for cluster in found.clusters[:MAX_CLUSTERS]:
         yield from cluster[:MAX_MEMBERS]

@@ -11,7 +11,7 @@ from bucketline.store.change.add_column import ColumnRequest, add_to_folder, mak
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.sync.mirror import naming
-from bucketline.store.sync.place import StorePlace
+from bucketline.store.sync.place import WritePlace
 from bucketline.store.write.column_shard import ADDING_LOCK
 from bucketline.store.write.publish import changing
 
@@ -53,7 +53,7 @@ def add_column(
     expect("a store's place", place or None, str | Path, "a path or a URL, such as 'photos.store'")
     request = ColumnRequest(role=name, values=values, fill=fill, ignore_unknown=ignore_unknown)
     expect("ignore_unknown", ignore_unknown, bool, "True or False")
-    target = StorePlace(place, remote, work)
+    target = WritePlace(place, remote, work)
     if target.objects is None or target.working is None:
         return add_to_folder(target.path, request)
     path, working = target.path, target.working

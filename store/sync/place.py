@@ -26,7 +26,7 @@ def _no_bar(_: int) -> AbstractContextManager[Callable[[int], None]]:
     return nullcontext(lambda _: None)
 
 
-class StorePlace:
+class WritePlace:
     """The place where a store is written. `path` is its folder, or the one that stands for it on this machine."""
 
     def __init__(self, place: Path | str, remote: RemoteOptions | None = None, work: Path | str | None = None) -> None:

@@ -29,7 +29,7 @@ from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import newest_generation, read_generation
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.sync.push import note_pushed
-from bucketline.store.sync.selection import Selection
+from bucketline.store.sync.selection import PullSelection
 from bucketline.store.sync.transfer.download import Downloader, is_there
 from bucketline.store.sync.transfer.upload import LISTS, MAX_LIST_BYTES
 from bucketline.store.write.describe import describe_shard
@@ -62,7 +62,7 @@ class Pulled:
 def pull(
     folder: ObjectFolder,
     out: Path,
-    selection: Selection | None = None,
+    selection: PullSelection | None = None,
     *,
     generation: int | None = None,
     jobs: int = 4,
@@ -82,7 +82,7 @@ def pull(
         LockedError: if another process writes to `out`.
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100 - keeps its links unresolved
-    selection = selection or Selection()
+    selection = selection or PullSelection()
     newest = newest_generation(folder)
     manifest = newest if generation is None else read_generation(folder, generation, newest)
     selection.refuse_unknown(manifest, folder.url)
@@ -277,7 +277,7 @@ class _Copies:
         folder: ObjectFolder,
         out: Path,
         manifest: Manifest,
-        selection: Selection,
+        selection: PullSelection,
         downloader: Downloader,
         note: _Note,
     ) -> None:

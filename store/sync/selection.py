@@ -24,7 +24,7 @@ _WILD = re.compile(r"[*?]")
 
 
 @dataclass(frozen=True)
-class Selection:
+class PullSelection:
     """Rows that satisfy every condition given: of one split, of some buckets, with an id that matches a pattern."""
 
     split: str | None = None

@@ -13,7 +13,7 @@ from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
 from bucketline.store.prompts.prompt_sets import describe_sets, file_of
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.verify.faults import Fault, Faults, mismatch
-from bucketline.store.write.attempts import ATTEMPTS, KEPT_CAPTIONS
+from bucketline.store.write.attempts import ATTEMPTS_FOLDER, KEPT_CAPTIONS
 from bucketline.store.write.column_shard import MAKING
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class FolderCheck:
 
 
 _IN_PENDING = {
-    ATTEMPTS: "belongs to a shard that a worker is making, or that an interrupted run left; the next pack removes it",
+    ATTEMPTS_FOLDER: "belongs to a shard that a worker is making, or that an interrupted run left; the next pack removes it",
     KEPT_CAPTIONS: "belongs to captions that a pack has encoded before its images; the next pack uses them, and removes them",
 }
 

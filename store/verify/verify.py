@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bucketline.errors import StoppedError
 from bucketline.store.verify.column import ColumnCheck
 from bucketline.store.verify.faults import Fault
 from bucketline.store.verify.shard import ShardCheck
@@ -35,10 +36,6 @@ class Verified:
     strays: tuple[Stray, ...] = ()
 
 
-class _StoppedError(Exception):
-    """The caller has stopped; the thread must end."""
-
-
 def verify(store: Store, on_bytes: Callable[[int], None], threads: int | None = None, *, shards_only: bool = False) -> Verified:
     """Read every file in the store's folder and return the faults in shard order.
 
@@ -51,7 +48,7 @@ def verify(store: Store, on_bytes: Callable[[int], None], threads: int | None = 
 
     def went_on(num_bytes: int) -> None:
         if stopped.is_set():
-            raise _StoppedError
+            raise StoppedError
         if num_bytes:
             on_bytes(num_bytes)
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-ATTEMPTS = "attempts"  # in pending/
+ATTEMPTS_FOLDER = "attempts"  # in pending/
 KEPT_CAPTIONS = "captions"  # in pending/: stores of captions that a pack has encoded, and not yet written with their rows
 
 
 def attempt_path(store: Path, run: str, name: str) -> Path:
     """Return the folder of an attempt of a run."""
-    return store / "pending" / ATTEMPTS / run / name
+    return store / "pending" / ATTEMPTS_FOLDER / run / name
 
 
 def begin_attempts(store: Path, run: str) -> None:
@@ -91,4 +91,4 @@ def remove_attempts(store: Path) -> None:
 
     What a lost worker still writes there is never read, so files that appear meanwhile are left to the next call.
     """
-    shutil.rmtree(store / "pending" / ATTEMPTS, ignore_errors=True)
+    shutil.rmtree(store / "pending" / ATTEMPTS_FOLDER, ignore_errors=True)

@@ -53,7 +53,7 @@ def _expect_all(item: str, values: object, kind: type, expected: str) -> None:
         expect(f"an item of {item}", value, kind, expected)
 
 
-def as_json(item: str, values: Mapping[str, Any]) -> dict[str, Json]:
+def description_as_json(item: str, values: Mapping[str, Any]) -> dict[str, Json]:
     """Return a mapping's values as JSON.
 
     Raises:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import UsageError
+from bucketline.store.format.block import CHECKSUM
 from bucketline.store.format.columns import NAME, RAGGED_PREFIX, SAME, EntriesOf
 from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.manifest_entries import RaggedEntry, column_entries
-from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP, Entry, RaggedSpec, make_caption
+from bucketline.store.format.text_block import DIGEST, STARTS, TEXT_GROUP, Entry, RaggedSpec, make_caption
 from bucketline.store.write.arrays import checked_arrays
 
 if TYPE_CHECKING:

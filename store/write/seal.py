@@ -25,6 +25,7 @@ from bucketline.errors import BucketlineError, CorruptError, LockedError, StoreE
 from bucketline.files.atomic_write import CREATE, FILE_MODE, move_durably, write_durably
 from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.files.locks import FileLock
+from bucketline.store.format.block import CHECKSUM
 from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.hashing import DIGEST_BYTES, LINE_BYTES, READ_BYTES, LineSums, line_sums
 from bucketline.store.format.layout import (
@@ -40,7 +41,7 @@ from bucketline.store.format.layout import (
 from bucketline.store.format.manifest_versions import COLUMNS_VERSION, FIRST_VERSION
 from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.sample_record import captions_checksum, decode_record
-from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP, is_bucket
+from bucketline.store.format.text_block import DIGEST, STARTS, TEXT_GROUP, is_bucket
 from bucketline.store.format.text_error import TextError
 from bucketline.store.shard.lmdb_fallback import read_lmdb
 from bucketline.store.shard.reader import INDEX_FORMAT, keys_of

@@ -24,7 +24,7 @@ from bucketline.store.format.manifest_entries import SHARD_NAME, bucket_entry, t
 from bucketline.store.format.text_block import TextSpec, with_error
 from bucketline.store.read.store import Store
 from bucketline.store.remote.urls import is_url
-from bucketline.store.write.description import as_json, check_description
+from bucketline.store.write.description import check_description, description_as_json
 from bucketline.store.write.newest import is_published, newest_manifest
 from bucketline.store.write.one_at_a_time import OneAtATime
 from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter
@@ -116,8 +116,8 @@ class StoreWriter(PartWriter):
         if empty_caption is None:
             raise UsageError("there are text columns and no empty_caption; give the embedding that stands for no caption")
         self._contents = Contents(
-            encoders=as_json("encoders", encoders),
-            rules=as_json("rules", rules or {}),
+            encoders=description_as_json("encoders", encoders),
+            rules=description_as_json("rules", rules or {}),
             max_captions=max_captions,
             text=text_entry(spec),
             columns=roles_of(columns, encoders),
@@ -315,7 +315,7 @@ def stored_manifest(store: Path, contents: Contents) -> Manifest | None:
             for one in (manifest, contents)
         )
         if contents.columns and not manifest.columns:  # images' latents only, which version 1 does not list
-            own = as_json("columns", contents.columns)
+            own = description_as_json("columns", contents.columns)
             refuse_difference({"columns": {LATENT: own.get(LATENT)}}, {"columns": own})
         refuse_difference(made, given)
     return manifest

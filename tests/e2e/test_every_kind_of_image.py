@@ -16,7 +16,7 @@ from PIL import Image
 
 from bucketline.ingest.images.rejects import Reason
 from bucketline.store import Store
-from bucketline.store.report.collect import collect
+from bucketline.store.report.collect import collect_facts
 from tests.commands import call
 from tests.kinds_of_images import BACKGROUND, ImageCase, Refused, images, refused
 
@@ -131,7 +131,7 @@ def problems_of(page: Path) -> dict[str, bool]:
 
 
 def test_a_report_loses_as_much_to_crops_as_packing_did(run: Run) -> None:
-    found = collect(Store.open(run.store), 1).buckets.values()
+    found = collect_facts(Store.open(run.store), 1).buckets.values()
     losses = {b.name: {"images": b.with_crop, "mean": round(b.mean_loss, 6), "max": round(b.most, 6)} for b in found}
     assert losses == run.report["crop_loss"]
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from bucketline.ingest import cli as ingest_cli
-from bucketline.ingest.commands.peek import Peek as IngestPeek
-from bucketline.ingest.commands.previews import Previews
+from bucketline.ingest.commands.peek import PeekSource as IngestPeek
+from bucketline.ingest.commands.previews import PreviewsCommand
 from bucketline.ingest.commands.prompts import Prompts
 from bucketline.loader.commands.peek import Peek as LoaderPeek
 from bucketline.loader.commands.plan import PlanCommand
@@ -36,7 +36,7 @@ EXAMPLES = {
     **{f"store {name}": command for name, command in store_cli.COMMANDS.items()},
     "loader plan": PlanCommand,
     "loader peek": LoaderPeek,
-    "ingest previews": Previews,
+    "ingest previews": PreviewsCommand,
 }
 
 

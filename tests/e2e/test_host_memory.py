@@ -21,7 +21,7 @@ from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
 from bucketline.train.outputs.weights import weights_of
-from bucketline.train.sharding import place
+from bucketline.train.sharding import place_model
 from tests.unit.train.forked import fork_ranks
 from tests.unit.train.models.test_families import offered
 from tests.unit.train.tiny_run import config
@@ -84,7 +84,7 @@ def measure(ranks: TrainRanks, folder: Path, asked: TrainConfig) -> None:
     if asked.lora_rank is not None:
         add_adapters(model, family, asked)
     weights = weights_of(family, adapters=asked.lora_rank is not None)
-    average = place(model, asked, ranks, torch.device("cpu"), weights, None, functools.partial(Average, decay=0.9))
+    average = place_model(model, asked, ranks, torch.device("cpu"), weights, None, functools.partial(Average, decay=0.9))
     placed = in_memory("VmHWM") - before
     forget_highest()
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], fused=True)

@@ -13,7 +13,7 @@ import pytest
 from bucketline.errors import AccountError
 from bucketline.ingest.parallel import item_parts as listed_module
 from bucketline.ingest.parallel.shares import Share, rank_of
-from bucketline.ingest.summary import RunSummary, check_identity, joined
+from bucketline.ingest.summary import RunSummary, check_identity, joined_summaries
 from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.shard.reader import as_keys
@@ -88,6 +88,6 @@ def test_every_image_belongs_to_exactly_one_rank_and_no_rank_is_left_without(wor
 
 @pytest.mark.parametrize("counts", [(0, 0), (2391, 0), (2392, 1), (1200, 1191)])
 def test_an_account_that_does_not_add_up_is_an_error_that_names_the_numbers(counts: tuple[int, int]) -> None:
-    whole = joined([RunSummary(packed=counts[0]), RunSummary(unchanged=counts[1])])
+    whole = joined_summaries([RunSummary(packed=counts[0]), RunSummary(unchanged=counts[1])])
     with pytest.raises(AccountError, match=rf"2392 images found, {counts[0]} packed \+ {counts[1]} unchanged"):
         check_identity(2392, whole)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bucketline.families.family import StoreFacts
 from bucketline.train.config import Precision, Sharding
 from bucketline.train.ema import Average
-from bucketline.train.memory.published import PUBLISHED
+from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.parallel import TrainRanks, local, repeated_blocks
@@ -38,16 +38,16 @@ CPU = torch.device("cpu")
 
 # of each model: its configuration, what its store offers, and its billions of weights.
 REAL: dict[str, tuple[str, dict[str, Any], StoreFacts, float]] = {
-    "sdxl": ("unet", PUBLISHED["SDXL"], StoreFacts(latent_channels=4, text={"tokens": 2048, "pooled": 1280}), 2.567),
+    "sdxl": ("unet", PUBLISHED_MODELS["SDXL"], StoreFacts(latent_channels=4, text={"tokens": 2048, "pooled": 1280}), 2.567),
     "sd3.5-large": (
         "transformer",
-        PUBLISHED["SD 3.5 large"],
+        PUBLISHED_MODELS["SD 3.5 large"],
         StoreFacts(latent_channels=16, text={"tokens": 4096, "pooled": 2048}),
         8.057,
     ),
     "flux": (
         "transformer",
-        PUBLISHED["FLUX.1-dev"],
+        PUBLISHED_MODELS["FLUX.1-dev"],
         StoreFacts(latent_channels=16, text={"tokens": 4096, "pooled": 768}),
         11.901,
     ),

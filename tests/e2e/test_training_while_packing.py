@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.data import Schedule
+    from bucketline.train.data import FollowSchedule
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +96,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def schedule(asked: TrainConfig) -> Schedule:
+def schedule(asked: TrainConfig) -> FollowSchedule:
     """Return the schedule of the newest checkpoint; an empty one if there is none yet."""
     try:
         return schedule_of(read_run(asked.output_dir).state)
@@ -104,7 +104,7 @@ def schedule(asked: TrainConfig) -> Schedule:
         return ()
 
 
-def wait_for_generations(number: int, asked: TrainConfig, running: RunningRanks) -> Schedule:
+def wait_for_generations(number: int, asked: TrainConfig, running: RunningRanks) -> FollowSchedule:
     """Wait until a checkpoint has taken up so many generations; return its schedule."""
     until(lambda: len(schedule(asked)) >= number or not all(Path(f"/proc/{pid}").exists() for pid in running.pids))
     found = schedule(asked)

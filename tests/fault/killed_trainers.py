@@ -102,9 +102,9 @@ def _is_over(process: Apart) -> bool:
 
 
 def _is_saving(output: Path) -> bool:
-    from bucketline.train.outputs.checkpoint import CHECKPOINTS, NAME
+    from bucketline.train.outputs.checkpoint import CHECKPOINT_NAME, CHECKPOINTS
 
-    return any(not NAME.fullmatch(path.name) for path in (output / CHECKPOINTS).glob("*"))
+    return any(not CHECKPOINT_NAME.fullmatch(path.name) for path in (output / CHECKPOINTS).glob("*"))
 
 
 def drawn_moment(draw: random.Random, whole_s: float) -> Moment:

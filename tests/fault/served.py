@@ -21,7 +21,7 @@ from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.remote.cache.cached_paths import cached_paths
-from bucketline.store.remote.cache.cached_shard import HEADER_BYTES, LISTS
+from bucketline.store.remote.cache.cached_shard import HEADER_BYTES, PRESENT_SUFFIX
 from tests.fault.forcing import started
 
 if TYPE_CHECKING:
@@ -178,10 +178,10 @@ def check_cache(cache: Path, store: Path, url: str | None = None) -> int:
     found_in = [(folder, entry) for entry in read_manifest(store).shards for folder in folders]
     for folder, entry in found_in:
         path = cached_paths(folder, entry).lmdb
-        if not path.with_suffix(LISTS).exists():
+        if not path.with_suffix(PRESENT_SUFFIX).exists():
             continue
         num_lines = -(-entry.lmdb.num_bytes // LINE_BYTES)
-        states = np.fromfile(path.with_suffix(LISTS), dtype=np.uint8)[HEADER_BYTES : HEADER_BYTES + num_lines]
+        states = np.fromfile(path.with_suffix(PRESENT_SUFFIX), dtype=np.uint8)[HEADER_BYTES : HEADER_BYTES + num_lines]
         with path.open("rb") as own, shard_paths(store, entry.name).lmdb.open("rb") as original:
             for line in np.flatnonzero(states).tolist():
                 count += 1

@@ -18,7 +18,7 @@ import numpy as np
 from bucketline.errors import BucketlineError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.cache import Crops, ListRequest
-from bucketline.ingest.importers.changes import odd_files_rejected, read_entry, stamp_of
+from bucketline.ingest.importers.changes import cache_stamp, odd_files_rejected, read_entry
 from bucketline.ingest.importers.columns import ColumnRules
 from bucketline.ingest.importers.config import ImportConfig
 from bucketline.ingest.importers.registry import IMPORTERS, _is_here, listed
@@ -113,7 +113,7 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
             try:
                 cached = read_entry(importer, source, entry, listing.variant)
                 with odd_files_rejected(entry):
-                    row_of(entry, cached, rules, config, stamp_of(source, entry))
+                    row_of(entry, cached, rules, config, cache_stamp(source, entry))
                     number += 1
             except RejectedError:
                 continue

@@ -19,7 +19,7 @@ from bucketline.ingest.encoders.text.any_transformer import TextEncoder
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import Framing
-from bucketline.ingest.images.decode import decode
+from bucketline.ingest.images.decode import decode_image
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
@@ -217,7 +217,7 @@ def test_a_very_long_image_is_not_enlarged_beyond_its_bucket() -> None:
     data = encoded(Image.new("L", (60_000, 64), 90), "PNG")
     tracemalloc.start()
     try:
-        found = decode(data, Framing(grid=parse_grid("square:512", step_px=64, align_px=8)), "a.png")
+        found = decode_image(data, Framing(grid=parse_grid("square:512", step_px=64, align_px=8)), "a.png")
     finally:
         tracemalloc.stop()
     assert found.pixels.shape == (512, 512, 3)

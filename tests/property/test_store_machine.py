@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from bucketline.errors import LockedError, StoreError
-from bucketline.loader.batch import COLUMN_PREFIX, LATENTS, PRESENT_PREFIX
+from bucketline.loader.batch import BATCH_PRESENT_PREFIX, COLUMN_PREFIX, LATENTS
 from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import Store, add_column, read_manifest
 from bucketline.store.change.compact import compact
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 IDS = ("a.png", "b/a.png", "b/c.png", "d.png", "e", "ä ö.png", "\udcff.png", "long/" * 120)
 BUCKETS = ("train/64x64", "train/96x64", "val/64x64")
 LARGE = 1 << 30
-PREFIXES = (COLUMN_PREFIX, PRESENT_PREFIX)
+PREFIXES = (COLUMN_PREFIX, BATCH_PRESENT_PREFIX)
 ADDED = "features/id"
 MAX_CRASHES = 3  # of one run: what is left pending is sealed in a process of its own, a third of a second each
 Content = dict[str, list["Held"]]
@@ -115,7 +115,7 @@ def as_delivered(form: Form, content: Content) -> Columns:
             }
             for name in names:
                 if PRESENT_COLUMN + name in held[0].columns:
-                    found[bucket][PRESENT_PREFIX + name] = b"".join(one.columns[PRESENT_COLUMN + name] for one in held)
+                    found[bucket][BATCH_PRESENT_PREFIX + name] = b"".join(one.columns[PRESENT_COLUMN + name] for one in held)
     return found
 
 

@@ -54,10 +54,10 @@ def main(args: Sequence[str], prog: str) -> int:
     from bucketline.extras import extra_named
 
     with extra_named("train"):
-        from bucketline.train.memory.published import PUBLISHED
+        from bucketline.train.memory.published import PUBLISHED_MODELS
         from bucketline.train.memory.table import as_tables
         from bucketline.train.models.load import config_of
 
         configs = {name: config_of(folder) for name, folder in _names(asked.models).items()}
-        print(as_tables(configs or PUBLISHED, asked.lora_rank))
+        print(as_tables(configs or PUBLISHED_MODELS, asked.lora_rank))
     return 0

@@ -83,7 +83,7 @@ def _drawn(
     training: Training, schedule: ModelSchedule, store: Store, batches: Iterable[DrawingBatch], *, keeps: bool
 ) -> list[DrawnSample]:
     """Return the images of all batches; none, with a warning, without a VAE or enough memory."""
-    if (vae := load_vae(training.config, store)) is None:
+    if (vae := drawing_vae(training.config, store)) is None:
         return []
 
     def sample(one: DrawingBatch) -> Tensor:
@@ -160,7 +160,7 @@ def _decode_batch(vae: nn.Module, one: DrawingBatch, latents: Tensor) -> Iterato
             yield DrawnSample(entry=entry, real=its_real, generated=image)
 
 
-def load_vae(config: TrainConfig, store: Store) -> nn.Module | None:
+def drawing_vae(config: TrainConfig, store: Store) -> nn.Module | None:
     """Load the model's VAE that decodes the store's latents, on the CPU; return None, with a warning, if there is none."""
     folder, file = locate(config.model, config.model_config)
     try:
@@ -178,5 +178,5 @@ def load_vae(config: TrainConfig, store: Store) -> nn.Module | None:
 @torch.no_grad()
 def _decode(vae: nn.Module, latents: Tensor) -> NDArray[np.uint8]:
     """Decode unscaled latents, [B, C, h, w] float32, to images, [B, H, W, 3]."""
-    pixels = vaes.decode(vae, latents)
+    pixels = vaes.vae_decode(vae, latents)
     return ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
-PUBLISHED: dict[str, dict[str, Json]] = {
+PUBLISHED_MODELS: dict[str, dict[str, Json]] = {
     "SD 1.5": {"_class_name": "UNet2DConditionModel", "sample_size": 64, "cross_attention_dim": 768},
     "SDXL": {
         "_class_name": "UNet2DConditionModel",

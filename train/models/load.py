@@ -15,7 +15,7 @@ from bucketline.families.family import Family, StoreFacts
 from bucketline.families.registry import FAMILIES, class_name, family_of_model
 from bucketline.model_file import INDEX, ModelFile, open_model_file, refuse_config_without_file, single_file
 from bucketline.store.format.columns import LATENT
-from bucketline.train.refusals import latent_channels
+from bucketline.train.refusals import store_channels
 from bucketline.weight_files import DIFFUSERS, variant_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
     sizes = ((bucket.name, bucket.spec.column(LATENT).shape) for bucket in buckets)
     imported = manifest.rules.get("import")
     return StoreFacts(
-        latent_channels=latent_channels(store),
+        latent_channels=store_channels(store),
         text={column.name: column.shape[-1] for column in (*columns.tokens, *columns.fixed)},
         num_classes=num_classes if isinstance(num_classes, int) else None,
         shows_padding=text.get("padding") != "valid",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class OptimizerKind:
     """The properties of an optimizer on which a run depends."""
 
     module: str  # in this folder; its function `make` takes the model, its groups of weights and the options
@@ -33,15 +33,15 @@ class Kind:
 
 
 KINDS = {
-    OptimizerName.ADAMW: Kind(module="adamw", takes_bf16=True, shards=True),
-    OptimizerName.ADAMW_BF16: Kind(module="adamw", make="make_bf16", takes_bf16=True, shards=True),
-    OptimizerName.ADAMW_8BIT: Kind(module="adamw_8bit", takes_bf16=True),
-    OptimizerName.ADAFACTOR: Kind(module="adafactor", learning_rate=1e-2),
-    OptimizerName.MUON: Kind(module="muon", shards=True),
-    OptimizerName.PRODIGY: Kind(
+    OptimizerName.ADAMW: OptimizerKind(module="adamw", takes_bf16=True, shards=True),
+    OptimizerName.ADAMW_BF16: OptimizerKind(module="adamw", make="make_bf16", takes_bf16=True, shards=True),
+    OptimizerName.ADAMW_8BIT: OptimizerKind(module="adamw_8bit", takes_bf16=True),
+    OptimizerName.ADAFACTOR: OptimizerKind(module="adafactor", learning_rate=1e-2),
+    OptimizerName.MUON: OptimizerKind(module="muon", shards=True),
+    OptimizerName.PRODIGY: OptimizerKind(
         module="prodigy", learning_rate=1.0, state=("d", "d_max", "d_numerator", "k"), is_per_weight=False
     ),
-    OptimizerName.SCHEDULE_FREE: Kind(
+    OptimizerName.SCHEDULE_FREE: OptimizerKind(
         module="schedule_free", state=("k", "weight_sum", "lr_max"), shards=True, is_per_weight=False, averages=True
     ),
 }
@@ -120,7 +120,7 @@ def average_of(config: TrainConfig, model: nn.Module, optimizer: Optimizer) -> A
     return OwnAverage(model, optimizer, config.ema)
 
 
-def _module(kind: Kind) -> str:
+def _module(kind: OptimizerKind) -> str:
     return f"{__package__}.{kind.module}"
 
 

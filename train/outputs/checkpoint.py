@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 VERSION = 3
 CHECKPOINTS = "checkpoints"
-NAME = re.compile(r"step-([0-9]{8,})")
+CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,})")
 ASIDE_SUFFIX = ".partial"
 DAMAGED_SUFFIX = ".damaged"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -110,7 +110,7 @@ def write(
     Raises:
         TrainError: if it cannot be written; earlier checkpoints are unchanged.
     """
-    folder = place(output_dir, state.steps_done)
+    folder = checkpoint_folder(output_dir, state.steps_done)
     with written_aside(folder, card) as aside:
         for name, tensors in zip(taken.sections, sections, strict=False):
             if name == OPTIMIZER:
@@ -184,7 +184,7 @@ def folder_of_step(steps_done: int) -> str:
     return f"step-{steps_done:08d}"
 
 
-def place(output_dir: Path, steps_done: int) -> Path:
+def checkpoint_folder(output_dir: Path, steps_done: int) -> Path:
     """Return the folder of the checkpoint at a step."""
     return output_dir / CHECKPOINTS / folder_of_step(steps_done)
 
@@ -275,7 +275,7 @@ def load_weights(folder: Path, weights: Weights, model: nn.Module, *, averaged: 
         weights.fill(folder / (average_folder(weights) if averaged else weights.folder), model)
 
 
-def load_optimizer(folder: Path, optimizer: Optimizer, of_groups: Collection[str] = ()) -> None:
+def load_saved_optimizer(folder: Path, optimizer: Optimizer, of_groups: Collection[str] = ()) -> None:
     """Load a checkpoint's optimizer state, under any sharding; `of_groups`: the entries of its groups that are state.
 
     Raises:
@@ -297,7 +297,11 @@ def of_this_model(folder: Path) -> Iterator[None]:
 
 def _folders(output_dir: Path) -> dict[int, Path]:
     """Return the checkpoints' folders by steps done, newest first, complete or not."""
-    found = {int(match[1]): path for path in (output_dir / CHECKPOINTS).glob("step-*") if (match := NAME.fullmatch(path.name))}
+    found = {
+        int(match[1]): path
+        for path in (output_dir / CHECKPOINTS).glob("step-*")
+        if (match := CHECKPOINT_NAME.fullmatch(path.name))
+    }
     return dict(sorted(found.items(), reverse=True))
 
 

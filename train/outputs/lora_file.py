@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 PEFT_PREFIX = "base_model.model."
 KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
-METADATA = "lora_adapter_metadata"  # in files of diffusers and ours: peft's configuration
+LORA_METADATA = "lora_adapter_metadata"  # in files of diffusers and ours: peft's configuration
 _NAME = re.compile(r"(?P<layer>.+?)\.(?:lora[_.](?:(?P<down>A|down)|(?P<up>B|up))(?:\.default)?\.weight|(?P<alpha>alpha))")
 PREFIX = re.compile(r"^(?:base_model\.model\.|diffusion_model\.|unet\.|transformer\.|lora_unet_|lora_transformer_)+")
 OF_TEXT_ENCODERS = ("lora_te", "text_encoder")
@@ -100,7 +100,7 @@ def _read(path: Path, model: nn.Module, pipeline: str | None) -> dict[str, Adapt
         tensors, metadata = read_tensors(path)
         beside = path.with_name("adapter_config.json")  # peft's
         is_pefts = any(name.startswith("base_model.") for name in tensors) and beside.exists()
-        text = beside.read_text(encoding="utf-8") if is_pefts else metadata.get(METADATA, "{}")
+        text = beside.read_text(encoding="utf-8") if is_pefts else metadata.get(LORA_METADATA, "{}")
         said = {name.rpartition(".")[2]: value for name, value in json.loads(text).items()}
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(f"--lora-from {path} cannot be read as a .safetensors file of adapters: {error}") from error

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from bucketline.train.noise_schedule import CONFIG as SCHEDULER
-from bucketline.train.outputs.lora_file import METADATA, PEFT_PREFIX, for_other_tools
+from bucketline.train.noise_schedule import SCHEDULER_CONFIG as SCHEDULER
+from bucketline.train.outputs.lora_file import LORA_METADATA, PEFT_PREFIX, for_other_tools
 from bucketline.train.parallel import plain_class
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
         if self.pipeline:
             # The format of diffusers' `save_lora_weights`, which preserves rank, alpha and layers.
-            save_tensors(tensors, folder / LORA_FILE, {"format": "pt", METADATA: config})
+            save_tensors(tensors, folder / LORA_FILE, {"format": "pt", LORA_METADATA: config})
         else:
             save_tensors(tensors, folder / PEFT_FILE, {"format": "pt"})
             (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted, human_number
 from bucketline.pages.charts import COLOURS, Bar, Line, bars, lines
-from bucketline.pages.page import Finding, Section, columns, document, percent, shown, table
+from bucketline.pages.page import Finding, Section, columns, document, escaped, percent, table
 from bucketline.pages.png import data_url
-from bucketline.train.report.read_run import by_timestep, differences, flat, frames_of, spread, texts_of
+from bucketline.train.report.read_run import by_timestep, flat, frames_of, run_differences, spread, texts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from bucketline.train.report.read_run import Frame, Run, Series
+    from bucketline.train.report.read_run import Frame, ReportedRun, Series
 
 MUCH_WAITED = 0.05  # share of the time that steps waited for data
 SLOW_STEPS = 3.0  # the 99th percentile over the median
@@ -33,7 +33,7 @@ SPEED = {
 }  # titles of charts by the field of the metrics
 
 
-def page_of(runs: Sequence[Run]) -> tuple[bytes, list[Finding]]:
+def page_of(runs: Sequence[ReportedRun]) -> tuple[bytes, list[Finding]]:
     """Return the page about runs, and its findings."""
     findings = [finding for run in runs for finding in _findings(run, _of(run, runs))]
     is_one = len(runs) == 1
@@ -59,11 +59,11 @@ def page_of(runs: Sequence[Run]) -> tuple[bytes, list[Finding]]:
     return data, findings
 
 
-def _of(run: Run, runs: Sequence[Run]) -> str:
+def _of(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
     return "" if len(runs) == 1 else f"{run.name}: "
 
 
-def _findings(run: Run, of: str) -> Iterator[Finding]:
+def _findings(run: ReportedRun, of: str) -> Iterator[Finding]:
     """Yield what is wrong in a run."""
     if run.status.get("state") == "failed":
         yield Finding(level="error", title=f"{of}the run failed", detail=str(run.status.get("reason") or ""), anchor="runs")
@@ -96,7 +96,7 @@ def _findings(run: Run, of: str) -> Iterator[Finding]:
         yield Finding(level="good", title=f"{of}the validation loss is at its best", detail=detail, anchor="loss")
 
 
-def _summary(run: Run) -> dict[str, str]:
+def _summary(run: ReportedRun) -> dict[str, str]:
     """Return a run in a few numbers, as text."""
     named = ("loss", "val_loss", "val_zero_loss", "samples_per_s", "data_wait_fraction", "peak_memory_mib")
     training, validation, zero, rates, waits, memory = (run.series(name).values for name in named)
@@ -112,7 +112,7 @@ def _summary(run: Run) -> dict[str, str]:
     }
 
 
-def _overview(runs: Sequence[Run]) -> str:
+def _overview(runs: Sequence[ReportedRun]) -> str:
     rows = [_summary(run) for run in runs]
     body = table(("run", *rows[0]), ((run.name, *row.values()) for run, row in zip(runs, rows, strict=True)), texts=2)
     reasons = [(run.name, run.status["reason"]) for run in runs if run.status.get("reason")]
@@ -123,13 +123,13 @@ def _line(name: str, series: Series, colour: int, *, is_dashed: bool = False) ->
     return Line(name=name, xs=series.steps, ys=series.values, colour=colour, is_dashed=is_dashed)
 
 
-def _chart(runs: Sequence[Run], title: str, field: str) -> str:
+def _chart(runs: Sequence[ReportedRun], title: str, field: str) -> str:
     """Return a chart of a value of the windows; nothing if no run has it."""
     drawn = [_line(run.name, run.series(field), n) for n, run in enumerate(runs)]
-    return f"<h3>{shown(title)}</h3>{lines(drawn, title, 'optimizer steps')}" if any(line.xs for line in drawn) else ""
+    return f"<h3>{escaped(title)}</h3>{lines(drawn, title, 'optimizer steps')}" if any(line.xs for line in drawn) else ""
 
 
-def _losses(runs: Sequence[Run]) -> str:
+def _losses(runs: Sequence[ReportedRun]) -> str:
     validation = [_line(f"{_of(run, runs)}averaged weights", run.series("val_loss"), n) for n, run in enumerate(runs)]
     validation.append(_line("predicting zero", runs[0].series("val_zero_loss"), COLOURS - 1, is_dashed=True))
     return columns(
@@ -142,7 +142,7 @@ def _losses(runs: Sequence[Run]) -> str:
     )
 
 
-def _by_timestep(runs: Sequence[Run]) -> str:
+def _by_timestep(runs: Sequence[ReportedRun]) -> str:
     charts: dict[str, list[Line]] = {}
     if len(runs) > 1:
         last = [_line(run.name, by_timestep(run.validations[-1]), n) for n, run in enumerate(runs) if run.validations]
@@ -151,18 +151,18 @@ def _by_timestep(runs: Sequence[Run]) -> str:
         found = spread(run.validations, VALIDATIONS)
         drawn = [_line(f"step {line['step']}", by_timestep(line), n) for n, line in enumerate(found)]
         charts[f"Validations of {run.name}"] = drawn
-    parts = (f"<h3>{shown(name)}</h3>{lines(drawn, 'loss by timestep', 'timestep')}" for name, drawn in charts.items())
+    parts = (f"<h3>{escaped(name)}</h3>{lines(drawn, 'loss by timestep', 'timestep')}" for name, drawn in charts.items())
     return columns(parts)
 
 
-def _buckets(run: Run) -> str:
+def _buckets(run: ReportedRun) -> str:
     found = sorted(run.buckets.items(), key=lambda one: (-one[1], one[0]))[:_MAX_BARS]
     total = max(1, run.buckets.total())
     chart = bars([Bar(label=name, value=count, note=f"{count:,}  ({percent(count / total)})") for name, count in found])
-    return f"<h3>{shown(run.name)} <small>optimizer steps</small></h3>{chart}"
+    return f"<h3>{escaped(run.name)} <small>optimizer steps</small></h3>{chart}"
 
 
-def _images(runs: Sequence[Run]) -> Section:
+def _images(runs: Sequence[ReportedRun]) -> Section:
     """Return the grids of all runs under one slider over the steps; a run shows its newest grid up to the chosen step."""
     drawn = [(run, frames_of(run)) for run in runs]
     steps = sorted({frame.step for _, frames in drawn for frame in frames})
@@ -170,7 +170,7 @@ def _images(runs: Sequence[Run]) -> Section:
         return Section(anchor="images", title="Images", body='<p class="dim">The runs have drawn no images.</p>')
     parts = []
     for run, frames in drawn:
-        heading = f"<h3>{shown(run.name)}</h3>" if len(runs) > 1 else ""
+        heading = f"<h3>{escaped(run.name)}</h3>" if len(runs) > 1 else ""
         parts.append(f"<div>{heading}{''.join(_frames(run.name, frames, steps))}{_texts(run)}</div>")
     last = len(steps) - 1
     slider = (
@@ -185,7 +185,7 @@ def _images(runs: Sequence[Run]) -> Section:
     return Section(anchor="images", title="Images", note=note, body=body)
 
 
-def _texts(run: Run) -> str:
+def _texts(run: ReportedRun) -> str:
     """Return the texts of a run's newest grid in full: the grid itself cuts them."""
     found = texts_of(run)
     if not any("seed" in one for one in found):
@@ -209,14 +209,14 @@ def _frames(name: str, frames: Sequence[Frame], steps: Sequence[int]) -> Iterato
         yield f'<p class="by-choice dim" data-frames="{" ".join(map(str, early))}">no images yet</p>'
     for frame in frames:
         places = " ".join(str(at) for at, own in enumerate(newest) if own == frame.step)
-        alt = shown(f"images of {name} after {counted(frame.step, 'step')}")
+        alt = escaped(f"images of {name} after {counted(frame.step, 'step')}")
         yield f'<div class="by-choice" data-frames="{places}"><img src="{data_url(frame.image)}" alt="{alt}"></div>'
 
 
-def _configuration(runs: Sequence[Run]) -> str:
+def _configuration(runs: Sequence[ReportedRun]) -> str:
     body = ""
     if len(runs) > 1:
-        rows = [(name, *values) for name, values in differences(runs)]
+        rows = [(name, *values) for name, values in run_differences(runs)]
         body += "<h3>In which the runs differ</h3>"
         body += table(("setting", *(run.name for run in runs)), rows, texts=1 + len(runs)) if rows else "<p>Nothing.</p>"
     for run in runs:
@@ -224,5 +224,5 @@ def _configuration(runs: Sequence[Run]) -> str:
         rest = {name: value for name, value in run.document.items() if name != "config"}
         title, is_open = (f"All settings of {run.name}", "") if len(runs) > 1 else ("All settings", " open")
         parts = columns((options, table(("", ""), flat(rest).items(), texts=2)))
-        body += f"<details{is_open}><summary>{shown(title)}</summary>{parts}</details>"
+        body += f"<details{is_open}><summary>{escaped(title)}</summary>{parts}</details>"
     return body

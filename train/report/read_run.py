@@ -36,7 +36,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ReportedRun:
     """A run, as its folder describes it."""
 
     name: str  # of the folder
@@ -87,18 +87,18 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[ReportedRun]:
     """Return runs in the given order, each once; those of equal folder names are named by their paths.
 
     Raises:
-        UsageError: as `read_run`.
+        UsageError: as `read_reported_run`.
     """
-    runs = [read_run(path) for path in {path.resolve(): path for path in paths}.values()]
+    runs = [read_reported_run(path) for path in {path.resolve(): path for path in paths}.values()]
     names = Counter(run.name for run in runs)
     return [run if names[run.name] == 1 else replace(run, name=str(run.path)) for run in runs]
 
 
-def read_run(path: Path) -> Run:
+def read_reported_run(path: Path) -> ReportedRun:
     """Return a run.
 
     Raises:
@@ -108,7 +108,7 @@ def read_run(path: Path) -> Run:
         raise UsageError(f"{path} is not the folder of a run: it needs {CONFIG} and {METRICS}; give a run's --output-dir")
     with (path / METRICS).open("rb") as file:
         lines: list[dict[str, Any]] = [_parsed(line, {}) for line in file.read(_MAX_BYTES).splitlines()]
-    return Run(
+    return ReportedRun(
         name=path.resolve().name,
         path=path,
         document=_read(path / CONFIG, {}),
@@ -144,7 +144,7 @@ def spread(values: Sequence[T], most: int) -> list[T]:
     return [values[round(n * (len(values) - 1) / (most - 1))] for n in range(most)]
 
 
-def frames_of(run: Run) -> list[Frame]:
+def frames_of(run: ReportedRun) -> list[Frame]:
     """Return the image grids of a run by step, at most MAX_FRAMES of them, the first and the last included."""
     found = {int(match[1]): path for path in (run.path / IMAGES_FOLDER).glob("*.png") if (match := _STEP.fullmatch(path.name))}
     if (last := run.path / IMAGES).is_file():
@@ -173,7 +173,7 @@ def small_jpeg(path: Path) -> bytes:
     return file.getvalue()
 
 
-def texts_of(run: Run) -> list[dict[str, Any]]:
+def texts_of(run: ReportedRun) -> list[dict[str, Any]]:
     """Return the captions, or the prompts with seed, size and guidance, of a run's newest grid, as the run wrote them."""
     along = sorted((run.path / IMAGES_FOLDER).glob("step-*.json"), reverse=True)
     last = (run.path / IMAGES).with_suffix(".json")
@@ -181,7 +181,7 @@ def texts_of(run: Run) -> list[dict[str, Any]]:
     return [one for one in entries if isinstance(one, dict)][:MAX_TEXTS]
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def run_differences(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
     """Return the settings in which runs differ: name and the value of each run. Stores, versions and the commit count too."""
     every = [flat(run.document) for run in runs]
     names = list(dict.fromkeys(name for own in every for name in own))

@@ -47,7 +47,7 @@ def load_caption_encoder(model: ModelFolder, device: torch.device, settings: Tex
 
 
 def _load(model: ModelFolder, device: torch.device, settings: TextSettings) -> CaptionEncoder:
-    family = family_of(model, is_plain=settings.is_plain)
+    family = text_family_of(model, is_plain=settings.is_plain)
     if family is None:
         return TextEncoder(model, device, settings)
     if family.parts:
@@ -68,7 +68,7 @@ def _refuse_bad_empty_caption(model: ModelFolder, empty: Embedding, dtype: str) 
     )
 
 
-def family_of(model: ModelFolder, *, is_plain: bool = False) -> type[Family] | None:
+def text_family_of(model: ModelFolder, *, is_plain: bool = False) -> type[Family] | None:
     """Return the family of a model; None if its only text encoder's last hidden state is stored.
 
     `is_plain`: the user wants that, whatever the model's pipeline does (`--text plain`).
@@ -102,7 +102,7 @@ def _has_its_encoders(family: type[Family], model: ModelFolder) -> bool:
 def is_known(model: ModelFolder) -> bool:
     """Return True if the model tells how it encodes captions."""
     try:
-        family_of(model)
+        text_family_of(model)
     except ModelError:
         return False
     return True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from bucketline.families.family import Family, Padding
 from bucketline.ingest.encoders.text.any_transformer import tokens_taken
 from bucketline.ingest.encoders.text.class_labels import ClassLabels, refuse_length
-from bucketline.ingest.encoders.text.registry import family_of
+from bucketline.ingest.encoders.text.registry import text_family_of
 from bucketline.ingest.encoders.text.token_limits import PromptLengths, make_pipeline
 from bucketline.ingest.encoders.text_columns import CaptionLength, TextSettings, text_spec
 from bucketline.ingest.encoders.text_model import load_tokenizer_part, token_counts
@@ -42,7 +42,7 @@ def open_caption_lengths(model: ModelFolder, settings: TextSettings) -> CaptionL
         ModelError: if a part is missing or cannot be loaded, or how its pipeline encodes captions is not known.
         UsageError: if the model does not support the requested length.
     """
-    kind = family_of(model, is_plain=settings.is_plain)
+    kind = text_family_of(model, is_plain=settings.is_plain)
     if kind is not None and not kind.parts:
         refuse_length(model, settings.max_tokens)
         return _of_classes(ClassLabels(model))

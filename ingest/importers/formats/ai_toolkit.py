@@ -40,10 +40,10 @@ def _is_here(source: Path) -> bool:
     )
 
 
-def _listed(request: cache.ListRequest) -> cache.Listing:
+def _listed(request: cache.ListRequest) -> cache.CacheListing:
     captions = CaptionFolder(request)
     found: list[tuple[str, dict[str, Any]]] = []
-    damaged_files: list[cache.Entry] = []
+    damaged_files: list[cache.CacheEntry] = []
     texts: set[str] = set()
     with_text: set[str] = set()  # images' paths without extension
     for folder, names in cache.files_below(request.source):
@@ -52,7 +52,9 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
                 try:
                     found.append((folder + name, _parsed(read_metadata(request.source, folder + name))))
                 except RejectedError as error:
-                    damaged_files.append(cache.Entry(id=folder + name, path=folder + name, captions=(), problem=error.detail))
+                    damaged_files.append(
+                        cache.CacheEntry(id=folder + name, path=folder + name, captions=(), problem=error.detail)
+                    )
             elif folder.endswith(_TEXTS):
                 texts.add(folder + name)
                 with_text.add(folder.removesuffix(_TEXTS) + name[:-_HASH_CHARS])
@@ -72,7 +74,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
         edited += bool(own) and text_path is None and image.rpartition(".")[0] in with_text
         flips = [name for name in ("flip_x", "flip_y") if fields.get(name)]
         entries.append(
-            cache.Entry(
+            cache.CacheEntry(
                 id="/".join([image, *flips]),
                 path=path,
                 at=tuple(_numbers(fields)),
@@ -86,7 +88,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
     if edited and family is not None:
         has = counted(edited, "caption") + (" has" if edited == 1 else " have")
         notes.append(f"{has} no embedding in the cache, which has that of another caption of the image: edited after caching")
-    return cache.Listing(
+    return cache.CacheListing(
         entries=[*entries, *damaged_files],
         variant=variant,
         scaling=cache.Scaling.AS_FED,
@@ -136,7 +138,7 @@ def _numbers(fields: dict[str, Any]) -> list[int]:
         return []
 
 
-def _read(source: Path, entry: cache.Entry, variant: str) -> cache.Cached:
+def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     tensors, _ = read_safetensors(source, entry.path)
     if len(entry.at) != 4:
         raise cache.damaged("its metadata lacks the size that it was resized to, or the crop")
@@ -152,7 +154,7 @@ def _read(source: Path, entry: cache.Entry, variant: str) -> cache.Cached:
     )
 
 
-def _texts(source: Path, entry: cache.Entry, variant: str) -> tuple[cache.Text, ...]:
+def _texts(source: Path, entry: cache.CacheEntry, variant: str) -> tuple[cache.Text, ...]:
     if entry.text_path is None or not entry.captions or variant not in _FAMILIES:
         return ()
     tensors, _ = read_safetensors(source, entry.text_path)

@@ -42,7 +42,7 @@ def _is_here(source: Path) -> bool:
     return any(_LATENTS.fullmatch(folder) and _DB in names for folder, names in cache.files_below(source))
 
 
-def _listed(request: cache.ListRequest) -> cache.Listing:
+def _listed(request: cache.ListRequest) -> cache.CacheListing:
     captions = None if request.captions is None else CaptionFolder(request)
     found: list[tuple[str, str]] = []  # folder, model
     for folder, names in cache.files_below(request.source):
@@ -54,7 +54,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
     places = [place for folder, own in found if own == model for place in _places(request.source, folder)]
     images = list(_images(request.source, places))
     ids = ids_of_paths([image for image in images if image is not None])
-    entries: list[cache.Entry] = []
+    entries: list[cache.CacheEntry] = []
     taken: Counter[str] = Counter()
     for place, image in zip(places, images, strict=True):
         sample_id = f"{place.folder}{place.number}" if image is None else ids[image]
@@ -62,7 +62,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
         own, problem = (None, None) if captions is None else captions.of(sample_id)
         size = place.folder.split("/")[-3]
         entries.append(
-            cache.Entry(
+            cache.CacheEntry(
                 id=sample_id if taken[sample_id] == 1 else f"{sample_id}/{size}",  # of several resolutions
                 image=image,
                 path=place.shard,
@@ -78,7 +78,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
             f"{unlisted[0]}{f' and {len(unlisted) - 1} more' if len(unlisted) > 1 else ''} is not in its index: caching was "
             "interrupted; let the trainer finish it, and import again"
         )
-    return cache.Listing(
+    return cache.CacheListing(
         entries=entries,
         variant=model,
         scaling=cache.Scaling.AS_FED,
@@ -156,7 +156,7 @@ def _images(source: Path, places: Sequence[_Place]) -> Iterator[str | None]:
                 yield None
 
 
-def _read(source: Path, entry: cache.Entry, _variant: str) -> cache.Cached:
+def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     offset, length = (int(number) for number in entry.at)
     found: Any = loaded(read_part(source, entry.path, offset, length), entry.path)
     if not isinstance(found, dict):

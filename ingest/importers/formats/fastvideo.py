@@ -46,9 +46,9 @@ def _is_here(source: Path) -> bool:
     return False
 
 
-def _listed(request: cache.ListRequest) -> cache.Listing:
+def _listed(request: cache.ListRequest) -> cache.CacheListing:
     captions = None if request.captions is None else CaptionFolder(request)
-    entries: list[cache.Entry] = []
+    entries: list[cache.CacheEntry] = []
     seen: Counter[str] = Counter()
     has_text = False
     for folder, names in cache.files_below(request.source):
@@ -56,7 +56,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
             try:
                 rows = listed_rows(request.source, path, _LISTED)
             except RejectedError as error:
-                entries.append(cache.Entry(id=path, path=path, captions=(), problem=error.detail))
+                entries.append(cache.CacheEntry(id=path, path=path, captions=(), problem=error.detail))
                 continue
             for group, number, row in rows:
                 place = f"{path}/{group}-{number}"
@@ -67,7 +67,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
                 own, problem = ((caption,) if caption else (), None) if captions is None else captions.of(sample_id)
                 others = [what for name, what in _OTHERS.items() if row.get(name)]
                 entries.append(
-                    cache.Entry(
+                    cache.CacheEntry(
                         id=sample_id if seen[sample_id] == 1 else f"{sample_id} ({place})",
                         path=path,
                         at=(group, number, " and ".join(others)),
@@ -77,7 +77,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
                 )
     if not entries:
         raise SourceError(f"{request.source} has no Parquet files of FastVideo; name the folder of its preprocessing")
-    return cache.Listing(
+    return cache.CacheListing(
         entries=entries,
         variant="",
         scaling=cache.Scaling.NONE,
@@ -88,7 +88,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
     )
 
 
-def _read(source: Path, entry: cache.Entry, _variant: str) -> cache.Cached:
+def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     row = _groups.row(source, entry.path, int(entry.at[0]), int(entry.at[1]), _VALUES)
     latent, tokens, first = (_tensor(row, name) for name in (_LATENT, _TEXT, _FIRST))
     if latent is None:

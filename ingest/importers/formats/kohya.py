@@ -45,7 +45,7 @@ def _is_here(source: Path) -> bool:
     return any(_NAME.fullmatch(name) for _, names in cache.files_below(source) for name in names)
 
 
-def _listed(request: cache.ListRequest) -> cache.Listing:
+def _listed(request: cache.ListRequest) -> cache.CacheListing:
     captions = CaptionFolder(request)
     found: list[tuple[str, str, str, set[str]]] = []  # folder, file, stem, all names
     models: Counter[str] = Counter()
@@ -71,7 +71,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
         is_older = text_path is not None and captions.is_newer(sample_id, request.source / text_path, stem=folder + stem)
         suffixes = _suffixes(request.source, folder + name) if variant in _SEVERAL_SIZES else [""]
         entries += [
-            cache.Entry(
+            cache.CacheEntry(
                 id=sample_id if len(suffixes) == 1 else f"{sample_id}/{suffix.removeprefix('_')}",
                 path=folder + name,
                 at=(suffix,),
@@ -82,7 +82,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
             )
             for suffix in suffixes
         ]
-    return cache.Listing(
+    return cache.CacheListing(
         entries=_one_each(entries),
         variant=variant,
         scaling=cache.Scaling.AS_FED if variant in _SCALED else cache.Scaling.NONE,
@@ -101,7 +101,7 @@ def _suffixes(source: Path, path: str) -> list[str]:
     return sorted(found) or [""]
 
 
-def _one_each(entries: list[cache.Entry]) -> list[cache.Entry]:
+def _one_each(entries: list[cache.CacheEntry]) -> list[cache.CacheEntry]:
     """Return the entries with an id each: two caches of one image, of other sizes of the original, keep their file names."""
     times = Counter(entry.id for entry in entries)
     return [
@@ -110,7 +110,7 @@ def _one_each(entries: list[cache.Entry]) -> list[cache.Entry]:
     ]
 
 
-def _read(source: Path, entry: cache.Entry, variant: str) -> cache.Cached:
+def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     arrays, suffix = read_npz(source, entry.path), str(entry.at[0])
     width, height = _original(arrays, suffix, entry)
     flipped = f"latents_flipped{suffix}"
@@ -124,7 +124,7 @@ def _read(source: Path, entry: cache.Entry, variant: str) -> cache.Cached:
     )
 
 
-def _original(arrays: Mapping[str, NDArray[Any]], suffix: str, entry: cache.Entry) -> tuple[int, int]:
+def _original(arrays: Mapping[str, NDArray[Any]], suffix: str, entry: cache.CacheEntry) -> tuple[int, int]:
     """Return the original's width and height, as the file has them, else as its name does."""
     for name in (f"original_size{suffix}", "original_size"):
         if name in arrays:
@@ -135,7 +135,7 @@ def _original(arrays: Mapping[str, NDArray[Any]], suffix: str, entry: cache.Entr
     return int(match["width"]), int(match["height"])
 
 
-def _texts(source: Path, entry: cache.Entry, variant: str) -> tuple[cache.Text, ...]:
+def _texts(source: Path, entry: cache.CacheEntry, variant: str) -> tuple[cache.Text, ...]:
     if entry.text_path is None or not entry.captions:
         return ()
     arrays = read_npz(source, entry.text_path)

@@ -23,7 +23,7 @@ from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
-from bucketline.ingest.importers.reading.mds_shards import INDEX, is_mds, listed_shards, part_of, sample_places
+from bucketline.ingest.importers.reading.mds_shards import MDS_INDEX, is_mds, listed_shards, mds_part_of, sample_places
 from bucketline.ingest.importers.reading.mds_values import floats, why_no_floats
 from bucketline.store.format.columns import FLIPPED_SUFFIX, ROLE
 
@@ -41,10 +41,10 @@ _TOKENS = "caption_latents"
 
 
 def _is_here(source: Path) -> bool:
-    return any(is_mds(source / folder / INDEX) for folder, names in cache.files_below(source) if INDEX in names)
+    return any(is_mds(source / folder / MDS_INDEX) for folder, names in cache.files_below(source) if MDS_INDEX in names)
 
 
-def _listed(request: cache.ListRequest) -> cache.Listing:
+def _listed(request: cache.ListRequest) -> cache.CacheListing:
     captions = None if request.captions is None else CaptionFolder(request)
     shards = list(listed_shards(request.source))
     columns = Counter[str]()
@@ -57,7 +57,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
         if request.variant is None and shards and has_one
         else cache.chosen_variant(columns, request, "mds", variants="columns")
     )
-    entries: list[cache.Entry] = []
+    entries: list[cache.CacheEntry] = []
     seen: Counter[str] = Counter()
     has_text = False
     for shard in shards:
@@ -75,7 +75,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
             sample_id = sample_id if seen[sample_id] == 1 else f"{sample_id} ({name})"
             own, problem = (None, None) if captions is None else captions.of(sample_id)
             entries.append(
-                cache.Entry(
+                cache.CacheEntry(
                     id=sample_id,
                     path=shard.path,
                     at=(offset, length, latents, json.dumps(of), *packed),
@@ -84,7 +84,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
                     stamp=(length, (request.source / shard.path).stat().st_mtime_ns),
                 )
             )
-    return cache.Listing(
+    return cache.CacheListing(
         entries=entries,
         variant=variant,
         scaling=cache.Scaling.AS_FED,
@@ -114,7 +114,7 @@ def _named(
         return None
     try:
         begin, size = _column_places(source, path, packed, place, columns)[name]
-        return part_of(source, path, *packed, begin, size).decode("utf-8") or None
+        return mds_part_of(source, path, *packed, begin, size).decode("utf-8") or None
     except (RejectedError, UnicodeDecodeError):
         return None  # reading the sample completely says what is wrong
 
@@ -129,7 +129,7 @@ def _column_places(
     """
     offset, length = place
     free = [name for name, (_, size) in columns.items() if size is None]
-    lengths = iter(struct.unpack(f"<{len(free)}I", part_of(source, path, *packed, offset, 4 * len(free))))
+    lengths = iter(struct.unpack(f"<{len(free)}I", mds_part_of(source, path, *packed, offset, 4 * len(free))))
     at, places = offset + 4 * len(free), {}
     for name, (_, size) in columns.items():
         own = next(lengths) if size is None else int(size)
@@ -140,11 +140,11 @@ def _column_places(
     return places
 
 
-def _read(source: Path, entry: cache.Entry, _variant: str) -> cache.Cached:
+def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     offset, length = int(entry.at[0]), int(entry.at[1])
     name, columns = str(entry.at[2]), json.loads(str(entry.at[3]))
     packed = str(entry.at[4]), int(entry.at[5])
-    data = part_of(source, entry.path, *packed, offset, length)
+    data = mds_part_of(source, entry.path, *packed, offset, length)
     values = {
         own: data[begin - offset : begin - offset + size]
         for own, (begin, size) in _column_places(source, entry.path, packed, (offset, length), columns).items()

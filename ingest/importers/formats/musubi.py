@@ -56,7 +56,7 @@ def _is_here(source: Path) -> bool:
     return any(_IMAGE.fullmatch(name) for _, names in cache.files_below(source) for name in names)
 
 
-def _listed(request: cache.ListRequest) -> cache.Listing:
+def _listed(request: cache.ListRequest) -> cache.CacheListing:
     captions = None if request.captions is None else CaptionFolder(request)
     found = [
         (folder, name, match, set(names))
@@ -76,7 +76,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
         own, problem = (None, None) if captions is None else captions.of(sample_id, stem=sample_id)
         text_path = folder + text if text in names else None
         entries.append(
-            cache.Entry(
+            cache.CacheEntry(
                 id=sample_id,
                 path=folder + name,
                 text_path=text_path,
@@ -85,7 +85,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
             )
         )
     has_text = any(entry.text_path for entry in entries)
-    return cache.Listing(
+    return cache.CacheListing(
         entries=entries,
         variant=arch,
         scaling=_SCALING[arch],
@@ -96,7 +96,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
     )
 
 
-def _read(source: Path, entry: cache.Entry, variant: str) -> cache.Cached:
+def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     tensors, metadata = read_safetensors(source, entry.path)
     columns: dict[str | None, list[str]] = {}
     for name in tensors:

@@ -35,7 +35,7 @@ def _is_here(source: Path) -> bool:
     return isinstance(found, dict) and "shards" in found and "model_type" in found
 
 
-def _listed(request: cache.ListRequest) -> cache.Listing:
+def _listed(request: cache.ListRequest) -> cache.CacheListing:
     source = request.source
     captions = None if request.captions is None else CaptionFolder(request)
     whole = cache.read_json(source / _METADATA)
@@ -55,7 +55,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
         own, problem = (None, None) if captions is None else captions.of(sample_id)
         path = _relocated(source, item["cache_file"])
         entries.append(
-            cache.Entry(
+            cache.CacheEntry(
                 id=sample_id,
                 image=item["image_path"],
                 path=path or item["cache_file"].rpartition("/")[2],
@@ -64,7 +64,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
                 caption_problem=problem,
             )
         )
-    return cache.Listing(
+    return cache.CacheListing(
         entries=entries,
         variant=model,
         scaling=cache.Scaling.AS_FED,
@@ -97,7 +97,7 @@ def _relocated(source: Path, path: str) -> str | None:
     return None
 
 
-def _read(source: Path, entry: cache.Entry, variant: str) -> cache.Cached:
+def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     found: Any = read_torch(source, entry.path)
     if not isinstance(found, dict):
         raise cache.damaged(f"it holds a {type(found).__name__}, expected a dictionary")

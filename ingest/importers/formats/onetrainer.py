@@ -36,7 +36,7 @@ def _is_here(source: Path) -> bool:
     return any(_VARIATION.fullmatch(folder) and _AGGREGATE in names for folder, names in cache.files_below(source))
 
 
-def _listed(request: cache.ListRequest) -> cache.Listing:
+def _listed(request: cache.ListRequest) -> cache.CacheListing:
     captions = None if request.captions is None else CaptionFolder(request)
     found: list[tuple[str, int, int, str]] = []  # folder, variation, number, image
     groups: dict[str, set[str]] = {}  # by image
@@ -71,7 +71,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
     for folder, variation, number, image in found:
         own, problem = ((), None) if captions is None else captions.of(ids[image])
         entries.append(
-            cache.Entry(
+            cache.CacheEntry(
                 id=ids[image] if variation == 0 else f"{ids[image]}/variation-{variation}",
                 image=image,
                 path=f"{folder}{number}.pt",
@@ -79,7 +79,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
                 caption_problem=problem,
             )
         )
-    return cache.Listing(
+    return cache.CacheListing(
         entries=entries,
         variant="",
         scaling=cache.Scaling.NONE,
@@ -110,7 +110,7 @@ def _images(source: Path, folder: str) -> list[str] | None:
     return [str(path) for path in paths]
 
 
-def _read(source: Path, entry: cache.Entry, _variant: str) -> cache.Cached:
+def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     found = read_torch(source, entry.path)
     if not isinstance(found, dict):
         raise cache.damaged(f"it holds a {type(found).__name__}, expected a dictionary")

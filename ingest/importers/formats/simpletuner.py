@@ -52,7 +52,7 @@ def _is_here(source: Path) -> bool:
     return any(_METADATA.fullmatch(name) for _, names in cache.files_below(source) for name in names)
 
 
-def _listed(request: cache.ListRequest) -> cache.Listing:
+def _listed(request: cache.ListRequest) -> cache.CacheListing:
     metadata: dict[str, dict[str, Any]] = {}
     latents: dict[str, list[str]] = {}  # folders by name
     texts: dict[str, str] = {}  # path by name
@@ -79,7 +79,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
         own, problem = captions.of(ids[path])
         text = next((texts[name] for caption in own[:1] if (name := _text_name(caption, model)) in texts), None)
         entries.append(
-            cache.Entry(
+            cache.CacheEntry(
                 id=ids[path],
                 image=path,
                 path=found or "",
@@ -90,7 +90,7 @@ def _listed(request: cache.ListRequest) -> cache.Listing:
                 caption_problem=problem,
             )
         )
-    return cache.Listing(
+    return cache.CacheListing(
         entries=entries,
         variant=model,
         scaling=cache.Scaling.AS_FED,
@@ -158,7 +158,7 @@ def _numbers(fields: dict[str, Any]) -> list[int]:
         return []
 
 
-def _read(source: Path, entry: cache.Entry, variant: str) -> cache.Cached:
+def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     if len(entry.at) != 8:
         raise cache.damaged(f"its metadata lacks {', '.join(_FIELDS)} or crop_coordinates, or has something else there")
     width, height, target_w, target_h, scaled_w, scaled_h, top, left = (int(number) for number in entry.at)
@@ -182,7 +182,7 @@ def _latent(found: Any) -> torch.Tensor:  # noqa: ANN401 - what the file holds
     return found
 
 
-def _texts(source: Path, entry: cache.Entry, model: str) -> tuple[cache.Text, ...]:
+def _texts(source: Path, entry: cache.CacheEntry, model: str) -> tuple[cache.Text, ...]:
     if entry.text_path is None or not entry.captions:
         return ()
     found = read_torch(source, entry.text_path)

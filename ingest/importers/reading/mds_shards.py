@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-INDEX = "index.json"
+MDS_INDEX = "index.json"
 MAX_SAMPLES = 1 << 28  # of a shard, whose offsets are U32
 _MAX_SHARD_BYTES = 1 << 33
 _MAX_UNPACKED_BYTES = 1 << 30  # of a compressed shard; Streaming's own limit is 64 MiB unless its user sets another
@@ -38,7 +38,7 @@ _STANDARD = ("gz", "bz2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class MdsShard:
     """A shard that an index lists."""
 
     name: str  # path of the uncompressed shard, from the source's folder
@@ -56,15 +56,15 @@ def is_mds(path: Path) -> bool:
     return isinstance(shards, list) and any(isinstance(one, dict) and one.get("format") == "mds" for one in shards)
 
 
-def listed_shards(source: Path) -> Iterator[Shard]:
+def listed_shards(source: Path) -> Iterator[MdsShard]:
     """Yield the shards that the index files of a source list, each once.
 
     Raises:
         SourceError: if one is missing or compressed in an unknown way, has a column of pickles, or is not described.
     """
-    known: dict[str, Shard] = {}
+    known: dict[str, MdsShard] = {}
     for folder, names in cache.files_below(source):
-        if INDEX not in names or not is_mds(path := source / folder / INDEX):
+        if MDS_INDEX not in names or not is_mds(path := source / folder / MDS_INDEX):
             continue
         for described in cache.read_json(path)["shards"]:
             shard = _shard(source, folder, path, described)
@@ -77,7 +77,7 @@ def listed_shards(source: Path) -> Iterator[Shard]:
                 yield shard
 
 
-def _shard(source: Path, folder: str, path: Path, described: Any) -> Shard:  # noqa: ANN401 - JSON
+def _shard(source: Path, folder: str, path: Path, described: Any) -> MdsShard:  # noqa: ANN401 - JSON
     try:
         lists = [described[key] for key in _COLUMNS]
         if not all(isinstance(one, list) for one in lists) or len({*map(len, lists)}) != 1:
@@ -115,7 +115,7 @@ def _shard(source: Path, folder: str, path: Path, described: Any) -> Shard:  # n
             f"{source / folder / str(packed_name)} has {num_bytes} bytes uncompressed, at most {_MAX_UNPACKED_BYTES} are "
             "unpacked in memory; decompress it"
         )
-    return Shard(
+    return MdsShard(
         name=f"{folder}{name}",
         path=f"{folder}{packed_name if compression else name}",
         compression=compression,
@@ -139,7 +139,7 @@ def _relative(name: object) -> str:
     return name
 
 
-def sample_places(source: Path, shard: Shard) -> list[tuple[int, int]]:
+def sample_places(source: Path, shard: MdsShard) -> list[tuple[int, int]]:
     """Return offset and length of each sample of a shard.
 
     Raises:
@@ -149,7 +149,7 @@ def sample_places(source: Path, shard: Shard) -> list[tuple[int, int]]:
     try:
         if 4 * (number + 2) > shard.num_bytes:
             raise cache.damaged(f"{shard.num_bytes} bytes are too few for them")
-        head = part_of(source, shard.path, shard.compression, shard.num_bytes, 0, 4 * (number + 2))
+        head = mds_part_of(source, shard.path, shard.compression, shard.num_bytes, 0, 4 * (number + 2))
         found, *offsets = struct.unpack(f"<{number + 2}I", head)
         if found != number or offsets != sorted(offsets) or offsets[0] < len(head):
             raise cache.damaged(f"it begins with {found} samples")
@@ -160,7 +160,7 @@ def sample_places(source: Path, shard: Shard) -> list[tuple[int, int]]:
     return [(begin, end - begin) for begin, end in pairwise(offsets)]
 
 
-def part_of(source: Path, path: str, compression: str, num_bytes: int, offset: int, length: int) -> bytes:
+def mds_part_of(source: Path, path: str, compression: str, num_bytes: int, offset: int, length: int) -> bytes:
     """Return a part of a shard, by its place in the uncompressed one, which has `num_bytes`.
 
     Raises:

@@ -17,8 +17,8 @@ from bucketline.families.vaes import VAES, latent_channels, vae_class
 from bucketline.fingerprint import config_hash
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Scaling
-from bucketline.ingest.importers.vae.spread import MAX_FACTOR_OF_ONE, Expected, Moments
-from bucketline.ingest.importers.vae.weights import PATCH, batch_norm, has_weights
+from bucketline.ingest.importers.vae.spread import MAX_FACTOR_OF_ONE, ExpectedLatents, Moments
+from bucketline.ingest.importers.vae.weights import PATCH_PX, has_weights, saved_batch_norm
 from bucketline.store.format.columns import LatentKind
 from bucketline.store.report.published_vaes import PUBLISHED
 from bucketline.torch_dtypes import TORCH_DTYPES, as_stored
@@ -65,14 +65,14 @@ class NamedVae:
         return self._number("scaling_factor") / _each(std)
 
     @cached_property
-    def expected(self) -> Expected:
+    def expected(self) -> ExpectedLatents:
         """Mean and standard deviation of its latents."""
         if self._packed:
             mean, std = (_each(self._packed[name]).reshape(self.channels, -1) for name in ("mean", "std"))
             whole = mean.mean(axis=1)
-            return Expected(name=self.name, mean=whole, std=np.sqrt((std**2 + mean**2).mean(axis=1) - whole**2))
+            return ExpectedLatents(name=self.name, mean=whole, std=np.sqrt((std**2 + mean**2).mean(axis=1) - whole**2))
         spread = _each(self.provenance["latents_std"] or 1.0 / self._number("scaling_factor"))
-        return Expected(name=self.name, mean=self.shift[:, 0], std=spread[:, 0])
+        return ExpectedLatents(name=self.name, mean=self.shift[:, 0], std=spread[:, 0])
 
     @property
     def is_packed(self) -> bool:
@@ -91,7 +91,7 @@ class NamedVae:
             ModelError: if only one of the two packs its latents.
         """
         if (scaling is Scaling.PACKED) != (self._packed is not None) and scaling is not Scaling.NONE:
-            packs = f"packs latents {PATCH} x {PATCH}, as Flux.2 does"
+            packs = f"packs latents {PATCH_PX} x {PATCH_PX}, as Flux.2 does"
             one, other = (
                 (source, f"the VAE of {self.name}") if scaling is Scaling.PACKED else (f"the VAE of {self.name}", source)
             )
@@ -103,7 +103,7 @@ class NamedVae:
         Raises:
             RejectedError: if it has another number of channels.
         """
-        channels = self.channels * (PATCH**2 if scaling is Scaling.PACKED else 1)
+        channels = self.channels * (PATCH_PX**2 if scaling is Scaling.PACKED else 1)
         if scaling is Scaling.PACKED and latent.ndim != 3:
             raise RejectedError(
                 Reason.CACHE, f"its packed latent is {list(latent.shape)}, expected that of an image, [C, h, w]"
@@ -157,8 +157,10 @@ class NamedVae:
 def unpacked(values: NDArray[Any]) -> NDArray[Any]:
     """Return packed latents, `[4 C, h / 2, w / 2]`, as `[C, h, w]`: four channels hold the pixels of a 2 x 2 patch, by row."""
     packed, height, width = values.shape
-    patches = values.reshape(packed // PATCH**2, PATCH, PATCH, height, width)
-    return np.ascontiguousarray(patches.transpose(0, 3, 1, 4, 2)).reshape(packed // PATCH**2, PATCH * height, PATCH * width)
+    patches = values.reshape(packed // PATCH_PX**2, PATCH_PX, PATCH_PX, height, width)
+    return np.ascontiguousarray(patches.transpose(0, 3, 1, 4, 2)).reshape(
+        packed // PATCH_PX**2, PATCH_PX * height, PATCH_PX * width
+    )
 
 
 def named_vae(model: ModelFolder | None, published: str | None, dtype: str, latents: str) -> NamedVae:
@@ -208,7 +210,7 @@ def _of_model(model: ModelFolder, dtype: str, latents: str) -> NamedVae:
         kind, config_hash(config), _weights_hash(model, kind), dtype, latents, channels, downscale, constants
     )
     if own.has_batch_norm:
-        provenance["batch_norm"] = batch_norm(model)
+        provenance["batch_norm"] = saved_batch_norm(model)
     frames_step = None if own.frames_field is None else int(config.get(own.frames_field) or own.frames_step)
     return NamedVae(name=f"--model {model.name}", provenance=provenance, frames_step=frames_step)
 

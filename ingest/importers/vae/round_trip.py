@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bucketline.errors import SourceError
-from bucketline.families.vaes import VAES, decode, encode
+from bucketline.families.vaes import VAES, vae_decode, vae_encode
 from bucketline.ingest.encoders.vae import load_vae
 from bucketline.ingest.importers.vae.spread import MAX_FACTOR, MAX_FACTOR_OF_ONE, farthest_from_1, numbers, overall
 
@@ -110,7 +110,7 @@ def _middle(latent: NDArray[Any]) -> NDArray[np.float32]:
 def _again(vae: Any, latent: NDArray[np.float32], device: torch.device) -> NDArray[np.float32]:  # noqa: ANN401
     """Decode a latent, `[C, h, w]`, and return that of the image."""
     given = torch.from_numpy(latent)[None].to(device)
-    found = encode(vae, decode(vae, given).clamp(-1.0, 1.0))[:, : len(latent)]  # of a distribution, the means
+    found = vae_encode(vae, vae_decode(vae, given).clamp(-1.0, 1.0))[:, : len(latent)]  # of a distribution, the means
     returned: NDArray[np.float32] = found.reshape(latent.shape).cpu().numpy()
     return returned
 

@@ -26,7 +26,7 @@ MAX_FACTOR_OF_ONE = 4.0  # of one sample over its VAE's, or of one channel eithe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class ExpectedLatents:
     """Mean and spread of a VAE's latents."""
 
     name: str  # the VAE, as the user names it
@@ -48,7 +48,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class LatentSpread:
     """Mean and standard deviation of a source's latents by channel, next to those of the VAE."""
 
     samples: int
@@ -94,14 +94,16 @@ class Moments:
         found: NDArray[np.float64] = np.sqrt(np.maximum(self.squares / self.number - self.mean**2, 0.0))
         return found
 
-    def factors(self, expected: Expected) -> NDArray[np.float64]:
+    def factors(self, expected: ExpectedLatents) -> NDArray[np.float64]:
         """Return the root mean square around the VAE's mean, over its spread, `[C]`."""
         centred = self.squares - 2 * expected.mean * self.sums + self.number * expected.mean**2
         found: NDArray[np.float64] = np.sqrt(np.maximum(centred, 0.0) / self.number) / expected.std
         return found
 
 
-def refuse_wrong_scale(latents: Sequence[NDArray[Any]], expected: Expected, scaling: Scaling, source: str) -> Spread:
+def refuse_wrong_scale(
+    latents: Sequence[NDArray[Any]], expected: ExpectedLatents, scaling: Scaling, source: str
+) -> LatentSpread:
     """Check the spread of a source's unscaled latents, `[C, …]` each, against the VAE's.
 
     Raises:
@@ -109,7 +111,7 @@ def refuse_wrong_scale(latents: Sequence[NDArray[Any]], expected: Expected, scal
     """
     whole = reduce(add, map(Moments.of, latents))
     each = whole.factors(expected)
-    found = Spread(
+    found = LatentSpread(
         samples=len(latents),
         mean=whole.mean.tolist(),
         std=whole.std.tolist(),

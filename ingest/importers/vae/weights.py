@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
 
-PATCH = 2  # a patch's height and width
+PATCH_PX = 2  # a patch's height and width
 
 
 def has_weights(model: ModelFolder) -> bool:
@@ -24,7 +24,7 @@ def has_weights(model: ModelFolder) -> bool:
     return model.file is not None or model.has_weights("vae")
 
 
-def batch_norm(model: ModelFolder) -> Json:
+def saved_batch_norm(model: ModelFolder) -> Json:
     """Return mean and standard deviation by which a Flux.2 VAE's packed latents are normalised, 4 C numbers each.
 
     Raises:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.sources.options import SourceOptions
 
 MAX_CAPTIONS_BYTES = 1 << 20  # per image
-COLUMNS = ("text", "caption", "captions", "prompt", "prompts")
+CAPTION_COLUMNS = ("text", "caption", "captions", "prompt", "prompts")
 EXTENSIONS = (".txt", ".caption", ".json")
 JSON = ".json"
 _TEXTS = (".txt", ".caption")
@@ -27,13 +27,13 @@ NOTHING: Captions = ((), None)
 class CaptionNames:
     """Names of columns and extensions to try for captions, in this order."""
 
-    columns: tuple[str, ...] = COLUMNS
+    columns: tuple[str, ...] = CAPTION_COLUMNS
     extensions: tuple[str, ...] = EXTENSIONS  # in lower case, with the dot
 
     @property
     def is_asked_for(self) -> bool:
         """True if the user named the column."""
-        return self.columns != COLUMNS
+        return self.columns != CAPTION_COLUMNS
 
     @classmethod
     def of(cls, options: SourceOptions) -> CaptionNames:
@@ -41,7 +41,7 @@ class CaptionNames:
         column, extension = options.caption_column, options.caption_extension
         extensions = EXTENSIONS if column is None else (JSON, *EXTENSIONS[:-1])  # a user who names a field means the JSON file
         return cls(
-            columns=COLUMNS if column is None else (column,),
+            columns=CAPTION_COLUMNS if column is None else (column,),
             extensions=extensions if extension is None else ("." + extension.lstrip(".").lower(),),
         )
 
@@ -94,7 +94,7 @@ def captions_of_text(name: str, data: bytes) -> Captions:
         return (), f"{name} is not UTF-8 (byte {error.start})"
 
 
-def captions_of_json(name: str, data: bytes, fields: Iterable[str] = COLUMNS) -> Captions:
+def captions_of_json(name: str, data: bytes, fields: Iterable[str] = CAPTION_COLUMNS) -> Captions:
     """Parse the first of `fields` in a JSON object: a string or a list of strings. No captions if it has none of the fields."""
     if len(data) > MAX_CAPTIONS_BYTES:
         return too_long(name, len(data))

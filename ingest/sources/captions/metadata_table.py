@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bucketline.errors import SourceError
 from bucketline.files.regular_file import why_unread
-from bucketline.ingest.sources.captions.caption_text import COLUMNS, CaptionNames, as_texts, lines_of, stripped
+from bucketline.ingest.sources.captions.caption_text import CAPTION_COLUMNS, CaptionNames, as_texts, lines_of, stripped
 from bucketline.ingest.sources.parquet_chunks import why_too_large
 
 FILE_NAME = "file_name"
@@ -141,7 +141,8 @@ def _text(path: Path, name: str) -> str:
 def _refuse_without_file_name(name: str, columns: list[str]) -> None:
     if FILE_NAME not in columns:
         raise SourceError(
-            f"{name} has the columns {', '.join(columns) or 'none'}; expected {FILE_NAME}, and {COLUMNS[0]} for captions"
+            f"{name} has the columns {', '.join(columns) or 'none'}; expected {FILE_NAME}, "
+            f"and {CAPTION_COLUMNS[0]} for captions"
         )
 
 

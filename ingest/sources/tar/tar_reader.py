@@ -30,7 +30,7 @@ _CUT_SHORT = "the tar ends inside a member: it was cut short"
 _REPAIR = "copy or create it again"
 
 
-class Readable(Protocol):
+class ByteStream(Protocol):
     """A stream of bytes."""
 
     def read(self, num_bytes: int, /) -> bytes:
@@ -52,7 +52,7 @@ class Member:
 class Forwards:
     """The file object for tarfile. It refuses to seek backwards, since a malicious header could cause an endless loop."""
 
-    def __init__(self, file: Readable, seekable: IO[bytes] | None) -> None:
+    def __init__(self, file: ByteStream, seekable: IO[bytes] | None) -> None:
         self._file, self._seekable = file, seekable
         self._num_bytes = None if seekable is None else seekable.seek(0, io.SEEK_END)
         self._at = 0
@@ -103,7 +103,7 @@ class Forwards:
 class Tar:
     """An open tar. Errors while reading it are SourceErrors that name the tar and the byte."""
 
-    def __init__(self, file: Readable, where: str, seekable: IO[bytes] | None = None) -> None:
+    def __init__(self, file: ByteStream, where: str, seekable: IO[bytes] | None = None) -> None:
         """Open a tar, compressed or not; `seekable` is the same file if it supports seeking."""
         self._where = where
         try:
@@ -178,7 +178,7 @@ class Tar:
 class _Rest:
     """A stream whose first bytes have already been read."""
 
-    def __init__(self, head: bytes, file: Readable) -> None:
+    def __init__(self, head: bytes, file: ByteStream) -> None:
         self._head, self._file = head, file
 
     def read(self, num_bytes: int = -1, /) -> bytes:
@@ -189,7 +189,7 @@ class _Rest:
         return part
 
 
-def _exactly(file: Readable, num_bytes: int) -> bytes:
+def _exactly(file: ByteStream, num_bytes: int) -> bytes:
     head = b""
     while len(head) < num_bytes and (part := file.read(num_bytes - len(head))):
         head += part
@@ -203,7 +203,7 @@ def _nanoseconds(seconds: float) -> int:
     return storable_mtime_ns(int(min(max(0.0, seconds * 1e9), float(MAX_MTIME_NS))))
 
 
-def _decompressed(head: bytes, file: Any) -> Readable | None:  # noqa: ANN401 - each module wants another protocol
+def _decompressed(head: bytes, file: Any) -> ByteStream | None:  # noqa: ANN401 - each module wants another protocol
     """Return the decompressed stream; None if the file is not compressed."""
     if head.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=file)

@@ -189,7 +189,7 @@ def expand(text: str, options: SourceOptions | None = None) -> TarSource:
     return TarSource(shards=tuple(shards), options=options)
 
 
-def is_url(text: str) -> bool:
+def has_scheme(text: str) -> bool:
     """Return True if a text begins with a scheme, such as `https:` or `pipe:`."""
     return re.match(r"[A-Za-z][A-Za-z0-9+-]+:", text) is not None
 
@@ -239,7 +239,7 @@ def _range_of(shard: Shard, item: SourceItem, options: SourceOptions) -> bytes:
 
 def local_path(url: str) -> Path | None:
     """Return the path of a URL without a scheme or with `file:`; None for others."""
-    if not is_url(url) or Path(url).exists():
+    if not has_scheme(url) or Path(url).exists():
         return Path(url)
     if url.startswith("file:"):
         from urllib.parse import urlparse

@@ -40,7 +40,7 @@ class Pull(ChangingArguments):
     def run(self) -> int:
         from bucketline.store.commands.progress import Tally, byte_progress
         from bucketline.store.sync.pull import pull
-        from bucketline.store.sync.selection import Selection
+        from bucketline.store.sync.selection import PullSelection
 
         refuse_below(1, jobs=self.jobs)
         refuse_below(0, generation=self.generation)
@@ -50,7 +50,7 @@ class Pull(ChangingArguments):
             done = pull(
                 folder,
                 self.store,
-                Selection(split=self.split, buckets=self.bucket, ids=self.ids),
+                PullSelection(split=self.split, buckets=self.bucket, ids=self.ids),
                 generation=self.generation,
                 jobs=self.jobs,
                 on_total=report.expect,

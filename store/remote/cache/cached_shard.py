@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from bucketline.store.remote.cache.range_locks import RangeLocks
 
 ABSENT, PINNED, RING, OLD_PINNED, OLD_RING = range(5)  # a line's byte; OLD: written before the machine started, unchecked
-LISTS = ".lines-present"
+PRESENT_SUFFIX = ".lines-present"
 MAGIC = b"bucketline.lines"
 HEADER_BYTES = 64  # magic, key, boot id (16 bytes each), length of the shard's file (U64), zeros
 _LINE_BITS = 21  # a shard's file has at most 16 TiB
@@ -95,7 +95,7 @@ class CachedShard:
 
     @property
     def _list_path(self) -> Path:
-        return self.path.with_suffix(LISTS)
+        return self.path.with_suffix(PRESENT_SUFFIX)
 
     def _has_length(self) -> bool:
         try:

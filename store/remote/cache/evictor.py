@@ -14,9 +14,9 @@ from bucketline.store.remote.cache import room
 from bucketline.store.remote.cache.cached_shard import (
     ABSENT,
     HEADER_BYTES,
-    LISTS,
     MAGIC,
     OLD_RING,
+    PRESENT_SUFFIX,
     RING,
     first_lock,
     punch,
@@ -62,7 +62,7 @@ class Evictor:
 
     def _search(self) -> list[_Victim]:
         found: list[_Victim] = []
-        for path in self._folder.glob(f"*/*/*{LISTS}"):
+        for path in self._folder.glob(f"*/*/*{PRESENT_SUFFIX}"):
             with suppress(OSError):
                 data = np.fromfile(path, dtype=np.uint8)
                 if len(data) < HEADER_BYTES or data[:16].tobytes() != MAGIC:
@@ -92,7 +92,7 @@ class Evictor:
                         return False
                     with self._room.locked():
                         os.pwrite(fd, bytes([ABSENT]), at)  # first: a hole must never be read
-                        self._room.add(room.RING, -victim.num_bytes)
+                        self._room.add(room.RING_BYTES, -victim.num_bytes)
                 finally:
                     os.close(fd)
                 begin = victim.line * LINE_BYTES

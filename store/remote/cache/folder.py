@@ -21,7 +21,7 @@ from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_durably
 from bucketline.forks import ForkSafeLock
 from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.remote.cache.cached_shard import LISTS, count_lines, unpin_lines
+from bucketline.store.remote.cache.cached_shard import PRESENT_SUFFIX, count_lines, unpin_lines
 from bucketline.store.remote.cache.evictor import Evictor
 from bucketline.store.remote.cache.range_locks import RangeLocks
 from bucketline.store.remote.cache.room import NUM_BYTES, SIDECARS, RingSpace, Room
@@ -189,7 +189,7 @@ class CacheFolder:
         """
         excess = self.room.kept() - (self.limit - self.ring_bytes)
         if excess > 0 and folder.locks.try_exclusive(_IN_USE):
-            for path in sorted(folder.path.glob(f"*/*{LISTS}"), key=lambda path: path.name, reverse=True):
+            for path in sorted(folder.path.glob(f"*/*{PRESENT_SUFFIX}"), key=lambda path: path.name, reverse=True):
                 excess -= unpin_lines(path, excess)
             self.recount()
             folder.locks.try_shared(_IN_USE)
@@ -351,7 +351,7 @@ def _bytes_of(folder: Path) -> tuple[int, int, int]:
     pinned = ring = sidecars = 0
     with suppress(FileNotFoundError):
         for path in folder.rglob("*"):
-            if path.suffix == LISTS:
+            if path.suffix == PRESENT_SUFFIX:
                 own = count_lines(path)
                 pinned, ring = pinned + own[0], ring + own[1]
             if path.suffix != ".lmdb" and path.is_file():

@@ -287,7 +287,7 @@ class LineFetcher:
             with self._cache.room.locked():
                 shard.present[number] = {OLD_PINNED: PINNED, OLD_RING: RING}[was] if is_right else ABSENT
                 if not is_right:
-                    self._cache.room.add(room.PINNED if was == OLD_PINNED else room.RING, -line.num_bytes)
+                    self._cache.room.add(room.PINNED_BYTES if was == OLD_PINNED else room.RING_BYTES, -line.num_bytes)
             if is_right:
                 self._arrived(line)
             else:
@@ -311,7 +311,7 @@ class LineFetcher:
             is_pinned = self._cache.may_pin(num_bytes)
             with self._cache.room.locked():
                 shard.present[number] = PINNED if is_pinned else RING  # last: its bytes are in the file
-                self._cache.room.convert(room.PINNED if is_pinned else room.RING, line.reserved)
+                self._cache.room.convert(room.PINNED_BYTES if is_pinned else room.RING_BYTES, line.reserved)
             line.reserved = 0
             self._counts["bytes_fetched"] += num_bytes
             self._arrived(line)

@@ -38,7 +38,7 @@ DOWN_S = 2.0  # after a deadline has passed, a reader's other files fail at once
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _CachedFile:
     """A file that is wanted: its object, its place in the cache, and what raises an error if its bytes are wrong."""
 
     name: str
@@ -92,8 +92,8 @@ class RemoteFiles:
         """Let no request that nobody waits for be repeated."""
         self._is_closed.set()
 
-    def _with_own_lines(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> list[_File]:
-        wanted = [_File(_name(path), path, self._checked(listed), listed.num_bytes) for path, listed in files]
+    def _with_own_lines(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> list[_CachedFile]:
+        wanted = [_CachedFile(_name(path), path, self._checked(listed), listed.num_bytes) for path, listed in files]
         for path, _ in files:
             if path.suffix == EXTENTS and (entry := self._with_lines.get(path)) is not None:
                 wanted.append(self._lines_file(entry, is_optional=True))
@@ -118,7 +118,7 @@ class RemoteFiles:
 
         return check
 
-    def _each(self, wanted: Sequence[_File]) -> None:
+    def _each(self, wanted: Sequence[_CachedFile]) -> None:
         """Make files available, all of them at the same time."""
         end = time.monotonic() + IN_TIME * self._deadline_s
         absent = self._absent(wanted)
@@ -156,7 +156,7 @@ class RemoteFiles:
             self._failure = time.monotonic(), failure
             raise failure
 
-    def _absent(self, wanted: Sequence[_File]) -> list[_File]:
+    def _absent(self, wanted: Sequence[_CachedFile]) -> list[_CachedFile]:
         """Return the files that are not in the cache, or damaged there, once those that were requested have come."""
         if self._requested:
             arriving = [own for file in wanted if (own := self._requested.pop(file.path, None)) is not None]
@@ -173,7 +173,7 @@ class RemoteFiles:
                 absent.append(file)
         return absent
 
-    def _refuse_known(self, absent: Sequence[_File]) -> None:
+    def _refuse_known(self, absent: Sequence[_CachedFile]) -> None:
         """Raise what is known of a file, or of the store: each batch that needs it would have it requested again."""
         for file in absent:
             if (verdict := self._verdicts.get(file.path)) is not None:
@@ -181,7 +181,7 @@ class RemoteFiles:
         if self._failure is not None and time.monotonic() - self._failure[0] < DOWN_S:
             raise self._failure[1]
 
-    def _settle(self, file: _File, future: Future[None]) -> StoreError | None:
+    def _settle(self, file: _CachedFile, future: Future[None]) -> StoreError | None:
         """Remember and return what a request has failed by if the next one would find the same; raise what may pass."""
         error = future.exception()
         if isinstance(error, DeniedError) or (error is not None and is_wrong(error)):
@@ -191,7 +191,7 @@ class RemoteFiles:
         future.result()
         return None
 
-    def _fetch_one(self, file: _File, is_over: threading.Event) -> None:
+    def _fetch_one(self, file: _CachedFile, is_over: threading.Event) -> None:
         tries = wrong = 0
         end = time.monotonic() + self._deadline_s
         while True:
@@ -269,7 +269,7 @@ class RemoteFiles:
         found: list[int] = decode_lines(file.path.read_bytes(), entry, file.path).tolist()
         return found
 
-    def _lines_file(self, entry: ShardEntry, *, is_optional: bool = False) -> _File:
+    def _lines_file(self, entry: ShardEntry, *, is_optional: bool = False) -> _CachedFile:
         name = lines_name(entry.name)
 
         def check(data: bytes, path: Path) -> None:
@@ -279,7 +279,7 @@ class RemoteFiles:
                 raise CorruptError(str(error).replace(str(path), self._objects.place(name))) from error
 
         paths = self.paths(entry)
-        return _File(name, paths.folder / f"{entry.name}.lines", check, lines_bytes(entry), is_optional=is_optional)
+        return _CachedFile(name, paths.folder / f"{entry.name}.lines", check, lines_bytes(entry), is_optional=is_optional)
 
 
 def _name(path: Path) -> str:

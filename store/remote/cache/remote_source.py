@@ -14,7 +14,7 @@ from bucketline.errors import StoreError
 from bucketline.forks import ForkSafeLock
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.remote.cache.cached_paths import store_key
-from bucketline.store.remote.cache.cached_shard import LISTS, PINNED, CachedShard
+from bucketline.store.remote.cache.cached_shard import PINNED, PRESENT_SUFFIX, CachedShard
 from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.cache.line_fetcher import LineFetcher
 from bucketline.store.remote.cache.remote_files import AT_ONCE, RemoteFiles
@@ -160,7 +160,7 @@ class RemoteSource:
 
     def has_list(self, entry: ShardEntry) -> bool:
         """Return whether a shard has been read from before, by any process."""
-        return self.paths(entry).lmdb.with_suffix(LISTS).exists()
+        return self.paths(entry).lmdb.with_suffix(PRESENT_SUFFIX).exists()
 
     def pinned(self, entry: ShardEntry) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Return which lines of a shard are pinned now, `[lines]`; they stay while the store is open."""

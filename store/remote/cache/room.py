@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-PINNED, RING, SIDECARS, CLOCK = range(4)  # words: bytes of pinned lines, of the ring's lines, of whole files; uses so far
+PINNED_BYTES, RING_BYTES, SIDECARS, CLOCK = range(
+    4
+)  # words: bytes of pinned lines, of the ring's lines, of whole files; uses so far
 _SLOTS_AT, _SLOTS = 8, 1024
 NUM_BYTES = 8 * (_SLOTS_AT + _SLOTS)
 _ALL = 0  # number of the lock on the words
@@ -69,17 +71,17 @@ class Room:
     def used(self) -> int:
         """Return the bytes that are held or reserved, by all processes."""
         words = self._words
-        return int(words[PINNED] + words[RING] + words[SIDECARS] + words[_SLOTS_AT:].sum())
+        return int(words[PINNED_BYTES] + words[RING_BYTES] + words[SIDECARS] + words[_SLOTS_AT:].sum())
 
     def pinned(self) -> int:
-        return int(self._words[PINNED])
+        return int(self._words[PINNED_BYTES])
 
     def ring(self) -> int:
-        return int(self._words[RING])
+        return int(self._words[RING_BYTES])
 
     def kept(self) -> int:
         """Return the bytes that are not freed while they are in use: of pinned lines and whole files."""
-        return int(self._words[PINNED] + self._words[SIDECARS])
+        return int(self._words[PINNED_BYTES] + self._words[SIDECARS])
 
     def is_shared(self) -> bool:
         """Return whether another process uses the cache."""
@@ -123,7 +125,7 @@ class Room:
 
         The caller holds `locked`.
         """
-        self._words[[PINNED, RING, SIDECARS]] = pinned, ring, sidecars
+        self._words[[PINNED_BYTES, RING_BYTES, SIDECARS]] = pinned, ring, sidecars
         for slot in np.flatnonzero(self._words[_SLOTS_AT:]).tolist():
             if slot != self._slot - _SLOTS_AT and self._locks.try_exclusive(1 + slot):
                 self._words[_SLOTS_AT + slot] = 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from bucketline.errors import CorruptError, StoreError
+from bucketline.errors import CorruptError, StoppedError, StoreError
 from bucketline.files.atomic_write import CREATE, FILE_MODE
 from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.store.remote.objects import PART_BYTES, PARTS_IN_FLIGHT
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry
     from bucketline.store.remote.objects import ObjectFolder
-
-
-class _StoppedError(Exception):
-    """Another file has failed, or the caller has stopped."""
 
 
 class Downloader:
@@ -123,7 +119,7 @@ class Downloader:
     def _part(self, name: str, begin: int, end: int) -> bytes:
         def read() -> bytes:
             if self._stopped.is_set():
-                raise _StoppedError
+                raise StoppedError
             part = self._folder.read_range(name, begin, end)
             if len(part) != end - begin:
                 raise CorruptError(

@@ -17,13 +17,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bucketline.errors import StoreError
+from bucketline.errors import StoppedError, StoreError
 from bucketline.files.sparse_file import make_sparse
 from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest_entries import SHARD_NAME
 from bucketline.store.read.lost_files import files_of
-from bucketline.store.sync.transfer.upload import FRESH_S, StoppedError, Uploader
+from bucketline.store.sync.transfer.upload import FRESH_S, Uploader
 from bucketline.store.write.describe import SENT, Described, describe_shard, note_description, noted_description
 
 if TYPE_CHECKING:

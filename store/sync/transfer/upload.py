@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from bucketline.errors import CorruptError, StoreError
+from bucketline.errors import CorruptError, StoppedError, StoreError
 from bucketline.files.regular_file import read_regular
 from bucketline.store.folder import ExistsError, MissingObjectError, folder_time
 from bucketline.store.format.hashing import LineSums, bytes_digest
@@ -65,10 +65,6 @@ class _File:
         if listed is None or COLUMN_SHARD_NAME.fullmatch(self.path.stem):
             return not self.is_list  # the names of added columns' files are drawn
         return self.expected in (listed.lmdb, listed.extents, listed.index, listed.dropped)
-
-
-class StoppedError(Exception):
-    """Another file has failed, or the caller has stopped."""
 
 
 class Uploader:

@@ -227,7 +227,7 @@ def test_an_image_drawn_in_training_is_the_one_that_the_pipeline_draws_from_the_
     empty = batch((negative,) * count) if is_guided else None
     one = DrawingBatch(batch=batch(captions), negative=empty, noise=noise, guidance=3.0, entries=())
     drawn = training.prep.scale.invert(draw_latents(training, schedule, made.pipeline.vae, one))
-    found = (vaes.decode(made.pipeline.vae, drawn) / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
+    found = (vaes.vae_decode(made.pipeline.vae, drawn) / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
 
     pipeline = made.pipeline
     made.model.eval()

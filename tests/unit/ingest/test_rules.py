@@ -75,7 +75,7 @@ def test_tars_that_webdataset_wrote_pack_to_the_same_latents_as_the_files_in_a_f
     for sample_id, (bucket, captions, latent) in by_file.items():
         assert by_tar[sample_id][:2] == (bucket, captions)
         np.testing.assert_array_equal(by_tar[sample_id][2], latent)
-    monkeypatch.setattr(image_reader, "decode", lambda *_: pytest.fail("an unchanged image was decoded"))
+    monkeypatch.setattr(image_reader, "decode_image", lambda *_: pytest.fail("an unchanged image was decoded"))
     before = tree(tmp_path / "t")
     assert counts(pack(text, tmp_path / "t", model, "--val-fraction", "0.2").json) == (0, 14, 0)
     assert tree(tmp_path / "t") == before

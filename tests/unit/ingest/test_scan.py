@@ -13,7 +13,7 @@ from PIL import Image
 
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import Framing
-from bucketline.ingest.images.decode import RejectedError, decode, placed_by_header
+from bucketline.ingest.images.decode import RejectedError, decode_image, placed_by_header
 from bucketline.store import Store
 from tests.commands import ROOT, Ran, call, spawn
 from tests.models import SMALL, colour_image, encoded, png
@@ -194,7 +194,7 @@ def test_a_header_places_an_image_as_decoding_it_does(kind: str, turned: int) ->
     data = encoded(
         Image.fromarray(colour_image(48, 80)), name, **options, **({"exif": exif} if name not in ("GIF", "BMP") else {})
     )
-    assert placed_by_header(io.BytesIO(data), FRAMING, "a") == decode(data, FRAMING, "a").placement
+    assert placed_by_header(io.BytesIO(data), FRAMING, "a") == decode_image(data, FRAMING, "a").placement
 
 
 REFUSED = (
@@ -213,5 +213,5 @@ def test_what_a_header_tells_is_refused_with_the_reason_that_decoding_gives(data
     with pytest.raises(RejectedError) as by_header:
         placed_by_header(io.BytesIO(data), FRAMING, "a")
     with pytest.raises(RejectedError) as by_decoding:
-        decode(data, FRAMING, "a")
+        decode_image(data, FRAMING, "a")
     assert (by_header.value.reason, by_header.value.detail) == (by_decoding.value.reason, by_decoding.value.detail)

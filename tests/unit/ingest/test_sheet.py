@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from bucketline.ingest.images.bucket_grid import parse_grid
-from bucketline.ingest.images.geometry import place
+from bucketline.ingest.images.geometry import bucket_placement
 from bucketline.ingest.sheet import crops as sheet_module
 from bucketline.ingest.sheet.crops import MAX_IN_ALL, MAX_PER_BUCKET, Cropped, with_crop, worst
-from bucketline.ingest.sheet.page import MAX_REJECTS, Section, Sheet, Thumbnail, page_of
+from bucketline.ingest.sheet.page import MAX_REJECTS, Sheet, SheetSection, Thumbnail, sheet_page
 from bucketline.ingest.summary import Reject
 from tests.commands import Ran, call
 from tests.models import SMALL, colour_image, encoded, png
@@ -63,11 +63,11 @@ class Page(HTMLParser):
 
 
 def placed(height_px: int, width_px: int) -> Placement:
-    return place(height_px, width_px, SQUARE)
+    return bucket_placement(height_px, width_px, SQUARE)
 
 
 def sheet_of(*shown: Thumbnail, rejects: list[Reject] | None = None, source: str = "photos") -> bytes:
-    section = Section(name="train/64x64", images=len(shown), mean=0.1, most=0.2, shown=shown)
+    section = SheetSection(name="train/64x64", images=len(shown), mean=0.1, most=0.2, shown=shown)
     rejects = rejects or []
     counts = {reject.reason: 1 for reject in rejects}
     sheet = Sheet(
@@ -81,7 +81,7 @@ def sheet_of(*shown: Thumbnail, rejects: list[Reject] | None = None, source: str
         rejects=rejects,
         rejected_by_reason=counts,
     )
-    return page_of(source, [sheet])
+    return sheet_page(source, [sheet])
 
 
 def scan(source: object, out: Path, *more: object) -> Ran:

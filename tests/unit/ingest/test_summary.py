@@ -6,7 +6,7 @@ import json
 
 from bucketline.ingest.images.crop_loss import CropLoss, note_crop_loss
 from bucketline.ingest.images.decode import Reason, RejectedError
-from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined, rejects_as_lines
+from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
 
 
 def test_accounts_of_several_ranks_are_added_up_in_every_part() -> None:
@@ -17,7 +17,7 @@ def test_accounts_of_several_ranks_are_added_up_in_every_part() -> None:
     one.reject("a.png", RejectedError(Reason.EMPTY, "0 bytes"))
     for account, bucket, lost in ((one, "a", 0.0), (one, "a", 0.25), (other, "a", 0.5), (other, "b", 0.25)):
         note_crop_loss(account.crop_losses, bucket, lost)
-    whole = joined([one, other])
+    whole = joined_summaries([one, other])
     assert whole.total == 3 + 1 + 1 + 5 + 3
     assert (whole.without_caption, whole.enlarged, whole.captions_truncated) == (3, 4, 4)
     assert (whole.captions_beyond, whole.dropped) == (["a", "b"], ["c"])

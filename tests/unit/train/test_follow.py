@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.data import Schedule
+    from bucketline.train.data import FollowSchedule
 
 MORE = {3: {"train/128x128": 6, "val/128x128": 1}, 8: {"train/128x192": 5, "train/192x128": 2}}  # by the step it is added at
 
@@ -43,7 +43,7 @@ def grows_while_it_is_trained_on(store: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(run_module, "train_step", step)
 
 
-def schedule(asked: TrainConfig) -> Schedule:
+def schedule(asked: TrainConfig) -> FollowSchedule:
     return schedule_of(read_run(asked.output_dir).state)
 
 
@@ -74,7 +74,7 @@ def test_a_followed_run_is_repeated_by_its_schedule_in_one_go_or_stopped_and_res
 
 def test_training_waits_for_the_first_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_vae(write_unet(tmp_path / "model"))
-    monkeypatch.setattr(data_module, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(data_module, "FOLLOW_EVERY_S", 0.02)
     writer = threading.Timer(0.5, lambda: make_training_store(tmp_path / "tiny.store"))
     writer.start()
     asked = config(tmp_path, max_steps=2, follow=True, wait_rows=20)

@@ -27,7 +27,15 @@ from bucketline.train.outputs.weights import Weights, weights_of
 from bucketline.train.parallel import TrainRanks, free_gathered, repeated_blocks, separate_blocks, without_sync
 from bucketline.train.parallel import whole as whole_tensor
 from bucketline.train.setup import replicated
-from bucketline.train.sharding import fill_from_rank_zero, keep_layout, place, shard, shard_mesh, shard_ranks_of, tensors_of
+from bucketline.train.sharding import (
+    fill_from_rank_zero,
+    keep_layout,
+    place_model,
+    shard,
+    shard_mesh,
+    shard_ranks_of,
+    tensors_of,
+)
 from bucketline.train.step import Training, train_step
 from tests.unit.train.forked import fork_ranks
 from tests.unit.train.models.test_families import offered, write_model
@@ -93,13 +101,13 @@ def test_a_checkpoint_is_the_same_to_the_bit_under_any_sharding(tmp_path: Path, 
             asked = config(tmp_path, sharding=sharding, shard_ranks=shard_ranks, precision=Precision.BF16)
             _, model = loaded(on_meta=not ranks.is_main)
             assert all(tensor.is_meta is not ranks.is_main for tensor in tensors_of(model).values())
-            average = place(model, asked, ranks, CPU, weights, folder, partial(Average, decay=0.9))
+            average = place_model(model, asked, ranks, CPU, weights, folder, partial(Average, decay=0.9))
             for parameter in model.parameters():
                 assert isinstance(parameter, DTensor) is (part > 1)
                 own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 assert own.numel() <= -(-parameter.shape[0] // part) * parameter[0].numel()
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-            checkpoint.load_optimizer(folder, optimizer)
+            checkpoint.load_saved_optimizer(folder, optimizer)
             _, again = sections_of(ranks, weights, model, average, optimizer)
             for section, tensors in saved.items():
                 assert again[section].keys() == tensors.keys()
@@ -227,7 +235,7 @@ def test_ranks_that_have_the_weights_are_not_sent_them_again(tmp_path: Path, mon
         _, model = load(tmp_path / "model", facts(), 0, on_meta=not ranks.is_main)
         asked = config(tmp_path, ema=Ema.OFF)
         weights = weights_of(StableDiffusion({}, facts()), adapters=False)
-        place(model, asked, ranks, CPU, weights, None, partial(Average, decay=0.9, place=Ema.OFF))
+        place_model(model, asked, ranks, CPU, weights, None, partial(Average, decay=0.9, place=Ema.OFF))
         sent: list[object] = []
         monkeypatch.setattr(distributed, "_sync_module_states", lambda **given: sent.append(given))
         wrapped = replicated(model, asked, CPU)

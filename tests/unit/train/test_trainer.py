@@ -466,14 +466,14 @@ def test_images_are_drawn_at_intervals_and_the_vae_is_gone_after_each(folder: Pa
     from bucketline.train.evaluation import drawing
 
     vaes = []
-    real = drawing.load_vae
+    real = drawing.drawing_vae
 
     def load(*args: Any) -> Any:
         vae = real(*args)
         vaes.append(weakref.ref(vae))
         return vae
 
-    monkeypatch.setattr(drawing, "load_vae", load)
+    monkeypatch.setattr(drawing, "drawing_vae", load)
     asked = config(folder, num_images=2, images_every=2, max_steps=4)
     train(asked, ALONE)
     gc.collect()

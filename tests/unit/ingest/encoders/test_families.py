@@ -13,7 +13,7 @@ from PIL import Image
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.registry import family_named
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.registry import family_of, load_caption_encoder
+from bucketline.ingest.encoders.text.registry import load_caption_encoder, text_family_of
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.text_model import load_text_part
 from bucketline.store import Store
@@ -215,7 +215,7 @@ def test_the_family_follows_from_the_index_and_without_one_from_the_parts(
     folders: dict[str, Path], model: Path, tmp_path: Path
 ) -> None:
     wanted = {family: family_named(family.removesuffix(" without T5")) for family in folders}
-    assert {family: family_of(open_model(str(folder))) for family, folder in folders.items()} == wanted
+    assert {family: text_family_of(open_model(str(folder))) for family, folder in folders.items()} == wanted
     wanted["pixart_sigma"] = wanted["pixart_alpha"]  # nothing tells the two apart
     for family, folder in folders.items():
         copy = tmp_path / folder.name
@@ -223,12 +223,12 @@ def test_the_family_follows_from_the_index_and_without_one_from_the_parts(
         for part in folder.iterdir():
             if part.is_dir():
                 (copy / part.name).symlink_to(part)
-        assert family_of(open_model(str(copy))) is wanted[family], family
-    assert family_of(open_model(str(model))) is None
+        assert text_family_of(open_model(str(copy))) is wanted[family], family
+    assert text_family_of(open_model(str(model))) is None
     write_dit(tmp_path / "dit", {0: "cat"})
-    assert family_of(open_model(str(tmp_path / "dit"))) is family_named("class_labels")
+    assert text_family_of(open_model(str(tmp_path / "dit"))) is family_named("class_labels")
     (tmp_path / "dit" / "model_index.json").unlink()
-    assert family_of(open_model(str(tmp_path / "dit"))) is family_named("class_labels")
+    assert text_family_of(open_model(str(tmp_path / "dit"))) is family_named("class_labels")
 
 
 def test_a_stable_diffusion_of_another_encoder_than_a_clip_stores_a_captions_own_tokens_alone(
@@ -248,7 +248,7 @@ def test_several_text_encoders_of_a_pipeline_that_is_not_known_are_refused(folde
         index.read_text(encoding="utf-8").replace("StableDiffusionXLPipeline", "HunyuanDiTPipeline"), encoding="utf-8"
     )
     with pytest.raises(ModelError, match=r"its pipeline is HunyuanDiTPipeline.*has several text encoders"):
-        family_of(open_model(str(folder)))
+        text_family_of(open_model(str(folder)))
 
 
 def test_an_sd3_without_t5_and_without_its_width_is_refused(tmp_path: Path) -> None:

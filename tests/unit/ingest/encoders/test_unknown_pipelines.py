@@ -12,7 +12,7 @@ import pytest
 from bucketline.errors import ModelError
 from bucketline.families.registry import FAMILIES, family_of_pipeline
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.registry import family_of
+from bucketline.ingest.encoders.text.registry import text_family_of
 from bucketline.store import Store
 from tests.commands import call
 from tests.models import write_images, write_model
@@ -84,7 +84,7 @@ def test_a_model_that_names_no_pipeline_says_what_its_captions_became(model: Pat
 def test_the_nearest_pipeline_is_named(model: Path, tmp_path: Path) -> None:
     near = named(model, tmp_path / "model", _class_name="StableDifusionXLPipeline")
     with pytest.raises(ModelError, match="the nearest is StableDiffusionXLPipeline"):
-        family_of(open_model(str(near)))
+        text_family_of(open_model(str(near)))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_folder_without_an_index_is_refused_by_the_part_that_is_not_known(
     (tmp_path / "model" / part).mkdir(exist_ok=True)
     (tmp_path / "model" / part / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ModelError, match=words):
-        family_of(open_model(str(tmp_path / "model")))
+        text_family_of(open_model(str(tmp_path / "model")))
 
 
 def test_a_known_pipeline_with_a_language_model_is_refused(model: Path, tmp_path: Path) -> None:
@@ -112,14 +112,14 @@ def test_a_known_pipeline_with_a_language_model_is_refused(model: Path, tmp_path
     folder = named(model, tmp_path / "model", **index)
     (folder / "text_encoder" / "config.json").write_text('{"architectures": ["LlamaModel"]}', encoding="utf-8")
     with pytest.raises(ModelError, match="its text encoder a LlamaModel"):
-        family_of(open_model(str(folder)))
+        text_family_of(open_model(str(folder)))
 
 
 def test_plain_is_refused_of_several_text_encoders(model: Path, tmp_path: Path) -> None:
     folder = named(model, tmp_path / "model", text_encoder_2=["transformers", "BertModel"])
     with pytest.raises(ModelError, match="has several text encoders"):
-        family_of(open_model(str(folder)), is_plain=True)
-    assert family_of(open_model(str(write_model(tmp_path / "one"))), is_plain=True) is None
+        text_family_of(open_model(str(folder)), is_plain=True)
+    assert text_family_of(open_model(str(write_model(tmp_path / "one"))), is_plain=True) is None
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bucketline.families.packing import PATCH
-from bucketline.families.vaes import PACKED_VAES, decode, encode
+from bucketline.families.vaes import PACKED_VAES, vae_decode, vae_encode
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.ingest.images.model_sizes import latent_sizes
@@ -86,4 +86,4 @@ def test_a_flux2_store_records_the_batch_norm_of_patches(tmp_path: Path) -> None
 def test_images_of_a_vae_with_transparency_have_three_channels() -> None:
     vae = tiny_qwen21_vae().eval()
     with torch.no_grad():
-        assert decode(vae, encode(vae, torch.zeros(1, 3, 32, 32))[:, :4]).shape == (1, 3, 32, 32)
+        assert vae_decode(vae, vae_encode(vae, torch.zeros(1, 3, 32, 32))[:, :4]).shape == (1, 3, 32, 32)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bucketline.errors import UsageError
 from bucketline.ingest.images.bucket_grid import MAX_TOKENS, Grid, Size, parse_grid
-from bucketline.ingest.images.geometry import place
+from bucketline.ingest.images.geometry import bucket_placement
 
 STEPS = (8, 16, 32, 64)
 SD15 = """256x832 256x896 256x960 256x1024 320x704 320x768 384x640 448x576 512x512
@@ -43,7 +43,7 @@ def test_sdxl_is_the_published_list() -> None:
     ("height", "width", "bucket"), [(1200, 1800, "832x1216"), (1800, 1200, "1216x832"), (3000, 500, "2048x512")]
 )
 def test_photographs_come_into_the_sdxl_sizes_that_people_expect(height: int, width: int, bucket: str) -> None:
-    assert str(place(height, width, grid("sdxl")).bucket) == bucket
+    assert str(bucket_placement(height, width, grid("sdxl")).bucket) == bucket
 
 
 @given(num_tokens=st.integers(1, 5000), token_px=st.sampled_from(STEPS))
@@ -97,9 +97,9 @@ def test_at_every_step_one_key_stands_for_one_shape_and_one_shape_for_one_key(
     for text in (f"area:{multiple * step}:{step}", f"tokens:{multiple * multiple}:{step}"):
         shapes: dict[str, tuple[int, int]] = {}
         for height, width in sizes:
-            placement = place(height, width, grid(text))
+            placement = bucket_placement(height, width, grid(text))
             assert placement.bucket.height_px % step == placement.bucket.width_px % step == 0
             latent = placement.crop[2] // 8, placement.crop[3] // 8
             assert shapes.setdefault(str(placement.bucket), latent) == latent
-            assert placement == place(height, width, grid(text))
+            assert placement == bucket_placement(height, width, grid(text))
         assert len(set(shapes.values())) == len(shapes)

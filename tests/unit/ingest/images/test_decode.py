@@ -21,7 +21,7 @@ from PIL import Image, ImageCms
 from bucketline.ingest.images import decode as decode_module
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import Crop, Framing
-from bucketline.ingest.images.decode import Decoded, Reason, RejectedError, decode
+from bucketline.ingest.images.decode import Decoded, Reason, RejectedError, decode_image
 from bucketline.ingest.images.srgb import to_srgb
 from tests import profiles
 from tests.commands import spawn
@@ -39,13 +39,13 @@ RGB = Image.fromarray(colour_image(64, 64))
 
 
 def pixels(data: bytes) -> NDArray[np.uint8]:
-    found: NDArray[np.uint8] = decode(data, SQUARE, "a.png").pixels
+    found: NDArray[np.uint8] = decode_image(data, SQUARE, "a.png").pixels
     return found
 
 
 def rejected(data: bytes, **rules: Any) -> RejectedError:
     with pytest.raises(RejectedError) as error:
-        decode(data, replace(GRID, **rules), "a.png")
+        decode_image(data, replace(GRID, **rules), "a.png")
     return error.value
 
 
@@ -53,7 +53,7 @@ def test_a_crop_drawn_from_the_id_shows_that_part_of_the_image() -> None:
     image = crop_of(2, 64, 400)
     seen = set()
     for name in ("a.png", "b.png", "c.png"):
-        found = decode(encoded(image, "PNG"), replace(SQUARE, crop=Crop.RANDOM), name)
+        found = decode_image(encoded(image, "PNG"), replace(SQUARE, crop=Crop.RANDOM), name)
         left = found.placement.left
         assert found.placement.crop_in_source == (0, left, 64, 64)
         assert np.array_equal(found.pixels, np.asarray(image)[:, left : left + 64])
@@ -65,7 +65,7 @@ def test_an_image_too_small_for_its_bucket_is_rejected_with_what_it_would_take()
     error = rejected(png(40, 60), max_upscale=Fraction(3, 2))
     assert error.reason is Reason.TOO_SMALL_FOR_BUCKET
     assert error.detail == "the least that a bucket needs is to enlarge it 1.6 times; --max-upscale is 1.5"
-    assert decode(png(40, 60), replace(GRID, max_upscale=Fraction(8, 5)), "a.png").placement.enlarged
+    assert decode_image(png(40, 60), replace(GRID, max_upscale=Fraction(8, 5)), "a.png").placement.enlarged
 
 
 def test_an_image_of_its_buckets_size_keeps_its_pixels() -> None:
@@ -191,11 +191,11 @@ def test_a_bomb_is_rejected_by_its_header_before_anything_is_unpacked(width: int
 def test_an_image_with_a_side_below_the_least_is_rejected_with_its_size() -> None:
     error = rejected(png(63, 200), min_size_px=64)
     assert (error.reason, error.detail) == (Reason.TOO_SMALL, "63x200 px, the short side must have 64")
-    assert isinstance(decode(png(64, 200), replace(GRID, min_size_px=64), "a.png"), Decoded)
+    assert isinstance(decode_image(png(64, 200), replace(GRID, min_size_px=64), "a.png"), Decoded)
 
 
 def test_a_small_image_is_enlarged_and_said_to_be() -> None:
-    decoded = decode(png(20, 30), GRID, "a.png")
+    decoded = decode_image(png(20, 30), GRID, "a.png")
     assert decoded.placement.enlarged
     assert decoded.pixels.shape == (64, 96, 3)
 
@@ -203,7 +203,7 @@ def test_a_small_image_is_enlarged_and_said_to_be() -> None:
 @given(height=st.integers(16, 150), width=st.integers(16, 150))
 @settings(max_examples=40)
 def test_pixels_have_the_size_of_the_bucket_whatever_the_image(height: int, width: int) -> None:
-    decoded = decode(png(height, width), GRID, "a.png")
+    decoded = decode_image(png(height, width), GRID, "a.png")
     assert decoded.pixels.shape == (decoded.placement.bucket.height_px, decoded.placement.bucket.width_px, 3)
     assert decoded.placement.source == (height, width)
 
@@ -216,7 +216,7 @@ def test_a_damaged_byte_ends_in_pixels_or_in_a_reject(at: int, value: int, kind:
     data = bytearray(encoded(Image.fromarray(colour_image(40, 50)), kind))
     data[at % len(data)] = value
     try:
-        assert decode(bytes(data), SQUARE, "a.png").pixels.shape == (64, 64, 3)
+        assert decode_image(bytes(data), SQUARE, "a.png").pixels.shape == (64, 64, 3)
     except RejectedError as error:
         assert error.reason in Reason  # noqa: PT017 - either is right, anything else is not
 
@@ -235,7 +235,7 @@ def test_icons_and_cursors_are_read_and_one_that_lies_about_its_size_is_taken_fo
     for cursor in (False, True):
         found = pixels(profiles.icon(bytes(bitmap) + bytes(64 * 8), side=64, cursor=cursor))
         assert np.array_equal(found, colour_image(64, 64)), cursor
-    lying = decode(profiles.icon(png(96, 64), side=64), GRID, "a.ico")
+    lying = decode_image(profiles.icon(png(96, 64), side=64), GRID, "a.ico")
     assert lying.placement.source == (96, 64)
     assert np.array_equal(lying.pixels, colour_image(96, 64))
 
@@ -291,7 +291,7 @@ def test_broken_metadata_does_not_cost_a_sound_image(exif: bytes) -> None:
 @pytest.mark.parametrize(("height", "width"), [(1, 5000), (5000, 1), (1, 1), (2, 3)])
 def test_a_strip_of_one_pixel_is_rejected_by_its_size_or_fills_its_bucket_where_asked_to(height: int, width: int) -> None:
     assert rejected(png(height, width)).reason is Reason.TOO_SMALL
-    found = decode(png(height, width), replace(GRID, min_size_px=1), "a.png")
+    found = decode_image(png(height, width), replace(GRID, min_size_px=1), "a.png")
     assert found.pixels.shape == (found.placement.bucket.height_px, found.placement.bucket.width_px, 3)
 
 
@@ -299,7 +299,7 @@ def test_a_cameras_photograph_with_a_preview_behind_it_is_taken() -> None:
     data = encoded(crop_of(0, 96, 128), "MPO", save_all=True, append_images=[crop_of(0, 48, 64)])
     with Image.open(io.BytesIO(data)) as image:
         assert (image.format, getattr(image, "n_frames", 1)) == ("MPO", 2)
-    assert decode(data, GRID, "a.jpg").placement.source == (96, 128)
+    assert decode_image(data, GRID, "a.jpg").placement.source == (96, 128)
 
 
 def test_the_filters_of_warnings_are_put_back_whatever_threads_decode() -> None:
@@ -308,7 +308,7 @@ def test_the_filters_of_warnings_are_put_back_whatever_threads_decode() -> None:
     odd = encoded(RGB.quantize(8), "PNG", transparency=bytes(range(0, 256, 32)))
     worse = encoded(RGB, "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff")
     with ThreadPoolExecutor(8) as pool:
-        sizes = set(pool.map(lambda n: decode((odd, worse)[n % 2], SQUARE, "a.png").pixels.shape, range(64)))
+        sizes = set(pool.map(lambda n: decode_image((odd, worse)[n % 2], SQUARE, "a.png").pixels.shape, range(64)))
     assert sizes == {(64, 64, 3)}
     assert list(warnings.filters) == before
 
@@ -328,7 +328,7 @@ def test_giants_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(decode_module, "to_srgb", counted)
     data = encoded(crop_of(0, 200, 200), "PNG")
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: decode(data, SQUARE, "a.png"), range(12)))
+        list(pool.map(lambda _: decode_image(data, SQUARE, "a.png"), range(12)))
     assert at_once == [1] * 12
 
 
@@ -345,12 +345,12 @@ def test_a_bit_flipped_in_the_pixels_of_a_png_is_found(level: int, at: int) -> N
 
 DECODING = """
 import resource, sys
-from bucketline.ingest.images.decode import decode
+from bucketline.ingest.images.decode import decode_image
 from bucketline.ingest.images.crop import Framing
 from bucketline.ingest.images.bucket_grid import parse_grid
 framing = Framing(grid=parse_grid("square:64", step_px=8, align_px=8))
 for path in sys.argv[1:]:
-    decode(open(path, "rb").read(), framing, path)
+    decode_image(open(path, "rb").read(), framing, path)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
 """
 

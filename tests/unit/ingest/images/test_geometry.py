@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bucketline.errors import UsageError
 from bucketline.ingest.images.bucket_grid import MAX_SIDE_PX, Grid, Size, parse_grid
 from bucketline.ingest.images.crop import Crop, Framing, crop_draw, crop_limit
-from bucketline.ingest.images.geometry import DRAW_BITS, NoBucketError, place
+from bucketline.ingest.images.geometry import DRAW_BITS, NoBucketError, bucket_placement
 from bucketline.ingest.images.rejects import RejectedError
 
 DRAWS = [17299756907605959221, 16864635185785317599, 467097385632747825]
@@ -29,7 +29,7 @@ GRIDS = st.builds(
 @given(height=SIDES, width=SIDES, grid=GRIDS)
 @settings(max_examples=400)
 def test_an_image_covers_its_bucket_and_the_crop_lies_inside_at_the_exact_size(height: int, width: int, grid: Grid) -> None:
-    placement = place(height, width, grid)
+    placement = bucket_placement(height, width, grid)
     top, left, crop_height, crop_width = placement.crop
     assert placement.bucket in grid.sizes
     assert (crop_height, crop_width) == (placement.bucket.height_px, placement.bucket.width_px)
@@ -43,7 +43,7 @@ def test_an_image_covers_its_bucket_and_the_crop_lies_inside_at_the_exact_size(h
 @given(height=SIDES, width=SIDES, grid=GRIDS)
 @settings(max_examples=200)
 def test_the_crop_in_the_source_lies_in_the_source_and_holds_what_the_crop_shows(height: int, width: int, grid: Grid) -> None:
-    placement = place(height, width, grid)
+    placement = bucket_placement(height, width, grid)
     for begin, length, source, resized, at, size in (
         (placement.crop_in_source[0], placement.crop_in_source[2], height, placement.resized[0], *placement.crop[0::2]),
         (placement.crop_in_source[1], placement.crop_in_source[3], width, placement.resized[1], *placement.crop[1::2]),
@@ -63,7 +63,7 @@ def test_no_other_bucket_keeps_more_of_the_image(height: int, width: int, grid: 
         across, down = size.width_px * height, size.height_px * width
         return Fraction(min(across, down), max(across, down))
 
-    chosen = place(height, width, grid).bucket
+    chosen = bucket_placement(height, width, grid).bucket
     assert kept(chosen) == max(map(kept, grid.sizes))
     assert chosen.height_px * chosen.width_px == max(
         size.height_px * size.width_px for size in grid.sizes if kept(size) == kept(chosen)
@@ -74,7 +74,7 @@ def test_no_other_bucket_keeps_more_of_the_image(height: int, width: int, grid: 
 @settings(max_examples=200)
 def test_an_image_turned_by_a_quarter_comes_into_the_bucket_turned_by_a_quarter(height: int, width: int, grid: Grid) -> None:
     turned = Grid(name="turned", sizes=tuple(sorted(Size(size.width_px, size.height_px) for size in grid.sizes)))
-    one, other = place(height, width, grid), place(width, height, turned)
+    one, other = bucket_placement(height, width, grid), bucket_placement(width, height, turned)
     assert one.enlarged == other.enlarged
     if one.bucket == Size(other.bucket.width_px, other.bucket.height_px):  # else two kept the same
         assert one.resized == other.resized[::-1]
@@ -83,7 +83,7 @@ def test_an_image_turned_by_a_quarter_comes_into_the_bucket_turned_by_a_quarter(
 
 @given(size=st.integers(1, 64).map(lambda n: 8 * n), other=st.integers(1, 64).map(lambda n: 8 * n))
 def test_an_image_of_a_buckets_own_size_is_neither_resized_nor_cropped(size: int, other: int) -> None:
-    placement = place(size, other, Grid(name="x", sizes=(Size(size, other),)))
+    placement = bucket_placement(size, other, Grid(name="x", sizes=(Size(size, other),)))
     assert placement.resized == (size, other)
     assert placement.crop_in_source == (0, 0, size, other)
     assert not placement.enlarged
@@ -94,7 +94,7 @@ def test_an_image_of_a_buckets_own_size_is_neither_resized_nor_cropped(size: int
 def test_a_drawn_crop_lies_inside_and_differs_from_the_middle_one_only_in_where_it_begins(
     height: int, width: int, grid: Grid, draw: int
 ) -> None:
-    drawn, middle = place(height, width, grid, draw=draw), place(height, width, grid)
+    drawn, middle = bucket_placement(height, width, grid, draw=draw), bucket_placement(height, width, grid)
     assert (drawn.bucket, drawn.resized, drawn.source) == (middle.bucket, middle.resized, middle.source)
     assert 0 <= drawn.top <= drawn.resized[0] - drawn.bucket.height_px
     assert 0 <= drawn.left <= drawn.resized[1] - drawn.bucket.width_px
@@ -107,16 +107,16 @@ def test_a_drawn_crop_lies_inside_and_differs_from_the_middle_one_only_in_where_
 
 def test_draws_reach_both_ends_and_every_place_between_equally_often() -> None:
     grid = parse_grid("square:64", step_px=64, align_px=8)
-    assert place(64, 100, grid, draw=0).left == 0
-    assert place(64, 100, grid, draw=(1 << DRAW_BITS) - 1).left == 36
-    assert place(100, 64, grid, draw=(1 << DRAW_BITS) - 1).crop == (36, 0, 64, 64)
-    places = [place(64, 67, grid, draw=crop_draw(f"{n}.png")).left for n in range(4000)]
+    assert bucket_placement(64, 100, grid, draw=0).left == 0
+    assert bucket_placement(64, 100, grid, draw=(1 << DRAW_BITS) - 1).left == 36
+    assert bucket_placement(100, 64, grid, draw=(1 << DRAW_BITS) - 1).crop == (36, 0, 64, 64)
+    places = [bucket_placement(64, 67, grid, draw=crop_draw(f"{n}.png")).left for n in range(4000)]
     counts = [places.count(left) for left in range(4)]
     assert sum(counts) == 4000
     assert max(abs(count - 1000) for count in counts) < 120
     for draw in (-1, 1 << DRAW_BITS):
         with pytest.raises(ValueError, match="a draw of"):
-            place(64, 64, grid, draw=draw)
+            bucket_placement(64, 64, grid, draw=draw)
 
 
 def test_the_draw_of_an_id_never_changes() -> None:
@@ -140,25 +140,27 @@ def test_no_image_is_enlarged_beyond_the_limit_and_the_best_bucket_within_it_is_
     allowed = tuple(size for size in grid.sizes if enlarging(size) <= limit)
     if not allowed:
         with pytest.raises(NoBucketError) as error:
-            place(height, width, grid, max_upscale=limit)
+            bucket_placement(height, width, grid, max_upscale=limit)
         assert error.value.least == min(map(enlarging, grid.sizes)) > limit
         return
-    assert place(height, width, grid, max_upscale=limit) == place(height, width, Grid(name="allowed", sizes=allowed))
+    assert bucket_placement(height, width, grid, max_upscale=limit) == bucket_placement(
+        height, width, Grid(name="allowed", sizes=allowed)
+    )
 
 
 def test_a_small_image_takes_the_small_bucket_of_two_where_enlarging_is_limited() -> None:
     grid = parse_grid("512x512,1024x1024", step_px=64, align_px=8)
-    assert place(600, 600, grid).bucket == Size(1024, 1024)
-    assert place(600, 600, grid, max_upscale=Fraction(1)).bucket == Size(512, 512)
-    assert place(512, 512, grid, max_upscale=Fraction(1)).bucket == Size(512, 512)
+    assert bucket_placement(600, 600, grid).bucket == Size(1024, 1024)
+    assert bucket_placement(600, 600, grid, max_upscale=Fraction(1)).bucket == Size(512, 512)
+    assert bucket_placement(512, 512, grid, max_upscale=Fraction(1)).bucket == Size(512, 512)
     with pytest.raises(NoBucketError, match=r"the least 1\.002 times"):
-        place(511, 600, grid, max_upscale=Fraction(1))
+        bucket_placement(511, 600, grid, max_upscale=Fraction(1))
 
 
 @given(height=SIDES, width=SIDES, grid=GRIDS)
 @settings(max_examples=200)
 def test_the_loss_by_crop_is_the_share_of_the_source_outside_the_box(height: int, width: int, grid: Grid) -> None:
-    placement = place(height, width, grid)
+    placement = bucket_placement(height, width, grid)
     bucket = placement.bucket
     scale = max(Fraction(bucket.height_px, height), Fraction(bucket.width_px, width))
     kept = Fraction(bucket.height_px * bucket.width_px, height * width) / scale**2
@@ -170,7 +172,7 @@ def test_the_sizes_of_the_failure_that_gave_this_file_its_reason() -> None:
     """1088 x 704 and 1152 x 704 came out of one stage as 136 and of another as 144 latent pixels."""
     grid = parse_grid("area:896:64", step_px=64, align_px=8)
     for width in range(1080, 1160):
-        bucket = place(704, width, grid).bucket
+        bucket = bucket_placement(704, width, grid).bucket
         assert bucket in grid.sizes
         assert bucket.height_px % 64 == bucket.width_px % 64 == 0
 
@@ -178,7 +180,7 @@ def test_the_sizes_of_the_failure_that_gave_this_file_its_reason() -> None:
 @pytest.mark.parametrize(("height", "width"), [(0, 5), (5, 0), (-1, 5)])
 def test_an_image_without_a_size_has_no_place(height: int, width: int) -> None:
     with pytest.raises(ValueError, match="has no place"):
-        place(height, width, parse_grid("square:64", step_px=64, align_px=8))
+        bucket_placement(height, width, parse_grid("square:64", step_px=64, align_px=8))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ def test_an_image_is_rejected_if_its_crop_loses_more_than_allowed(height_px: int
     framing = Framing(grid=parse_grid("square:64", step_px=64, align_px=8), max_crop=crop_limit(0.75))
     with pytest.raises(RejectedError, match="too much cropped away") as error:
         framing.place("a.png", height_px, width_px)
-    assert error.value.placement == place(height_px, width_px, framing.grid)
+    assert error.value.placement == bucket_placement(height_px, width_px, framing.grid)
 
 
 def test_the_reason_of_a_crop_that_loses_too_much_has_its_numbers() -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import Framing
-from bucketline.ingest.images.decode import decode, placed_by_header
+from bucketline.ingest.images.decode import decode_image, placed_by_header
 from tests.commands import spawn
 from tests.models import colour_image, encoded
 
@@ -34,7 +34,7 @@ sys.exit(main(["scan", sys.argv[1], "--json"]))
 def test_an_image_that_a_plugin_reads_is_what_was_saved(kind: str, options: dict[str, int], distance: float) -> None:
     kept = colour_image(64, 96)
     data = encoded(Image.fromarray(kept), kind, **options)
-    decoded = decode(data, FRAMING, "a")
+    decoded = decode_image(data, FRAMING, "a")
     assert decoded.pixels.shape == (64, 96, 3)
     assert np.abs(decoded.pixels.astype(int) - kept.astype(int)).mean() <= distance
     assert placed_by_header(io.BytesIO(data), FRAMING, "a") == decoded.placement
@@ -45,7 +45,7 @@ def test_a_photograph_that_a_telephone_turned_is_turned_once() -> None:
     exif[0x0112] = 6
     kept = colour_image(64, 96)
     data = encoded(Image.fromarray(kept), "HEIF", exif=exif.tobytes(), quality=95)
-    decoded = decode(data, FRAMING, "a")
+    decoded = decode_image(data, FRAMING, "a")
     assert decoded.pixels.shape == (96, 64, 3)
     assert np.abs(decoded.pixels.astype(int) - np.rot90(kept, -1).astype(int)).mean() <= 3
     assert placed_by_header(io.BytesIO(data), FRAMING, "a") == decoded.placement

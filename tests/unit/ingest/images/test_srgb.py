@@ -13,7 +13,7 @@ from PIL import Image, ImageCms
 
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import Framing, parse_background
-from bucketline.ingest.images.decode import Reason, RejectedError, decode
+from bucketline.ingest.images.decode import Reason, RejectedError, decode_image
 from bucketline.ingest.images.srgb import to_srgb
 from tests import profiles
 from tests.models import colour_image, encoded
@@ -31,7 +31,7 @@ COLOURS = np.array(
 
 def pixels(data: bytes, **rules: Any) -> NDArray[np.int64]:
     framing = Framing(grid=SQUARE.grid, min_size_px=1, **rules)
-    return decode(data, framing, "a.png").pixels.astype(int)
+    return decode_image(data, framing, "a.png").pixels.astype(int)
 
 
 def patches() -> NDArray[np.uint8]:
@@ -127,7 +127,7 @@ def test_sixteen_bits_a_channel_become_eight_by_value(channels: int) -> None:
     values = values.reshape(256, 256, channels)
     if channels != 3:
         values[..., -1] = 65535
-    found = decode(profiles.deep_png(values), whole, "a.png").pixels
+    found = decode_image(profiles.deep_png(values), whole, "a.png").pixels
     colours = values if channels == 3 else values[..., :-1]
     assert np.array_equal(found, np.broadcast_to(np.round(colours / 257), (256, 256, 3)))
 

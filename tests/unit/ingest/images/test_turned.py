@@ -11,7 +11,7 @@ from PIL import ExifTags, Image, JpegImagePlugin
 
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import Crop, Framing
-from bucketline.ingest.images.decode import decode
+from bucketline.ingest.images.decode import decode_image
 from tests.models import encoded
 from tests.photographs import crop_of
 
@@ -44,14 +44,14 @@ def test_photographs_that_differ_in_how_the_camera_was_held_get_one_placement_an
 ) -> None:
     upright = crop_of(3, 290, 431)  # neither side a multiple of a JPEG's blocks
     framing = replace(GRID, crop=crop)
-    plain = decode(encoded(upright, "PNG"), framing, "a.jpg")
+    plain = decode_image(encoded(upright, "PNG"), framing, "a.jpg")
     for kind, options, tolerance in (
         ("TIFF", {}, 0),
         ("WEBP", {"lossless": True}, 0),
         ("PNG", {}, 0),
         ("JPEG", {"quality": 98, "subsampling": 0}, 8),
     ):
-        found = decode(turned(upright, orientation, kind, **options), framing, "a.jpg")
+        found = decode_image(turned(upright, orientation, kind, **options), framing, "a.jpg")
         assert found.placement == plain.placement
         assert np.abs(found.pixels.astype(int) - plain.pixels).max() <= tolerance, kind
 
@@ -64,7 +64,7 @@ def test_a_jpeg_decoded_at_a_fraction_gives_the_same_image_however_it_was_held(
     """At an eighth, 423 columns become 53, of which the last is 7/8 full: mirrored, it is the first."""
     data = turned(crop_of(0, height, width), orientation, "JPEG", quality=98, subsampling=0)
     framing = replace(GRID, grid=parse_grid("16x24,24x16,16x16", step_px=8, align_px=8))
-    whole, reduced = (decode(data, replace(framing, jpeg_draft=draft), "a.jpg") for draft in (False, True))
+    whole, reduced = (decode_image(data, replace(framing, jpeg_draft=draft), "a.jpg") for draft in (False, True))
     assert whole.placement == reduced.placement
     difference = np.abs(whole.pixels.astype(int) - reduced.pixels)
     assert 0 < difference.mean() < 1.5
@@ -85,8 +85,8 @@ def test_a_jpeg_is_decoded_at_a_fraction_only_where_twice_the_resized_image_is_l
     for side, expected in ((64, 64), (128, 128), (255, 255), (256, 128), (400, 200)):
         loaded.clear()
         data = encoded(crop_of(1, side, side), "JPEG")
-        decode(data, replace(SQUARE, jpeg_draft=True), "a.jpg")
+        decode_image(data, replace(SQUARE, jpeg_draft=True), "a.jpg")
         assert loaded[0] == (expected, expected)
         loaded.clear()
-        decode(data, SQUARE, "a.jpg")
+        decode_image(data, SQUARE, "a.jpg")
         assert loaded[0] == (side, side)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import Entry
+    from bucketline.ingest.importers.cache import CacheEntry
     from tests.unit.ingest.importers.known import Known
 
 RAN = "a pickle was run"
@@ -178,7 +178,7 @@ def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(
 ) -> None:
     last = max(source.rglob("*_sdxl.npz")).name.partition("_")[0]
 
-    def interrupted(entry: Entry, *args: Any) -> Any:
+    def interrupted(entry: CacheEntry, *args: Any) -> Any:
         if last in entry.id:  # whichever thread reads it: the rows before it are added first
             raise KeyboardInterrupt
         return row_of(entry, *args)

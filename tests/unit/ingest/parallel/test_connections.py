@@ -16,7 +16,7 @@ import pytest
 from bucketline.errors import RankError
 from bucketline.ingest.parallel import connections, handshake
 from bucketline.ingest.parallel import ranks as module
-from bucketline.ingest.parallel.messages import Alive, LastWord, Part, Stop, Value, as_bytes, from_bytes
+from bucketline.ingest.parallel.messages import Alive, LastWord, ListingPart, Stop, Value, from_bytes, message_bytes
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.signals import Interrupts
 
@@ -263,7 +263,7 @@ def test_a_pickle_from_another_rank_is_not_loaded_and_ends_the_run(monkeypatch: 
 
 
 def test_a_message_that_is_too_long_is_not_received(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(connections, "MAX_RANK_MESSAGE_BYTES", 1000)
 
     def long(ranks: PackRanks) -> object:
         assert ranks._links is not None
@@ -278,7 +278,7 @@ def test_a_message_that_is_too_long_is_not_received(monkeypatch: pytest.MonkeyPa
     "message",
     [
         Value({"a": [None, "\udc80", 0.1]}),
-        Part(b"\x00P{"),
+        ListingPart(b"\x00P{"),
         Alive(),
         Stop(exit_code=143),
         LastWord(cause=None, exit_code=1, num_encoded=3),
@@ -286,7 +286,7 @@ def test_a_message_that_is_too_long_is_not_received(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_message_comes_as_it_was_sent(message: Any) -> None:
-    assert from_bytes(as_bytes(message)) == message
+    assert from_bytes(message_bytes(message)) == message
 
 
 @pytest.mark.parametrize(

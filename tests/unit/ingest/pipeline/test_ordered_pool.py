@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
+from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,12 +27,14 @@ def test_results_come_in_the_order_of_the_items_whoever_is_first_done() -> None:
             later.set()
         return n * n
 
-    with OrderedPool(range(20), work, lambda _: 1, Room(num_threads=2, items=8, num_bytes=100)) as ahead:
+    with OrderedPool(range(20), work, lambda _: 1, WorkLimits(num_threads=2, items=8, num_bytes=100)) as ahead:
         assert [(n, future.result()) for n, future in ahead.results(nothing)] == [(n, n * n) for n in range(20)]
 
 
-@pytest.mark.parametrize("room", [Room(num_threads=3, items=4, num_bytes=1000), Room(num_threads=3, items=99, num_bytes=40)])
-def test_no_more_is_under_way_than_there_is_room_for(room: Room) -> None:
+@pytest.mark.parametrize(
+    "room", [WorkLimits(num_threads=3, items=4, num_bytes=1000), WorkLimits(num_threads=3, items=99, num_bytes=40)]
+)
+def test_no_more_is_under_way_than_there_is_room_for(room: WorkLimits) -> None:
     drawn, most = 0, 0
 
     def items() -> Iterator[int]:
@@ -62,7 +64,7 @@ def test_in_bursts_nothing_runs_while_a_result_is_being_used(num_items: int) -> 
         yield from range(num_items)
 
     done = []
-    room = Room(num_threads=3, items=8, num_bytes=100, in_bursts=lambda: True)
+    room = WorkLimits(num_threads=3, items=8, num_bytes=100, in_bursts=lambda: True)
     with OrderedPool(items(), work, lambda _: 1, room) as ahead:
         for item, future in ahead.results(nothing):
             assert not running
@@ -71,7 +73,7 @@ def test_in_bursts_nothing_runs_while_a_result_is_being_used(num_items: int) -> 
 
 
 def test_an_item_larger_than_all_the_room_goes_alone() -> None:
-    room = Room(num_threads=2, items=8, num_bytes=5)
+    room = WorkLimits(num_threads=2, items=8, num_bytes=5)
     with OrderedPool([1, 2, 3], str, lambda _: 100, room) as ahead:
         assert [future.result() for _, future in ahead.results(nothing)] == ["1", "2", "3"]
 
@@ -82,7 +84,7 @@ def test_a_source_that_fails_is_heard_of_after_the_items_before_it() -> None:
         raise OSError("the cable was pulled")
 
     seen: list[str] = []
-    room = Room(num_threads=2, items=8, num_bytes=100)
+    room = WorkLimits(num_threads=2, items=8, num_bytes=100)
     with OrderedPool(items(), str, lambda _: 1, room) as ahead, pytest.raises(OSError, match="cable"):
         seen.extend(future.result() for _, future in ahead.results(nothing))
     assert seen == ["1", "2"]
@@ -97,7 +99,7 @@ def test_an_interruption_is_noticed_while_nothing_comes_and_no_thread_is_left() 
         raise KeyboardInterrupt
 
     def run() -> None:
-        room = Room(num_threads=1, items=8, num_bytes=100)
+        room = WorkLimits(num_threads=1, items=8, num_bytes=100)
         with OrderedPool([1], lambda _: release.wait(10), lambda _: 1, room) as ahead:
             next(ahead.results(interrupted))
 

@@ -42,14 +42,14 @@ def test_an_image_that_fails_shifts_no_other(source: Path, tmp_path: Path, model
     store = Store.open(tmp_path / "s")
     from bucketline.ingest.images.bucket_grid import parse_grid
     from bucketline.ingest.images.crop import Framing
-    from bucketline.ingest.images.decode import decode
+    from bucketline.ingest.images.decode import decode_image
 
     vae = VaeEncoder(open_model(str(model)), torch.device("cpu"), "F16")
     framing = Framing(grid=parse_grid(SMALL[1], step_px=2, align_px=2), min_size_px=8)
     for bucket in store.buckets():
         rows = np.arange(bucket.num_rows)
         for sample_id, latent in zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True):
-            pixels = decode((source / sample_id).read_bytes(), framing, sample_id).pixels
+            pixels = decode_image((source / sample_id).read_bytes(), framing, sample_id).pixels
             np.testing.assert_allclose(latent, vae.encode(np.stack([pixels]))[0][0].numpy(), atol=4e-3)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, HUGE_PAGE_BYTES, BufferPool, carve, lay_out
+from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, HUGE_PAGE_BYTES, BufferPool, buffer_offsets, carve
 from bucketline.loader.prefetch.threads import FIRST_DEPTH
 from tests.leftovers import wait_until
 
@@ -23,7 +23,7 @@ def test_a_buffer_comes_back_when_the_last_tensor_over_it_is_gone_and_not_before
     pool = BufferPool(256, 2, pinned=False)
     buffer = pool.take()
     address = buffer.data_ptr()
-    fields, _ = lay_out([("a", torch.int32, (4,)), ("b", torch.float16, (8,))])
+    fields, _ = buffer_offsets([("a", torch.int32, (4,)), ("b", torch.float16, (8,))])
     tensors = carve(pool.lend(buffer), fields)
     del buffer
     view = tensors["b"][2:4].view(torch.uint8)
@@ -68,7 +68,7 @@ def test_taking_never_waits_and_what_is_too_much_is_let_go() -> None:
 )
 def test_fields_lie_apart_aligned_and_hold_what_is_put_into_them(fields: list[tuple[torch.dtype, list[int]]]) -> None:
     asked = [(str(n), dtype, tuple(shape)) for n, (dtype, shape) in enumerate(fields)]
-    placed, num_bytes = lay_out(asked)
+    placed, num_bytes = buffer_offsets(asked)
     flat = torch.zeros(num_bytes, dtype=torch.uint8)
     tensors = carve(flat, placed)
     for n, (name, dtype, shape) in enumerate(asked):

@@ -10,7 +10,7 @@ import torch
 
 from bucketline.errors import CorruptError, StateError, StoreError, UsageError
 from bucketline.ingest.images.bucket_grid import parse_grid
-from bucketline.ingest.images.geometry import place
+from bucketline.ingest.images.geometry import bucket_placement
 from bucketline.loader import Batch, LatentKind, Loader, LoaderConfig
 from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_left
 from bucketline.loader.plan.rng import Purpose, keys_of_rows, uniform, uniform_on_host
@@ -223,7 +223,7 @@ def test_a_crop_that_fits_no_resized_image_is_an_error_when_it_is_flipped(tmp_pa
 def test_mirrored_crops_are_those_of_the_records_over_many_images() -> None:
     random, grid = np.random.default_rng(0), parse_grid("64x64,64x128,128x64,192x64,1024x1024", step_px=64, align_px=8)
     placed = [
-        place(int(h), int(w), grid, draw=int(d))
+        bucket_placement(int(h), int(w), grid, draw=int(d))
         for h, w, d in zip(*random.integers(1, 9000, (2, 4000)), random.integers(0, 1 << 63, 4000), strict=True)
     ]
     left = mirrored_left(

@@ -13,7 +13,7 @@ import pytest
 
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.loader import Loader, LoaderConfig, RemoteLoader
-from bucketline.loader.network.wire import NETWORK_PROTOCOL, Kind
+from bucketline.loader.network.wire import NETWORK_PROTOCOL, FrameKind
 from bucketline.loader.service.protocol import receive, send
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CONFIG = LoaderConfig(batch_size=2)
 HEAD = struct.Struct("<BQQQIQ")
-END = HEAD.pack(Kind.END, 0, 0, 0, 0, 0)
+END = HEAD.pack(FrameKind.END, 0, 0, 0, 0, 0)
 HELLO = {"bucketline": NETWORK_PROTOCOL, "nonce": "n"}
 
 
@@ -81,12 +81,12 @@ def server(answer: dict[str, Any], frames: bytes = b"", hello: dict[str, Any] = 
 
 def failure(kind: str) -> bytes:
     message = json.dumps({"error": kind, "message": "the disk is on fire"}).encode()
-    return HEAD.pack(Kind.FAILURE, 0, 0, 0, len(message), 0) + message
+    return HEAD.pack(FrameKind.FAILURE, 0, 0, 0, len(message), 0) + message
 
 
 def layout_of(*values: object, num_bytes: int = 0) -> bytes:
     text = json.dumps(values).encode()
-    return HEAD.pack(Kind.BATCH, 0, 0, 0, len(text), num_bytes) + text + bytes(num_bytes)
+    return HEAD.pack(FrameKind.BATCH, 0, 0, 0, len(text), num_bytes) + text + bytes(num_bytes)
 
 
 @pytest.mark.parametrize("epochs", [None, 2])
@@ -131,7 +131,7 @@ def test_a_wrong_answer_is_an_error_that_names_the_server(store: Store, name: st
 
 
 BATCHES = {
-    "no JSON": HEAD.pack(Kind.BATCH, 0, 0, 0, 2, 0) + b"\xff{",
+    "no JSON": HEAD.pack(FrameKind.BATCH, 0, 0, 0, 2, 0) + b"\xff{",
     "nothing": layout_of(),
     "a bucket that is a number": layout_of(1, 0, []),
     "fields that are numbers": layout_of("b", 0, [1]),
@@ -147,8 +147,8 @@ BATCHES = {
     "an odd begin": layout_of("b", 8, [["latents", "float32", [1], 1, 4]], num_bytes=8),
     "a field twice": layout_of("b", 8, [["latents", "uint8", [8], 0, 8]] * 2, num_bytes=8),
     "fields that a batch lacks": layout_of("b", 8, [["x", "uint8", [8], 0, 8]], num_bytes=8),
-    "deep": HEAD.pack(Kind.BATCH, 0, 0, 0, 100_000, 0) + b"[" * 100_000,
-    "another step": HEAD.pack(Kind.BATCH, 7, 0, 0, len(json.dumps(["b", 0, []])), 0) + json.dumps(["b", 0, []]).encode(),
+    "deep": HEAD.pack(FrameKind.BATCH, 0, 0, 0, 100_000, 0) + b"[" * 100_000,
+    "another step": HEAD.pack(FrameKind.BATCH, 7, 0, 0, len(json.dumps(["b", 0, []])), 0) + json.dumps(["b", 0, []]).encode(),
 }
 
 

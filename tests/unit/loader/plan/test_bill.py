@@ -25,7 +25,7 @@ from bucketline.loader.plan.bill import (
     read_prices,
 )
 from bucketline.loader.plan.cache_needs import cache_for, num_bytes_of, sidecar_bytes_of, why_not
-from bucketline.loader.plan.line_uses import LineUses, groups_of
+from bucketline.loader.plan.line_uses import LineUses, groups_read
 from bucketline.loader.plan.make_plan import make_plan
 from bucketline.loader.plan.rng import keys_of_rows
 from bucketline.store import Store, add_column
@@ -147,7 +147,9 @@ def test_the_lines_of_an_added_column_are_among_them_if_it_is_read(tmp_path: Pat
     add_column(place, "mask", mask_of)
     store, line = Store.open(place), 1 << 11
     plan = plan_of(store, 1)
-    uses = [LineUses(store, plan, "train", 1, groups=groups_of(store, (), roles), line_bytes=line) for roles in ((), ("mask",))]
+    uses = [
+        LineUses(store, plan, "train", 1, groups=groups_read(store, (), roles), line_bytes=line) for roles in ((), ("mask",))
+    ]
     first, exact = uses[0].first_line, set[int]()
     for step in range(plan.steps_before(1)):
         (part,) = plan.draw([(step, 0)], 1)

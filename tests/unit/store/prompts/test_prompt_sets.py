@@ -21,7 +21,7 @@ from bucketline.store.prompts.prompt_sets import copy_sets, describe_sets, read_
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
-from bucketline.store.sync.selection import Selection
+from bucketline.store.sync.selection import PullSelection
 from bucketline.store.sync.verify import verify_objects
 from bucketline.store.verify.verify import verify
 from tests.building import add_samples, caption_of, flip_bit, samples_of, store_writer, tree
@@ -116,7 +116,7 @@ def test_prompts_are_pushed_and_pulled_even_if_nothing_else_is_new(own: Store, t
     push(own.path, folder)
     assert set_names(folder) == ["default", "more"]
     pull(folder, tmp_path / "copy.store")
-    pull(folder, tmp_path / "some.store", Selection(split="train"))
+    pull(folder, tmp_path / "some.store", PullSelection(split="train"))
     for name in ("copy.store", "some.store"):
         assert texts(tmp_path / name, Store.open(tmp_path / name)) == ["a red barn", "snow"]
         assert verify(Store.open(tmp_path / name), lambda _: None).corrupt == ()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bucketline.store.report import collect as collect_module
-from bucketline.store.report.collect import collect, collect_lists
+from bucketline.store.report.collect import collect_facts, collect_lists
 from bucketline.store.report.findings import findings
 from bucketline.store.report.latents import check_latents, near_duplicates, vae_of
 from bucketline.store.report.other_commands import PlanFacts
@@ -26,7 +26,11 @@ NO_PLAN = PlanFacts(report={}, small_buckets=None, problem="")
 
 def found_in(store: Store, most: int = 1000) -> list[Finding]:
     return findings(
-        facts=collect(store, 4), lists=collect_lists(store), latents=check_latents(store, most), vae=vae_of(store), plan=NO_PLAN
+        facts=collect_facts(store, 4),
+        lists=collect_lists(store),
+        latents=check_latents(store, most),
+        vae=vae_of(store),
+        plan=NO_PLAN,
     )
 
 
@@ -128,10 +132,10 @@ def test_a_chain_of_alike_latents_is_one_cluster_and_thousands_of_copies_are_fou
 def test_frequent_words_stay_when_rare_ones_make_room(
     store_with: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted = collect(store_with(), 1).words
+    counted = collect_facts(store_with(), 1).words
     assert counted.most_common(1) == [("b", 2 * sum(ROWS.values()))]  # twice in each caption
     assert len(counted) > 4
     monkeypatch.setattr(collect_module, "MAX_WORDS", 4)
-    few = collect(store_with(), 1).words
+    few = collect_facts(store_with(), 1).words
     assert few["b"] == counted["b"]
     assert len(few) <= 4

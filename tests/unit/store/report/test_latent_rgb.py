@@ -10,7 +10,7 @@ import pytest
 
 from bucketline.errors import UsageError
 from bucketline.store.report.latent_rgb import LATENT_RGB, false_colours, fit, published_for, read_factors, rms_error, scaled
-from bucketline.store.report.published_vaes import PUBLISHED, family_of
+from bucketline.store.report.published_vaes import PUBLISHED, vae_family_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +65,7 @@ def test_published_factors_see_colours_apart(name: str) -> None:
 
 
 def test_a_vae_of_other_constants_has_no_published_factors() -> None:
-    assert family_of(provenance("sd") | {"scaling_factor": 0.45108}) is None
+    assert vae_family_of(provenance("sd") | {"scaling_factor": 0.45108}) is None
     assert published_for(provenance("wan")) is None
     assert published_for({}) is None
 

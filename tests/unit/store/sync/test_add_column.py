@@ -17,7 +17,7 @@ from bucketline.store.sync.changes import compact_objects, drop_objects, restore
 from bucketline.store.sync.collect import collect_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
-from bucketline.store.sync.selection import Selection
+from bucketline.store.sync.selection import PullSelection
 from bucketline.store.sync.verify import verify_objects
 from tests.added_columns import expect_clean, expect_masks, mask_of
 from tests.building import make_store, samples_of
@@ -100,11 +100,11 @@ def test_a_push_and_a_pull_send_only_the_new_files(own: Path, objects: ObjectFol
 def test_a_selection_is_pulled_with_it(own: Path, objects: ObjectFolder, tmp_path: Path) -> None:
     add_column(own, "mask", mask_of)
     push(own, objects)
-    found = pull(objects, tmp_path / "some", Selection(ids=("a/*/?.png", "b/*/1.png"), buckets=("train/64x64",)))
+    found = pull(objects, tmp_path / "some", PullSelection(ids=("a/*/?.png", "b/*/1.png"), buckets=("train/64x64",)))
     assert found.samples == 10
     expect_masks(tmp_path / "some", 10)
     expect_clean(tmp_path / "some")
-    found = pull(objects, tmp_path / "one", Selection(ids=("a/*",)))  # a whole shard
+    found = pull(objects, tmp_path / "one", PullSelection(ids=("a/*",)))  # a whole shard
     assert (found.samples, found.copied) == (NUM // 2, 0)
     expect_masks(tmp_path / "one", NUM // 2)
 

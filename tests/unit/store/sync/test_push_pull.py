@@ -21,7 +21,7 @@ from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.changes import compact_objects, drop_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import PUSHED, push
-from bucketline.store.sync.selection import Selection
+from bucketline.store.sync.selection import PullSelection
 from bucketline.store.sync.transfer import download, upload
 from bucketline.store.verify.verify import verify
 from tests.building import Sample, add_samples, flip_bit, make_sample, make_store, samples_of, store_writer, tree
@@ -125,7 +125,7 @@ def test_version_3_goes_there_and_back(tmp_path: Path) -> None:
     assert not [file.name for file in folder.names() if file.name.endswith(".lines")]
     pull(folder, tmp_path / "pulled.store")
     assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(made.path)
-    part = pull(folder, tmp_path / "val.store", Selection(split="val"))
+    part = pull(folder, tmp_path / "val.store", PullSelection(split="val"))
     assert (part.samples, part.copied) == (2, 1)
     expect_whole(tmp_path / "val.store")
 
@@ -137,7 +137,7 @@ def test_ragged_groups_go_there_and_back(tmp_path: Path) -> None:
     push(made.path, folder)
     pull(folder, tmp_path / "pulled.store")
     assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(made.path)
-    pull(folder, tmp_path / "val.store", Selection(split="val"))
+    pull(folder, tmp_path / "val.store", PullSelection(split="val"))
     expect_read(expect_whole(tmp_path / "val.store"), RAGGED, [item for item in items if item.bucket.startswith("val/")])
     drop_objects(folder, [items[0].id])
     compact_objects(folder, shard_bytes=1 << 24)
@@ -360,15 +360,15 @@ def test_storage_that_ignores_put_if_absent_is_refused(own: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("selection", "wanted"),
     [
-        (Selection(split="val"), lambda name: "val/" in name),
-        (Selection(buckets=("train/96x64", "train/64x128")), lambda name: "96x64" in name or "64x128" in name),
-        (Selection(ids=("second/*",)), lambda name: name.startswith("second/")),
-        (Selection(split="train", ids=("first/*/1.png", "first/*/2.png", "second/train/96x64/0.png")), None),
-        (Selection(ids=("first/train/64x64/5.png",)), lambda name: name == "first/train/64x64/5.png"),
+        (PullSelection(split="val"), lambda name: "val/" in name),
+        (PullSelection(buckets=("train/96x64", "train/64x128")), lambda name: "96x64" in name or "64x128" in name),
+        (PullSelection(ids=("second/*",)), lambda name: name.startswith("second/")),
+        (PullSelection(split="train", ids=("first/*/1.png", "first/*/2.png", "second/train/96x64/0.png")), None),
+        (PullSelection(ids=("first/train/64x64/5.png",)), lambda name: name == "first/train/64x64/5.png"),
     ],
 )
 def test_some_rows_are_pulled(
-    selection: Selection, wanted: object, own: Path, samples: list[list[Sample]], tmp_path: Path
+    selection: PullSelection, wanted: object, own: Path, samples: list[list[Sample]], tmp_path: Path
 ) -> None:
     folder = in_memory()
     push(own, folder)
@@ -393,7 +393,7 @@ def test_an_id_with_brackets_is_itself(tmp_path: Path) -> None:
     folder = in_memory()
     push(own, folder)
     for n, (ids, wanted) in enumerate(((names[:1], names[:1]), (("photo[?].png", "*1.png"), (names[0], names[2], names[1])))):
-        pull(folder, tmp_path / f"{n}.store", Selection(ids=ids))
+        pull(folder, tmp_path / f"{n}.store", PullSelection(ids=ids))
         rows = everything(expect_whole(tmp_path / f"{n}.store"))["train/64x64"]
         assert sorted(row.record.id for row in rows) == sorted(wanted)
 
@@ -401,7 +401,7 @@ def test_an_id_with_brackets_is_itself(tmp_path: Path) -> None:
 def test_whole_shards_are_pulled_where_all_rows_are_wanted(own: Path, tmp_path: Path) -> None:
     folder = in_memory()
     push(own, folder)
-    done = pull(folder, tmp_path / "some.store", Selection(ids=("second/*",)))
+    done = pull(folder, tmp_path / "some.store", PullSelection(ids=("second/*",)))
     assert done.copied == 0
     assert files_of_shards(tmp_path / "some.store") == {
         name: data for name, data in files_of_shards(own).items() if name.startswith("g1.")
@@ -411,7 +411,7 @@ def test_whole_shards_are_pulled_where_all_rows_are_wanted(own: Path, tmp_path: 
 def test_an_interrupted_pull_of_some_rows_is_continued(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = in_memory()
     push(own, folder)
-    selection = Selection(buckets=("train/96x64",))
+    selection = PullSelection(buckets=("train/96x64",))
     with monkeypatch.context() as patched:
         patched.setattr("bucketline.store.sync.pull.write_manifest", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -426,9 +426,9 @@ def test_a_selection_that_has_no_rows_is_refused(own: Path, tmp_path: Path) -> N
     folder = in_memory()
     push(own, folder)
     with pytest.raises(UsageError, match="has no bucket 'train/8x8'"):
-        pull(folder, tmp_path / "some.store", Selection(buckets=("train/8x8",)))
+        pull(folder, tmp_path / "some.store", PullSelection(buckets=("train/8x8",)))
     with pytest.raises(UsageError, match=r"no row of memory:.* is selected"):
-        pull(folder, tmp_path / "some.store", Selection(ids=("nowhere",)))
+        pull(folder, tmp_path / "some.store", PullSelection(ids=("nowhere",)))
     assert not (tmp_path / "some.store").exists()
 
 

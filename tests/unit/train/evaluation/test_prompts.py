@@ -93,7 +93,7 @@ def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(prompted: 
     asked = config(prompted, image_guidance=2.0, num_images=1)
     run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     run.close()
-    vae = drawing.load_vae(asked, Store.open(asked.store[0]))
+    vae = drawing.drawing_vae(asked, Store.open(asked.store[0]))
     assert vae is not None
     first, second = prompt_batches(loaded(asked), 2, 2.0, CPU, run.training.family)
     assert [[one["id"] for one in own.entries] for own in (first, second)] == [["default/1", "default/3"], ["default/2"]]
@@ -172,7 +172,7 @@ def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_
     asked = packed.config(tmp_path / "run", store=(store,), model=bare, num_images=1, image_steps=3)
     run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     run.close()
-    vae = drawing.load_vae(asked, run.loader.shares[0].store)
+    vae = drawing.drawing_vae(asked, run.loader.shares[0].store)
     assert vae is not None
     (one,) = prompt_batches(run._prompts, 4, 7.0, CPU, run.training.family)
     found = draw_latents(run.training, run.schedule, vae, one)

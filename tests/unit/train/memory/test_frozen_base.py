@@ -12,7 +12,7 @@ from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, q
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 
 from bucketline.errors import UsageError
-from bucketline.quantised_linear import QuantisedLinear, quantise
+from bucketline.quantised_linear import QuantisedLinear, quantise_weight
 from bucketline.train.config import Base, Precision
 from bucketline.train.memory.frozen_base import quantise_base
 from bucketline.train.outputs.metrics import read_metrics
@@ -39,7 +39,7 @@ def plain_layer() -> torch.nn.Linear:
 
 
 def ours(layer: torch.nn.Linear, base: Base) -> QuantisedLinear:
-    return QuantisedLinear(layer, base, quantise(layer.weight, base))
+    return QuantisedLinear(layer, base, quantise_weight(layer.weight, base))
 
 
 def theirs(layer: torch.nn.Linear, base: Base, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from bucketline.train.ema import Average
 from bucketline.train.memory.activations import NORMS, NormsIn32Bits, example_batch, latent_size, recompute
 from bucketline.train.memory.frozen_base import quantise_base
 from bucketline.train.memory.offload import frozen_bytes, offload_blocks
-from bucketline.train.memory.published import PUBLISHED
+from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.memory.table import RANKS, CountedModel, as_tables, choices, label, run_of, savings
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.optimizers.choice import average_of, make_optimizer
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 BILLIONS = {"SDXL": 2.567, "SD 3.5 large": 8.06, "FLUX.1-dev": 11.90}
 """Parameters of the published weights."""
 NARROW = {"num_layers": 3, "num_attention_heads": 4, "cross_attention_dim": 288, "caption_channels": 256, "sample_size": 16}
-SMALL: dict[str, Any] = {**PUBLISHED["PixArt-Σ"], **NARROW}
+SMALL: dict[str, Any] = {**PUBLISHED_MODELS["PixArt-Σ"], **NARROW}
 """A narrow PixArt of three blocks."""
 RANK = 4
 ON_ONE = [options for options in choices(RANK) if "sharding" not in options]
@@ -141,7 +141,7 @@ def test_norms_are_those_of_autocast_on_a_gpu() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BILLIONS)
 def test_a_published_model_has_its_number_of_weights(name: str) -> None:
-    assert CountedModel(PUBLISHED[name]).memory({}).gradients == pytest.approx(4e9 * BILLIONS[name], rel=0.005)
+    assert CountedModel(PUBLISHED_MODELS[name]).memory({}).gradients == pytest.approx(4e9 * BILLIONS[name], rel=0.005)
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_the_page_has_what_the_command_prints() -> None:
     name = "DiT-XL/2"
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     shown = [line.split("|") for line in page[page.index("| GB without activations |") :].splitlines() if line.startswith("|")]
-    printed = [line.split("|") for line in as_tables({name: PUBLISHED[name]}, DOCUMENTED_RANK).splitlines() if line]
+    printed = [line.split("|") for line in as_tables({name: PUBLISHED_MODELS[name]}, DOCUMENTED_RANK).splitlines() if line]
     column = [cell.strip() for cell in shown[0]].index(name)
     assert [(row[1], row[column]) for row in shown[: len(printed)]] == [(row[1], row[2]) for row in printed]
 

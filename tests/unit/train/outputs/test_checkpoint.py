@@ -83,7 +83,7 @@ def load(folder: Path, trained: Trained) -> None:
     checkpoint.load_weights(folder, WEIGHTS, trained.model)
     with trained.average.applied():
         checkpoint.load_weights(folder, WEIGHTS, trained.model, averaged=True)
-    checkpoint.load_optimizer(folder, trained.optimizer)
+    checkpoint.load_saved_optimizer(folder, trained.optimizer)
 
 
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_checkpoint_with_files_of_other_lengths_does_not_count_as_kept(tmp_pat
     trained = parts()
     for steps_done in (1, 2, 3):
         save(tmp_path, trained, state(steps_done), keep=9)
-    (checkpoint.place(tmp_path, 3) / "optimizer.pt").write_bytes(b"cut")
+    (checkpoint.checkpoint_folder(tmp_path, 3) / "optimizer.pt").write_bytes(b"cut")
     save(tmp_path, trained, state(4), keep=2)
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
     save(tmp_path, trained, state(5), keep=2)

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from bucketline.train.report.page import page_of
-from bucketline.train.report.read_run import MAX_FRAMES, by_timestep, differences, frames_of, read_run, read_runs
+from bucketline.train.report.read_run import MAX_FRAMES, by_timestep, frames_of, read_reported_run, read_runs, run_differences
 from bucketline.train.trainer import train
 from tests.commands import BIN, spawn
 from tests.pages import parsed
@@ -59,7 +59,7 @@ def grid(path: Path, shade: int) -> None:
 
 
 def wrong_in(*runs: Path) -> dict[str, str]:
-    return {one.title: one.detail for one in page_of([read_run(run) for run in runs])[1] if one.level != "good"}
+    return {one.title: one.detail for one in page_of([read_reported_run(run) for run in runs])[1] if one.level != "good"}
 
 
 def test_a_page_has_what_a_run_has_measured(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_the_prompts_of_a_grid_are_on_the_page_in_full(tmp_path: Path) -> None:
     (run / "images" / "step-00000010.json").write_text(json.dumps([{"id": "default/1", "caption": long, **about}, 3]))
 
     def page() -> str:
-        return re.sub(r"(<[^>]*>)+", "|", page_of([read_run(run)])[0].decode())
+        return re.sub(r"(<[^>]*>)+", "|", page_of([read_reported_run(run)])[0].decode())
 
     assert f"|{html.escape(long)}|rain|7|768x512|as the run|" in page()
     grid(run / "images.png", 30)
@@ -124,8 +124,8 @@ def test_runs_are_shown_next_to_each_other_with_what_differs(tmp_path: Path) -> 
     grid(a / "images" / "step-00000010.png", 10)
     grid(a / "images.png", 30)
     grid(b / "images.png", 90)
-    assert differences([read_run(a), read_run(b)]) == [("config.learning_rate", ["0.001", "0.0003"])]
-    data, findings = page_of([read_run(a), read_run(b)])
+    assert run_differences([read_reported_run(a), read_reported_run(b)]) == [("config.learning_rate", ["0.001", "0.0003"])]
+    data, findings = page_of([read_reported_run(a), read_reported_run(b)])
     (tmp_path / "r.html").write_bytes(data)
     found = parsed(tmp_path / "r.html")
     assert {one.title.partition(":")[0] for one in findings} == {"a", "b"}
@@ -147,7 +147,7 @@ def test_long_runs_show_a_part_of_their_grids(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     for step in range(1, 40):
         grid(run / "images" / f"step-{step:08d}.png", step)
-    frames = frames_of(read_run(run))
+    frames = frames_of(read_reported_run(run))
     assert len(frames) == MAX_FRAMES
     assert (frames[0].step, frames[-1].step) == (1, 39)
     with Image.open(io.BytesIO(frames[0].image)) as image:
@@ -159,7 +159,7 @@ def test_a_run_without_steps_yet_and_damaged_lines_make_a_page_too(tmp_path: Pat
     (run / "status.json").write_text("{", encoding="ascii")
     strange = [{"step": 1, "loss": None, "buckets": 3}, {"step": "x"}, [1], {"step": 2, "val_loss": "NaN"}]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in strange) + "\n{", encoding="ascii")
-    data, _ = page_of([read_run(run)])
+    data, _ = page_of([read_reported_run(run)])
     (tmp_path / "r.html").write_bytes(data)
     assert "not recorded" in parsed(tmp_path / "r.html").text
 
@@ -177,7 +177,7 @@ def test_a_real_run_is_read(folder: Path) -> None:
     asked = config(folder, num_images=2, images_every=2, max_steps=4, log_every=2, validate_every=2)
     with contextlib.redirect_stderr(io.StringIO()):
         train(asked, ALONE)
-    run = read_run(asked.output_dir)
+    run = read_reported_run(asked.output_dir)
     assert run.status["state"] == "done"
     assert run.series("loss").steps == (2.0, 4.0)
     assert run.series("val_loss").steps == (0.0, 2.0, 4.0)
