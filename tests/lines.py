@@ -21,7 +21,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "importers": ("importers",),
         "ray": ("on_ray",),
         "peek": ("sheet", "peek.py", "commands/peek.py", "commands/previews.py"),
-        "prompts": ("prompts.py", "commands/prompts.py"),
+        "prompts": ("commands/prompts.py",),
     },
     "loader": {
         "peek": ("peek.py", "commands/peek.py"),
