@@ -9,6 +9,7 @@ from bucketline.families.family import Padding
 from bucketline.fingerprint import config_hash
 from bucketline.ingest.images.model_sizes import latent_sizes
 from bucketline.ingest.rules import Phases
+from bucketline.pack_options import pack_options
 from bucketline.store.format.columns import CLASS_LABELS, LatentKind
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.text_block import TextSpec
     from bucketline.typed_json import Json
 
-NOT_COMPARED = "the encoders' weights, their tokenizers and --max-tokens"  # by `without_weights`
+NOT_COMPARED = "the encoders' weights, their tokenizers and the default of --max-tokens"  # by `facts_without_weights`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,9 @@ def facts_without_weights(config: PackConfig, model: ModelFolder, manifest: Mani
     vae |= {"latents": config.latents, "stored_dtype": config.dtype}
     if text and text.get("family") != CLASS_LABELS:
         text["stored_dtype"] = config.text_dtype or config.dtype
+        most, length = pack_options({"encoders": manifest.encoders}).get("--max-tokens"), text.get("max_tokens")
+        if config.max_tokens is not None and isinstance(most, int) and isinstance(length, int):
+            text["max_tokens"] = length + config.max_tokens - most  # positions of other parts may be in the length
         if "dtype" in text:
             text |= _part(config, model, "text_encoder")
         if isinstance(parts := text.get("parts"), dict):

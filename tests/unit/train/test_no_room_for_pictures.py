@@ -21,7 +21,7 @@ def no_room(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
 
 
-@pytest.mark.parametrize("what", ["decode", pytest.param("draw_latents", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["_decode", pytest.param("draw_latents", marks=pytest.mark.slow)])
 def test_a_run_without_room_for_images_is_done_without_them(
     what: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -176,9 +176,12 @@ def test_a_t5_takes_as_many_tokens_as_asked_and_a_clip_its_own(folders: dict[str
 
 
 def test_each_part_of_a_family_is_in_the_fingerprint(folders: dict[str, Path], images: Path, tmp_path: Path) -> None:
-    """Packing on after the second text encoder was changed is refused, and the part named."""
+    """Packing another image after the second text encoder was changed is refused, and the part named."""
     folder = write_pipeline(tmp_path / "model", "flux")
+    images = shutil.copytree(images, tmp_path / "images")
     assert pack(images, tmp_path / "s", folder).code == 0
+    first = min(images.glob("*.png"))
+    shutil.copyfile(first, images / "another.png")
     provenance = Store.open(tmp_path / "s").manifest.encoders["text_encoder"]
     assert isinstance(provenance, dict)
     parts = provenance["parts"]
