@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -29,7 +30,8 @@ def children() -> set[str]:
     """Return the process ids of this process's children."""
     found: set[str] = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= set((task / "children").read_text(encoding="ascii").split())
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since it was listed
+            found |= set((task / "children").read_text(encoding="ascii").split())
     return found
 
 
