@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -42,7 +42,11 @@ def call(command: str, *args: object) -> Ran:
     """Call a console command's `main` in this process."""
     import importlib
 
-    main = importlib.import_module(f"bucketline.{command}.cli").main
+    return called(importlib.import_module(f"bucketline.{command}.cli").main, *args)
+
+
+def called(main: Callable[[list[str]], Any], *args: object) -> Ran:
+    """Call a `main` in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

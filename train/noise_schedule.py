@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
@@ -201,7 +202,8 @@ def load_schedule(
 ) -> ModelSchedule:
     """Read `scheduler/scheduler_config.json` of a model folder; without one, take the `published` (Stable Diffusion's if None).
 
-    `objective` and `shift` are a run's options; None: as in the configuration. `patch_size`: latent positions per token.
+    `objective` and `shift` are a run's options; None: as in the configuration. `patch_size`: latent positions per token. If the
+    `published` schedule is a flow, another one is refused unless the run has an objective.
 
     Raises:
         ModelError: if it cannot be read, or has an unsupported objective; the message names the field.
@@ -218,6 +220,11 @@ def load_schedule(
             raise UsageError(f"--objective is {objective}, and {path} is a {FLOW_CLASS}, which has no table of noise levels")
         if objective is Objective.FLOW and not is_flow:
             config, is_flow = {"_class_name": FLOW_CLASS, "shift": 1.0}, True
+        if objective is None and not is_flow and (published or {}).get("_class_name") == FLOW_CLASS:
+            raise ModelError(
+                f"{path}: _class_name is {config.get('_class_name')}, expected a {FLOW_CLASS}, or a solver with "
+                "use_flow_sigmas, since this model predicts a flow; take the scheduler published with it, or set --objective"
+            )
         if shift is not None and not is_flow:
             raise UsageError(f"--shift is {shift}, and {path} is not a {FLOW_CLASS}; leave it out, or use --objective flow")
         if shift is not None:
@@ -250,9 +257,25 @@ def _flow(config: dict[str, Any], patch_size: int) -> ModelSchedule:
 def _diffusion(config: dict[str, Any], path: Path, device: torch.device) -> ModelSchedule:
     from diffusers import DDPMScheduler
 
+    kind = config.get("_class_name")
+    if kind is not None and not _has_betas(str(kind)):
+        raise ModelError(
+            f"{path}: _class_name is {kind!s:.80}, expected a scheduler of diffusers with a table of noise levels, such as "
+            f"DDPMScheduler, or {FLOW_CLASS}; take the scheduler published with this model"
+        )
     scheduler: Any = DDPMScheduler.from_config(config)
     prediction, supported = scheduler.config.prediction_type, (Objective.EPSILON, Objective.V_PREDICTION)
     if prediction not in supported:
         raise ModelError(f"{path}: prediction_type is {prediction!r}, expected {' or '.join(supported)}")
     noise = NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, device)
     return ModelSchedule(noise=noise, objective=Objective(prediction), config={**config, "prediction_type": prediction})
+
+
+def _has_betas(kind: str) -> bool:
+    """Return whether diffusers has a scheduler of this class whose noise levels are those of a table of betas."""
+    import diffusers
+
+    found = getattr(diffusers, kind, None)
+    lacks_a_library = hasattr(found, "_backends")  # of diffusers' stand-ins; of the schedulers, DPMSolverSDEScheduler
+    fields = set(inspect.signature(found).parameters) if isinstance(found, type) else set()
+    return lacks_a_library or {"beta_schedule", "prediction_type"} <= fields

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
+from bucketline.loader.mixture import open_shares, parse_stores
 from bucketline.store.format.columns import LATENT
 from bucketline.train.compile import (
     compile_blocks,
@@ -34,8 +35,8 @@ from bucketline.train.float8 import expect_float8, use_float8
 from bucketline.train.memory.activations import recompute
 from bucketline.train.memory.frozen_base import quantise_base
 from bucketline.train.memory.offload import offload_blocks
-from bucketline.train.models.encoder_check import refuse_other_encoders
-from bucketline.train.models.load import facts_of, load, locate, weight_files
+from bucketline.train.models.encoder_check import refuse_other_configs, refuse_other_encoders
+from bucketline.train.models.load import checked, facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise_schedule import Objective, load_schedule
 from bucketline.train.noising import LatentScale, NoisingOptions, Prep
@@ -200,6 +201,31 @@ def replicated(model: nn.Module, config: TrainConfig, device: torch.device) -> D
         )
 
 
+def refuse_model(config: TrainConfig) -> None:
+    """Check a model's configurations against the first store, before a run's folder is made and weights are read.
+
+    Raises:
+        ModelError, UsageError: if its parts are not of one model, or the store was packed for another; the message names both.
+        StoreError: if the store cannot be opened.
+    """
+    folder, file = locate(config.model, config.model_config)
+    store = open_shares([parse_stores(config.store)[0].path], config.remote())[0].store
+    _, _, family = checked(folder, facts_of(store, ()), file)  # its buckets are checked later, once their rows are known
+    refuse_other_configs(folder, store.manifest.encoders)
+    _schedule_of(config, folder, family, torch.device("cpu"))
+
+
+def _schedule_of(config: TrainConfig, folder: Path, family: Family, device: torch.device) -> ModelSchedule:
+    return load_schedule(
+        folder,
+        device,
+        objective=config.objective,
+        shift=config.shift,
+        patch_size=family.patch_size,
+        published=family.scheduler,
+    )
+
+
 def _load_model(
     config: TrainConfig, ranks: TrainRanks, store: Store, rows: OpenShards, device: torch.device, *, resumes: bool
 ) -> tuple[Family, nn.Module, ModelSchedule]:
@@ -218,14 +244,7 @@ def _load_model(
         family, model = load(folder, facts, config.seed, file, dtype=dtype, on_meta=on_meta)
     family.guidance = config.guidance
     from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
-    schedule = load_schedule(
-        folder,
-        device,
-        objective=config.objective,
-        shift=config.shift,
-        patch_size=family.patch_size,
-        published=family.scheduler,
-    )
+    schedule = _schedule_of(config, folder, family, device)
     if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:
         raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; use --flow-weighting")
     if config.flow_weighting is not None and schedule.objective is not Objective.FLOW:

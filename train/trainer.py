@@ -32,7 +32,7 @@ from bucketline.train.outputs.run_lock import RunLock
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.refusals import refuse_stores
-from bucketline.train.setup import Ready, build, count_work, resolved, start_processes, warn_of_assumptions
+from bucketline.train.setup import Ready, build, count_work, refuse_model, resolved, start_processes, warn_of_assumptions
 from bucketline.train.step import train_step
 from bucketline.typed_json import encode
 
@@ -97,6 +97,8 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
         held.callback(lock.release)
         start = from_rank_zero(ranks, lock.find_start)
         data.expect_service(config, ranks, start)
+        if start.state is None:
+            from_rank_zero(ranks, lambda: refuse_model(config))
         former = from_rank_zero(ranks, lambda: lock.take(start))
         trainer: Trainer | None = None
         recorded = run_dir.failures_recorded(config, ranks, start, former, lambda: trainer.steps_done if trainer else None)

@@ -86,6 +86,7 @@ class StoreFacts:
     shows_padding: bool = True  # tokens are stored for all positions including padding, as in the model's pipeline
     latent_sizes: tuple[tuple[str, int, int], ...] = ()  # name, h, w of each bucket
     has_crops: bool = True  # where the images were cropped is known; imported ones may lack it
+    family: str = ""  # whose pipeline encoded the captions, as the store records it; empty if it does not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

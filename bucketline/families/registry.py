@@ -62,6 +62,25 @@ def class_name(config: Mapping[str, Any]) -> str | None:
     return next((one.model_class for one in FAMILIES if one.norm_type == norm), kind)
 
 
+def crossed(index: Mapping[str, Any], config: Mapping[str, Any], folder: str) -> str | None:
+    """Return how a model's index and the configuration of its transformer or UNet contradict each other; None if they do not.
+
+    `folder`: where the configuration is, in diffusers' layout. A class that no family knows passes if the index names it too.
+    """
+    pipeline, kind = index.get("_class_name"), class_name(config)
+    family = family_of_pipeline(str(pipeline))
+    if family is None or kind is None or (folder == family.folder and family.takes(kind, config)):
+        return None
+    owner, entry = family_of_model(config, folder), index.get(folder)
+    if owner is None and isinstance(entry, list) and entry[-1:] == [kind]:
+        return None
+    of_owner = "" if owner is None else f", of {owner.pipelines[0]}"
+    return (
+        f"model_index.json names the pipeline {pipeline}, and {folder}/config.json is a {kind:.80}{of_owner}, expected "
+        f"{family.folder}/ with a {family.model_class} of that pipeline; take both from one model"
+    )
+
+
 def square_only(transformer: Mapping[str, Any] | None, index: Mapping[str, Any] | None) -> str | None:
     """Return the class name of a model that takes only square images; None if it takes other shapes too.
 
@@ -86,5 +105,10 @@ def known_pipelines(name: str) -> str:
     shown = ", ".join(sorted({family.pipelines[0] for family in FAMILIES}))
     known = f"known are {shown} and their variants"
     ends = {one.removesuffix(_ENDING): one for one in _BY_PIPELINE}
-    nearest = difflib.get_close_matches(name.removesuffix(_ENDING), ends, n=1)
-    return f"{known}; the nearest is {ends[nearest[0]]}" if nearest else known
+    return known + nearest(name.removesuffix(_ENDING), ends)
+
+
+def nearest(name: str, known: Mapping[str, str]) -> str:
+    """Return the end of a message that names the value of the key that is nearest to `name`; empty if none is like it."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"; the nearest is {known[found[0]]}" if found else ""

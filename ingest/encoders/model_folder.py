@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
+from bucketline.families.registry import crossed, family_of_model
+from bucketline.families.vaes import latent_channels
 from bucketline.files.redact import redacted
 from bucketline.ingest.encoders.hub import downloaded, snapshot
 from bucketline.model_file import ModelFile, open_model_file, refuse_config_without_file, single_file
@@ -17,8 +19,10 @@ from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, safetensors_of, var
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+DENOISERS = ("transformer", "unet")
 ENCODERS = ("vae", "text_encoder")  # what the names of parts that ingest loads begin with
-_VOCABULARY = re.compile(r"^tokenizer\.json$|vocab|\.(model|spm|tiktoken)$")
+TOKENIZERS = ("tokenizer", "processor")  # likewise
+_VOCABULARY = re.compile(r"^(tokenizer|tekken)\.json$|vocab|\.(model|spm|tiktoken)$")
 _HEAD = re.compile(r"(Encoder)?(Model|For[A-Z]\w*)$")  # a pipeline may load a Qwen3Model from the weights of a Qwen3ForCausalLM
 
 
@@ -81,7 +85,9 @@ class ModelFolder:
         """Return what a part without it cannot be loaded: its configuration, or a tokenizer's vocabulary; None if it has it."""
         files = self._files(name)
         there = ", ".join(sorted(files)) or "no file"
-        if name.startswith("tokenizer"):
+        if name.startswith(TOKENIZERS) and not {"tokenizer_config.json", "config.json"} & set(files):
+            is_there, wanted = False, "tokenizer_config.json"
+        elif name.startswith(TOKENIZERS):
             is_there = any(map(_VOCABULARY.search, files))
             wanted = "vocabulary (tokenizer.json, vocab.json, vocab.txt, or a .model file)"
         else:
@@ -105,6 +111,30 @@ class ModelFolder:
                     f"{redacted(self.name)}: model_index.json names the class {entry[1]:.80} for {name}/, and "
                     f"{name}/config.json {own:.80}, expected the same; take both from one model"
                 )
+
+    def refuse_other_model(self) -> None:
+        """Check that a transformer or UNet is of the pipeline that the index names, and takes the VAE's latents.
+
+        Raises:
+            ModelError: if it is of another pipeline, or takes another number of channels.
+        """
+        index = self.index()
+        folder = next((name for name in DENOISERS if self.config(name) is not None), None)
+        if folder is None:
+            return
+        config = self.config(folder) or {}
+        if (wrong := crossed(index, config, folder)) is not None:
+            raise ModelError(f"{redacted(self.name)}: {wrong}")
+        pipeline, vae = index.get("_class_name"), self.config("vae") or {}
+        family = family_of_model(config, folder, pipeline)
+        if family is None or pipeline not in (None, family.pipelines[0]):  # of another task: its model is given more channels
+            return
+        found, channels = config.get("in_channels"), latent_channels(vae)
+        if isinstance(found, int) and channels is not None and found != (wanted := channels * family.packing**2):
+            raise ModelError(
+                f"{redacted(self.name)}: {folder}/config.json has in_channels {found}, expected {wanted}, since the latents of "
+                f"vae/ have {channels} channels, in {family.packing} by {family.packing} positions; take both from one model"
+            )
 
     def from_file(self, name: str) -> Any | None:  # noqa: ANN401 - diffusers and transformers have no common type
         """Load a part from the model's single file; None if there is no such file, or the folder has the part instead.
@@ -176,12 +206,13 @@ def open_model(name: str, config: str | None = None) -> ModelFolder:
     `config`: for a single file, the folder of its configurations, or the name of a model on a hub that has the same.
 
     Raises:
-        ModelError: if `name` is a path without a model, or one whose index names other encoders than it has; or if the hub
-            lacks the model or cannot be reached.
+        ModelError: if `name` is a path without a model, or one whose parts are not of one model; or if the hub lacks the model
+            or cannot be reached.
         UsageError: if `config` is given without a single file.
     """
     model = _found(name, config)
     model.refuse_other_classes()
+    model.refuse_other_model()
     return model
 
 

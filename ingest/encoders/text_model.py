@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bucketline.errors import ModelError
 from bucketline.fingerprint import config_hash, weights_hash
 from bucketline.ingest.encoders.part_weights import part_weights
 from bucketline.ingest.encoders.text_columns import MAX_CUT_CHARS, Cut
@@ -95,9 +96,13 @@ def load_tokenizer_part(model: ModelFolder, encoder_name: str, tokenizer_name: s
 
     tokenizer_part, encoder_part = model.part(tokenizer_name), model.part(encoder_name)
     transformers.logging.set_verbosity_error()
+    lacks = model.lacks(tokenizer_name)
     # trust_remote_code=False: if unset, transformers asks on standard input whether to run the folder's own code
     with loading(model, tokenizer_name):
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**tokenizer_part, trust_remote_code=False)
+    if lacks is not None and tokenizer.vocab_files_names:
+        # transformers has guessed lengths and special tokens, or takes each word for an unknown one; ByT5 has no such files
+        raise ModelError(f"{model.name}: {tokenizer_name}/ has {lacks}; download or save the model again")
     with loading(model, encoder_name):
         config: Any = transformers.AutoConfig.from_pretrained(**encoder_part, trust_remote_code=False)
     limits = (tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))

@@ -26,20 +26,44 @@ VAE_FOLDER = "vae"
 UNREADABLE = (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError)  # diffusers' errors
 
 
-def refuse_other_encoders(model_folder: Path, encoders: Mapping[str, Json], file: ModelFile | None = None) -> None:
-    """Reject a model folder with a VAE or text encoder that differs from the store's; a folder without encoders passes.
+def refuse_other_configs(model_folder: Path, encoders: Mapping[str, Json]) -> None:
+    """Reject a model folder whose VAE or text encoders have another configuration than the store's; nothing is loaded.
 
-    `encoders` is the store's record of its encoders. A VAE's weights are compared too; a text encoder is never loaded.
-    `file`: the single file that has the weights, if there is one.
+    `encoders` is the store's record of its encoders. A folder without encoders passes.
 
     Raises:
         ModelError: if a part differs; the message names it and its digest.
     """
+    text = encoders.get("text_encoder")
+    text = text if isinstance(text, dict) else {}
+    parts = text.get("parts") or {"text_encoder": text}  # a family of several encoders lists each
+    assert isinstance(parts, dict)
+    for name, stored in {VAE_FOLDER: encoders["vae"], **parts}.items():
+        try:
+            config = json.loads((model_folder / name / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        what, found = "text encoder", {"config_hash": config_hash(config)}
+        if name == VAE_FOLDER:
+            what, found = "VAE", {"class": vae_class(config), **found}
+        if isinstance(stored, dict):
+            _refuse(_difference(model_folder / name, what, found, stored))
+
+
+def refuse_other_encoders(model_folder: Path, encoders: Mapping[str, Json], file: ModelFile | None = None) -> None:
+    """Compare a VAE's weights too; a text encoder is never loaded, and a VAE that cannot be read passes.
+
+    `file`: the single file that has the weights, if there is one. Otherwise as `refuse_other_configs`.
+    """
+    refuse_other_configs(model_folder, encoders)
     try:
         _, other = read_vae(model_folder / VAE_FOLDER, encoders, file)
     except UNREADABLE:
-        other = None  # a warning follows when images are drawn
-    other = other or _other_text_encoder(model_folder, encoders)
+        return  # a warning follows when images are drawn
+    _refuse(other)
+
+
+def _refuse(other: str | None) -> None:
     if other is not None:
         raise ModelError(
             f"{other}; this model was trained with its own encoders: pack the source with those of this folder, or remove "
@@ -72,22 +96,6 @@ def read_vae(folder: Path, encoders: Mapping[str, Json], file: ModelFile | None 
         raise ValueError(str(error)) from error
     found = {"config_hash": config_hash(config), "weights_hash": weights_hash(vae)}
     return vae.requires_grad_(requires_grad=False).eval(), _difference(folder, "VAE", found, stored)
-
-
-def _other_text_encoder(model_folder: Path, encoders: Mapping[str, Json]) -> str | None:
-    text = encoders.get("text_encoder")
-    if not isinstance(text, dict):
-        return None
-    parts = text.get("parts") or {"text_encoder": text}  # a family of several encoders lists each
-    assert isinstance(parts, dict)
-    for name, stored in parts.items():
-        try:
-            found = {"config_hash": config_hash(json.loads((model_folder / name / "config.json").read_text(encoding="utf-8")))}
-        except (OSError, ValueError):
-            continue
-        if isinstance(stored, dict) and (other := _difference(model_folder / name, "text encoder", found, stored)):
-            return other
-    return None
 
 
 def _difference(folder: Path, what: str, found: dict[str, str], stored: Mapping[str, Json]) -> str | None:

@@ -12,7 +12,15 @@ import torch
 
 from bucketline.errors import ModelError
 from bucketline.families.family import Family, StoreFacts
-from bucketline.families.registry import FAMILIES, class_name, family_of_model
+from bucketline.families.registry import (
+    FAMILIES,
+    class_name,
+    crossed,
+    family_named,
+    family_of_model,
+    family_of_pipeline,
+    nearest,
+)
 from bucketline.model_file import INDEX, ModelFile, open_model_file, refuse_config_without_file, single_file
 from bucketline.store.format.columns import LATENT
 from bucketline.train.refusals import store_channels
@@ -51,6 +59,7 @@ def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
         shows_padding=text.get("padding") != "valid",
         latent_sizes=tuple((name, shape[1], shape[2]) for name, shape in sizes),
         has_crops=not isinstance(imported, dict) or imported.get("crop") != "unknown",
+        family=str(text.get("family") or ""),
     )
 
 
@@ -88,13 +97,8 @@ def load(
         ModelError: if there is none, its weights do not fit, or it does not match the store; the message names the field.
         UsageError: if it supports only square images and the store has others.
     """
-    folder, config, family_class = _read_config(model_folder)
-    model_class = getattr(diffusers, family_class.model_class)
-    # Fields missing in the file get the class's defaults, so that the check sees the resolved configuration.
-    parameters = inspect.signature(model_class.__init__).parameters
-    defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
-    family = family_class({**defaults, **config}, store)
-    _check(family, folder / "config.json")
+    folder, config, family = checked(model_folder, store, file)
+    model_class = getattr(diffusers, family.model_class)
     if on_meta:
         with torch.device("meta"):
             model = torch.nn.Module.to(model_class.from_config(config), dtype=dtype)
@@ -109,6 +113,23 @@ def load(
             model = torch.nn.Module.to(model_class.from_config(config), dtype=dtype)
     family.prepare(model)
     return family, model.requires_grad_(requires_grad=True).train()
+
+
+def checked(model_folder: Path, store: StoreFacts, file: ModelFile | None = None) -> tuple[Path, dict[str, Json], Family]:
+    """Return the folder of a model's configuration, the configuration as it is, and the family, checked against the store.
+
+    Raises:
+        ModelError, UsageError: as `load`, of which the weights need not be read.
+    """
+    folder, config, family_class = _read_config(model_folder)
+    # Fields missing in the file get the class's defaults, so that the check sees the resolved configuration.
+    parameters = inspect.signature(getattr(diffusers, family_class.model_class).__init__).parameters
+    defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
+    family = family_class({**defaults, **config}, store)
+    _check(family, folder / "config.json")
+    if file is not None or weight_files(folder):  # one that starts at random learns whatever captions the store has
+        _check_captions(family, folder / "config.json", read_index(model_folder).get("_class_name"))
+    return folder, config, family
 
 
 def config_of(model_folder: Path) -> dict[str, Json]:
@@ -143,6 +164,23 @@ def _check(family: Family, path: Path) -> None:
             )
 
 
+def _check_captions(family: Family, path: Path, pipeline: Json) -> None:
+    """Check that the store's captions were encoded for the family of a model with weights; `pipeline`: the model's, if named.
+
+    Raises:
+        ModelError: if they were encoded for another family.
+    """
+    packed = family_named(family.store.family)
+    is_named = family_of_pipeline(str(pipeline)) is not None
+    if packed is None or packed.name == family.name or (not is_named and packed.takes(family.model_class, family.config)):
+        return
+    raise ModelError(
+        f"{path}: the weights are of the family {family.name}, and the store's captions were encoded by {packed.pipelines[0]}, "
+        f"of {packed.name}, expected {family.pipelines[0]}: pack the source with this model's own encoders, or remove the "
+        "weights if the model is to learn from the start"
+    )
+
+
 def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family]]:
     """Return the folder of a model's configuration, the configuration as it is, and the family."""
     for name in _FOLDERS:
@@ -155,10 +193,16 @@ def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family
             raise ModelError(f"{path} cannot be read as JSON: {error}") from error
         if not isinstance(config, dict):
             raise ModelError(f"{path} holds {config!r:.80}, expected a model's configuration")
-        if (family := family_of_model(config, name, read_index(model_folder).get("_class_name"))) is not None:
+        index, kind = read_index(model_folder), str(class_name(config))
+        if (wrong := crossed(index, config, name)) is not None:
+            raise ModelError(f"{model_folder}: {wrong}, or remove model_index.json")
+        if (family := family_of_model(config, name, index.get("_class_name"))) is not None:
             return path.parent, config, family
-        known = ", ".join(sorted({f"{one.folder}/ {one.model_class}" for one in FAMILIES}))
-        raise ModelError(f"{path}: _class_name is {str(class_name(config))!r:.80}, expected one of {known}")
+        classes = {one.model_class: f"{one.folder}/ {one.model_class}" for one in FAMILIES}
+        raise ModelError(
+            f"{path}: _class_name is {kind!r:.80}, expected one of {', '.join(sorted(classes.values()))}"
+            f"{nearest(kind, classes)}; name a model of one of these"
+        )
     raise ModelError(
         f"{model_folder} has neither unet/config.json nor transformer/config.json; --model must be a folder in diffusers' "
         "layout with one of them (a configuration without weights starts at random)"

@@ -79,7 +79,7 @@ class Adapters:
     """Only the adapters; loadable with the pipeline's `load_lora_weights`, or with peft's `PeftModel.from_pretrained`."""
 
     part: str  # the pipeline's, `unet` or `transformer`
-    pipeline: str | None  # diffusers' class that loads them; None: DiT's and PixArt's cannot
+    pipeline: str | None  # diffusers' class that loads them; None: DiT's, PixArt's and PRX's cannot
     folder: str = ADAPTERS
 
     def config(self, model: nn.Module) -> str:

@@ -21,7 +21,7 @@ from bucketline.store.format.columns import TOKENS
 if TYPE_CHECKING:
     import torch
 
-    from bucketline.families.family import Family
+    from bucketline.families.family import Family, Part
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding, TextSettings
 
@@ -87,16 +87,23 @@ def text_family_of(model: ModelFolder, *, is_plain: bool = False) -> type[Family
     family = family_of_pipeline(name)
     if family is None:
         raise _unknown(model, f"its pipeline is {name}", name)
-    if len(family.parts) == 1 and not _has_its_encoders(family, model):
-        # a model may reuse the pipeline class with another encoder, as the demo's does
-        _refuse_unusual(model, f"its pipeline is {name}, which takes a {family.parts[0].kind}Model", name)
-        return None
-    return family
+    wrong = next((part for part in family.parts if not _is_its_encoder(part, model)), None)
+    if wrong is None:
+        return family
+    found = f"its pipeline is {name}, which takes a {wrong.kind}Model"
+    if len(family.parts) > 1:
+        raise ModelError(
+            f"{model.name}: {found} as {wrong.encoder}, and {wrong.encoder}/config.json is a "
+            f"{_architecture(model, wrong.encoder)[:_MAX_NAME]}; take all text encoders from one model"
+        )
+    # a model may reuse the pipeline class with another encoder, as the demo's does
+    _refuse_unusual(model, found, name)
+    return None
 
 
-def _has_its_encoders(family: type[Family], model: ModelFolder) -> bool:
-    """Return whether the text encoders that a model has are of the family's classes; one that is not named may be."""
-    return all(_architecture(model, part.encoder).startswith((part.kind, UNNAMED)) for part in family.parts)
+def _is_its_encoder(part: Part, model: ModelFolder) -> bool:
+    """Return whether a text encoder that a model has is of the family's class; one that is not named may be."""
+    return _architecture(model, part.encoder).startswith((part.kind, UNNAMED))
 
 
 def is_known(model: ModelFolder) -> bool:

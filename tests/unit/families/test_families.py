@@ -27,8 +27,9 @@ from bucketline.train.noise_schedule import NoiseSchedule, load_schedule, square
 from bucketline.train.noising import LatentScale, Prep
 from bucketline.train.step import Training
 from tests.commands import ROOT
-from tests.family_models import FORMS, open_pipeline, write_pipeline
+from tests.family_models import FORMS, open_pipeline
 from tests.unit.families.oracle import Recorded, batch_of, differences, one_step, timesteps_of
+from tests.unit.families.packed import TEXTS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,24 +64,21 @@ class Made(NamedTuple):
         return getattr(self.pipeline, self.family.folder)
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    name = request.param
-    folder = write_pipeline(tmp_path_factory.mktemp("families") / re.sub(r"\W", "-", name), name)
-    model = open_model(str(folder))
+@pytest.fixture(scope="module")
+def made(form: str, written: Path) -> Made:
+    model = open_model(str(written))
     encoder = load_caption_encoder(model, CPU, TextSettings(stored_dtype="F32"))
     vae = VaeEncoder(model, CPU, "F32")
-    form = FORMS[name]
     columns = {column.name: column.shape[-1] for column in (*encoder.columns.tokens, *encoder.columns.fixed)}
-    height, width = (side // vae.downscale for side in form.size)
+    height, width = (side // vae.downscale for side in FORMS[form].size)
     facts = StoreFacts(
         latent_channels=vae.latent_channels,
         text=columns,
         shows_padding=encoder.padding is Padding.MAX_LENGTH,
         latent_sizes=(("train/oracle", height, width),),
     )
-    family, _ = load(folder, facts, seed=0)
-    return Made(open_pipeline(folder, name), folder, encoder, vae, family, form.size, form.call)
+    family, _ = load(written, facts, seed=0)
+    return Made(open_pipeline(written, form), written, encoder, vae, family, FORMS[form].size, FORMS[form].call)
 
 
 def latents_of(made: Made, count: int) -> torch.Tensor:
@@ -90,8 +88,8 @@ def latents_of(made: Made, count: int) -> torch.Tensor:
 
 def recorded_and_ours(
     made: Made, captions: tuple[str, ...], *, learns: bool = False
-) -> tuple[Recorded, torch.Tensor, dict[str, Any]]:
-    """Run the pipeline for one step; return what it did, its latents and what we give the model for the same."""
+) -> tuple[Recorded, tuple[torch.Tensor, torch.Tensor, Batch]]:
+    """Run the pipeline for one step; return what it did, and its latents, noise level and captions as the trainer has them."""
     height, width = made.size
     recorded = one_step(made.pipeline, captions, height=height, width=width, learns=learns, **made.asked)
     latents = latents_of(made, len(captions))
@@ -103,8 +101,7 @@ def recorded_and_ours(
         num_tokens = seen.shape[1]
     batch = batch_of(embeddings, num_tokens, made.size, latents)
     made.family.guidance = made.asked.get("guidance_scale", 1.0)
-    timesteps = timesteps_of(made.pipeline, recorded, len(captions))
-    return recorded, noisy, made.family.arguments(noisy, timesteps, batch)
+    return recorded, (noisy, timesteps_of(made.pipeline, recorded, len(captions)), batch)
 
 
 @pytest.mark.parametrize("captions", [*((one,) for one in CAPTIONS), CAPTIONS[:4]], ids=KINDS)
@@ -117,7 +114,8 @@ def test_the_model_is_given_what_its_pipeline_gives_it_and_its_output_is_taken_a
     if "empty tokens" in made.family.results:
         captions = tuple(caption or "a house" for caption in captions)  # tried below, as the negative prompt
     with torch.no_grad():
-        recorded, noisy, arguments = recorded_and_ours(made, captions)
+        recorded, given = recorded_and_ours(made, captions)
+        arguments, noisy = made.family.arguments(*given), given[0]
         output = recorded.output[0] if isinstance(recorded.output, tuple) else recorded.output.sample
         _forget_padding(made, captions, recorded.arguments)
         assert not differences(arguments, recorded.arguments)
@@ -167,12 +165,13 @@ def _forget_padding(made: Made, captions: tuple[str, ...], theirs: dict[str, Any
 
 def test_a_training_step_is_that_of_a_plain_loop_with_the_pipelines_own_call(made: Made) -> None:
     trained = list(made.model.requires_grad_(requires_grad=True).parameters())
-    recorded, noisy, arguments = recorded_and_ours(made, ("a red cat", "a blue dog of the house"), learns=True)
+    recorded, (noisy, timesteps, batch) = recorded_and_ours(made, TEXTS, learns=True)
+    lengths = batch.token_mask.sum(dim=1).tolist()
+    assert (lengths[0] != lengths[1]) is (made.encoder.padding is Padding.VALID)  # others see all positions
     target = torch.randn(noisy.shape, generator=torch.Generator().manual_seed(3))
     plain = (made.family.unpacked(recorded.prediction, *noisy.shape[2:]) - target).square().mean()
     wanted = torch.autograd.grad(plain, trained, allow_unused=True)
-    output = made.model(**arguments, return_dict=False)[0]
-    loss = squared_error(made.family.answer(output, noisy), target).mean()
+    loss = squared_error(made.family.predict(made.model, noisy, timesteps, batch), target).mean()
     found = torch.autograd.grad(loss, trained, allow_unused=True)
     assert float(loss.detach()) == pytest.approx(float(plain.detach()), rel=1e-5)
     pairs = [pair for pair in zip(found, wanted, strict=True) if all(isinstance(one, torch.Tensor) for one in pair)]

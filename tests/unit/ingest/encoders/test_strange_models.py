@@ -165,10 +165,12 @@ def test_an_index_may_name_the_class_of_an_encoder_without_its_head(named: str, 
     [
         ("vae", "diffusion_pytorch_model.safetensors", "no config.json; it has diffusion_pytorch_model.safetensors"),
         ("text_encoder", "model.safetensors", "no config.json; it has model.safetensors"),
+        ("tokenizer", "nothing", "no tokenizer_config.json; it has no file"),
+        ("tokenizer", "tokenizer.json", "no tokenizer_config.json; it has tokenizer.json"),
         (
             "tokenizer",
-            "nothing",
-            "no vocabulary (tokenizer.json, vocab.json, vocab.txt, or a .model file); it has no file",
+            "tokenizer_config.json",
+            "no vocabulary (tokenizer.json, vocab.json, vocab.txt, or a .model file); it has tokenizer_config.json",
         ),
     ],
 )

@@ -1,0 +1,33 @@
+"""Each form's tiny pipeline, written and packed once."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.family_models import FORMS, write_pipeline
+from tests.unit.families.packed import Packed, pack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session", params=FORMS)
+def form(request: pytest.FixtureRequest) -> str:
+    """The form's name."""
+    found: str = request.param
+    return found
+
+
+@pytest.fixture(scope="session")
+def written(form: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pipeline, to be read only."""
+    return write_pipeline(tmp_path_factory.mktemp("families") / re.sub(r"\W", "-", form), form)
+
+
+@pytest.fixture(scope="session")
+def packed(form: str, written: Path, tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    """The pipeline and its store, to be read only."""
+    return pack(form, written, tmp_path_factory.mktemp("packed"))

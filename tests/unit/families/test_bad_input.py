@@ -1,0 +1,193 @@
+"""A model that is not whole, or whose parts are of another, is refused by the commands before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.families.registry import FAMILIES
+from bucketline.store import Store
+from bucketline.train import main as trainer
+from tests.building import edit_json, rewrite_manifest
+from tests.commands import Ran, called
+from tests.family_models import FORMS
+from tests.unit.families.packed import ingest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from bucketline.families.family import Family
+    from tests.unit.families.packed import Packed
+
+UNKNOWN = {"transformer": "StableAudioDiTModel", "unet": "Kandinsky3UNet"}
+FLOW = "FlowMatchEulerDiscreteScheduler"
+
+
+def train(packed: Packed, model: Path, output: Path, *more: object) -> Ran:
+    asked = {"--store": packed.store, "--model": model, "--output-dir": output, "--batch-size": 2, "--max-steps": 1}
+    return called(trainer.main, *(one for pair in asked.items() for one in pair), "--num-images", 0, *more)
+
+
+def assert_refused(ran: Ran, output: Path, *words: str) -> None:
+    """Check that a command was refused in one line with these words, and wrote nothing."""
+    assert ran.code == 1, (ran.code, ran.out, ran.err)
+    *before, said = ran.err.splitlines()
+    assert said.startswith("error: "), ran.err
+    assert not any(line.startswith(("error: ", "Traceback")) for line in before), ran.err
+    assert ran.out == ""
+    assert not output.exists(), sorted(output.rglob("*"))
+    for word in words:
+        assert word in said, (word, said)
+
+
+def assert_not_packed(packed: Packed, model: Path, tmp_path: Path, *words: str) -> None:
+    store = tmp_path / "store"
+    for command, *more in (("scan",), ("pack", store)):
+        assert_refused(ingest(command, packed, model, *more), store, *words)
+
+
+def assert_not_trained(packed: Packed, model: Path, tmp_path: Path, *words: str) -> None:
+    assert_refused(train(packed, model, tmp_path / "run"), tmp_path / "run", *words)
+
+
+@pytest.fixture
+def model(packed: Packed, tmp_path: Path) -> Path:
+    """A copy of the pipeline, of this test's own."""
+    return shutil.copytree(packed.model, tmp_path / "model")
+
+
+def others(family: type[Family]) -> Iterator[type[Family]]:
+    """Yield families, the nearest in the alphabet first, in whose index a model of this one would be wrong."""
+    at = FAMILIES.index(family)
+    return (one for one in (*FAMILIES[at + 1 :], *FAMILIES) if one.parts and one.model_class != family.model_class)
+
+
+def test_a_pipeline_whose_name_is_not_known_is_refused_with_the_nearest(packed: Packed, model: Path, tmp_path: Path) -> None:
+    name = FORMS[packed.form].pipeline
+    wrong = name.replace("Pipeline", "sPipeline")
+    edit_json(model / "model_index.json", _class_name=wrong)
+    words = (str(model), f"its pipeline is {wrong}", "known are ", f"the nearest is {name}", " a model of a known pipeline")
+    assert_not_packed(packed, model, tmp_path, *words)
+
+
+@pytest.mark.parametrize("part", ["vae", "encoder", "tokenizer"])
+def test_a_part_that_the_index_names_and_that_is_not_there_is_named(
+    part: str, packed: Packed, model: Path, tmp_path: Path
+) -> None:
+    folder = {"encoder": packed.encoder, "tokenizer": packed.tokenizer}.get(part, part)
+    shutil.rmtree(model / folder)
+    there = ", ".join(sorted(path.name for path in model.iterdir() if path.is_dir()))
+    words = (f"{model} lacks the part {folder}/; it has {there}; expected a model in diffusers' layout",)
+    assert_not_packed(packed, model, tmp_path, *words)
+
+
+def test_a_model_without_its_transformer_or_unet_is_not_trained(packed: Packed, model: Path, tmp_path: Path) -> None:
+    shutil.rmtree(model / packed.family.folder)
+    assert_not_trained(packed, model, tmp_path, f"{model} has neither unet/config.json nor transformer/config.json", "must be")
+
+
+def test_a_tokenizer_without_its_configuration_is_named(packed: Packed, model: Path, tmp_path: Path) -> None:
+    (model / packed.tokenizer / "tokenizer_config.json").unlink()
+    words = (f"{packed.tokenizer}/ has no tokenizer_config.json; it has ", "download or save the model again")
+    assert_not_packed(packed, model, tmp_path, *words)
+
+
+def test_a_vae_of_another_class_is_refused(packed: Packed, model: Path, tmp_path: Path) -> None:
+    edit_json(model / "vae" / "config.json", _class_name="AutoencoderTiny")
+    words = ("for vae/", "AutoencoderTiny", "expected the same; take both from one model")
+    assert_not_packed(packed, model, tmp_path, *words)
+    edit_json(model / "model_index.json", vae=["diffusers", "AutoencoderTiny"])
+    assert_not_packed(packed, model, tmp_path, "vae/ is a AutoencoderTiny, expected AutoencoderKL or ", " a model ")
+    found = "vae is not the VAE that the store was packed with: its class is AutoencoderTiny, the store has "
+    assert_not_trained(packed, model, tmp_path, found, "pack the source")
+
+
+def test_a_text_encoder_of_another_class_is_refused(packed: Packed, model: Path, tmp_path: Path) -> None:
+    edit_json(model / packed.encoder / "config.json", architectures=["RoFormerModel"], model_type="roformer")
+    words = (f"for {packed.encoder}/", f"{packed.encoder}/config.json RoFormerModel, expected the same; take both from one")
+    assert_not_packed(packed, model, tmp_path, *words)
+    edit_json(model / "model_index.json", **{packed.encoder: ["transformers", "RoFormerModel"]})
+    kind = next(part.kind for part in packed.family.parts if part.encoder == packed.encoder)
+    assert_not_packed(packed, model, tmp_path, f"which takes a {kind}Model", "RoFormerModel", " model")
+    words = (f"{packed.encoder} is not the text encoder that the store was packed with: its config_hash is ", "pack the source")
+    assert_not_trained(packed, model, tmp_path, *words)
+
+
+def test_a_transformer_or_unet_of_another_class_is_refused(packed: Packed, model: Path, tmp_path: Path) -> None:
+    family = packed.family
+    path = model / family.folder / "config.json"
+    foreign = next((one for one in others(family) if one.folder == family.folder), None)
+    for kind in (UNKNOWN[family.folder], foreign.model_class if foreign else "UNet2DModel"):
+        edit_json(path, _class_name=kind)
+        words = (
+            f"names the pipeline {FORMS[packed.form].pipeline}, and {family.folder}/config.json is a {kind}",
+            f"expected {family.folder}/ with a {family.model_class} of that pipeline; take both from one model",
+        )
+        assert_not_packed(packed, model, tmp_path, *words)
+        assert_not_trained(packed, model, tmp_path, *words, "or remove model_index.json")
+    (model / "model_index.json").unlink()
+    edit_json(path, _class_name=f"{family.model_class}s")
+    found = f"_class_name is '{family.model_class}s', expected one of "
+    assert_not_trained(packed, model, tmp_path, found, f"the nearest is {family.folder}/ {family.model_class}")
+
+
+def test_an_index_that_crosses_two_families_is_refused(packed: Packed, model: Path, tmp_path: Path) -> None:
+    family = packed.family
+    foreign = next(others(family)).pipelines[0]
+    edit_json(model / "model_index.json", _class_name=foreign)
+    words = (f"names the pipeline {foreign}, and {family.folder}/config.json is a {family.model_class}", "take both from one")
+    assert_not_packed(packed, model, tmp_path, *words)
+    assert_not_trained(packed, model, tmp_path, *words)
+
+
+def test_a_scheduler_of_another_kind_is_refused_unless_an_objective_is_named(
+    packed: Packed, model: Path, tmp_path: Path
+) -> None:
+    is_flow = packed.family.scheduler.get("_class_name") == FLOW
+    path = model / "scheduler" / "scheduler_config.json"
+    for kind in ("FlowMatchHeunDiscreteScheduler", "EDMEulerScheduler", "AutoencoderKL", *["DDIMScheduler"] * is_flow):
+        path.write_text(json.dumps({"_class_name": kind}), encoding="utf-8")
+        words = (str(path), f"_class_name is {kind}, expected a ", FLOW, "take the scheduler published with ")
+        assert_not_trained(packed, model, tmp_path, *words, *["or set --objective"] * is_flow)
+    asked = train(packed, model, tmp_path / "run", "--objective", "flow")
+    assert "trained 1 step" in asked.out, asked.err
+
+
+def test_a_vae_of_other_channels_than_the_model_takes_is_refused(packed: Packed, model: Path, tmp_path: Path) -> None:
+    family = packed.family
+    path = model / family.folder / "config.json"
+    channels = json.loads(path.read_bytes())["in_channels"]
+    edit_json(path, in_channels=2 * channels)
+    found = f"in_channels {2 * channels}, expected {channels}, since the latents of vae/ have 4 channels"
+    assert_not_packed(packed, model, tmp_path, found, "take both from one model")
+    found = f"in_channels is {2 * channels}, expected {channels}, since the store's latents"
+    assert_not_trained(packed, model, tmp_path, found, "pack the source with")
+
+
+def test_a_store_of_another_family_is_refused_though_it_is_as_wide(packed: Packed, tmp_path: Path) -> None:
+    """By weights that were trained with other captions; a model that starts at random may learn them."""
+    family, foreign = packed.family, next(others(packed.family))
+    store = shutil.copytree(packed.store, tmp_path / "other.store")
+    encoders = Store.open(store).manifest.encoders
+    text = encoders["text_encoder"]
+    assert isinstance(text, dict)
+    assert text["family"] == family.name
+    rewrite_manifest(store, encoders={**encoders, "text_encoder": {**text, "family": foreign.name}})
+    alone = tmp_path / "model"  # without encoders, which would tell
+    for part in (family.folder, "scheduler"):
+        shutil.copytree(packed.model / part, alone / part)
+    shutil.copy(packed.model / "model_index.json", alone)
+    words = (
+        f"the weights are of the family {family.name}, and the store's captions were encoded by {foreign.pipelines[0]}, ",
+        f"expected {family.pipelines[0]}: pack the source with this model's own encoders, or remove the weights",
+    )
+    there = replace(packed, store=store)
+    assert_not_trained(there, alone, tmp_path, *words)
+    for path in (alone / family.folder).glob("*.safetensors"):
+        path.unlink()
+    assert "trained 1 step" in train(there, alone, tmp_path / "run").out

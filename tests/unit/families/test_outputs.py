@@ -1,0 +1,126 @@
+"""A training step of each family, and its checkpoints and exports as diffusers opens them: the trainer's model to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+from peft import PeftModel
+
+from bucketline.train.config import Ema, TrainConfig
+from bucketline.train.outputs import progress, run_dir
+from bucketline.train.outputs.checkpoint import Start
+from bucketline.train.outputs.export import export_model
+from bucketline.train.parallel import StopRequest
+from bucketline.train.setup import start_processes
+from bucketline.train.step import train_step
+from bucketline.train.trainer import Trainer
+from tests.family_models import open_pipeline
+from tests.unit.train.tiny_run import ALONE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from bucketline.loader import Batch
+    from bucketline.train.trainer import TrainSummary
+    from tests.unit.families.packed import Packed
+
+
+@pytest.fixture(autouse=True)
+def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what takes most of a tiny run, as the trainer's own tests do."""
+    monkeypatch.setattr(progress, "draw_loss_curve", lambda _, path: path.write_bytes(b"\x89PNG"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
+
+
+@contextlib.contextmanager
+def trainer_of(packed: Packed, output: Path, **changes: Any) -> Iterator[Trainer]:
+    """Yield a trainer whose batches have both captions."""
+    asked: dict[str, Any] = {"store": (packed.store,), "model": packed.model, "output_dir": output, "batch_size": 2}
+    asked |= {"max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-2, "num_images": 0, "ema": Ema.OFF, **changes}
+    config = TrainConfig(**asked)
+    start = Start(checkpoint=None, state=None)
+    with contextlib.closing(Trainer(config, ALONE, start_processes(config), start)) as trainer:
+        yield trainer
+
+
+def run(trainer: Trainer) -> TrainSummary:
+    """Train to the end."""
+    run_dir.make(trainer.config.output_dir)
+    with contextlib.closing(StopRequest(ALONE)) as stop:
+        return trainer.run(stop)
+
+
+@torch.no_grad()
+def predicted(trainer: Trainer, batch: Batch, model: Any) -> torch.Tensor:
+    """Return a model's prediction for a batch."""
+    noised = trainer.training.prep.for_training(batch)
+    return trainer.training.family.predict(model.eval(), noised.noisy, noised.timesteps, noised.conditions(batch))
+
+
+def test_a_step_of_the_trainer_is_that_of_a_plain_loop_over_captions_of_different_lengths(
+    packed: Packed, tmp_path: Path
+) -> None:
+    with trainer_of(packed, tmp_path, clip_norm=0.5, learning_rate=1e-3) as trainer:
+        training = trainer.training
+        plain: Any = type(training.model).from_pretrained(packed.model / packed.family.folder)  # type: ignore[attr-defined]
+        training.family.prepare(plain.train())  # HiDream's experts have no gradient in evaluation
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01)
+        batches = trainer.loader.forever()
+        for step in range(2):
+            batch = next(batches)
+            assert len({tuple(row.tolist()) for row in batch.tokens.flatten(1)}) == 2, "both captions"
+            noised = training.prep.for_training(batch)
+            given = training.family.arguments(noised.noisy, noised.timesteps, batch)
+            output = plain(**given, return_dict=False)[0]
+            loss = torch.nn.functional.mse_loss(training.family.answer(output, noised.noisy), noised.target)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            optimizer.step()
+            found = train_step(training, iter([batch]), step)
+            assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
+            assert float(found.grad_norm) == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_the_model_that_diffusers_opens_has_the_trainers_weights(packed: Packed, tmp_path: Path) -> None:
+    with trainer_of(packed, tmp_path / "run") as trainer:
+        before = {name: tensor.clone() for name, tensor in trainer.training.model.state_dict().items()}
+        summary = run(trainer)
+        batch, model = next(trainer.loader.forever()), cast("Any", trainer.training.bare_model)
+        own = model.state_dict()
+        export_model(tmp_path / "run", tmp_path / "export", last=True, dtype="F32")
+        for folder in (summary.checkpoint, tmp_path / "export"):
+            opened, told = type(model).from_pretrained(folder / packed.family.folder, output_loading_info=True)
+            assert not any(told.values()), told
+            found = opened.state_dict()
+            assert found.keys() == own.keys()
+            assert [name for name, tensor in own.items() if not torch.equal(tensor, found[name])] == []
+            assert {**opened.config, "_name_or_path": ""} == {**model.config, "_name_or_path": ""}
+            assert torch.equal(predicted(trainer, batch, opened), predicted(trainer, batch, model))
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in own.items())
+
+
+def test_adapters_in_the_pipeline_predict_what_the_trainers_model_predicts(packed: Packed, tmp_path: Path) -> None:
+    """By the pipeline's `load_lora_weights`, or by PEFT for the families whose pipeline has none of its model."""
+    with trainer_of(packed, tmp_path / "run", lora_rank=2, lora_alpha=6.0) as trainer:
+        checkpoint = run(trainer).checkpoint
+        export_model(tmp_path / "run", tmp_path / "export", last=True, dtype="F32")
+        batch = next(trainer.loader.forever())
+        wanted = predicted(trainer, batch, trainer.training.bare_model)
+        for folder in (checkpoint / "lora", tmp_path / "export"):
+            pipeline = open_pipeline(packed.model, packed.form)
+            plain = getattr(pipeline, packed.family.folder)
+            without = predicted(trainer, batch, plain)
+            if packed.family.has_lora_loader:
+                pipeline.load_lora_weights(str(folder))
+                adapted = getattr(pipeline, packed.family.folder)
+            else:
+                assert trainer.training.family.lora_pipeline is None
+                adapted = PeftModel.from_pretrained(plain, str(folder)).base_model.model
+            assert torch.equal(predicted(trainer, batch, adapted), wanted)
+            assert not torch.equal(without, wanted)
