@@ -27,7 +27,6 @@ MODULES = {  # of `bucketline.bench`
     "hot_gather": "store.hot_gather",
     "cold_gather": "store.cold_gather",
     "open_cost": "store.open_cost",
-    "seal_cost": "store.seal_cost",
     "report_cost": "store.report_cost",
     "ragged_text": "loader.ragged_text",
     "quantised_text": "loader.quantised_text",
@@ -65,7 +64,6 @@ QUICK: dict[str, tuple[str, ...]] = {
     "quantised_text": ("--rows", "96", "--batches", "12", "--repeats", "3"),
     "cold_gather": ("--size-mib", "256", "--batches", "32", "--batches-of-get", "2", "--repeats", "3", "--depths", "8", "32"),
     "open_cost": ("--rows", "1000", "1000000", "--shards", "1", "30", "100"),
-    "seal_cost": ("--rows", "400", "--repeats", "3"),
     "report_cost": ("--samples", "600", "2000", "--repeats", "1"),
     "ingest_stages": ("--repeats", "3"),
     "ingest_on_ray": ("--images", "48", "--repeats", "1"),
@@ -101,7 +99,6 @@ FULL: dict[str, tuple[str, ...]] = {
     "quantised_text": (),
     "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
     "open_cost": (),
-    "seal_cost": ("--repeats", "9"),
     "report_cost": ("--samples", "1000", "100000", "--repeats", "3"),
     "plan_cost": ("--repeats", "15"),
     "seen_cost": (),
@@ -137,7 +134,7 @@ class All:
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
     its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
-    seal_cost, report_cost, ingest_stages, ingest_on_ray, ingest_memory, ingest_again, ingest_import, listing_against_store,
+    report_cost, ingest_stages, ingest_on_ray, ingest_memory, ingest_again, ingest_import, listing_against_store,
     plan_cost, seen_cost, mixing, first_batch, first_pass, delivery, delivery_columns, metrics_cost, network_delivery,
     remote_delivery, remote_bytes, remote_peers, busy_trainer, rank_memory, batch_parts, training,
     checkpoint_pause, base_error, text_encoders.

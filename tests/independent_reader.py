@@ -65,16 +65,8 @@ class Shard:
     records: dict[bytes, dict[str, Any]] = field(default_factory=dict)
 
 
-def version_of(manifest: dict[str, Any]) -> int:
-    """Return the version of the shards and buckets; the added columns are apart."""
-    version: int = manifest["base_version"] if manifest["format_version"] == 4 else manifest["format_version"]
-    return version
-
-
 def axes_of(name: str, manifest: dict[str, Any]) -> dict[str, str]:
     """Return a block's metadata about its axes, after comparing the bucket's name with their sizes."""
-    if version_of(manifest) < 3:
-        return {}
     (bucket,) = (bucket for bucket in manifest["buckets"] if bucket["name"] == name)
     assert name == f"{bucket['split']}/{'x'.join(str(axis['size']) for axis in bucket['axes'])}"
     axes = [axis["name"] for axis in bucket["axes"]]
@@ -107,10 +99,9 @@ def read_shard(store: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> 
                 shard.records[key[7:]] = msgpack.unpackb(value, unicode_errors="surrogateescape")
             elif key == b"meta":
                 shard_id = bytes.fromhex(entry["shard_id"])
-                version = 3 if version_of(manifest) == 3 else 1
                 meta = msgpack.unpackb(value)
                 assert meta.pop("text_error", None) in (None, entry.get("text_error"))
-                assert meta == {"format_version": version, "shard": entry["name"], "shard_id": shard_id}
+                assert meta == {"format_version": 5, "shard": entry["name"], "shard_id": shard_id}
             elif group == b"text":
                 own = open_block(value)
                 assert metadata_of(value) == {"format": "bucketline.text/1", "first_row": str(len(shard.captions))}
@@ -146,7 +137,7 @@ def read_added(store: Path, entry: dict[str, Any], manifest: dict[str, Any], sha
         assert xxhash.xxh3_128_hexdigest(data) == own["lmdb"]["digest"]
         with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
             meta = msgpack.unpackb(txn.get(b"meta"))
-            assert meta == {"format_version": 4, "shard": path.stem, "shard_id": bytes.fromhex(own["shard_id"])}
+            assert meta == {"format_version": 5, "shard": path.stem, "shard_id": bytes.fromhex(own["shard_id"])}
         for bucket, (rows, blocks, first_block, dropped) in own["groups"].items():
             form, found = manifest["added"][name]["buckets"][bucket], 0
             assert (rows, dropped) == (len(shard.rows[bucket]), 0)

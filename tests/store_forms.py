@@ -1,6 +1,6 @@
-"""The two forms of store that a test does the same things to: images' latents (version 1), columns of any kind (version 3).
+"""The two forms of store that a test does the same things to: images' latents, and columns of any kind.
 
-Samples are those of `tests.building`; in version 3, the columns other than the target follow from a sample's content.
+Samples are those of `tests.building`; in the second, the columns other than the target follow from a sample's content.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ AXES = ("height_px", "width_px")
 class Form:
     """A form of store, and how a sample of it is written and compared."""
 
-    version: int
     writer: Callable[..., StoreWriter]  # of a path, and options of `StoreWriter`
     roles: tuple[str, ...]  # of all columns that a loader can request
     given: Callable[[Sample], dict[str, NDArray[Any]]]  # a sample's arrays by role, without those that it lacks
@@ -118,7 +117,6 @@ def _stored(sample: Sample) -> dict[str, bytes]:
 
 
 IMAGES = Form(
-    version=1,
     writer=store_writer,
     roles=(TARGET,),
     given=lambda sample: {TARGET: sample.latent},
@@ -127,7 +125,6 @@ IMAGES = Form(
     tokens=lambda text: embedding(text).tobytes(),
 )
 COLUMNS = Form(
-    version=3,
     writer=_columns_writer,
     roles=tuple(column.role for column in IMAGE_COLUMNS if not column.role.endswith("/flipped")),
     given=_given,

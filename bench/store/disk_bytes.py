@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bucketline.store.shard.reader import SealedShard
 
 MARKS = {8: 1.03, 32: 1.01, 128: 1.01, 512: 1.01}  # by KiB per row, for 1,000 rows or more
-# Rows with captions of 20 to 77 tokens or without, and what makes the stores ones of version 3.
+# Rows with captions of 20 to 77 tokens or without, with a column more, or with quantised text.
 FORMS: dict[str, dict[str, Any]] = {
     "captions": {"tokens": (20, 77)},
     "no captions": {"tokens": None},
@@ -30,7 +30,7 @@ class DiskBytes(Case):
     """Measure the disk space of a store per byte of payload, and break down the overhead.
 
     Each row size is measured with one caption per sample (20 to 77 tokens of 768 x F16), and with the empty caption for all;
-    both again in version 3 of the format, with a second column of 128 bytes, and with captions quantised to I8. Results vary
+    both again with a second column of 128 bytes, and with captions quantised to I8. Results vary
     only with the file system, so each store is made once.
 
     Example: python -m bucketline.bench.store.disk_bytes --rows 1024 --row-kib 8 128

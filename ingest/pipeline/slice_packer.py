@@ -345,8 +345,7 @@ class SlicePacker:
             raise AssertionError("a shard was begun before a batch was encoded")
         max_bytes = self._config.shard_size_mib << 20
         store, empty = self._store, self._captions.empty
-        version = store.manifest.format_version
-        return ShardWriter(self._folder, next(self._names), store.text, empty, max_bytes, version=version)
+        return ShardWriter(self._folder, next(self._names), store.text, empty, max_bytes)
 
 
 class ShardFill:

@@ -187,7 +187,6 @@ class RowCopier:
                 self._store.text,
                 empty,
                 self._max_bytes,
-                version=self._store.manifest.format_version,
                 ragged=self._store.ragged_specs,
                 empty_entries=caption_entries(self._store, ordinal, EMPTY_CAPTION_ROW, empty.digest),
                 stored_once=[name for name in groups_of(self._store, EntriesOf.ROWS) if self._store.ragged[name].stored_once],

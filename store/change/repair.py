@@ -160,7 +160,7 @@ def _rebuild_sidecars(path: Path, one: _Damaged) -> None:
         return
     if paths.extents in one.bad:
         one.rebuilt[paths.extents] = extents
-        one.entry = dataclasses.replace(one.entry, extents=_entry_of(extents))
+        one.entry = dataclasses.replace(one.entry, extents=_entry_of(extents), line_checksums=True)
     if paths.index in one.bad:
         one.rebuilt[paths.index] = index
         one.entry = dataclasses.replace(one.entry, index=_entry_of(index))

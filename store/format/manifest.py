@@ -28,7 +28,9 @@ from bucketline.store.format.columns import (
     role_of,
     stored_name,
 )
+from bucketline.store.format.compact_groups import compacted, expanded
 from bucketline.store.format.hashing import bytes_digest
+from bucketline.store.format.layout import FORMAT_VERSION
 from bucketline.store.format.manifest_entries import (
     SHARD_NAME,
     AddedColumn,
@@ -41,15 +43,9 @@ from bucketline.store.format.manifest_entries import (
     TextEntry,
     column_spec,
 )
-from bucketline.store.format.manifest_versions import (
-    ADDED_VERSION,
-    COLUMNS_VERSION,
-    COMPACT_VERSION,
-    from_version,
-    to_version,
-)
 from bucketline.store.format.safetensors_header import MAX_HEADER_BYTES
 from bucketline.store.format.text_block import TEXT_GROUP, RaggedSpec, is_bucket
+from bucketline.store.format.upgrade import layout_of, upgraded
 from bucketline.typed_json import Json, TypedJsonError, decode, encode, first_difference, is_given
 
 if TYPE_CHECKING:
@@ -59,6 +55,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 28
 _MAX_SHARD_BYTES = 1 << 44  # a few GiB is usual
+_BYTES = "bytes as read"  # in the `vars` of a manifest of an older version
 EXTENT_BYTES = 4 * 8  # per block: offset, length, first row, rows
 
 
@@ -66,7 +63,7 @@ EXTENT_BYTES = 4 * 8  # per block: offset, length, first row, rows
 class Manifest:
     """One generation of a store."""
 
-    format_version: int
+    format_version: int  # of the document that it was read from; what is written has `FORMAT_VERSION`
     store_id: str  # random, created once with the store
     generation: int
     engine: str  # the LMDB data format of the shards
@@ -75,12 +72,12 @@ class Manifest:
     encoders: dict[str, Json]  # provenance: what produced the columns (class, config and weights hash, dtype, scaling …)
     rules: dict[str, Json]  # provenance: grid, resampling, crop, split
     text: TextEntry
-    columns: dict[str, ColumnRole]  # by name; empty where there are only images' latents, as before version 3
+    columns: dict[str, ColumnRole]  # by name; empty where there are only images' latents
     buckets: tuple[BucketEntry, ...]
     shards: tuple[ShardEntry, ...]
     retired: tuple[str, ...]  # shards of an earlier generation that this one no longer lists; their files may still exist
     digest: str  # of this document with an empty digest
-    ragged: dict[str, RaggedEntry] = field(default_factory=dict)  # by name; only in version 3
+    ragged: dict[str, RaggedEntry] = field(default_factory=dict)  # by name
     added: dict[str, AddedColumn] = field(default_factory=dict)  # by name: columns in files of their own
 
     def __post_init__(self) -> None:
@@ -89,8 +86,6 @@ class Manifest:
         if len(names) != len(self.buckets) or len(listed) != len(self.shards):
             raise ValueError("a bucket or a shard is listed twice")
         is_quantised = self.text.spec().is_quantised
-        if is_quantised and self.format_version < COLUMNS_VERSION:
-            raise ValueError(f"its text is quantised, which version {self.format_version} does not know")
         if not is_quantised and any(shard.text_error is not None for shard in self.shards):
             raise ValueError("a shard has an error of quantised text but no such text")
         for name in self.retired:
@@ -147,8 +142,6 @@ class Manifest:
 
     def _check_ragged(self) -> None:
         """Check the ragged groups, and that every bucket has the columns of those that rows refer to, and no others."""
-        if self.ragged and self.format_version < COLUMNS_VERSION:
-            raise ValueError(f"it has ragged groups, which version {self.format_version} does not know")
         for name, group in self.ragged.items():
             if not NAME.fullmatch(name) or name == TEXT_GROUP:
                 raise ValueError(f"{name!r:.80} is not the name of a ragged group")
@@ -167,12 +160,11 @@ class Manifest:
                 raise ValueError(f"bucket {bucket.name} has the number of a ragged entry in another form")
 
     def _check_latents(self) -> None:
-        """Check that the buckets of a store without roles are of images, and from version 3 on have no other columns."""
+        """Check that the buckets of a store without roles are of images, and have no other columns."""
         if other := [bucket.name for bucket in self.buckets if bucket.spec().axes != IMAGE_AXES]:
             raise ValueError(f"bucket {other[0]} is not one of images")
         known = {LATENT, FLIPPED, *map(RAGGED_PREFIX.__add__, self.ragged), *(c.name for c in fixed_columns(self.max_captions))}
-        other = sorted({name for bucket in self.buckets for name in bucket.columns} - known)
-        if other and self.format_version >= COLUMNS_VERSION:
+        if other := sorted({name for bucket in self.buckets for name in bucket.columns} - known):
             raise ValueError(f"the buckets have the column {other[0]!r:.80}, which has no role")
 
     def _check_mirrors(self) -> None:
@@ -185,8 +177,6 @@ class Manifest:
 
     def _check_columns(self) -> None:
         """Check the columns' roles, and that every bucket has exactly these columns."""
-        if self.columns and self.format_version < COLUMNS_VERSION:
-            raise ValueError(f"it has columns with roles, which version {self.format_version} does not know")
         if not self.columns:
             self._check_latents()
             return
@@ -282,11 +272,6 @@ class Manifest:
         }
 
     @property
-    def written_version(self) -> int:
-        """The version of its document: readers that know `format_version` only must not take the rows without added columns."""
-        return ADDED_VERSION if self.added else self.format_version
-
-    @property
     def known_shards(self) -> set[str]:
         """Names of the listed and the retired shards."""
         return {*self.retired, *(shard.name for shard in self.shards)}
@@ -318,17 +303,22 @@ class Manifest:
 
 
 def sealed(manifest: Manifest) -> Manifest:
-    """Return the manifest with its digest filled in."""
-    blank = dataclasses.replace(manifest, digest="")
-    return dataclasses.replace(manifest, digest=bytes_digest(dump_manifest(blank)))
+    """Return the manifest as it is written: with its digest, and in the present version. One that was read stays as it is."""
+    if _BYTES in vars(manifest):
+        return manifest
+    blank = dataclasses.replace(manifest, format_version=FORMAT_VERSION, digest="")
+    return dataclasses.replace(blank, digest=bytes_digest(dump_manifest(blank)))
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest's serialised bytes, in the form of its version."""
-    document: Any = to_version(encode(manifest), manifest.format_version)  # type: ignore[arg-type]
-    if document["format_version"] >= COMPACT_VERSION:
-        return json.dumps(document, separators=(",", ":"), sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
-    return json.dumps(document, indent=1, sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
+    """Return the manifest's serialised bytes: of one that was read in an older version, those of that version."""
+    own: bytes | None = vars(manifest).get(_BYTES)
+    return _serialised(compacted(encode(manifest))) if own is None else own  # type: ignore[arg-type]
+
+
+def _serialised(document: dict[str, Any]) -> bytes:
+    text = json.dumps(document, sort_keys=True, ensure_ascii=True, **layout_of(document["format_version"]))
+    return text.encode("ascii") + b"\n"
 
 
 def generation_path(store: Path, generation: int) -> Path:
@@ -390,18 +380,23 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
     try:
         document = json.loads(data)
         version = document["format_version"]
-        if type(version) is not int:
+        if type(version) is not int or version < 1:
             raise TypedJsonError(f"format_version is {version!r:.40}")
-        if version > ADDED_VERSION:
-            raise StoreError(f"{item} has format version {version}, this bucketline reads up to {ADDED_VERSION}; update it")
-        manifest = decode(Manifest, from_version(document, version))
-        digest = manifest.digest if _is_as_written(data, manifest.digest) else sealed(manifest).digest
+        if version > FORMAT_VERSION:
+            raise StoreError(f"{item} has format version {version}, this bucketline reads up to {FORMAT_VERSION}; update it")
+        is_old = version < FORMAT_VERSION
+        manifest = decode(Manifest, upgraded(document) if is_old else expanded(document))
+        digest = manifest.digest
+        if not _is_as_written(data, digest):
+            data, digest = _serialised(document), bytes_digest(_serialised({**document, "digest": ""}))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{item} is damaged: {error!s:.300}") from error
     if digest != manifest.digest:
         raise CorruptError(
             f"{item} is damaged or was edited by hand: its digest is {manifest.digest[:40]!r}, its content gives {digest!r}"
         )
+    if is_old:  # what it is compared with, and copied from; a changed one is written in the present version
+        vars(manifest)[_BYTES] = data
     return manifest
 
 
@@ -416,16 +411,13 @@ def _is_as_written(data: bytes, digest: str) -> bool:
 
 
 def finished(manifest: Manifest, store: Path | str) -> tuple[Manifest, bytes]:
-    """Return a manifest with its digest, in the compact form if it is too long otherwise, and its bytes.
+    """Return a manifest as it is written, and its bytes.
 
     Raises:
         StoreError: if readers would reject it; the message names `store`.
     """
     manifest = sealed(manifest)
     data = dump_manifest(manifest)
-    if len(data) > MAX_MANIFEST_BYTES and manifest.format_version < COMPACT_VERSION and not manifest.added:
-        manifest = sealed(dataclasses.replace(manifest, format_version=COMPACT_VERSION))
-        data = dump_manifest(manifest)
     if len(data) > MAX_MANIFEST_BYTES:
         raise StoreError(
             f"the manifest of {len(manifest.shards)} shards and {len(manifest.buckets)} buckets has {len(data)} bytes, at most "

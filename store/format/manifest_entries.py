@@ -128,6 +128,7 @@ class ShardEntry:
     text_error: TextError | None = None  # of its captions that were quantised for it; None if not known
     ragged: dict[str, RaggedTotals] = field(default_factory=dict)  # by name, of the groups of which it has entries
     added: dict[str, ColumnShardEntry] = field(default_factory=dict)  # by column, of the added columns that its rows have
+    line_checksums: bool = True  # whether its extents have the checksums of its file's lines
 
     def __post_init__(self) -> None:
         if not (COLUMN_SHARD_NAME if self.is_of_column else SHARD_NAME).fullmatch(self.name):

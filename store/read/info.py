@@ -31,7 +31,7 @@ def info(
     roles = {name: asdict(column) for name, column in manifest.columns.items()}
     roles |= {name: {"role": column.role, "encoder": None, "optional": False} for name, column in manifest.added.items()}
     return {
-        "format_version": manifest.written_version,
+        "format_version": manifest.format_version,
         "generation": manifest.generation,
         "samples": manifest.samples,
         "payload_bytes": manifest.payload_bytes,

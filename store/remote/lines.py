@@ -1,4 +1,4 @@
-"""`shards/NAME.lines`: checksums of the lines of a shard's file, for shards whose extents have none (version 1)."""
+"""`shards/NAME.lines`: checksums of the lines of a shard's file, for shards whose extents have none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 
 from bucketline.errors import CorruptError
 from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.format.manifest_versions import COLUMNS_VERSION
 from bucketline.store.shard.row_locator import LINE_CHECKSUM
 from bucketline.store.shard.sidecar import PagedFile, encode_paged
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import ShardEntry
 
 _MAX_HEADER_BYTES = 1 << 13
@@ -28,11 +26,6 @@ LINES_FORMAT = "bucketline.lines/1"
 def lines_name(shard: str) -> str:
     """Return the object's name."""
     return f"shards/{shard}.lines"
-
-
-def needs_lines(manifest: Manifest) -> bool:
-    """Return whether the shards of a store have their lines' checksums in an object of their own."""
-    return manifest.format_version < COLUMNS_VERSION
 
 
 def encode_lines(entry: ShardEntry, checksums: Sequence[int]) -> bytes:

@@ -305,7 +305,7 @@ def provenance(store: Store, info: Mapping[str, Any]) -> Section:
         ("store id", manifest.store_id),
         ("generation", manifest.generation),
         ("digest of the manifest", manifest.digest),
-        ("format version", manifest.written_version),
+        ("format version", manifest.format_version),
         ("shards", len(manifest.shards)),
         ("captions of a sample at most", manifest.max_captions),
     ]

@@ -182,9 +182,9 @@ class Mirror:
             uploader.look(base, self._restored | sent.keys())
             manifest, data = self._prepared(changed, before, uploader)
             new = [entry for entry in manifest.shards if entry != before.get(entry.name)]
-            self._refuse_lost(manifest, [entry for entry in new if entry.name in sent], uploader)
+            self._refuse_lost([entry for entry in new if entry.name in sent], uploader)
             self._refuse_collected([entry for entry in new if entry.name in self._restored], uploader)
-            uploader.send(self.path, manifest, [entry for entry in new if entry.name not in self._restored])
+            uploader.send(self.path, [entry for entry in new if entry.name not in self._restored])
             if not commit(self.objects, manifest.generation, data, is_first=base is None):
                 return None
         self.base = manifest
@@ -208,13 +208,13 @@ class Mirror:
             self.objects.url,
         )
 
-    def _refuse_lost(self, manifest: Manifest, sent: list[ShardEntry], uploader: Uploader) -> None:
+    def _refuse_lost(self, sent: list[ShardEntry], uploader: Uploader) -> None:
         """Check that what had been sent is still there. What is not is forgotten here, so that the next run makes it again.
 
         Raises:
             StoreError: if a shard is not there.
         """
-        lost = [entry.name for entry in sent if uploader.lacking(self.path, manifest, [entry], lists=False)]
+        lost = [entry.name for entry in sent if uploader.lacking(self.path, [entry], lists=False)]
         if lost:
             self._forget_sent(lost)
             raise StoreError(

@@ -77,7 +77,7 @@ def push(
     if is_ahead:
         assert remote is not None
         note_pushed(store, folder.url, remote)
-        sent = uploader.send(store, manifest, ())
+        sent = uploader.send(store, ())
         return Pushed(generation=remote.generation, samples=remote.samples, committed=(), is_ahead=True, sent=sent)
     refuse_without_put_if_absent(folder)
     if remote is not None:
@@ -87,8 +87,8 @@ def push(
     names = {entry.name for document in own.values() if document for entry in document.shards}
     with noted(folder, "push", names - ({entry.name for entry in remote.shards} if remote else set())):
         uploader.look(remote)
-        on_total(uploader.missing_bytes(store, manifest, manifest.shards))
-        sent = uploader.send(store, manifest, manifest.shards)
+        on_total(uploader.missing_bytes(store, manifest.shards))
+        sent = uploader.send(store, manifest.shards)
         send_lists(folder, store)
         copy_sets(store, folder, manifest)
         documents = [_document(manifest, number, found, uploader) for number, found in own.items()]
@@ -114,9 +114,9 @@ def _make_sure(
     lacking: list[str] = []
     for _ in range(_ROUNDS):
         for document in documents:
-            uploader.send(store, document, document.shards)
+            uploader.send(store, document.shards)
         uploader.look(remote, noted_names)
-        lacking = [name for document in documents for name in uploader.lacking(store, document, document.shards)]
+        lacking = [name for document in documents for name in uploader.lacking(store, document.shards)]
         if not lacking:
             return
     raise StoreError(

@@ -17,7 +17,7 @@ from bucketline.store.prompts.prompt_sets import describe_sets
 from bucketline.store.read.lost_files import LostFile, LostShard, files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
-from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name, needs_lines
+from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name
 from bucketline.store.sync.transfer.download import Downloader
 from bucketline.store.verify.verify import Fault, Verified, verify
 from bucketline.store.write.publish import prepare_store
@@ -98,7 +98,7 @@ def _shard(
         prepare_store(path)
         try:
             Downloader(objects, takes_any_digest=True).get(files_of(path, entry))
-            faults = _faults_of_lines(objects, manifest, entry, path)
+            faults = _faults_of_lines(objects, entry, path)
         except (CorruptError, MissingObjectError) as error:
             return Verified(blocks=0, rows=0, corrupt=(Fault(shard=entry.name, error=str(error)),))
         alone = sealed(dataclasses.replace(manifest, shards=(entry,), retired=()))
@@ -106,9 +106,9 @@ def _shard(
     return dataclasses.replace(found, corrupt=(*faults, *found.corrupt))
 
 
-def _faults_of_lines(objects: ObjectFolder, manifest: Manifest, entry: ShardEntry, path: Path) -> tuple[Fault, ...]:
+def _faults_of_lines(objects: ObjectFolder, entry: ShardEntry, path: Path) -> tuple[Fault, ...]:
     """Compare the checksums of the lines, which readers rely on, with the shard's file."""
-    if not needs_lines(manifest):
+    if entry.line_checksums:
         return ()  # they are in the extents, and compared with them
     name = lines_name(entry.name)
     try:

@@ -41,6 +41,11 @@ class CaptionUsers:
         """Start empty."""
         self._found: list[_Damage] = []
 
+    @property
+    def has_any(self) -> bool:
+        """True if a caption or an entry is damaged."""
+        return bool(self._found)
+
     def add(self, error: str, place: BlockPlace, caption: int | None) -> None:
         """Add a damaged caption, or entry, by its number in the shard, or a complete block of them (None)."""
         self._found.append(_Damage(error=error, place=place, caption=caption))

@@ -49,6 +49,11 @@ class Faults:
     def found(self) -> tuple[Fault, ...]:
         return (*self._of_files, *sorted(self._inside, key=_place))
 
+    @property
+    def has_any_inside(self) -> bool:
+        """True if there is a fault inside a file."""
+        return bool(self._inside)
+
     def of_file(self, error: str) -> None:
         """Add a fault of a complete file."""
         self._of_files.append(Fault(shard=self._shard, error=error))

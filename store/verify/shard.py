@@ -20,7 +20,6 @@ from bucketline.store.format.block import CAPTIONS, ID, bad_rows, decode_block
 from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.hashing import DIGEST_BYTES, LINE_BYTES, LineSums, caption_digest, file_digest
 from bucketline.store.format.layout import Places
-from bucketline.store.format.manifest_versions import COLUMNS_VERSION
 from bucketline.store.format.text_block import DIGEST, TEXT_GROUP, is_bucket, read_text_block
 from bucketline.store.shard.reader import KEY, SealedShard, keys_of
 from bucketline.store.shard.row_locator import LINE_CHECKSUM
@@ -53,7 +52,7 @@ class ShardCheck:
     def __init__(self, store: Store, entry: ShardEntry, on_bytes: Callable[[int], None]) -> None:
         """Open nothing yet. `on_bytes` reports progress and is called with 0 in between; if it raises, the check ends."""
         self._store, self._on_bytes = store, on_bytes
-        self._specs, self._has_lines = store.manifest.specs, store.manifest.format_version >= COLUMNS_VERSION
+        self._specs, self._has_lines = store.manifest.specs, entry.line_checksums
         self._shard = SealedShard(store.path, entry)  # a separate reader, so that its maps are freed with it
         self._faults = Faults(entry.name)
         self.blocks = self.rows = 0
@@ -134,7 +133,8 @@ class ShardCheck:
                 self.block(place, segment)
             self._read_bytes += len(segment)
             self._tell(self._read_bytes if self._read_bytes - self._told_bytes >= _TELL_BYTES else self._told_bytes)
-        if self._has_lines:
+        is_named = self._faults.has_any_inside or self._users.has_any  # more exactly than by lines
+        if self._has_lines and num_bytes == self._shard.entry.lmdb.num_bytes and not is_named:
             with self._faults.guard():
                 self._lines(lines.finish())
         return state.hexdigest()

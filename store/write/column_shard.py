@@ -20,7 +20,7 @@ from bucketline.files.atomic_write import FILE_MODE, move_durably, write_durably
 from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.store.format.block import ID, encode_block
 from bucketline.store.format.hashing import file_digest, line_sums
-from bucketline.store.format.layout import META_KEY, block_key, shard_paths
+from bucketline.store.format.layout import FORMAT_VERSION, META_KEY, block_key, shard_paths
 from bucketline.store.format.manifest_entries import (
     COLUMN_SHARD_NAME,
     ColumnEntry,
@@ -29,7 +29,6 @@ from bucketline.store.format.manifest_entries import (
     GroupEntry,
     column_entries,
 )
-from bucketline.store.format.manifest_versions import ADDED_VERSION
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import PagedFile
 from bucketline.store.write.seal import SPARE_BYTES, TRANSACTION_BYTES, column_extents
@@ -114,7 +113,7 @@ def _write_blocks(path: Path, name: str, shard_id: bytes, shard: SealedShard, co
     path.unlink(missing_ok=True)
     with lmdb.open(str(path), subdir=False, lock=False, map_size=SPARE_BYTES, sync=False, mode=FILE_MODE) as env:
         with env.begin(write=True) as txn:
-            txn.put(META_KEY, msgpack.packb({"format_version": ADDED_VERSION, "shard": name, "shard_id": shard_id}))
+            txn.put(META_KEY, msgpack.packb({"format_version": FORMAT_VERSION, "shard": name, "shard_id": shard_id}))
         map_bytes = SPARE_BYTES
         for bucket in _buckets(shard):
             blocks = _blocks(column, values, bucket, ids_by_row(shard, bucket))

@@ -30,7 +30,7 @@ from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_
 from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
 from bucketline.store.format.text_error import TextError  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.shard.row_locator import EXTENTS_FORMAT
+from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import PagedFile
 from bucketline.store.write.column_shard import found_columns
 from bucketline.typed_json import decode, encode
@@ -84,7 +84,12 @@ def noted_description(store: Path, name: str) -> Described | None:
     path = sent_note(store, name)
     try:
         note = json.loads(read_regular(path, _MAX_NOTE_BYTES))
-        found = decode(Described, {**note, "entry": {"added": {}, **note["entry"]}})  # an earlier version notes none
+        entry = {"added": {}, **note["entry"]}  # an earlier version notes none, nor whether there are checksums of lines
+        if "line_checksums" not in entry:
+            entry["line_checksums"] = PagedFile(
+                shard_paths(store, name).extents, entry["extents"]["num_bytes"], EXTENTS_FORMAT
+            ).has(LINE_CHECKSUM)
+        found = decode(Described, {**note, "entry": entry})
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -145,6 +150,7 @@ def _described(store: Path, name: str, manifest: Manifest, files: list[FileEntry
             max_tokens=text.max_tokens,
             text_error=text.error,
             ragged=decode(dict[str, RaggedTotals], extents.metadata.get("ragged", {})),
+            line_checksums=extents.has(LINE_CHECKSUM),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(f"{paths.extents} does not describe a shard ({error!r:.200})") from error

@@ -242,7 +242,6 @@ class PartWriter:
                 form.text,
                 form.empty_caption,
                 self._shard_bytes,
-                version=form.version,
                 ragged=form.ragged.specs,
                 empty_entries=form.empty_entries,
                 stored_once=form.ragged.stored_once,

@@ -18,7 +18,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.files.atomic_write import explaining, is_aside, sync_folder, write_or_explain
 from bucketline.files.locks import FileLock
 from bucketline.store.format.hashing import bytes_digest
-from bucketline.store.format.layout import COPY_PREFIX, ENGINE, shard_paths
+from bucketline.store.format.layout import COPY_PREFIX, ENGINE, FORMAT_VERSION, shard_paths
 from bucketline.store.format.manifest import Manifest, generations, read_manifest, sealed, write_manifest
 from bucketline.store.format.manifest_entries import (
     SHARD_NAME,
@@ -29,7 +29,6 @@ from bucketline.store.format.manifest_entries import (
     ShardEntry,
     TextEntry,
 )
-from bucketline.store.format.manifest_versions import COLUMNS_VERSION, FIRST_VERSION
 from bucketline.store.format.text_block import is_bucket
 from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import DROPPED_FORMAT
@@ -59,13 +58,8 @@ class Contents:
     rules: dict[str, Json]
     max_captions: int
     text: TextEntry
-    columns: dict[str, ColumnRole] = field(default_factory=dict)  # by name; without any, the store has version 1
-    ragged: dict[str, RaggedEntry] = field(default_factory=dict)  # by name; these make a store of version 3 too
-
-    @property
-    def version(self) -> int:
-        """Version of the format that a new store of these contents has."""
-        return COLUMNS_VERSION if self.columns or self.ragged or self.text.spec().is_quantised else FIRST_VERSION
+    columns: dict[str, ColumnRole] = field(default_factory=dict)  # by name; empty where there are only images' latents
+    ragged: dict[str, RaggedEntry] = field(default_factory=dict)  # by name
 
 
 def prepare_store(store: Path) -> None:
@@ -112,7 +106,7 @@ def new_manifest(contents: Contents) -> Manifest:
     """Return the manifest of an empty store, generation 0, not yet written."""
     return sealed(
         Manifest(
-            format_version=contents.version,
+            format_version=FORMAT_VERSION,
             store_id=uuid.uuid4().hex,
             generation=0,
             engine=ENGINE,

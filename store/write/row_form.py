@@ -172,7 +172,6 @@ def LatentColumn(  # noqa: N802 - the class that it was
 class RowForm:
     """The columns of a store's rows and captions, and its version."""
 
-    version: int
     columns: tuple[RowColumn, ...]
     text: TextSpec
     empty_caption: Caption
@@ -274,7 +273,7 @@ class RowForm:
 
 
 def roles_of(columns: Sequence[RowColumn], encoders: Mapping[str, Any]) -> dict[str, ColumnRole]:
-    """Return the manifest's entries of a store's columns; none if they are those of version 1, images' latents.
+    """Return the manifest's entries of a store's columns; none if they are images' latents.
 
     Raises:
         UsageError: if a role is given twice or without its counterpart, no column has an axis, or an encoder is not described.

@@ -38,7 +38,6 @@ from bucketline.store.format.layout import (
     shard_paths,
     split_block_key,
 )
-from bucketline.store.format.manifest_versions import COLUMNS_VERSION, FIRST_VERSION
 from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.sample_record import captions_checksum, decode_record
 from bucketline.store.format.text_block import DIGEST, STARTS, TEXT_GROUP, is_bucket
@@ -275,7 +274,6 @@ class _Found:
     tokens: dict[str, int] = field(default_factory=dict)  # of the captions and of ragged entries, by group
     max_tokens: dict[str, int] = field(default_factory=dict)  # likewise, of the longest
     text_error: TextError | None = None
-    version: int = FIRST_VERSION
     shard_id: bytes = b""
     shard_id_at: int = 0
 
@@ -303,7 +301,7 @@ def _examined(path: Path, name: str) -> tuple[_Found, dict[str, object], LineSum
         try:
             places = Places.FILE
             found = _walk(_located(txn, os.fstat(file.fileno()).st_size, page_bytes, placed), name)
-            _read_back(file, placed, lines if found.version >= COLUMNS_VERSION else None)
+            _read_back(file, placed, lines)
         except _UnconfirmedError:
             places = Places.KEY
             found = _walk(_end_to_end(txn), name)
@@ -329,7 +327,7 @@ def _walk(values: Iterator[tuple[bytes, memoryview, int]], name: str) -> _Found:
 def _note_meta(found: _Found, offset: int, value: bytes, name: str) -> None:
     try:
         meta = msgpack.unpackb(value, raw=False)
-        found.shard_id, found.version = bytes(meta["shard_id"]), int(meta["format_version"])
+        found.shard_id = bytes(meta["shard_id"])
         found.text_error = decode(TextError, error) if (error := meta.get(TEXT_ERROR)) is not None else None
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise CorruptError(f"shard {name}: the value of {META_KEY!r} is damaged ({error!r:.200})") from error
@@ -398,7 +396,7 @@ def _located(
         yield bytes(key), value, offset
 
 
-def _read_back(file: FileIO, packed: bytearray, lines: LineSums | None) -> None:
+def _read_back(file: FileIO, packed: bytearray, lines: LineSums) -> None:
     """Read a shard's file once, compare each value with LMDB's memory, and pass all bytes to `lines`.
 
     `packed` has each value's offset in the file, its length and its address, as _PLACE.
@@ -422,8 +420,7 @@ def _read_back(file: FileIO, packed: bytearray, lines: LineSums | None) -> None:
             if stop < offsets[n] + lengths[n]:
                 break  # it continues in what is read next
             n += 1
-        if lines is not None:
-            lines.update(buffer[:count])
+        lines.update(buffer[:count])
         at = end
     if n < len(offsets):  # the file is shorter than it was
         raise _UnconfirmedError
@@ -445,12 +442,10 @@ def _extents(found: _Found, about: Mapping[str, object], lines: LineSums) -> byt
     if found.text_error is not None:
         text["error"] = encode(found.text_error)
     tensors = [(field, "U64", table[:, at]) for at, field in enumerate(fields)]
-    if found.version >= COLUMNS_VERSION:
-        tensors.append((LINE_CHECKSUM, "U64", np.array(lines.finish(), dtype="<u8")))
-        about = {**about, "line_bytes": LINE_BYTES}
+    tensors.append((LINE_CHECKSUM, "U64", np.array(lines.finish(), dtype="<u8")))
     if lengths:
         about = {"ragged": {group.removeprefix(RAGGED_PREFIX): own for group, own in lengths.items()}, **about}
-    return encode_paged(tensors, {"format": EXTENTS_FORMAT, "groups": groups, "text": text, **about})
+    return encode_paged(tensors, {"format": EXTENTS_FORMAT, "groups": groups, "text": text, "line_bytes": LINE_BYTES, **about})
 
 
 def _index(found: _Found, name: str) -> bytes:

@@ -30,8 +30,7 @@ from bucketline.store.format.block import (
 )
 from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
-from bucketline.store.format.layout import META_KEY, TEXT_ERROR, block_key, pending_path, sample_key
-from bucketline.store.format.manifest_versions import FIRST_VERSION, shard_version
+from bucketline.store.format.layout import FORMAT_VERSION, META_KEY, TEXT_ERROR, block_key, pending_path, sample_key
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord, encode_record, refuse_unsealable
 from bucketline.store.format.text_block import TEXT_GROUP, Caption, Entry, RaggedSpec, TextSpec, encode_text_block
 from bucketline.store.format.text_error import TextError
@@ -77,12 +76,11 @@ class ShardWriter:
         empty_caption: Caption,
         max_bytes: int,
         *,
-        version: int = FIRST_VERSION,
         ragged: Mapping[str, RaggedSpec] = MappingProxyType({}),
         empty_entries: Mapping[str, Entry] = MappingProxyType({}),
         stored_once: Collection[str] = (),
     ) -> None:
-        """Create the pending shard and lock it. `version` is that of the store.
+        """Create the pending shard and lock it.
 
         `ragged` are the store's ragged groups by name, `empty_entries` the empty caption's entries of those of captions, and
         `stored_once` those of rows of which equal entries are stored once.
@@ -106,7 +104,7 @@ class ShardWriter:
                 mode=FILE_MODE,
             )
             with self._env.begin(write=True) as txn:
-                self._meta = {"format_version": shard_version(version), "shard": name, "shard_id": uuid.uuid4().bytes}
+                self._meta = {"format_version": FORMAT_VERSION, "shard": name, "shard_id": uuid.uuid4().bytes}
                 txn.put(META_KEY, msgpack.packb(self._meta))
             sync_folder(self.path.parent)  # LMDB syncs only the file; a power failure could lose its folder entry
         except (lmdb.Error, OSError) as error:

@@ -79,14 +79,13 @@ class StoreWriter(PartWriter):
     ) -> None:
         """Describe the store's contents, which are fixed when it is created; nothing is read or written yet.
 
-        `columns` are those of a row, each with its role. Only images' latents make a store of version 1, which older readers
-        know, anything else one of version 3. `encoders` and `rules` say what made the columns, as JSON values that readers
-        compare and show; a latent is stored unscaled, and the trainer takes `encoders["vae"]["scaling_factor"]`. `text` are the
-        columns of a token, or a `TextSpec` if there are columns of a caption as well, and `empty_caption` is the embedding that
-        stands for no caption; a store without captions has neither. `ragged` are groups of arrays whose length differs from
-        caption to caption or from row to row, by name; the empty caption has an entry of each group of captions, in
-        `empty_caption` as in any caption's mapping. `shard_names` is a pattern with a place for a number; by
-        default it is drawn, so that no name is ever used twice.
+        `columns` are those of a row, each with its role. `encoders` and `rules` say what made the columns, as JSON values that
+        readers compare and show; a latent is stored unscaled, and the trainer takes `encoders["vae"]["scaling_factor"]`. `text`
+        are the columns of a token, or a `TextSpec` if there are columns of a caption as well, and `empty_caption` is the
+        embedding that stands for no caption; a store without captions has neither. `ragged` are groups of arrays whose length
+        differs from caption to caption or from row to row, by name; the empty caption has an entry of each group of captions,
+        in `empty_caption` as in any caption's mapping. `shard_names` is a pattern with a place for a number; by default it is
+        drawn, so that no name is ever used twice.
 
         Raises:
             UsageError: if `path` is a URL, columns or ragged groups do not go together, the empty caption does not fit the text
@@ -125,7 +124,6 @@ class StoreWriter(PartWriter):
         )
         own, entries = groups.split(empty_caption)
         form = RowForm(
-            version=self._contents.version,
             columns=tuple(columns),
             text=spec,
             empty_caption=checked_caption(spec, "", own, str(path)),
@@ -314,7 +312,7 @@ def stored_manifest(store: Path, contents: Contents) -> Manifest | None:
             {"text": encode(one.text.without_error), "columns": encode(one.columns), "ragged": encode(one.ragged)}
             for one in (manifest, contents)
         )
-        if contents.columns and not manifest.columns:  # images' latents only, which version 1 does not list
+        if contents.columns and not manifest.columns:  # images' latents only, which are not listed
             own = description_as_json("columns", contents.columns)
             refuse_difference({"columns": {LATENT: own.get(LATENT)}}, {"columns": own})
         refuse_difference(made, given)

@@ -217,7 +217,7 @@ def test_a_store_is_trained_on_and_packed_on_after_it_was_compacted_and_merged()
 
     assert call("store", "merge", "merged.store", "photos.store", "more.store").code == 0
     merged = Store.open("merged.store")
-    assert merged.manifest.format_version == 1
+    assert merged.manifest.format_version == 5
     assert call("store", "compact", "merged.store").code == 0
     verify("merged.store", merged.manifest.samples)
     train("run", "merged", SAVED_AT, store="merged.store")

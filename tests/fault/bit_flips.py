@@ -93,7 +93,7 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def make_columns(path: Path) -> Path:
-    """Make a store of columns of any kind and quantised text likewise, of version 3."""
+    """Make a store of columns of any kind and quantised text likewise."""
     from bucketline.store.change.drop import drop
     from tests.building import samples_of
     from tests.store_forms import COLUMNS

@@ -29,7 +29,6 @@ from bucketline.store import Store
 from bucketline.store.format.block import CHECKSUM, row_checksum
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.manifest import MANIFEST, read_manifest
-from bucketline.store.format.manifest_versions import COLUMNS_VERSION
 from bucketline.store.format.safetensors_header import LENGTH_BYTES
 from bucketline.store.shard.sidecar import PagedFile, encode_paged
 from bucketline.store.verify.verify import verify
@@ -110,9 +109,7 @@ def write_document(store: Path, document: dict[str, Any]) -> None:
 
 
 def _dumped(document: dict[str, Any]) -> bytes:
-    if document.get("format_version") == COLUMNS_VERSION:
-        return json.dumps(document, separators=(",", ":"), sort_keys=True).encode("ascii") + b"\n"
-    return json.dumps(document, indent=1, sort_keys=True).encode("ascii") + b"\n"
+    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode("ascii") + b"\n"
 
 
 def replace_file(store: Path, kind: str, data: bytes) -> None:

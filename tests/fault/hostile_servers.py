@@ -24,7 +24,7 @@ from tests.commands import call
 from tests.fault.apart import Apart, How
 from tests.fault.ground import ENDS
 from tests.fault.record import Kind, Outcome, Record
-from tests.fault.served import VERSION_1, Served, digest_of, served
+from tests.fault.served import IMAGES, Served, digest_of, served
 from tests.object_storage import CREDENTIALS
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 DEADLINE_S = 3.0
 LIMIT_S = DEADLINE_S + 5.0  # of a process: a pull gets several files one after the other
 MOST_BYTES = 512 << 20  # that a process may take more than before; the store has 16 MB
-OBJECTS = ("manifest.json", "generations/2.json", ".extents", ".lines", ".index", ".lmdb", "prompts/default.safetensors")
+OBJECTS = ("manifest.json", "generations/2.json", ".extents", ".index", ".lmdb", "prompts/default.safetensors")
 LIES = (
     Fault.LONG_LENGTH,
     Fault.SHORT_LENGTH,
@@ -149,7 +149,7 @@ def _lists_without_end(folder: Path, victim: Victim, store: Served) -> Record:
 def hostile_servers(asked: Asked) -> Iterator[Record]:
     """Be the family of torture: a record for each lie."""
     draw = random.Random(asked.seed)
-    store = served(asked.folder, VERSION_1)
+    store = served(asked.folder, IMAGES)
     prompts = asked.folder / "served" / store.name / "prompts"
     prompts.mkdir()
     with (prompts / "default.safetensors").open("wb") as file:

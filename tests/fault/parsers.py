@@ -55,9 +55,8 @@ def manifest(data: bytes, _folder: Path) -> None:
 
 
 def _dumped(document: dict[str, Any]) -> bytes:
-    if document.get("format_version") in (2, 3):
-        return json.dumps(document, separators=(",", ":"), sort_keys=True).encode("ascii") + b"\n"
-    return json.dumps(document, indent=1, sort_keys=True).encode("ascii") + b"\n"
+    layout: dict[str, Any] = {"indent": 1} if document.get("format_version") == 1 else {"separators": (",", ":")}
+    return json.dumps(document, sort_keys=True, **layout).encode("ascii") + b"\n"
 
 
 class NotOursError(Exception):

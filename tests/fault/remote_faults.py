@@ -20,7 +20,7 @@ from bucketline.loader.config import Remainder, Shuffle
 from bucketline.store.remote.urls import RemoteOptions
 from tests.fault.known import recorded
 from tests.fault.record import Kind, Outcome
-from tests.fault.served import VERSION_1, VERSION_3, Pass, Served, WrongPassError, one_pass, served
+from tests.fault.served import IMAGES, QUANTISED, Pass, Served, WrongPassError, one_pass, served
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ class Trials:
     stores: list[Served] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stores = [served(self.folder, shape) for shape in (VERSION_1, VERSION_3)]
+        self.stores = [served(self.folder, shape) for shape in (IMAGES, QUANTISED)]
 
     def run(self, faults: Sequence[Fault], draw: random.Random, *, service: str | None = None) -> Tried:
         """Read stores with an empty cache until every fault was given to a response."""

@@ -1,4 +1,4 @@
-"""Files of a version 3 store that lie, with right checksums and digests: `verify` or the opening names what is wrong."""
+"""Files of a store of free columns that lie, with right checksums and digests: `verify` or the opening names what is wrong."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ MANIFESTS: dict[str, tuple[Callable[[Document], object], str]] = {
     "a scale less": (lambda d: d["text"]["tokens"]["tokens_scale"].update(shape=[1]), "tokens_scale takes tokens of I8"),
     "scales of other values": (lambda d: d["text"]["tokens"]["tokens_scale"].update(dtype="F32"), "tokens_scale takes tokens"),
     "an error of no captions": (lambda d: d["shards"][0]["text_error"].update(captions=0), "the tokens of 0 captions"),
-    "an older version": (lambda d: d.update(format_version=2), "unknown field 'columns'"),
+    "an older version": (lambda d: d.update(format_version=2), "has an unknown field"),
 }
 
 

@@ -14,7 +14,7 @@ from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
 from bucketline.store.remote.urls import RemoteOptions
 from tests.commands import spawn
-from tests.fault.served import LARGE, SLACK_S, VERSION_1, Served, check_batch, in_lines, one_pass, reaching, served
+from tests.fault.served import IMAGES, LARGE, SLACK_S, Served, check_batch, in_lines, one_pass, reaching, served
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(folder: Path) -> Served:
-    return served(folder, VERSION_1)
+    return served(folder, IMAGES)
 
 
 @pytest.fixture(scope="module")

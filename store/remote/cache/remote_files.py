@@ -100,7 +100,7 @@ class RemoteFiles:
         return wanted
 
     def expect_lines(self, entries: Iterable[ShardEntry]) -> None:
-        """Note shards whose lines' checksums are objects of their own: of an earlier version of the format."""
+        """Note shards whose lines' checksums are objects of their own, not in the extents."""
         self._with_lines.update({self.paths(entry).extents: entry for entry in entries})
 
     def try_again(self) -> None:

@@ -20,7 +20,6 @@ from bucketline.store.remote.cache.line_fetcher import LineFetcher
 from bucketline.store.remote.cache.remote_files import AT_ONCE, RemoteFiles
 from bucketline.store.remote.deadlines import within
 from bucketline.store.remote.generations import newest_generation, read_generation
-from bucketline.store.remote.lines import needs_lines
 from bucketline.store.remote.objects import ObjectFolder
 
 if TYPE_CHECKING:
@@ -203,8 +202,7 @@ def open_remote(
             source = _sources.get(key)
             if source is None:
                 source = _sources[key] = RemoteSource(objects, cache, manifest.store_id)
-        if needs_lines(manifest):
-            source.files.expect_lines(manifest.shards)
+        source.files.expect_lines([entry for entry in manifest.shards if not entry.line_checksums])
         return source
 
     opened: list[RemoteSource] = []  # keeps it while its files are requested

@@ -187,7 +187,7 @@ class PendingNotes:
 def send_shard(uploader: Uploader, store: Path, manifest: Manifest, name: str) -> None:
     """Send a sealed shard, note that, then keep only the length of its file. A crash in between leaves the whole file."""
     entry, buckets = describe_shard(store, name, manifest)
-    uploader.send(store, manifest, [entry])
+    uploader.send(store, [entry])
     note_description(store, Described(entry=entry, buckets=tuple(buckets)))
     try:
         make_sparse(shard_paths(store, name).lmdb, entry.lmdb.num_bytes)

@@ -21,7 +21,7 @@ from bucketline.store.folder import ExistsError, MissingObjectError, folder_time
 from bucketline.store.format.hashing import LineSums, bytes_digest
 from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
 from bucketline.store.read.lost_files import files_of
-from bucketline.store.remote.lines import encode_lines, lines_name, needs_lines
+from bucketline.store.remote.lines import encode_lines, lines_name
 from bucketline.store.remote.objects import PART_BYTES
 from bucketline.store.shard.sidecar import open_listed, read_exactly
 
@@ -114,13 +114,13 @@ class Uploader:
         """Return whether an object of a shard was there at the last look."""
         return shard in self._shards
 
-    def lacking(self, store: Path, manifest: Manifest, shards: Iterable[ShardEntry], *, lists: bool = True) -> list[str]:
+    def lacking(self, store: Path, shards: Iterable[ShardEntry], *, lists: bool = True) -> list[str]:
         """Return the objects of some shards that are not there. One that the last look did not show is looked up by its name.
 
         A list may be older than an object. Without `lists`, lists of dropped rows do not count.
         """
         lacking = []
-        for file in _files(store, manifest, shards):
+        for file in _files(store, shards):
             if file.is_list and not lists:
                 continue
             for name in (file.name, *([lines_name(file.entry.name)] if file.needs_lines else [])):
@@ -130,11 +130,11 @@ class Uploader:
                 lacking.append(file.name)
         return lacking
 
-    def missing_bytes(self, store: Path, manifest: Manifest, shards: Iterable[ShardEntry]) -> int:
+    def missing_bytes(self, store: Path, shards: Iterable[ShardEntry]) -> int:
         """Return the bytes of the files that have to be sent."""
-        return sum(file.expected.num_bytes for file in _files(store, manifest, shards) if not self._is_there(file))
+        return sum(file.expected.num_bytes for file in _files(store, shards) if not self._is_there(file))
 
-    def send(self, store: Path, manifest: Manifest, shards: Iterable[ShardEntry]) -> Sent:
+    def send(self, store: Path, shards: Iterable[ShardEntry]) -> Sent:
         """Send what is missing of some shards.
 
         Raises:
@@ -145,7 +145,7 @@ class Uploader:
         for entry in shards:
             self._refuse_others(entry)
         missing, there = list[_File](), list[_File]()
-        for file in _files(store, manifest, shards):
+        for file in _files(store, shards):
             (there if self._is_there(file) else missing).append(file)
         by_shard = [list(own) for _, own in itertools.groupby(missing, lambda file: file.entry.name)]
         with ThreadPoolExecutor(max(1, min(self._jobs, len(by_shard))), thread_name_prefix="bucketline-push") as pool:
@@ -262,7 +262,7 @@ def send_lists(folder: ObjectFolder, store: Path) -> None:
             folder.write(name, data)
 
 
-def _files(store: Path, manifest: Manifest, shards: Iterable[ShardEntry]) -> Iterator[_File]:
+def _files(store: Path, shards: Iterable[ShardEntry]) -> Iterator[_File]:
     """Yield shards' files: the index first, which takes the name, and the shard's own file last, after all that it may have."""
     for entry in shards:
         own, extents, index, *others = files_of(store, entry)
@@ -274,7 +274,7 @@ def _files(store: Path, manifest: Manifest, shards: Iterable[ShardEntry]) -> Ite
                 expected=expected,
                 is_list=".dropped-" in path.name,
                 is_index=path == index[0],
-                needs_lines=path == own[0] and needs_lines(manifest),
+                needs_lines=path == own[0] and not entry.line_checksums,
             )
 
 

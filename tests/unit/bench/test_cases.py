@@ -33,7 +33,6 @@ from bucketline.bench.store.disk_bytes import FORMS, DiskBytes
 from bucketline.bench.store.hot_gather import HotGather
 from bucketline.bench.store.open_cost import OpenCost
 from bucketline.bench.store.report_cost import ReportCost
-from bucketline.bench.store.seal_cost import SealCost
 from tests.building import make_store, samples_of
 from tests.commands import spawn
 from tests.unit.bench.measured import measured, read_results
@@ -74,13 +73,6 @@ def test_disk_bytes_are_held_against_the_marks_from_a_thousand_rows(capsys: pyte
     results = measured(DiskBytes, capsys, "--rows", 1000, "--row-kib", 8)
     assert results["8 KiB, captions"]["mark"] == "at most 1.03"
     assert results["8 KiB, captions"]["is_met"] is True
-
-
-def test_sealing_is_measured_with_and_without_line_checksums(capsys: pytest.CaptureFixture[str]) -> None:
-    results = measured(SealCost, capsys, "--rows", 30, "--row-kib", 8, "--repeats", 2)
-    assert len(results) == 4
-    assert all(result["median"] > 0 for result in results.values())
-    assert [name for name, result in results.items() if result["mark"]] == ["read back, version 3, with line checksums"]
 
 
 def test_a_row_that_is_no_square_latent_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

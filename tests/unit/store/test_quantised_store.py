@@ -26,7 +26,7 @@ from bucketline.store.format.text_error import measured_error
 from bucketline.store.read.info import info
 from bucketline.store.read.iter_samples import Selection
 from bucketline.store.verify.verify import verify
-from tests.building import ENCODERS, make_store, rewrite_manifest, samples_of, store_writer
+from tests.building import ENCODERS, samples_of, store_writer
 from tests.commands import call
 from tests.quantised import WIDTH, embedding_of, make_quantised, pooled_of, spec_of, tokens_of, writer_of
 
@@ -79,30 +79,12 @@ def test_every_caption_is_read_as_it_is_delivered(made: Store) -> None:
     assert not faults_of(made)
 
 
-def test_the_manifest_has_version_3_in_the_compact_form(made: Store) -> None:
+def test_the_manifest_lists_the_scales_and_the_error(made: Store) -> None:
     data = (made.path / "manifest.json").read_bytes()
     document = json.loads(data)
-    assert document["format_version"] == 3
-    assert b"\n" not in data[:-1]
     assert sorted(document["text"]["tokens"]) == ["tokens", "tokens_scale"]
     assert sorted(document["text"]["fixed"]) == ["pooled"]
     assert parse_manifest(data, "m") == made.manifest
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_an_older_version_with_quantised_text_is_refused(store: Store, version: int) -> None:
-    with pytest.raises(ValueError, match="its text is quantised, which version"):
-        rewrite_manifest(store.path, format_version=version)
-
-
-def test_a_store_without_quantised_text_keeps_version_1_and_its_fields(tmp_path: Path) -> None:
-    make_store(tmp_path, SAMPLES[:3])
-    document = json.loads((tmp_path / "manifest.json").read_bytes())
-    assert document["format_version"] == 1
-    assert "text_error" not in document["shards"][0]
-    document["shards"][0]["text_error"] = None
-    with pytest.raises(CorruptError, match="unknown field 'text_error'"):
-        parse_manifest(json.dumps(document).encode(), "m")
 
 
 def test_the_error_of_all_captions_is_in_the_manifest_and_in_store_info(made: Store) -> None:
@@ -179,7 +161,7 @@ def test_merged_stores_keep_columns_and_error(made: Store, tmp_path: Path) -> No
     make_quantised(tmp_path / "b", dtype, more)
     merge(tmp_path / "out", [made.path, tmp_path / "b"])
     merged = Store.open(tmp_path / "out")
-    assert (merged.manifest.format_version, len(merged.shards)) == (3, 3)
+    assert len(merged.shards) == 3
     assert_captions(merged)
     assert [shard.text_error is not None for shard in merged.manifest.shards] == [True] * 3
 

@@ -19,7 +19,7 @@ from bucketline.store.change.repair import repair
 from bucketline.store.change.restore import restore
 from bucketline.store.export.sample_file import sample_file
 from bucketline.store.format.layout import Places
-from bucketline.store.format.manifest import dump_manifest, parse_manifest, read_manifest
+from bucketline.store.format.manifest import parse_manifest, read_manifest
 from bucketline.store.read.info import info
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import seal
@@ -69,16 +69,6 @@ def test_every_row_gets_its_value_and_no_file_is_written_again(values: Callable[
     assert {name: after[name] for name in before} == before
     assert len(after) == len(before) + 2 * len(older.shards)
     assert read_manifest(path, older.generation) == older
-
-
-def test_a_store_with_an_added_column_has_a_version_that_older_readers_refuse(path: Path) -> None:
-    before = json.loads((path / "manifest.json").read_text())
-    add_column(path, "mask", mask_of)
-    document = json.loads((path / "manifest.json").read_text())
-    assert (before["format_version"], document["format_version"], document["base_version"]) == (1, 4, 1)
-    manifest = read_manifest(path)
-    assert (manifest.format_version, manifest.written_version) == (1, 4)
-    assert parse_manifest(dump_manifest(manifest), "m") == manifest
 
 
 def test_the_same_call_again_changes_nothing_and_asks_for_nothing(path: Path) -> None:
@@ -259,7 +249,7 @@ def test_an_earlier_generation_is_restored_without_it_and_again_with_it(path: Pa
     older = read_manifest(path).generation
     with_it = add_column(path, "mask", mask_of).generation
     restore(path, older)
-    assert (read_manifest(path).added, read_manifest(path).written_version) == ({}, 1)
+    assert read_manifest(path).added == {}
     restore(path, with_it)
     expect_masks(path, len(IDS))
     expect_clean(path)
@@ -407,9 +397,7 @@ def test_a_pack_does_not_take_the_files_of_a_column_for_shards(path: Path) -> No
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "no base version": (lambda d: d.pop("base_version"), "base_version"),
-    "an impossible base version": (lambda d: d.update(base_version=4), "base_version is 4"),
-    "no added column": (lambda d: d.update(added={}), "it has no added column"),
+    "no added column": (lambda d: d.update(added={}), "'mask'"),
     "a column of the rows": (lambda d: d["added"].update(latent=d["added"]["mask"]), "'latent' has the role 'mask'"),
     "an unknown bucket": (
         lambda d: d["added"]["mask"]["buckets"].update({"train/8x8": {"dtype": "U8", "shape": []}}),

@@ -341,7 +341,7 @@ def test_a_manifest_that_retires_what_is_no_shard_or_is_listed_is_refused(name: 
     manifest = make_store(tmp_path, samples_of({BUCKET: 1}), samples_of({BUCKET: 1}, "b/")).manifest
     data = (tmp_path / "manifest.json").read_bytes()
     assert parse_manifest(data, "m") == manifest
-    edited = data.replace(b'"retired": []', b'"retired": ["%s"]' % name.encode())
+    edited = data.replace(b'"retired":[]', b'"retired":["%s"]' % name.encode())
     with pytest.raises(CorruptError, match="is not the name of a retired shard"):
         parse_manifest(edited, "m")
 

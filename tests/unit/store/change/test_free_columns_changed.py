@@ -72,7 +72,7 @@ def test_drop_compact_and_continue(form: Any, tmp_path: Path) -> None:
     compacted = compact(tmp_path / "s", shard_bytes=1 << 30, gc_older_than_s=0)
     assert (compacted.rows, compacted.dropped) == (len(kept), 2)
     check(Store.open(tmp_path / "s"), kept)
-    assert Store.open(tmp_path / "s").manifest.format_version == 3
+    assert Store.open(tmp_path / "s").manifest.format_version == 5
     newer = make_item(items[1].id, items[1].bucket, columns, captions=("another",))
     with free_writer(tmp_path / "s", columns) as writer:
         add_items(writer, [newer])
@@ -148,7 +148,7 @@ def test_commands_show_and_export_every_column(form: Any, tmp_path: Path) -> Non
     items = items_of(rows, columns)
     make_free_store(tmp_path / "s", items, columns=columns)
     report = call("store", "info", tmp_path / "s", "--json").json
-    assert report["format_version"] == 3
+    assert report["format_version"] == 5
     for bucket in report["buckets"]:
         assert bucket["name"] == f"{bucket['split']}/{'x'.join(str(bucket[axis]) for axis in bucket['axes'])}"
         shown = {column["role"]: column for column in bucket["columns"].values() if "role" in column}
@@ -182,14 +182,15 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert ENCODERS.keys() == store.manifest.encoders.keys()
 
 
-def test_verify_names_the_damaged_line(tmp_path: Path) -> None:
+def test_verify_names_the_damaged_line_where_nothing_names_it_more_exactly(tmp_path: Path) -> None:
     columns = [RowColumn(role="target", dtype="U8", shape=("length",))]
     store = make_free_store(tmp_path / "s", items_of({f"train/{3 << 20}": 4}, columns), columns=columns)
     assert not verify(store, lambda _: None, 1).corrupt
     shard = store.shards[0]
-    flip_bit(shard.paths.lmdb, 8 * (9 << 20))
-    errors = [fault.error for fault in verify(store, lambda _: None, 1).corrupt]
-    assert f"{shard.paths.lmdb.name}: bytes 8388608 to 16777216 do not match the checksum of their line" in errors
+    flip_bit(shard.paths.lmdb, 8 * (shard.entry.lmdb.num_bytes - 1))  # behind all blocks
+    damaged, digest = [fault.error for fault in verify(store, lambda _: None, 1).corrupt]
+    assert damaged == f"{shard.paths.lmdb.name}: bytes 8388608 to 16777216 do not match the checksum of their line"
+    assert "has the digest" in digest
 
 
 def test_rebuilt_extents_have_the_checksums_of_the_lines(tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ def test_a_manifest_edited_by_hand_is_refused(copy: Path) -> None:
 
 
 def test_a_newer_format_is_refused_with_both_versions(copy: Path) -> None:
-    edit_json(copy / "manifest.json", format_version=5)
-    with pytest.raises(StoreError, match=r"has format version 5, this bucketline reads up to 4"):
+    edit_json(copy / "manifest.json", format_version=6)
+    with pytest.raises(StoreError, match=r"has format version 6, this bucketline reads up to 5"):
         read_manifest(copy)
 
 
@@ -72,16 +72,21 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a negative number": (lambda d: d.update(generation=-1), "generation is -1, expected 0"),
     "a version as text": (lambda d: d.update(format_version="1"), "format_version is '1'"),
     "no version": (lambda d: d.pop("format_version"), "format_version"),
-    "a list as an object": (lambda d: d.update(shards={}), "shards is {}, expected list"),
+    "version 0": (lambda d: d.update(format_version=0), "format_version is 0"),
+    "a list as an object": (lambda d: d.update(buckets={}), "buckets is {}, expected list"),
+    "no list of shards": (lambda d: d.update(shards=5), "not iterable"),
     "a bucket under another name": (bucket_edit(name="train/8x8"), "'train/8x8' is not the name of a bucket"),
-    "a bucket of another size": (bucket_edit(height_px=8), "is not the name of a bucket of train, 8x"),
+    "a bucket of another size": (
+        bucket_edit(axes=[{"name": "height_px", "size": 8}]),
+        "is not the name of a bucket of train, 8",
+    ),
     "a bucket of another split": (bucket_edit(split="../../etc"), "is not the name of a bucket"),
     "another header": (bucket_edit(header_bytes=64), "header_bytes is 64, its columns need"),
     "a bucket without columns": (bucket_edit(columns={}), "header_bytes"),
     "a bucket twice": (lambda d: d["buckets"].append(d["buckets"][0]), "listed twice"),
     "a shard twice": (lambda d: d["shards"].append(d["shards"][0]), "listed twice"),
     "a shard outside of the folder": (shard_edit(name="../../../etc/passwd"), "is not a shard name"),
-    "a shard of unknown buckets": (shard_edit(groups={"x": {"rows": 1, "blocks": 1, "first_block": 0, "dropped": 0}}), "'x'"),
+    "a shard of unknown buckets": (shard_edit(groups={"x": [1, 1, 0, 0]}), "'x'"),
     "no token column": (lambda d: d["text"].update(tokens={}), "no token column"),
     "an unknown dtype": (lambda d: d["text"]["tokens"]["tokens"].update(dtype="F8"), "the dtype 'F8'"),
     "an impossible shape": (lambda d: d["text"]["tokens"]["tokens"].update(shape=[1 << 50]), "impossible shape"),

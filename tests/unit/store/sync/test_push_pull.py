@@ -7,6 +7,7 @@ import shutil
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from bucketline.errors import CorruptError, StoreError, UsageError
@@ -16,16 +17,18 @@ from bucketline.store.change.drop import drop
 from bucketline.store.format.hashing import line_sums
 from bucketline.store.remote import objects as objects_module
 from bucketline.store.remote.generations import newest_generation
-from bucketline.store.remote.lines import decode_lines
+from bucketline.store.remote.lines import decode_lines, encode_lines
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.changes import compact_objects, drop_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import PUSHED, push
 from bucketline.store.sync.selection import PullSelection
 from bucketline.store.sync.transfer import download, upload
+from bucketline.store.sync.verify import verify_objects
 from bucketline.store.verify.verify import verify
 from tests.building import Sample, add_samples, flip_bit, make_sample, make_store, samples_of, store_writer, tree
 from tests.commands import call
+from tests.data.old_versions import unpacked
 from tests.free_columns import IMAGE_COLUMNS, items_of, make_free_store
 from tests.object_storage import SECRET, in_memory
 from tests.ragged import AUDIO, LLAMA, POINTS, Schema, expect_read, make_ragged
@@ -107,18 +110,22 @@ def test_files_of_many_parts_are_put_together_in_order(
     assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(own)
 
 
-def test_the_lines_of_version_1_have_checksums(own: Path) -> None:
-    folder = in_memory()
+def test_lines_that_the_extents_have_no_checksums_of_have_an_object_of_them(tmp_path: Path) -> None:
+    folder, own = in_memory(), unpacked("1", tmp_path)
     push(own, folder)
+    assert not verify_objects(folder, lambda _: None, 1).corrupt
     for entry in Store.open(own).manifest.shards:
         lines = decode_lines(folder.read(f"shards/{entry.name}.lines"), entry, own)
         assert lines.tolist() == line_sums(own / "shards" / f"{entry.name}.lmdb").finish()
         other = dataclasses.replace(entry, shard_id="0" * 32)
         with pytest.raises(CorruptError, match="of another shard's file"):
             decode_lines(folder.read(f"shards/{entry.name}.lines"), other, own)
+        folder.write(f"shards/{entry.name}.lines", encode_lines(entry, (lines + np.uint64(1)).tolist()))
+    faults = verify_objects(folder, lambda _: None, 1).corrupt
+    assert ["checksums of lines differ" in fault.error for fault in faults] == [True, True]
 
 
-def test_version_3_goes_there_and_back(tmp_path: Path) -> None:
+def test_columns_of_any_kind_go_there_and_back(tmp_path: Path) -> None:
     made = make_free_store(tmp_path / "free.store", items_of({"train/64x64": 5, "val/64x64": 2}))
     folder = in_memory()
     push(made.path, folder)
