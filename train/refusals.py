@@ -13,7 +13,6 @@ from bucketline.files.paths import Overlap, overlap
 from bucketline.files.run_marker import is_run
 from bucketline.loader.mixture import open_shares, parse_stores
 from bucketline.store import Store
-from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.train.optimizers.choice import refuse_combinations
 
@@ -116,7 +115,7 @@ def store_channels(store: Store) -> int:
 
 
 def refuse_unread_columns(shares: Sequence[WeightedStore]) -> None:
-    """Reject stores with columns or fields that this trainer would ignore or misread.
+    """Reject stores with fields that this trainer would ignore or misread.
 
     Raises:
         ModelError: if there is one; the message names the field, its value and what is expected.
@@ -124,13 +123,8 @@ def refuse_unread_columns(shares: Sequence[WeightedStore]) -> None:
     for store in [share.store for share in shares]:
         manifest, vae = store.manifest, store.manifest.encoders.get("vae")
         assert isinstance(vae, dict)
-        beside = {name for bucket in manifest.buckets for name in bucket.columns if name.startswith("latent")} - {
-            LATENT,
-            FLIPPED,
-        }
         both = vae.get("shift_factor") and vae.get("latents_mean")
         for field, found, is_known, expected in (
-            ("buckets.columns", ", ".join(sorted(beside)), not beside, f"only {LATENT} and {FLIPPED}"),
             ("text.tokens", ", ".join(manifest.text.tokens), len(store.text.delivered.tokens) == 1, "one column"),
             ("encoders.vae.shift_factor", vae.get("shift_factor"), not both, "none in addition to latents_mean"),
         ):

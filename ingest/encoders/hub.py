@@ -88,7 +88,7 @@ def downloaded(name: str, files: list[str], revision: str) -> list[Path]:
 def error_line(error: Exception) -> str:
     r"""Return the first line of a library's error message; the others hold advice that is not meant for our users.
 
-    >>> one_line(OSError("it is not there.\n\nPlease see https://example.org"))
+    >>> error_line(OSError("it is not there.\n\nPlease see https://example.org"))
     'it is not there'
     """
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

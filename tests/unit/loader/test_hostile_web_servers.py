@@ -22,6 +22,7 @@ from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
 from tests.building import flip_bit, make_store, samples_of
 from tests.commands import call
+from tests.data.old_versions import unpacked
 from tests.object_storage import CREDENTIALS
 
 if TYPE_CHECKING:
@@ -49,6 +50,15 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return tmp_path / "served"
 
 
+@pytest.fixture
+def old(folder: Path, tmp_path: Path) -> Path:
+    """The same folder, with a store of version 1 as `a`: `store push` has written the checksums of its lines."""
+    shutil.rmtree(folder / "a")
+    (folder / "a").mkdir()
+    push(unpacked("1", tmp_path), ObjectFolder.open(f"file://{folder / 'a'}"))
+    return folder
+
+
 def read_all(url: str, tmp_path: Path, deadline_s: float = 60.0) -> tuple[BucketlineError, float]:
     """Return the error that reading a store ends with, and how long that took; leave no thread behind."""
     begun = time.monotonic()
@@ -59,11 +69,12 @@ def read_all(url: str, tmp_path: Path, deadline_s: float = 60.0) -> tuple[Bucket
     return raised.value, time.monotonic() - begun
 
 
-@pytest.mark.parametrize("suffix", ["extents", "lines"])
+@pytest.mark.parametrize(("suffix", "form"), [("extents", "folder"), ("extents", "old"), ("lines", "old")])
 @pytest.mark.parametrize("change", ["flipped", "longer", "missing"])
 def test_a_damaged_sidecar_is_the_first_batchs_error_and_is_not_asked_for_again(
-    suffix: str, change: str, folder: Path, tmp_path: Path
+    suffix: str, form: str, change: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    folder: Path = request.getfixturevalue(form)
     path = folder / "a" / "shards" / f"g1.{suffix}"
     if change == "flipped":
         flip_bit(path, 4 * path.stat().st_size)
@@ -84,12 +95,12 @@ def test_damaged_sidecars_of_many_shards_are_found_together_not_one_after_the_ot
     store = make_store(tmp_path / "a.store", *(samples_of({"train/64x64": 4}, f"{number}/") for number in range(12)))
     (tmp_path / "served" / "a").mkdir(parents=True)
     push(store.path, ObjectFolder.open(f"file://{tmp_path / 'served' / 'a'}"))
-    lies = Schedule([Fault.ZEROS] * 10_000, concerns=lambda path: path.endswith(".lines"))
+    lies = Schedule([Fault.ZEROS] * 10_000, concerns=lambda path: path.endswith(".extents"))
     with RangeServer(tmp_path / "served", schedule=lies) as server:
         error, _ = read_all(f"{server.url}/a", tmp_path)
         sent = server.reset()
     assert isinstance(error, CorruptError)
-    assert max(sent.gets[f"/a/shards/g{number}.lines"] for number in range(12)) <= 8
+    assert max(sent.gets[f"/a/shards/g{number}.extents"] for number in range(12)) <= 8
 
 
 def test_a_sidecar_that_is_restored_is_read_by_the_next_iteration(folder: Path, tmp_path: Path) -> None:
@@ -104,11 +115,17 @@ def test_a_sidecar_that_is_restored_is_read_by_the_next_iteration(folder: Path, 
         assert sum(len(batch.ids) for batch in loader) == 120
 
 
-def test_a_folder_that_was_never_pushed_is_called_so_at_once(made: Path, tmp_path: Path) -> None:
-    with RangeServer(made / "a.store") as server:
+def test_a_folder_is_read_that_was_copied_to_the_server_and_not_pushed(made: Path, tmp_path: Path) -> None:
+    config = LoaderConfig(batch_size=8, epochs=1, cache=str(tmp_path / "cache"))
+    with RangeServer(made / "a.store") as server, Loader(server.url, config) as loader:
+        assert sum(len(batch.ids) for batch in loader) == 120
+
+
+def test_a_folder_of_version_1_that_was_never_pushed_is_called_so_at_once(tmp_path: Path) -> None:
+    with RangeServer(unpacked("1", tmp_path)) as server:
         error, seconds = read_all(server.url, tmp_path)
     assert seconds < SOON_S
-    assert "was not written by `store push`: shards/g0.lines is missing" in str(error)
+    assert "was not written by `store push`: shards/g1.lines is missing" in str(error)
 
 
 def test_a_web_server_without_ranges_is_called_so_at_once(folder: Path, tmp_path: Path) -> None:
@@ -121,7 +138,8 @@ def test_a_web_server_without_ranges_is_called_so_at_once(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "shards/g0.extents", "shards/g0.lines", "prompts/default.safetensors"])
-def test_a_length_of_a_tebibyte_is_refused_before_anything_is_allocated(name: str, folder: Path, tmp_path: Path) -> None:
+def test_a_length_of_a_tebibyte_is_refused_before_anything_is_allocated(name: str, old: Path, tmp_path: Path) -> None:
+    folder = old
     (folder / "a" / "prompts").mkdir()
     (folder / "a" / "prompts" / "default.safetensors").write_bytes(b"x" * 100)
     lies = Schedule([Fault.HUGE_LENGTH] * 100, concerns=lambda path: path.endswith(name))

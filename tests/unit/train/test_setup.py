@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +11,7 @@ from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Family
 from bucketline.loader import WeightedStore
 from bucketline.store import Store
-from bucketline.store.format.block import BlockSpec, Column
+from bucketline.store.format.block import Column
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.format.manifest_entries import TextEntry, column_entries
 from bucketline.store.format.text_block import TextSpec
@@ -94,23 +93,6 @@ def test_a_second_token_column_is_refused_by_name(tmp_path: Path) -> None:
     entry = TextEntry(header_bytes=spec.header_bytes, tokens=column_entries(spec.tokens), fixed={})
     with pytest.raises(ModelError, match=r"text\.tokens others, tokens, expected one column"):
         refuse_unread_columns([WeightedStore(store=rewritten(path, text=entry))])
-
-
-@pytest.mark.parametrize(("column", "is_read"), [("latent_flipped", True), ("latent_turned", False)])
-def test_a_column_of_other_latents_is_refused_but_for_mirror_images(tmp_path: Path, column: str, *, is_read: bool) -> None:
-    store = make_training_store(tmp_path / "s")
-    first, *others = store.manifest.buckets
-    columns = {**first.columns, column: first.columns["latent"]}
-    spec = BlockSpec(
-        bucket=first.name, columns=tuple(Column(name=name, dtype=c.dtype, shape=c.shape) for name, c in columns.items())
-    )
-    changed = replace(first, columns=columns, header_bytes=spec.header_bytes)
-    store.manifest = replace(store.manifest, buckets=(changed, *others))
-    if is_read:
-        refuse_unread_columns([WeightedStore(store=store)])
-    else:
-        with pytest.raises(ModelError, match=rf"buckets\.columns {column}, expected only latent and latent_flipped"):
-            refuse_unread_columns([WeightedStore(store=store)])
 
 
 @pytest.mark.parametrize(

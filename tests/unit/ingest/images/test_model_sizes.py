@@ -91,7 +91,6 @@ def test_sizes_that_are_not_square_are_refused_for_a_dit(tmp_path: Path, parts: 
     [
         {"transformer": PIXART},
         {"transformer": PUBLISHED_DIT | {"norm_type": "ada_norm_single"}},
-        {"transformer": PIXART, "index": {"_class_name": "DiTPipeline"}},
         {"index": {"_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}},
     ],
 )
