@@ -77,6 +77,7 @@ FORMS: dict[str, Form] = {
     "z_image": Form(pipeline="ZImagePipeline", call={"guidance_scale": 0.0}),
     "krea2": Form(pipeline="Krea2Pipeline", call={"guidance_scale": 0.0}),
     "auraflow": Form(pipeline="AuraFlowPipeline"),
+    "ideogram4": Form(pipeline="Ideogram4Pipeline", call={**_UNGUIDED, "guidance_schedule": None}, num_tokens=2048),
 }
 """The pipelines of the families that have a file, by a name of `write_pipeline`."""
 

@@ -243,6 +243,11 @@ def _load_model(
         on_meta = not (ranks.is_main or loads_alone(config))
         family, model = load(folder, facts, config.seed, file, dtype=dtype, on_meta=on_meta)
     family.guidance = config.guidance
+    if config.image_guidance is not None and config.image_guidance > family.no_guidance and not family.is_guidable:
+        raise UsageError(
+            f"--image-guidance is {config.image_guidance}, and {family.pipelines[0]} guides by a second model, which is not "
+            "trained; leave the option out: images are drawn without guidance"
+        )
     from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
     schedule = _schedule_of(config, folder, family, device)
     if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from bucketline.errors import UsageError
-from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, join_layers, pack, unpack
+from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, channels_first, channels_last, join_layers, pack, unpack
 from bucketline.families.schedules import SCALED_LINEAR
 from bucketline.store.format.columns import POOLED, TOKENS
 
@@ -176,6 +176,7 @@ class Family:
     points_to_image: ClassVar[bool] = False  # of a flow: it predicts the image less the noise
     is_sequence: ClassVar[bool] = False  # it takes positions as tokens without packing, too
     packs_channels: ClassVar[bool] = False  # its pipeline takes packed positions as an image of more channels, not as tokens
+    puts_channels_last: ClassVar[bool] = False  # in a token of packed positions, and in the VAE's statistics
     is_told_share: ClassVar[bool] = False  # of noise, from 0 to 1, in place of a timestep
     renames: ClassVar[Mapping[str, str]] = {}  # its own names for arguments that other models have, too
     packs_answer: ClassVar[bool] = True  # `out_channels` counts those of packed latents, as `in_channels` does
@@ -194,6 +195,7 @@ class Family:
     }  # arguments of its call: a text column, `mask` of tokens, or `own tokens`
     guidance_argument: ClassVar[str] = "guidance_scale"
     no_guidance: ClassVar[float] = 1.0  # the guidance that is none; 0 if it counts from the caption's prediction
+    is_guidable: ClassVar[bool] = True  # by the same model without a caption; False: by another one, which is not trained
     most_drawn: ClassVar[int | None] = None  # images of one call; None: any number
     joins_negative: ClassVar[bool] = True  # its call puts prompts and negative ones into one batch, of equally many tokens
     call_options: ClassVar[Mapping[str, Any]] = {}  # other arguments of its call
@@ -304,7 +306,7 @@ class Family:
 
     def is_guided(self, guidance: float) -> bool:
         """Return whether images with such a guidance are drawn against negative prompts, as by the family's pipeline."""
-        return not self.is_told_guidance and guidance > self.no_guidance
+        return self.is_guidable and not self.is_told_guidance and guidance > self.no_guidance
 
     def with_guidance(self, guidance: float) -> Self:
         """Return the same family with another guidance input."""
@@ -396,8 +398,14 @@ class Family:
 
     @classmethod
     def scaling(cls, vae: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a store's record of its VAE as the family's pipeline scales latents by it."""
-        return vae
+        """Return a store's record of its VAE as the family's pipeline scales latents by it, with a patch's places last."""
+        import torch
+
+        if not cls.puts_channels_last:
+            return vae
+        norm = vae["batch_norm"]
+        turned = {one: channels_first(torch.tensor(norm[one], dtype=torch.float64)).tolist() for one in ("mean", "std")}
+        return {**vae, "batch_norm": {**norm, **turned}}
 
     def prepare(self, model: nn.Module) -> None:
         """Disable the label dropout of a DiT, which uses the process's generator; the loader drops labels with keyed draws."""
@@ -442,7 +450,8 @@ class Family:
         if latents.ndim == 5:  # a video of one frame
             return latents[:, :, 0]
         if latents.ndim == 3:
-            return unpack(latents, height, width, self.packing)
+            own = latents[:, -(height * width) // self.packing**2 :]  # of a sequence that the image is the end of
+            return unpack(channels_first(own) if self.puts_channels_last else own, height, width, self.packing)
         return latents if latents.shape[2] == height else pixel_shuffle(latents, self.packing)
 
     def packed(self, latents: Tensor) -> Tensor:
@@ -453,7 +462,10 @@ class Family:
 
     def as_tokens(self, latents: Tensor) -> Tensor:
         """Return latents, [B, C, h, w], as tokens if the model takes a sequence."""
-        return pack(latents, self.packing) if self.is_sequence or self.packing > 1 else latents
+        if not self.is_sequence and self.packing == 1:
+            return latents
+        tokens = pack(latents, self.packing)
+        return channels_last(tokens) if self.puts_channels_last else tokens
 
     def embedded(self, batch: Batch) -> dict[str, Any]:
         """Return a batch's embeddings as arguments of the pipeline's call; of negative prompts, as `negative_…`."""

@@ -27,6 +27,25 @@ def unpack(tokens: Tensor, height: int, width: int, patch: int = PATCH) -> Tenso
     return tiles.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), tokens.shape[2] // patch**2, height, width)
 
 
+def channels_last(tokens: Tensor, patch: int = PATCH) -> Tensor:
+    """Order a token's numbers by place in the patch, then channel: [..., 4C], as `pack` makes them by channel, then place."""
+    return tokens.reshape(*tokens.shape[:-1], -1, patch**2).transpose(-1, -2).flatten(-2)
+
+
+def channels_first(tokens: Tensor, patch: int = PATCH) -> Tensor:
+    """Undo `channels_last`."""
+    return tokens.reshape(*tokens.shape[:-1], patch**2, -1).transpose(-1, -2).flatten(-2)
+
+
+def padded_left(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Move the padding of tokens, [B, T, D], and of their mask, [B, T], before them."""
+    import torch
+
+    length = mask.shape[1]
+    moved = (torch.arange(length, device=mask.device) + mask.sum(dim=1, keepdim=True)) % length
+    return tokens.take_along_dim(moved[:, :, None], dim=1), mask.gather(1, moved)
+
+
 def image_ids(latents: Tensor, num_text: int = 0) -> Tensor:
     """Return each token's position id, [N, 3]: zeros of text tokens, then 0, row, column of those of packed latents.
 

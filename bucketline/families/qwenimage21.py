@@ -74,7 +74,3 @@ class QwenImage21(Family):
             "img_shapes": [[(1, height, width)]] * count,
             "img_mask": torch.cat([torch.zeros_like(batch.token_mask), slots], dim=1),
         }
-
-    def answer(self, output: Tensor, noisy: Tensor) -> Tensor:
-        """Return the image's part of the prediction, which covers the sequence."""
-        return self.unpacked(output[:, -noisy[0, 0].numel() :], *noisy.shape[2:])

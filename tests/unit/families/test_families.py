@@ -57,6 +57,7 @@ class Made(NamedTuple):
     family: Family  # with the model's own configuration
     size: tuple[int, int]  # px, height first
     asked: dict[str, Any]  # of the pipeline's call
+    num_tokens: int | None  # that the pipeline pads captions to
 
     @property
     def model(self) -> Any:
@@ -78,7 +79,9 @@ def made(form: str, written: Path) -> Made:
         latent_sizes=(("train/oracle", height, width),),
     )
     family, _ = load(written, facts, seed=0)
-    return Made(open_pipeline(written, form), written, encoder, vae, family, FORMS[form].size, FORMS[form].call)
+    return Made(
+        open_pipeline(written, form), written, encoder, vae, family, FORMS[form].size, FORMS[form].call, FORMS[form].num_tokens
+    )
 
 
 def latents_of(made: Made, count: int) -> torch.Tensor:
@@ -95,10 +98,13 @@ def recorded_and_ours(
     latents = latents_of(made, len(captions))
     noisy = made.family.unpacked(recorded.sample, *latents.shape[2:])
     embeddings = made.encoder.encode(list(captions))
-    num_tokens = max(len(one.tokens) for one in embeddings)
     seen = recorded.arguments.get("encoder_hidden_states")
-    if isinstance(seen, torch.Tensor) and seen.ndim >= 3:
+    if made.num_tokens is not None:
+        num_tokens = made.num_tokens
+    elif isinstance(seen, torch.Tensor) and seen.ndim >= 3:
         num_tokens = seen.shape[1]
+    else:
+        num_tokens = max(len(one.tokens) for one in embeddings)
     batch = batch_of(embeddings, num_tokens, made.size, latents)
     made.family.guidance = made.asked.get("guidance_scale", 1.0)
     return recorded, (noisy, timesteps_of(made.pipeline, recorded, len(captions)), batch)
@@ -153,7 +159,8 @@ def _forget_padding(made: Made, captions: tuple[str, ...], theirs: dict[str, Any
     What a pipeline puts after its padding comes before it.
     """
     seen, mask = theirs.get("encoder_hidden_states"), theirs.get("encoder_attention_mask")
-    if made.encoder.padding is Padding.VALID and isinstance(seen, torch.Tensor) and seen.ndim >= 3:
+    is_padded = made.encoder.padding is Padding.VALID and made.num_tokens is None
+    if is_padded and isinstance(seen, torch.Tensor) and seen.ndim >= 3:
         if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
             order = mask.logical_not().long().argsort(dim=1, stable=True)
             theirs["encoder_attention_mask"] = mask.gather(1, order)
@@ -235,7 +242,8 @@ def test_an_image_drawn_in_training_is_the_one_that_the_pipeline_draws_from_the_
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, **changed)
     else:
         pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(schedule.config)
-    asked = {**made.asked, family.guidance_argument: 3.0, "num_inference_steps": STEPS, "height": height, "width": width}
+    guidance = 3.0 if is_guided or family.is_told_guidance else family.no_guidance
+    asked = {**made.asked, family.guidance_argument: guidance, "num_inference_steps": STEPS, "height": height, "width": width}
     more = {"negative_prompt": [negative] * count} if is_guided and takes_negative else {}
 
     def by_text(texts: tuple[str, ...]) -> torch.Tensor:
@@ -264,7 +272,11 @@ def training_of(made: Made) -> tuple[Training, ModelSchedule]:
         model=made.model,
         optimizer=torch.optim.SGD(made.model.parameters()),
         average=Average(made.model, 0.9),
-        prep=Prep(scale=LatentScale.of(made.vae.provenance, CPU), schedule=schedule.noise, objective=schedule.objective),
+        prep=Prep(
+            scale=LatentScale.of(made.family.scaling(made.vae.provenance), CPU),
+            schedule=schedule.noise,
+            objective=schedule.objective,
+        ),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
     )
     return training, schedule

@@ -10,6 +10,8 @@ import pytest
 import torch
 from peft import PeftModel
 
+from bucketline.errors import UsageError
+from bucketline.families.registry import family_of_pipeline
 from bucketline.train.config import Ema, TrainConfig
 from bucketline.train.outputs import progress, run_dir
 from bucketline.train.outputs.checkpoint import Start
@@ -18,7 +20,7 @@ from bucketline.train.parallel import StopRequest
 from bucketline.train.setup import start_processes
 from bucketline.train.step import train_step
 from bucketline.train.trainer import Trainer
-from tests.family_models import open_pipeline
+from tests.family_models import FORMS, open_pipeline
 from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
@@ -103,6 +105,19 @@ def test_the_model_that_diffusers_opens_has_the_trainers_weights(packed: Packed,
             assert {**opened.config, "_name_or_path": ""} == {**model.config, "_name_or_path": ""}
             assert torch.equal(predicted(trainer, batch, opened), predicted(trainer, batch, model))
         assert any(not torch.equal(tensor, before[name]) for name, tensor in own.items())
+
+
+GUIDED_BY_ANOTHER = [
+    name for name, form in FORMS.items() if not getattr(family_of_pipeline(form.pipeline), "is_guidable", True)
+]
+
+
+@pytest.mark.parametrize("form", GUIDED_BY_ANOTHER, indirect=True)
+def test_guidance_of_images_by_a_model_that_is_not_trained_is_refused(packed: Packed, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--image-guidance is 3\.0, and \w+Pipeline guides by a second model"):
+        trainer_of(packed, tmp_path, image_guidance=3.0).__enter__()
+    with trainer_of(packed, tmp_path, image_guidance=1.0) as trainer:
+        assert trainer.training.family.image_guidance == 1.0
 
 
 def test_adapters_in_the_pipeline_predict_what_the_trainers_model_predicts(packed: Packed, tmp_path: Path) -> None:
