@@ -25,7 +25,7 @@ class Chroma(Family):
 
     name = "chroma"
     pipelines = ("ChromaPipeline",)  # the others encode captions by other code
-    parts = (Part(kind="T5", is_open=True, num_padding=1),)
+    parts = (Part(kind="T5", is_open=True, num_padding=1, most_tokens=512),)
     padding = Padding.VALID
     results = ("tokens", None, "mask", None, None, None)
     model_class = "ChromaTransformer2DModel"

@@ -29,7 +29,7 @@ class Flux(Family):
     pipelines = variants("Flux", "Img2Img Inpaint Control ControlImg2Img ControlInpaint Fill Kontext KontextInpaint")
     parts = (
         Part(layer="pooler_output", kind="CLIPText", has_positions=False, pooled="hidden_size"),
-        Part(encoder="text_encoder_2", tokenizer="tokenizer_2", kind="T5", is_open=True),
+        Part(encoder="text_encoder_2", tokenizer="tokenizer_2", kind="T5", is_open=True, most_tokens=512),
     )
     results = ("tokens", POOLED, None)
     prompt_options: ClassVar[Mapping[str, Any]] = {"prompt_2": None}

@@ -25,7 +25,7 @@ class Lumina2(Family):
 
     name = "lumina2"
     pipelines = ("Lumina2Pipeline",)
-    parts = (Part(kind="Gemma2", layer="hidden_states[-2]", is_open=True),)
+    parts = (Part(kind="Gemma2", layer="hidden_states[-2]", is_open=True, most_tokens=512),)
     padding = Padding.VALID
     results = ("tokens", "mask", "empty tokens", "empty mask")
     model_class = "Lumina2Transformer2DModel"

@@ -28,7 +28,7 @@ class Sd3(Family):
     parts = (
         Part(kind="CLIPTextModelWithProjection", **PENULTIMATE_CLIP),
         Part(encoder="text_encoder_2", tokenizer="tokenizer_2", kind="CLIPText", has_positions=False, **PENULTIMATE_CLIP),
-        Part(encoder=T5, tokenizer="tokenizer_3", kind="T5", is_open=True, is_optional=True),
+        Part(encoder=T5, tokenizer="tokenizer_3", kind="T5", is_open=True, is_optional=True, most_tokens=512),
     )
     results = ("tokens", None, POOLED, None)
     prompt_options: ClassVar[Mapping[str, Any]] = {**Family.prompt_options, "prompt_2": None, "prompt_3": None}

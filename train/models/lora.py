@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 
 Layers = StrEnum("Layers", {"ATTENTION": "attention", "ATTENTION_MLP": "attention+mlp", "ALL": "all"})
 """Layers by a word, each with those of the words before it."""
-ATTENTION = r"\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)$"
-MLP = r"\.(ff|ff_context)\.net\.|\.proj_mlp$|(^|\.)single_transformer_blocks\.\d+\.proj_out$"
+ATTENTION = r"\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)$|\.(attn\d?|(self_)?attention)\."
+"""Layers of attention in diffusers' models: by their own names, or by the module that they are in."""
+MLP = (
+    r"\.(ff|ff_context|ff_i|ff_t|feed_forward|(img_|txt_)?mlp)\."
+    r"|\.(proj_mlp|(gate|up|down)_proj)$|(^|\.)single_transformer_blocks\.\d+\.proj_out$"
+)
+"""Likewise, of feed-forward networks; a block of one stream may have them beside its attention."""
 NAMES = {Layers.ATTENTION: ATTENTION, Layers.ATTENTION_MLP: f"{ATTENTION}|{MLP}", Layers.ALL: ""}
 ADAPTER = ".lora_"  # in the names of peft's modules
 IN_A_BLOCK = re.compile(r"(^|\.)(\d+|mid_block)\.")
@@ -77,14 +82,18 @@ def adapted_layers(model: nn.Module, family: Family, given: str | None) -> list[
 def layers_by_word(model: nn.Module, word: Layers) -> list[str]:
     """Return the names of a model's layers that a word means, also if they have adapters already.
 
-    Embeddings before the blocks and the projection after them never get an adapter.
+    Embeddings before the blocks and the projection after them never get an adapter, nor does a convolution of each channel
+    by itself.
     """
     pattern = re.compile(NAMES[word])
     found = ((bare_name(name), module) for name, module in model.named_modules() if ADAPTER not in name)
     return [
         name
         for name, module in found
-        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d) and IN_A_BLOCK.search(name) and pattern.search(name)
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)
+        and getattr(module, "groups", 1) == 1
+        and IN_A_BLOCK.search(name)
+        and pattern.search(name)
     ]
 
 

@@ -84,6 +84,18 @@ def test_no_more_tokens_are_kept_than_the_pipeline_would_give(
     assert {cut.encoder: cut.limit for cut in found.cuts} == cuts
 
 
+@pytest.mark.parametrize("family", ["sd3", "flux", "chroma", "lumina2"])
+def test_no_more_tokens_are_taken_than_the_pipelines_call_takes(family: str, tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "model", family)
+    pipeline = open_pipeline(folder, family)
+    with pytest.raises(ValueError, match="`max_sequence_length` cannot be greater than 512"):
+        one_step(pipeline, ["a red cat"], height=16, width=16, max_sequence_length=513)
+    with pytest.raises(UsageError, match="--max-tokens is 513, expected 512 or fewer"):
+        encoder_of(folder, max_tokens=513)
+    scanned = call("ingest", "scan", tmp_path, "--model", folder, "--max-tokens", 513)
+    assert (scanned.code, "expected 512 or fewer" in scanned.err) == (2, True), scanned.err
+
+
 def test_scan_and_pack_reject_an_image_by_its_refused_caption(qwenimage21: Path, tmp_path: Path) -> None:
     images = tmp_path / "images"
     images.mkdir()

@@ -122,7 +122,7 @@ def test_guidance_of_images_by_a_model_that_is_not_trained_is_refused(packed: Pa
 
 def test_adapters_in_the_pipeline_predict_what_the_trainers_model_predicts(packed: Packed, tmp_path: Path) -> None:
     """By the pipeline's `load_lora_weights`, or by PEFT for the families whose pipeline has none of its model."""
-    with trainer_of(packed, tmp_path / "run", lora_rank=2, lora_alpha=6.0) as trainer:
+    with trainer_of(packed, tmp_path / "run", lora_rank=2, lora_alpha=6.0, lora_targets="all") as trainer:
         checkpoint = run(trainer).checkpoint
         export_model(tmp_path / "run", tmp_path / "export", last=True, dtype="F32")
         batch = next(trainer.loader.forever())
