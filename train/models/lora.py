@@ -28,7 +28,7 @@ MLP = (
     r"\.(ff|ff_context|ff_i|ff_t|feed_forward|(img_|txt_)?mlp)\."
     r"|\.(proj_mlp|(gate|up|down)_proj)$|(^|\.)single_transformer_blocks\.\d+\.proj_out$"
 )
-"""Likewise, of feed-forward networks; a block of one stream may have them beside its attention."""
+"""Likewise, of feed-forward networks; a block of one stream may have them in the same module as its attention."""
 NAMES = {Layers.ATTENTION: ATTENTION, Layers.ATTENTION_MLP: f"{ATTENTION}|{MLP}", Layers.ALL: ""}
 ADAPTER = ".lora_"  # in the names of peft's modules
 IN_A_BLOCK = re.compile(r"(^|\.)(\d+|mid_block)\.")

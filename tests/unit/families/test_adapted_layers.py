@@ -13,8 +13,8 @@ from bucketline.train.models.lora import Layers, layers_by_word
 from tests.family_models import FORMS, tiny_model
 
 FEED_FORWARD = re.compile(r"FeedForward|MLP|Mlp|SwiGLU|GLUMB|MOE")
-# feed-forward layers beside attention in a block that has no module for them
-BESIDE = re.compile(r"single_transformer_blocks\.\d+\.proj_(mlp|out)|blocks\.\d+\.(gate|up|down)_proj")
+# feed-forward layers of a block that has no module for them
+BARE = re.compile(r"single_transformer_blocks\.\d+\.proj_(mlp|out)|blocks\.\d+\.(gate|up|down)_proj")
 IN_A_BLOCK = re.compile(r"\.\d+\.")
 
 
@@ -34,7 +34,7 @@ def layers_in(model: torch.nn.Module, *, attends: bool) -> set[str]:
 def test_the_words_for_layers_mean_all_of_their_modules_and_no_others(name: str) -> None:
     model = tiny_model(name)
     attention, feed_forward = (layers_in(model, attends=attends) for attends in (True, False))
-    feed_forward |= {own for own, _ in model.named_modules() if BESIDE.fullmatch(own)}
+    feed_forward |= {own for own, _ in model.named_modules() if BARE.fullmatch(own)}
     assert attention
     assert feed_forward
     assert set(layers_by_word(model, Layers.ATTENTION)) == attention

@@ -96,7 +96,7 @@ def test_a_scan_says_what_a_shorter_length_saves_to_the_byte(
     family: str, of: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     images: Path = request.getfixturevalue(of)
-    length = () if family == "sd" else ("--max-tokens", 4000)
+    length = {"flux": ("--max-tokens", 512), "pixart_sigma": ("--max-tokens", 4000), "sd": ()}[family]
     folder = without_weights(write_pipeline(tmp_path / "model", family))
     report = scan(images, folder, "--json", *length).json
     cost = report["text_cost"]
@@ -124,7 +124,7 @@ def test_a_scan_tells_people_what_the_text_takes(images: Path, tmp_path: Path) -
     ("family", "more", "words"),
     [
         ("sd", ("--max-tokens", 20), "the tokenizer determines the length of sd captions; leave the option out"),
-        ("flux", ("--max-tokens", 5000), "--max-tokens is 5000, expected 4096 or fewer"),
+        ("flux", ("--max-tokens", 5000), "--max-tokens is 5000, expected 512 or fewer"),
         ("flux", ("--max-tokens", 0), "--max-tokens is 0, expected 1 or more"),
         ("class_labels", ("--max-tokens", 3), "takes a class, not text; leave the option out"),
         ("transformers", ("--max-tokens", 13), "accepts at most 12"),

@@ -171,7 +171,7 @@ def test_a_t5_takes_as_many_tokens_as_asked_and_a_clip_its_own(folders: dict[str
     for family in ("sd", "sdxl"):
         with pytest.raises(UsageError, match=f"--max-tokens 20: the tokenizer determines the length of {family} captions"):
             with_tokens(family)
-    with pytest.raises(UsageError, match="--max-tokens is 5000, expected 4096 or fewer"):
+    with pytest.raises(UsageError, match="--max-tokens is 5000, expected 512 or fewer"):
         load_caption_encoder(open_model(str(folders["flux"])), CPU, TextSettings(max_tokens=5000))
 
 
