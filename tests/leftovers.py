@@ -8,22 +8,32 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SHARED = re.compile(r"/dev/shm/(?!bucketline-tests)")  # but for stores of tests, whose base folder may be in memory
 
 
-def held() -> dict[str, object]:
-    """Return what this process holds now."""
+def held() -> dict[str, Counter[object]]:
+    """Return what this process holds now, a count for each thing."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     return {
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-        "children": sorted(children()),
-        "descriptors": _descriptors(),
-        "maps": maps.count("bucketline-slabs"),
-        "shm": len(SHARED.findall(maps)),  # not its files: other tests run at the same time
+        "threads": Counter(threading.enumerate()),
+        "children": Counter(children()),
+        "descriptors": Counter(descriptors(os.getpid())),
+        "maps": Counter({"slabs": maps.count("bucketline-slabs")}),
+        "shm": Counter({"mapped": len(SHARED.findall(maps))}),  # not its files: other tests run at the same time
     }
+
+
+def left_since(before: dict[str, Counter[object]]) -> dict[str, list[object]]:
+    """Return what this process holds and did not hold before; what an earlier test left behind may end meanwhile."""
+    return {name: list(more.elements()) for name, now in held().items() if (more := now - before[name])}
 
 
 def children() -> set[str]:
@@ -35,8 +45,11 @@ def children() -> set[str]:
     return found
 
 
-def _descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+def descriptors(pid: int) -> Iterator[str]:
+    """Yield what the open descriptors of a process are: a file's path, or a socket's, pipe's or memory file's name."""
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # one that has been closed since it was listed
+            yield str(descriptor.readlink())
 
 
 def wait_until(is_so: object, seconds: float = 10.0) -> bool:

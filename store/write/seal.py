@@ -52,6 +52,7 @@ _NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, 
 SPARE_BYTES = 1 << 24  # for the new file's map: only addresses
 TRANSACTION_BYTES = 32 << 20  # memory that LMDB holds while appending
 MIN_PAGE_BYTES = 4096  # of supported systems
+_MAX_PAGE_BYTES = 1 << 15  # that LMDB takes
 _PAGE_HEAD = struct.Struct("=16x I 20x I")  # page 0 in the LMDB 0.9 format: magic number and page size
 _MAGIC = 0xBEEFC0DE
 _PLACE = struct.Struct("<QQQ")  # a value's offset, length and address
@@ -108,19 +109,19 @@ def seal(store: Path, name: str) -> bool:
 
 
 def may_have_commits(pending: Path) -> bool:
-    """Return whether a pending shard may hold a sample: False if it ends before LMDB's first two pages do.
+    """Return whether a pending shard may hold a sample: False if it ends with LMDB's first two pages, which are written first.
 
     The page size is read from the file: another machine may have written it. If it is unreadable, the smallest page size is
-    assumed, and sealing then reports the damage.
+    assumed, and sealing then reports the damage; unless all bytes are 0, as a power failure leaves what was not synced.
     """
     with pending.open("rb") as file:
-        head = file.read(_PAGE_HEAD.size)
+        head = file.read(2 * _MAX_PAGE_BYTES)
         num_bytes = os.fstat(file.fileno()).st_size
     page_bytes = MIN_PAGE_BYTES
-    if len(head) == _PAGE_HEAD.size:
-        magic, said = _PAGE_HEAD.unpack(head)
+    if len(head) >= _PAGE_HEAD.size:
+        magic, said = _PAGE_HEAD.unpack_from(head)
         page_bytes = max(said, MIN_PAGE_BYTES) if magic == _MAGIC else MIN_PAGE_BYTES
-    return num_bytes >= 2 * page_bytes
+    return num_bytes > 2 * page_bytes and (num_bytes > len(head) or any(head))
 
 
 def _refuse_another(pending: Path, paths: ShardPaths, name: str) -> None:

@@ -103,6 +103,7 @@ class ShardWriter:
                 meminit=False,
                 mode=FILE_MODE,
             )
+            self._env.sync(True)  # LMDB's first two pages, before any other: without them the file could not be opened
             with self._env.begin(write=True) as txn:
                 self._meta = {"format_version": FORMAT_VERSION, "shard": name, "shard_id": uuid.uuid4().bytes}
                 txn.put(META_KEY, msgpack.packb(self._meta))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import BucketlineError
+from bucketline.ingest.packing.meanwhile import Meanwhile
 from bucketline.loader.seen import read_run
 from bucketline.loader.state import schedule_of
 from bucketline.store import Store
@@ -26,15 +27,17 @@ from tests.unit.train.tiny_run import as_arguments, config, losses, write_unet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from multiprocessing.synchronize import Event
 
     from bucketline.train.config import TrainConfig
     from bucketline.train.data import FollowSchedule
 
 pytestmark = pytest.mark.slow
 
-NUM_IMAGES = 60
+NUM_IMAGES = 120
 FIRST_ROWS = 9  # on which training begins
 LONGEST_S = 90.0
+SLOWED_S = 0.02  # between two images, while packing must not come to its end
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +48,14 @@ def ranks() -> Iterator[ForkedRanks]:
 
 
 class Packing:
-    """`ingest pack --publish-every` in a process of its own, stopped between its steps, so that training has time to follow."""
+    """`ingest pack --publish-every` in a process of its own, which stops after each generation, so that training follows."""
 
     def __init__(self, source: Path, store: Path, model: Path) -> None:
         self._store, self._answer = store, store.with_name("account.json")
         options = ["--model", model, *SMALL, "--batch-size", "2", "--publish-every", "0.05s", "--json"]
-        self._process = get_context("fork").Process(  # without imports of its own
-            target=_pack, args=(self._answer, source, store, *options), daemon=True
-        )
+        context = get_context("fork")  # without imports of its own
+        self._is_free = context.Event()
+        self._process = context.Process(target=_pack, args=(self._is_free, self._answer, source, store, *options), daemon=True)
         self._process.start()
 
     @property
@@ -63,10 +66,12 @@ class Packing:
     def add(self, rows: int) -> None:
         """Let it continue until there are so many more rows."""
         wanted = self.rows + rows
-        self._signal(signal.SIGCONT)
-        until(lambda: self.rows >= wanted or not self._process.is_alive())
-        assert self._process.is_alive(), f"packing has ended with {self._process.exitcode}, {self.rows} of {wanted} rows packed"
-        self._signal(signal.SIGSTOP)
+        while True:
+            is_stopped, found = self._is_stopped, self.rows  # in this order: no generation comes in between
+            if found >= wanted:
+                return
+            assert self._process.is_alive(), f"packing has ended with {self._process.exitcode}, {found} of {wanted} rows packed"
+            self._go_on(is_stopped=is_stopped)
 
     def kill(self) -> None:
         self._process.kill()
@@ -74,18 +79,39 @@ class Packing:
 
     def finish(self) -> dict[str, int]:
         """Let it end, and return its account."""
-        self._signal(signal.SIGCONT)
-        self._process.join(LONGEST_S)
+        self._is_free.set()
+        end = time.monotonic() + LONGEST_S
+        while self._process.is_alive() and time.monotonic() < end:
+            self._go_on(is_stopped=self._is_stopped)
         done = Ran(**json.loads(self._answer.read_bytes()))
         assert done.code == 0, done.err
         return done.json
 
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+    @property
+    def _is_stopped(self) -> bool:
+        stat = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8")
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    def _go_on(self, *, is_stopped: bool) -> None:
+        if is_stopped:
+            assert self._process.pid is not None
+            os.kill(self._process.pid, signal.SIGCONT)
+        time.sleep(0.005)
 
 
-def _pack(answer: Path, *arguments: object) -> None:
+def _pack(is_free: Event, answer: Path, *arguments: object) -> None:
+    """Pack; until it is free, slowly, and stopped after each generation that is published."""
+    publish_due = Meanwhile.publish_due
+
+    def stopping(self: Meanwhile) -> None:
+        before = self.num_published
+        publish_due(self)
+        if not is_free.is_set():
+            time.sleep(SLOWED_S)
+            if self.num_published > before:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    Meanwhile.publish_due = stopping  # type: ignore[method-assign]  # in this process only
     answer.write_text(json.dumps(asdict(call("ingest", "pack", *arguments))), encoding="utf-8")
 
 

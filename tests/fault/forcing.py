@@ -70,15 +70,15 @@ class Ended:
 def until_error(batches: Iterator[Batch], first: int, kind: type[BucketlineError], words: str) -> Ended:
     """Take batches until the error that is expected; the clock runs while the caller waits, not over batches that come."""
     expected = first
-    begun = time.perf_counter()
+    started_at = begun = time.perf_counter()
     try:
         for batch in batches:
             if batch.step != expected:
                 raise WrongEndError(f"step {batch.step} came, expected {expected}")
             expected += 1
             begun = time.perf_counter()
-            if expected > first + 2000:
-                raise WrongEndError("2000 batches came and no error")
+            if expected > first + 2000 and begun > started_at + WITHIN_S:
+                raise WrongEndError(f"{expected - first} batches came in {begun - started_at:.1f} s and no error")
     except BucketlineError as error:
         if not isinstance(error, kind) or not re.search(words, str(error)):
             raise WrongEndError(f"{type(error).__name__}: {error}; expected {kind.__name__} with {words!r}") from error

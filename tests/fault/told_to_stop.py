@@ -141,7 +141,7 @@ def stop_ranks(number: signal.Signals, kill: killed_ranks.Kill, folder: Path, to
         return
     packs_in_a_row.wait_for_orphans()
     faults = lost(store)
-    if f"in {be_rank.__name__}" in said:  # torchrun's own traceback is not ours, and while it imports a rank is as any process
+    if f"in {be_rank.__name__}" in said:  # torchrun's own is not ours, nor one of a rank that imports
         faults.append(f"a rank printed a traceback after {number.name}: {said[-PRINTED_LONGEST:]}")
     told.add(number, faults, is_done=launcher.returncode == 0)
 

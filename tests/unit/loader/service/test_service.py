@@ -18,7 +18,7 @@ from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from tests.building import flip_bit, make_store, samples_of
 from tests.commands import call
-from tests.leftovers import children, held, wait_until
+from tests.leftovers import children, held, left_since, wait_until
 from tests.serving import serving
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def test_every_batch_stays_what_it_was_however_many_are_held(store: Store, socke
             assert_same(batch, fresh)
     del batch, fresh
     kept.clear()
-    assert held() == before
+    assert left_since(before) == {}
 
 
 def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_buffers_and_one_that_let_go_gives_memory_back(
@@ -133,7 +133,7 @@ def test_a_private_service_ends_with_its_loader_and_leaves_nothing(store: Store)
     del loader
     expected.clear()
     gc.collect()
-    assert held() == before
+    assert left_since(before) == {}
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_a_service_that_is_stopped_says_so_to_its_clients_and_removes_its_socket
         assert (last["clients_so_far"], last["clients"]) == (1, [])
         assert last["samples"] >= 1
     del process
-    assert held() == before
+    assert left_since(before) == {}
 
 
 def test_statistics_say_who_was_given_what(store: Store, socket_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_the_next_run_adopts_a_shard_that_was_moved_and_not_listed(tmp_path: Pat
 
 def test_a_pending_shard_that_is_no_lmdb_file_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     manifest = empty_store(tmp_path)
-    (tmp_path / "pending" / "a.lmdb").write_bytes(b"nonsense" * 1024)
+    (tmp_path / "pending" / "a.lmdb").write_bytes(b"nonsense" * 2048)
     with pytest.raises(StoreError, match=r"a.lmdb, left by an interrupted run, cannot be sealed: .*move that file elsewhere"):
         adopt(tmp_path, manifest)
     assert (tmp_path / "pending" / "a.lmdb").exists()
@@ -397,7 +397,7 @@ def test_a_small_pending_shard_is_adopted_on_a_machine_of_larger_pages(
     assert ids_of(Store.open(tmp_path)) == [sample.id]
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 100, 4096, 8191])
+@pytest.mark.parametrize("num_bytes", [0, 1, 100, 4096, 8191, 8192])
 def test_a_pending_shard_that_ends_before_its_first_commit_is_removed(num_bytes: int, tmp_path: Path) -> None:
     manifest = empty_store(tmp_path)
     pending = write_pending(tmp_path, "a", samples_of({"train/8x8": 1}))
@@ -407,7 +407,45 @@ def test_a_pending_shard_that_ends_before_its_first_commit_is_removed(num_bytes:
     assert not pending.exists()
 
 
-@pytest.mark.parametrize(("page_bytes", "num_bytes", "expected"), [(1 << 15, (1 << 16) - 1, False), (1 << 15, 1 << 16, True)])
+def test_a_pending_shard_of_which_a_power_failure_left_only_a_length_is_removed(tmp_path: Path) -> None:
+    manifest = empty_store(tmp_path)
+    pending = write_pending(tmp_path, "a", samples_of({"train/8x8": 1}))
+    pending.write_bytes(bytes(1 << 14))
+    with lock_store(tmp_path):
+        assert adopt(tmp_path, manifest) == []
+    assert not pending.exists()
+
+
+def test_the_first_pages_of_a_pending_shard_are_synced_before_any_other_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a power failure may keep a later page and lose them: a file that cannot be sealed."""
+    synced: list[int] = []
+    opened = lmdb.open
+
+    class Environment:
+        def __init__(self, path: str, **options: Any) -> None:
+            self._env, self._path = opened(path, **options), path
+
+        def sync(self, force: bool) -> None:  # noqa: FBT001 - as LMDB's
+            assert force
+            synced.append(tmp_path.joinpath(self._path).stat().st_size)
+            self._env.sync(force)
+
+        def begin(self, **options: object) -> Any:
+            assert synced == [2 * os.sysconf("SC_PAGE_SIZE")]
+            return self._env.begin(**options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._env, name)
+
+    monkeypatch.setattr("lmdb.open", Environment)
+    empty_store(tmp_path)
+    write_pending(tmp_path, "a", samples_of({"train/8x8": 1}))
+    assert synced
+
+
+@pytest.mark.parametrize(("page_bytes", "num_bytes", "expected"), [(1 << 15, 1 << 16, False), (1 << 15, (1 << 16) + 1, True)])
 def test_how_long_a_shard_without_a_commit_is_follows_from_the_pages_of_its_own_file(
     page_bytes: int, num_bytes: int, *, expected: bool, tmp_path: Path
 ) -> None:
