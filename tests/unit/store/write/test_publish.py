@@ -432,7 +432,7 @@ def test_the_first_pages_of_a_pending_shard_are_synced_before_any_other_is_writt
             synced.append(tmp_path.joinpath(self._path).stat().st_size)
             self._env.sync(force)
 
-        def begin(self, **options: object) -> Any:
+        def begin(self, **options: Any) -> Any:
             assert synced == [2 * os.sysconf("SC_PAGE_SIZE")]
             return self._env.begin(**options)
 
