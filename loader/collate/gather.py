@@ -20,7 +20,6 @@ import torch
 
 from bucketline.errors import StoreError
 from bucketline.forks import ForkSafeLock
-from bucketline.store.format.layout import Places
 from bucketline.store.read.preadv import FileGather
 from bucketline.store.shard import map_budget
 from bucketline.store.shard.address_range import ZERO_BYTES, AddressRange, MapRefusedError
@@ -88,15 +87,13 @@ class Gather:
         if not self._is_known[shard].all():
             with self._mapping:
                 for ordinal in np.unique(shard[~self._is_known[shard]]).tolist():
-                    self._is_mapped[ordinal] = self._store.files[ordinal].places is Places.FILE
-                    if self._is_mapped[ordinal]:
-                        try:
-                            self._range.map(np.array([ordinal]))
-                        except MapRefusedError as error:  # other code has used up the maps since this was opened
-                            self._is_mapped[ordinal] = False
-                            if not self._is_refused:
-                                self._warn(f"{error}; {map_budget.advice(self._range.num_unmapped)}")
-                            self._is_refused = True
+                    try:
+                        self._range.map(np.array([ordinal]))
+                        self._is_mapped[ordinal] = True
+                    except MapRefusedError as error:  # other code has used up the maps since this was opened
+                        if not self._is_refused:
+                            self._warn(f"{error}; {map_budget.advice(self._range.num_unmapped)}")
+                        self._is_refused = True
                     self._is_known[ordinal] = True
                 self._are_all_mapped = bool((self._is_known & self._is_mapped).all())
         return bool(self._is_mapped[shard].all())

@@ -21,12 +21,13 @@ from bucketline.store.change.compact import OVERHEAD, live_bytes
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.readable_rows import DamagedStore, Survey, all_lost, surveyed
 from bucketline.store.format.hashing import bytes_digest, file_digest
-from bucketline.store.format.layout import Places, shard_paths
+from bucketline.store.format.layout import IN_FILE, shard_paths
 from bucketline.store.format.manifest import generations, read_manifest
 from bucketline.store.format.manifest_entries import FileEntry
 from bucketline.store.read.lost_files import files_of, files_of_column
 from bucketline.store.read.store import Store
 from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
+from bucketline.store.shard.row_locator import EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PagedFile
 from bucketline.store.verify.column import ColumnCheck
 from bucketline.store.verify.shard import ShardCheck
@@ -132,6 +133,7 @@ def _examined(path: Path, manifest: Manifest, ordinals: list[int], *, writes: bo
         lost = tuple(column for column in sorted(entry.added) if _is_damaged(Store(path, manifest), entry, column))
         entry = dataclasses.replace(entry, added={name: own for name, own in entry.added.items() if name not in lost})
         bad = {file for file, expected in files_of(path, entry) if not _is_as_written(file, expected)}
+        bad |= _of_other_places(path, entry, bad)
         found.append(_Damaged(ordinal=ordinal, entry=entry, bad=bad, rebuilt={}, survey=None, lost_columns=lost))
     for one in found:
         _rebuild_sidecars(path, one)
@@ -147,6 +149,15 @@ def _examined(path: Path, manifest: Manifest, ordinals: list[int], *, writes: bo
         if not one.bad or left or (writes and _has_faults(path, manifest, one)):
             one.survey = _survey(path, manifest, one, left if writes else one.bad)
     return found
+
+
+def _of_other_places(path: Path, entry: ShardEntry, bad: set[Path]) -> set[Path]:
+    """Return a shard's sidecars if they are intact, but their offsets are not bytes of its file."""
+    paths = shard_paths(path, entry.name)
+    if paths.extents in bad:
+        return set()
+    found = PagedFile(paths.extents, entry.extents.num_bytes, EXTENTS_FORMAT).metadata.get("places")
+    return set() if found == IN_FILE else {paths.extents, paths.index}
 
 
 def _rebuild_sidecars(path: Path, one: _Damaged) -> None:
@@ -216,7 +227,7 @@ def _survey(path: Path, manifest: Manifest, one: _Damaged, bad: set[Path]) -> Su
     lmdb = shard_paths(path, one.entry.name).lmdb
     store = DamagedStore(path, _with_entry(manifest, one), [one.entry.name])
     has_sidecars = bad <= {lmdb}
-    if lmdb in bad and not (has_sidecars and lmdb.exists() and store.shards[one.ordinal].places is Places.FILE):
+    if lmdb in bad and not (has_sidecars and lmdb.exists()):
         return Survey(unnamed=one.entry.live_samples)
     if has_sidecars:
         try:

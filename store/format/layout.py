@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bucketline.store.format.text_block import TEXT_GROUP
@@ -17,14 +16,8 @@ META_KEY = b"meta"
 TEXT_ERROR = "text_error"  # in the value of META_KEY: what quantising the shard's captions cost
 SHARD_ID_BYTES = 16
 COPY_PREFIX = "copy-"  # prefix of shards written by `store compact`, which hold the rows of existing shards
+IN_FILE = "file"  # what the offsets in a shard's sidecars refer to: bytes of its file, which sealing has read back
 ENGINE = "lmdb-0.9"  # py-lmdb's default engine, which cannot read files of its other one (1.0)
-
-
-class Places(StrEnum):
-    """The reference of the offsets in a shard's sidecars."""
-
-    FILE = "file"  # bytes of the shard's file, verified by reading them back
-    KEY = "key"  # bytes of all values concatenated in key order; read through LMDB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,10 @@ import numpy as np
 from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
-from bucketline.store.format.layout import SHARD_ID_BYTES, Places, shard_paths
+from bucketline.store.format.layout import SHARD_ID_BYTES, shard_paths
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord, captions_checksum, decode_record
 from bucketline.store.format.text_block import TEXT_GROUP
-from bucketline.store.shard.lmdb_fallback import KeyedValues
 from bucketline.store.shard.row_locator import BlockRanges, BlockTable, check_shard_id, dropped_places
 from bucketline.store.shard.sidecar import PagedFile, open_listed, read_exactly
 
@@ -128,14 +127,6 @@ class SealedShard:
                     f"{list(expected)}; run `store verify`"
                 )
         return file
-
-    @cached_property
-    def _by_key(self) -> KeyedValues | None:
-        return KeyedValues(self) if self.places is Places.KEY else None
-
-    @property
-    def places(self) -> Places:
-        return Places(self.extents.metadata["places"])
 
     def dropped_rows(self, group: str) -> NDArray[np.uint32]:
         """Return the sorted row numbers of a bucket's dropped rows."""
@@ -292,7 +283,7 @@ class SealedShard:
         return record
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return a byte range of the shard's file (of its concatenated values, if its offsets are by key).
+        """Return a byte range of the shard's file.
 
         Raises:
             CorruptError: if the file ends before the range does.
@@ -308,11 +299,6 @@ class SealedShard:
             StoreError: if the file is missing, or the medium fails.
             CorruptError: if the file ends before a range does.
         """
-        if self._by_key is not None:
-            with self._reading([(0, self.entry.lmdb.num_bytes)]):  # its digest is compared first
-                for offset, out in zip(offsets, outs, strict=True):
-                    out[:] = self._by_key.read(offset, len(out))
-            return
         with self.opened() as fd, self._reading([(offset, len(out)) for offset, out in zip(offsets, outs, strict=True)]):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead of neighbouring megabytes
             path = self.paths.lmdb
@@ -339,17 +325,16 @@ class SealedShard:
 
     def _check_id(self, fd: int) -> None:
         """Compare the shard id in the file with the manifest's: files of equal length may have been swapped."""
-        if self.places is Places.FILE:
-            at = self.extents.metadata.get("shard_id_at")
-            found = bytearray()
-            if type(at) is int and 0 <= at < 1 << 62:
-                found = bytearray(SHARD_ID_BYTES)
-                read_exactly(self.paths.lmdb, fd, at, memoryview(found))
-            if found.hex() != self.entry.shard_id:
-                raise CorruptError(
-                    f"{self.paths.lmdb} belongs to another shard: it has the id {found.hex() or 'none'}, the manifest lists "
-                    f"{self.name} with the id {self.entry.shard_id}; restore the file that belongs there"
-                )
+        at = self.extents.metadata.get("shard_id_at")
+        found = bytearray()
+        if type(at) is int and 0 <= at < 1 << 62:
+            found = bytearray(SHARD_ID_BYTES)
+            read_exactly(self.paths.lmdb, fd, at, memoryview(found))
+        if found.hex() != self.entry.shard_id:
+            raise CorruptError(
+                f"{self.paths.lmdb} belongs to another shard: it has the id {found.hex() or 'none'}, the manifest lists "
+                f"{self.name} with the id {self.entry.shard_id}; restore the file that belongs there"
+            )
         self._is_ours = True
 
     def caption_digests(self) -> NDArray[np.uint8]:

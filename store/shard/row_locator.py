@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import CorruptError
-from bucketline.store.format.layout import Places
+from bucketline.store.format.layout import IN_FILE
 from bucketline.store.shard import map_budget
 from bucketline.store.shard.stacked_sidecars import Sidecars
 
@@ -116,8 +116,11 @@ class BlockTable:
         blocks = max((group.first_block + group.blocks for group in entry.groups.values()), default=0)
         if blocks == 0 or any(file.column(name).dtype != "<u8" or file.column(name).shape != (blocks,) for name in _FIELDS):
             raise CorruptError(f"{file.path}: does not list the {blocks} blocks that the manifest has; run `store verify`")
-        if file.metadata.get("places") not in list(Places):
-            raise CorruptError(f"{file.path}: does not say what its offsets refer to; run `store verify`")
+        if file.metadata.get("places") != IN_FILE:
+            raise CorruptError(
+                f"{file.path}: its offsets are not bytes of the shard's file (places is {file.metadata.get('places')!r:.40}, "
+                f"expected {IN_FILE!r}); `store repair` rebuilds it from the shard's file"
+            )
 
     def _check_dropped(self, ordinal: int, file: PagedFile) -> None:
         """Compare the complete list with the manifest: a list of another copy may have the same length and valid pages."""

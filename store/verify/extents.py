@@ -59,11 +59,11 @@ class BlockPlaces:
 
 
 def find_places(
-    store: Store, specs: Mapping[str, BlockSpec], shard: SealedShard, file_bytes: int | None, faults: Faults
+    store: Store, specs: Mapping[str, BlockSpec], shard: SealedShard, file_bytes: int, faults: Faults
 ) -> BlockPlaces:
     """Return the valid block ranges, in file order; `specs` are the columns of the blocks of rows.
 
-    `file_bytes` is the length of the shard's file; None if the offsets are not file offsets.
+    `file_bytes` is the length of the shard's file.
     """
     groups = sorted(shard.entry.groups)
     tables = [np.empty((0, len(_NUMBERS)), dtype=np.int64)]
@@ -108,15 +108,13 @@ def _is_possible(
     shard: SealedShard,
     group: str,
     table: NDArray[np.int64],
-    file_bytes: int | None,
+    file_bytes: int,
     faults: Faults,
 ) -> NDArray[np.bool_]:
     """Return which blocks are inside the file and have the right length for their rows."""
     offset, length, rows = table[:, 2], table[:, 3], table[:, 5]
     good = (rows >= 1) & (rows <= shard.entry.groups[group].rows)
-    outside = (offset < 0) | (length < 1)
-    if file_bytes is not None:
-        outside |= offset > file_bytes - length
+    outside = (offset < 0) | (length < 1) | (offset > file_bytes - length)
     for block in np.flatnonzero(outside & good).tolist():
         begin, size = int(offset[block]) % _U64, int(length[block]) % _U64
         faults.add(f"the extents place the block at bytes {begin} to {begin + size}, beyond the file", group, block)

@@ -10,10 +10,10 @@ import numpy as np
 
 from bucketline.errors import CorruptError
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.layout import META_KEY, SAMPLE_PREFIX, Places, block_key, split_block_key
+from bucketline.store.format.layout import META_KEY, SAMPLE_PREFIX, block_key, split_block_key
 from bucketline.store.format.sample_record import SampleRecord, decode_record
 from bucketline.store.format.text_block import TEXT_GROUP
-from bucketline.store.shard.lmdb_fallback import read_lmdb
+from bucketline.store.shard.read_lmdb import read_lmdb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,31 +30,23 @@ class ShardWalk:
     def __init__(self, shard: SealedShard, faults: Faults, on_bytes: Callable[[int], None]) -> None:
         """Open nothing yet; `on_bytes` is called with 0 at intervals, so that it can end the walk by raising."""
         self._shard, self._faults, self._on_bytes = shard, faults, on_bytes
-        self._by_key = shard.places is Places.KEY
         self._blocks = dict.fromkeys(shard.entry.groups, 0)
         self._entries: list[IndexEntry] = []
         self._first = 0  # index position of the first of them
         self.records = self.record_bytes = 0
 
-    def run(self, on_block: Callable[[str, int, int, memoryview], None] | None) -> None:
-        """Walk the shard. `on_block`, if given, is called with each block's value."""
+    def run(self) -> None:
+        """Walk the shard."""
         self._is_live = self._shard.live_entries()
         with read_lmdb(self._shard.paths.lmdb, readahead=False) as (_, txn), self._shard.opened() as fd:
-            cursor, at, has_meta = txn.cursor(), 0, False
+            cursor, has_meta = txn.cursor(), False
             for key in map(bytes, cursor.iternext(values=False)):
-                value: memoryview | None = None
                 if (block := split_block_key(key)) is not None:
                     self._block(*block)
-                    if on_block is not None:
-                        value = cursor.value()
-                        on_block(*block, at, value)
                 elif key.startswith(SAMPLE_PREFIX):
-                    value = cursor.value()
-                    self._record(key[len(SAMPLE_PREFIX) :], value, at if self._by_key else fd)
+                    self._record(key[len(SAMPLE_PREFIX) :], cursor.value(), fd)
                 else:
-                    value = cursor.value()
-                    has_meta |= self._meta(key, value)
-                at += len(value) if value is not None else 0
+                    has_meta |= self._meta(key, cursor.value())
         for name, group in self._shard.entry.groups.items():
             if self._blocks[name] != group.blocks:
                 self._faults.add(f"the file has {self._blocks[name]} blocks, the manifest says {group.blocks}", name)
@@ -76,7 +68,7 @@ class ShardWalk:
         except (ValueError, TypeError, KeyError, msgpack.UnpackException):
             return False
 
-    def _record(self, digest: bytes, value: memoryview, place: int) -> None:
+    def _record(self, digest: bytes, value: memoryview, fd: int) -> None:
         position = self.records
         self.records += 1
         if position >= self._first + len(self._entries):
@@ -87,8 +79,7 @@ class ShardWalk:
         group, row, offset, num_bytes = entry.bucket, entry.row, entry.record_offset, entry.record_bytes
         self.record_bytes += num_bytes if self._is_live[position] else 0
         data = bytes(value)
-        there = offset == place if self._by_key else os.pread(place, num_bytes, offset) == data
-        if not there or num_bytes != len(data):
+        if os.pread(fd, num_bytes, offset) != data or num_bytes != len(data):
             self._faults.add("the index does not lead to the sample's record", group, row=row)
             return
         try:

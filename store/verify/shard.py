@@ -19,7 +19,6 @@ from bucketline.forks import cached_property
 from bucketline.store.format.block import CAPTIONS, ID, bad_rows, decode_block
 from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.hashing import DIGEST_BYTES, LINE_BYTES, LineSums, caption_digest, file_digest
-from bucketline.store.format.layout import Places
 from bucketline.store.format.text_block import DIGEST, TEXT_GROUP, is_bucket, read_text_block
 from bucketline.store.shard.reader import KEY, SealedShard, keys_of
 from bucketline.store.shard.row_locator import LINE_CHECKSUM
@@ -118,10 +117,10 @@ class ShardCheck:
         return self._is_intact(path, file_bytes, digest if file_bytes == expected.num_bytes else None, expected)
 
     def _places(self, file_bytes: int) -> BlockPlaces:
+        found = BlockPlaces([], np.empty((0, 6), dtype=np.int64))
         with self._faults.guard():
-            if self._shard.places is Places.FILE:
-                return find_places(self._store, self._specs, self._shard, file_bytes, self._faults)
-        return BlockPlaces([], np.empty((0, 6), dtype=np.int64))
+            found = find_places(self._store, self._specs, self._shard, file_bytes, self._faults)
+        return found
 
     def _read(self, fd: int, num_bytes: int, places: BlockPlaces) -> str:
         state, lines = xxhash.xxh3_128(), LineSums()
@@ -291,10 +290,7 @@ class ShardCheck:
     def _walk(self) -> None:
         """Compare LMDB's view with the sidecars, and the manifest's numbers with what was read."""
         walk = ShardWalk(self._shard, self._faults, self._on_bytes)
-        if self._shard.places is Places.KEY:
-            walk.run(self._by_key(find_places(self._store, self._specs, self._shard, None, self._faults)))
-        else:
-            walk.run(None)
+        walk.run()
         self._dropped_rows()
         entry, text = self._shard.entry, self._store.text
         for name, totals in entry.ragged.items():
@@ -319,18 +315,6 @@ class ShardCheck:
             rows = self._shard.dropped_rows(group)
             if len(rows) and (bool((rows[1:] <= rows[:-1]).any()) or int(rows[-1]) >= entry.rows):
                 self._faults.add("the list of its dropped rows is not in order, or names rows that do not exist", group)
-
-    def _by_key(self, places: BlockPlaces) -> Callable[[str, int, int, memoryview], None]:
-        expected = {(place.group, place.block): place for place in places}
-
-        def check(group: str, block: int, offset: int, value: memoryview) -> None:
-            place = expected.get((group, block))
-            if place is None or (place.offset, place.length) != (offset, len(value)):
-                self._faults.add(f"the extents do not place the block at {offset} of the shard's values", group, block)
-            else:
-                self.block(place, value)
-
-        return check
 
 
 def _segments(fd: int, num_bytes: int, places: BlockPlaces) -> Iterator[tuple[BlockPlace | None, memoryview]]:

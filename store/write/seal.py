@@ -27,13 +27,13 @@ from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.files.locks import FileLock
 from bucketline.store.format.block import CHECKSUM
 from bucketline.store.format.columns import RAGGED_PREFIX
-from bucketline.store.format.hashing import DIGEST_BYTES, LINE_BYTES, READ_BYTES, LineSums, line_sums
+from bucketline.store.format.hashing import DIGEST_BYTES, LINE_BYTES, READ_BYTES, LineSums
 from bucketline.store.format.layout import (
+    IN_FILE,
     META_KEY,
     SAMPLE_PREFIX,
     SHARD_ID_BYTES,
     TEXT_ERROR,
-    Places,
     pending_path,
     shard_paths,
     split_block_key,
@@ -42,7 +42,7 @@ from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, MAX
 from bucketline.store.format.sample_record import captions_checksum, decode_record
 from bucketline.store.format.text_block import DIGEST, STARTS, TEXT_GROUP, is_bucket
 from bucketline.store.format.text_error import TextError
-from bucketline.store.shard.lmdb_fallback import read_lmdb
+from bucketline.store.shard.read_lmdb import read_lmdb
 from bucketline.store.shard.reader import INDEX_FORMAT, keys_of
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import encode_paged
@@ -143,9 +143,9 @@ def _refuse_another(pending: Path, paths: ShardPaths, name: str) -> None:
 
 
 def _walk_file(path: Path, name: str) -> _Found:
-    """Walk a shard's file with offsets in key order, which are equal for equal keys and values."""
+    """Walk a shard's file without its offsets, which may differ for equal keys and values."""
     with read_lmdb(path) as (_, txn):
-        return _walk(_end_to_end(txn), name)
+        return _walk(((bytes(key), value, 0) for key, value in txn.cursor()), name)
 
 
 def seal_apart(store: Path, name: str) -> None:
@@ -294,20 +294,21 @@ def _describe(path: Path, name: str) -> tuple[bytes, bytes | None]:
 def _examined(path: Path, name: str) -> tuple[_Found, dict[str, object], LineSums]:
     """Return what is in a file, what its extents say of it, and the checksums of its lines.
 
-    If an offset cannot be verified by reading it back (another engine, another page format), the complete shard is described by
-    key: readers then go through LMDB.
+    Raises:
+        StoreError: if a value is not where the format of LMDB has it, as with another engine or a medium that fails.
     """
     with read_lmdb(path) as (env, txn), path.open("rb", buffering=0) as file:
         page_bytes, lines, placed = env.stat()["psize"], LineSums(), bytearray()
         try:
-            places = Places.FILE
             found = _walk(_located(txn, os.fstat(file.fileno()).st_size, page_bytes, placed), name)
             _read_back(file, placed, lines)
-        except _UnconfirmedError:
-            places = Places.KEY
-            found = _walk(_end_to_end(txn), name)
-            lines = line_sums(path)
-    about = {"places": places, "shard_id": found.shard_id.hex(), "shard_id_at": found.shard_id_at, "page_bytes": page_bytes}
+        except _UnconfirmedError as error:
+            raise StoreError(
+                f"shard {name} cannot be sealed: a read of {path.name} gives other bytes than LMDB "
+                f"{'.'.join(map(str, lmdb.version()))} does, expected the same; what is committed stays in pending/: check the "
+                "disk, install the lmdb package that bucketline requires, and rerun"
+            ) from error
+    about = {"places": IN_FILE, "shard_id": found.shard_id.hex(), "shard_id_at": found.shard_id_at, "page_bytes": page_bytes}
     return found, about, lines
 
 
@@ -366,14 +367,6 @@ def _note_block(found: _Found, group: str, number: int, offset: int, block: memo
     found.max_tokens[group] = max(found.max_tokens.get(group, 0), int(np.diff(starts).max()))
     if group == TEXT_GROUP:
         found.captions += data[place[DIGEST].begin :][: DIGEST_BYTES * entries[-1][3]]
-
-
-def _end_to_end(txn: Any) -> Iterator[tuple[bytes, memoryview, int]]:  # noqa: ANN401 - lmdb has no types
-    """Yield a shard's keys and values in key order, each with the value's offset if all were concatenated."""
-    at = 0
-    for key, value in txn.cursor():
-        yield bytes(key), value, at
-        at += len(value)
 
 
 def _located(

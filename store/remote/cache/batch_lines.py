@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.format.layout import Places
 from bucketline.store.remote.cache.cached_shard import PINNED
 
 if TYPE_CHECKING:
@@ -63,7 +62,6 @@ class LineTable:
         self._first = np.cumsum([0, *counts], dtype=np.int64)  # [shards + 1]
         self._is_pinned = np.zeros(int(self._first[-1]), dtype=bool)  # of those that this object has looked at
         self._is_known = self._num_lines == 0  # [shards]
-        self._is_whole = np.zeros(len(shards), dtype=bool)  # [shards] read as a whole: its offsets are not bytes of its file
         self._counts: dict[int, int] = {}  # of holders, by line
         self._own_sources = {id(source): source for source in self._sources if source is not None}.values()
         for source in self._own_sources:
@@ -156,7 +154,6 @@ class LineTable:
         assert source is not None
         begin, end = self._first[ordinal : ordinal + 2].tolist()
         self._is_pinned[begin:end] = source.pinned(shard.entry)
-        self._is_whole[ordinal] = shard.places is Places.KEY
         self._is_known[ordinal] = True
 
     def _lines_of(self, shard: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -164,10 +161,6 @@ class LineTable:
         if not has_lines.all():
             shard, begin, end = shard[has_lines], begin[has_lines], end[has_lines]
         first, last = self._first[shard] + begin // LINE_BYTES, self._first[shard] + (end - 1) // LINE_BYTES
-        is_whole = self._is_whole[shard]
-        if is_whole.any():
-            first = np.where(is_whole, self._first[shard], first)
-            last = np.where(is_whole, self._first[shard + 1] - 1, last)
         most = int((last - first).max(initial=0))
         found = [first] + [np.minimum(first + n, last) for n in range(1, most + 1)]
         lines: NDArray[np.int64] = np.unique(np.concatenate(found))

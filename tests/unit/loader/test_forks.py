@@ -8,16 +8,14 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
-import lmdb
 import pytest
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.window import Window
 from bucketline.loader.plan.plan import Plan
 from bucketline.store import Store
-from bucketline.store.shard import lmdb_fallback, reader
-from tests.building import samples_of
-from tests.unit.loader.collate.test_gather_paths import add_unconfirmed
+from bucketline.store.shard import reader
+from tests.building import make_store, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,33 +24,17 @@ if TYPE_CHECKING:
 CONFIG = LoaderConfig(batch_size=2, epochs=1, prefetch_bytes=1)
 CHILD_S = 20  # before a child that hangs is ended by SIGALRM
 
-LET_GO_AT_FORK: list[Held] = []
 MOMENTS: dict[str, tuple[object, str]] = {
     "while it plans the copies": (Window, "copy_plans"),
     "while it maps a shard": (reader.SealedShard, "opened"),
     "while it plans": (Plan, "draw"),
-    "while it compares a digest for LMDB": (lmdb_fallback, "file_digest"),
-    "while LMDB has a file open": (lmdb, "open"),
     "while it opens an index": (reader, "check_shard_id"),
 }
 
 
-def let_all_go() -> None:
-    for held in LET_GO_AT_FORK:
-        held.may_go.set()
-
-
-os.register_at_fork(before=let_all_go)
-
-
 @pytest.fixture
-def unconfirmed(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A store whose second shard is read through LMDB."""
-    from tests.building import make_store
-
-    del store
-    make_store(tmp_path / "s", samples_of({"train/64x64": 12}, "a/"))
-    return add_unconfirmed(tmp_path / "s", samples_of({"train/64x64": 12}, "b/"), monkeypatch)
+def two_shards(tmp_path: Path) -> Store:
+    return make_store(tmp_path / "s", *(samples_of({"train/64x64": 12}, prefix) for prefix in ("a/", "b/")))
 
 
 class Held:
@@ -89,12 +71,10 @@ def in_child(work: Callable[[], bool]) -> int:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking while threads run is what is tested
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_child_that_is_forked_at_any_moment_iterates(
-    unconfirmed: Store, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    with Loader(unconfirmed, CONFIG) as own:
+def test_a_child_that_is_forked_at_any_moment_iterates(two_shards: Store, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    with Loader(two_shards, CONFIG) as own:
         expected = [batch.ids.tolist() for batch in own]
-    store = Store.open(unconfirmed.path)
+    store = Store.open(two_shards.path)
     held = Held(monkeypatch, *MOMENTS[moment])
     with Loader(store, CONFIG) as loader:
         found: list[list[list[int]]] = []
@@ -116,11 +96,8 @@ def test_a_child_that_is_forked_at_any_moment_iterates(
         parent.start()
         try:
             assert held.is_inside.wait(60)
-            if moment == "while LMDB has a file open":  # that cannot be repeated in the child: a fork waits for its end
-                LET_GO_AT_FORK.append(held)
             assert in_child(iterates) == 0
         finally:
-            LET_GO_AT_FORK.clear()
             held.may_go.set()
             parent.join()
         assert found == expected

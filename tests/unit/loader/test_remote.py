@@ -26,7 +26,6 @@ from bucketline.store.sync.push import push
 from tests.building import make_store, samples_of
 from tests.commands import spawn
 from tests.free_columns import items_of, make_free_store
-from tests.unit.loader.collate.test_gather_paths import add_unconfirmed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,12 +148,6 @@ def test_full_is_refused_if_the_cache_does_not_hold_the_store(store: Store, tmp_
         Loader(url, config)
     Loader(url, replace(config, shuffle=Shuffle.LINES)).close()
     Loader(store, config).close()  # a local store has no cache
-
-
-def test_a_shard_without_byte_offsets_is_fetched_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = make_store(tmp_path / "a.store", samples_of(ROWS, "a/"))
-    store = add_unconfirmed(first.path, samples_of(ROWS, "b/"), monkeypatch)
-    assert batches_of(opened(pushed(store), tmp_path / "cache"), columns=("target",)) == batches_of(store, columns=("target",))
 
 
 def test_no_hole_is_read_as_data(store: Store, tmp_path: Path) -> None:

@@ -15,10 +15,8 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import Column, RaggedGroup, RowColumn, Store
-from bucketline.store.change.compact import compact
 from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
-from bucketline.store.format.layout import Places
 from bucketline.store.format.manifest import dump_manifest, parse_manifest, read_manifest, sealed
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
@@ -27,7 +25,7 @@ from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.sync.selection import PullSelection
 from bucketline.store.verify.verify import verify
-from bucketline.store.write import seal, shard_writer
+from bucketline.store.write import shard_writer
 from tests.building import flip_bit
 from tests.commands import call
 from tests.free_columns import items_of
@@ -47,7 +45,6 @@ from tests.ragged import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from bucketline.loader.collate.window import PendingBatch
@@ -218,21 +215,6 @@ def test_what_a_killed_part_had_committed_is_adopted_with_its_entries(tmp_path: 
 
 
 # reading
-
-
-def test_a_store_whose_places_are_by_key_is_read_and_changed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unconfirmed(*_: object) -> Iterator[tuple[bytes, memoryview, int]]:
-        raise seal._UnconfirmedError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(seal, "_located", unconfirmed)
-        store = make_ragged(tmp_path / "s", SCHEMA, ITEMS)
-    assert store.shards[0].places is Places.KEY
-    assert not faults(tmp_path / "s")
-    expect_read(store, SCHEMA, ITEMS)
-    assert expect_loaded(tmp_path / "s", SCHEMA, ITEMS, verify=True) == 13
-    compact(tmp_path / "s", shard_bytes=1 << 20)
-    expect_read(Store.open(tmp_path / "s"), SCHEMA, ITEMS)
 
 
 def test_entries_of_a_cold_store_are_requested_ahead(made: Store, monkeypatch: pytest.MonkeyPatch) -> None:

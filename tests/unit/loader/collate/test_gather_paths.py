@@ -1,8 +1,7 @@
-"""Each way that a row can take out of a store into a batch gives the same bytes: the map, plain reads, LMDB's own `get`."""
+"""Each way that a row can take out of a store into a batch gives the same bytes: the map, and plain reads."""
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,7 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.gather import MAX_CHUNK_ITEMS, _chunk_items, _item_bytes
 from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import Store
-from bucketline.store.format.layout import Places
-from bucketline.store.verify.verify import verify
-from tests.building import Sample, add_samples, flip_bit, make_store, samples_of, store_writer
+from tests.building import flip_bit, make_store, samples_of
 from tests.commands import spawn
 from tests.loading import loaders_of, rows_of
 
@@ -24,28 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ROWS = {"train/64x64": 40, "train/96x64": 9, "val/64x64": 3, "train/8x8": 2}
-
-
-@pytest.fixture
-def unconfirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A store of two shards; the second one's pages did not bear their own numbers when it was sealed."""
-    first, second = samples_of(ROWS, "a/"), samples_of(ROWS, "b/")
-    store = make_store(tmp_path / "s", first)
-    del store
-    return add_unconfirmed(tmp_path / "s", second, monkeypatch)
-
-
-def add_unconfirmed(path: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> Store:
-    real = ctypes.string_at
-
-    def another_page_format(address: int, size: int) -> bytes:
-        return bytes(byte ^ 0x55 for byte in real(address, size))
-
-    with monkeypatch.context() as patch, store_writer(path, shard_names="g{}") as writer:
-        patch.setattr(ctypes, "string_at", another_page_format)
-        add_samples(writer, samples)
-        writer.publish()
-    return Store.open(path)
 
 
 def batches_of(store: Store, **options: Any) -> list[bytes]:
@@ -60,35 +35,10 @@ def batches_of(store: Store, **options: Any) -> list[bytes]:
 
 
 @pytest.mark.parametrize("cold", [False, True])
-def test_a_shard_whose_places_cannot_be_confirmed_is_read_by_key_and_gives_the_same(
-    unconfirmed: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, cold: bool
-) -> None:
+def test_the_map_and_plain_reads_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, cold: bool) -> None:
     monkeypatch.setattr(ColdDetector, "is_cold", property(lambda _: cold))
-    assert [shard.places for shard in unconfirmed.shards] == [Places.FILE, Places.KEY]
-    both = make_store(tmp_path / "both", samples_of(ROWS, "a/"), samples_of(ROWS, "b/"))
-    assert [shard.places for shard in both.shards] == [Places.FILE, Places.FILE]
-    assert batches_of(unconfirmed) == batches_of(both) == batches_of(both, plain_reads=True) == batches_of(both, verify=True)
-    for sample in samples_of(ROWS, "b/"):
-        _, record = unconfirmed.sample(sample.id)
-        assert (record.id, record.captions) == (sample.id, sample.captions)
-    for bucket in unconfirmed.buckets():
-        assert bucket.sample_ids(np.arange(bucket.num_rows)) == both.bucket(bucket.name).sample_ids(np.arange(bucket.num_rows))
-
-
-def test_damage_of_a_shard_that_is_read_by_key_is_found_before_lmdb_opens_it(unconfirmed: Store) -> None:
-    path = unconfirmed.shards[1].paths.lmdb
-    flip_bit(path, 8 * (path.stat().st_size // 2) + 2)
-    store = Store.open(unconfirmed.path)
-    bucket = store.bucket("train/64x64")
-    with pytest.raises(CorruptError, match=r"g1.lmdb is damaged: its digest is not the manifest's"):
-        bucket.read(np.array([60]), "latent")
-    assert verify(store, lambda _: None).corrupt
-
-
-def test_the_loader_reads_a_shard_by_key_too(unconfirmed: Store) -> None:
-    with Loader(unconfirmed, LoaderConfig(batch_size=4, epochs=1, verify=True)) as loader:
-        delivered = [bytes(row) for batch in loader for row in batch.ids.numpy()]
-    assert len(delivered) >= 2 * (40 + 9)
+    both = make_store(tmp_path, samples_of(ROWS, "a/"), samples_of(ROWS, "b/"))
+    assert batches_of(both) == batches_of(both, plain_reads=True) == batches_of(both, verify=True)
 
 
 REFUSED = """

@@ -18,11 +18,9 @@ from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
 from bucketline.store.change.restore import restore
 from bucketline.store.export.sample_file import sample_file
-from bucketline.store.format.layout import Places
 from bucketline.store.format.manifest import parse_manifest, read_manifest
 from bucketline.store.read.info import info
 from bucketline.store.verify.verify import verify
-from bucketline.store.write import seal
 from bucketline.store.write.column_shard import ADDING_LOCK, column_files
 from bucketline.store.write.publish import changing, lock_store
 from tests.added_columns import bucket_of, expect_clean, expect_masks, mask_of, masks_in
@@ -355,18 +353,6 @@ def test_a_pack_that_publishes_meanwhile_does_not_lose_its_rows(path: Path) -> N
     assert (added.rows, added.rows_without) == (len(IDS), 3)
     assert add_column(path, "mask", mask_of).rows == 3
     expect_masks(path, len(IDS) + 3)
-    expect_clean(path)
-
-
-def test_values_whose_places_are_not_confirmed_are_read_through_lmdb(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unconfirmed(*_: object) -> None:
-        raise seal._UnconfirmedError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(seal, "_read_back", unconfirmed)
-        add_column(path, "mask", mask_of)
-    assert Store.open(path).files[-1].places is Places.KEY
-    expect_masks(path, len(IDS))
     expect_clean(path)
 
 

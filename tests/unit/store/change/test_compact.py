@@ -15,11 +15,8 @@ from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import Store, read_manifest
 from bucketline.store.change.compact import compact, plan_runs
 from bucketline.store.change.drop import drop
-from bucketline.store.change.merge import merge
-from bucketline.store.format.layout import Places
 from bucketline.store.format.manifest import parse_manifest
 from bucketline.store.verify.verify import verify
-from bucketline.store.write import seal
 from bucketline.store.write.publish import adopt, changing, lock_store
 from tests.building import Sample, make_sample, make_store, samples_of, tree
 from tests.commands import call, spawn
@@ -27,7 +24,7 @@ from tests.loading import loaders_of, rows_of
 from tests.reading import everything
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 BUCKET = "train/64x64"
@@ -167,23 +164,6 @@ def test_a_loader_that_was_open_keeps_delivering_while_its_shards_are_replaced_a
         bucket.read(rows, "latent")
     with pytest.raises(StoreError, match=r"has no generation 3 any more; open the newest one"):
         Store.open(tmp_path, 3)
-
-
-def test_shards_whose_places_are_by_key_are_compacted_and_merged_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unconfirmed(*args: object) -> Iterator[tuple[bytes, memoryview, int]]:
-        raise seal._UnconfirmedError
-
-    samples = samples_of(ROWS)
-    with monkeypatch.context() as patch:
-        patch.setattr(seal, "_located", unconfirmed)
-        make_store(tmp_path / "s", samples)
-    assert Store.open(tmp_path / "s").shards[0].places is Places.KEY
-    drop(tmp_path / "s", [samples[0].id])
-    held = everything(Store.open(tmp_path / "s"))
-    merge(tmp_path / "merged", [tmp_path / "s"])
-    compact(tmp_path / "s", shard_bytes=LARGE)
-    for name in ("s", "merged"):
-        assert everything(Store.open(tmp_path / name)) == held
 
 
 def damage(store: Store, row: int) -> str:

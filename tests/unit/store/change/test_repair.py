@@ -5,20 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from bucketline.errors import LockedError, StoreError
+from bucketline.errors import CorruptError, LockedError, StoreError
 from bucketline.store import Store, read_manifest
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.drop import drop
 from bucketline.store.change.repair import Repaired, repair
-from bucketline.store.format.hashing import file_digest
+from bucketline.store.format.hashing import bytes_digest, file_digest
+from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, lock_store, publish
-from tests.building import Sample, embedding, flip_bit, make_store, samples_of, tree, write_shard
+from tests.building import Sample, embedding, flip_bit, make_store, rewrite_manifest, samples_of, tree, write_shard
 from tests.commands import call
 
 if TYPE_CHECKING:
@@ -162,6 +164,30 @@ def test_sidecars_are_rebuilt_from_the_shards_file_byte_for_byte(
     assert files(copy) == files(store.path)
     assert verify(Store.open(copy), lambda _: None).corrupt == ()
     expect(copy, every, set())
+
+
+def test_sidecars_whose_offsets_are_no_bytes_of_the_file_are_refused_and_made_again(
+    copy: Path, every: dict[str, Sample]
+) -> None:
+    shard = Store.open(copy).shards[0]
+    before = files(copy)["shards/g0.extents"], files(copy)["shards/g0.index"]
+    metadata = shard.extents.metadata | {"places": "key"}
+    names = ("offset", "length", "first_row", "rows", "line_checksum")
+    at = np.cumsum(np.r_[np.uint64(100), shard.extents.column("length")[:-1]]).astype("<u8")  # values one after the other
+    columns = [(name, "U64", at if name == "offset" else shard.extents.column(name)) for name in names]
+    data = encode_paged(columns, metadata)
+    shard.paths.extents.write_bytes(data)
+    first, *rest = read_manifest(copy).shards
+    rewrite_manifest(
+        copy, shards=(replace(first, extents=replace(first.extents, digest=bytes_digest(data), num_bytes=len(data))), *rest)
+    )
+    store = Store.open(copy)
+    with pytest.raises(CorruptError, match=r"places is 'key', expected 'file'\); `store repair` rebuilds it"):
+        store.bucket(BUCKET).read(np.array([0]), "latent")
+    assert {fault.shard for fault in verify(store, lambda _: None).corrupt} == {"g0"}
+    assert repaired(copy).dropped == 0
+    expect(copy, every, set())
+    assert (files(copy)["shards/g0.extents"], files(copy)["shards/g0.index"]) == before
 
 
 @pytest.mark.parametrize("suffix", ["extents", "index"])

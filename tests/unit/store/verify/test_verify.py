@@ -21,7 +21,7 @@ from tests.building import edit_json, flip_bit, make_store, rewrite_manifest, sa
 from tests.commands import call, spawn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -268,21 +268,6 @@ def test_progress_is_told_while_a_shard_is_read(tmp_path: Path, monkeypatch: pyt
     verify(store, told.append, 1)
     assert len(told) > 4
     assert sum(told) == store.shards[0].entry.lmdb.num_bytes
-
-
-def test_a_shard_whose_places_are_by_key_is_read_through_lmdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unconfirmed(*_: object) -> Iterator[tuple[bytes, memoryview, int]]:
-        raise seal_module._UnconfirmedError
-
-    monkeypatch.setattr(seal_module, "_located", unconfirmed)
-    store = make_store(tmp_path, samples_of({BUCKET: 25}))
-    assert store.shards[0].places == "key"
-    result = verify(store, lambda _: None, 1)
-    assert (result.rows, result.corrupt) == (25, ())
-    assert result.blocks == sum(group.blocks for group in store.shards[0].entry.groups.values())
-    flip_bit(store.shards[0].paths.lmdb, 8 * (store.shards[0].entry.lmdb.num_bytes - 3000))
-    *_, fault = faults(tmp_path)
-    assert "g0.lmdb has the digest" in fault.error
 
 
 def rewrite_extents(path: Path, change: Callable[[dict[str, NDArray[np.uint64]]], None]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from bucketline.errors import StoreError
+from bucketline.store import Store
 from bucketline.store.format.hashing import LINE_BYTES, READ_BYTES, LineSums, checksum
 from bucketline.store.write.seal import _read_back, _UnconfirmedError
+from tests.building import add_samples, samples_of, store_writer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,3 +65,20 @@ def test_values_that_overlap_or_end_beyond_the_file_are_not_confirmed(data: NDAr
     for places in (((3, 9), (8, 9)), ((SIZE - 4, 5),), ((SIZE, 1),)):
         with pytest.raises(_UnconfirmedError):
             read_back(tmp_path / "file", longer, places)
+
+
+def test_a_shard_whose_values_cannot_be_located_is_not_sealed_and_stays_for_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with pages of another LMDB, which do not begin with their own numbers."""
+    real = ctypes.string_at
+    words = "g0 cannot be sealed: a read of g0.sealing gives other bytes than LMDB"
+    with monkeypatch.context() as patch, store_writer(tmp_path, shard_names="g{}") as writer:
+        patch.setattr(ctypes, "string_at", lambda address, size: bytes(byte ^ 0x55 for byte in real(address, size)))
+        add_samples(writer, samples_of({"train/8x8": 3}))
+        with pytest.raises(StoreError, match=words):
+            writer.publish()
+    assert not list((tmp_path / "shards").glob("*.lmdb"))
+    with store_writer(tmp_path) as writer:
+        writer.publish()
+    assert Store.open(tmp_path).bucket("train/8x8").num_rows == 3
