@@ -48,7 +48,7 @@ class Gather:
         """Reserve addresses for all files. With `plain_reads`, or if the system refuses, use plain reads for everything."""
         self._store = store
         self._files = FileGather(store)
-        self._is_mapped = np.ones(len(store.files), dtype=bool)  # False once a shard turns out to have no byte offsets
+        self._is_mapped = np.ones(len(store.files), dtype=bool)  # False once the system refuses a shard's map
         self._is_known = np.zeros(len(store.files), dtype=bool)
         self._are_all_mapped = False
         self._is_refused = False
@@ -89,8 +89,8 @@ class Gather:
                 for ordinal in np.unique(shard[~self._is_known[shard]]).tolist():
                     try:
                         self._range.map(np.array([ordinal]))
-                        self._is_mapped[ordinal] = True
                     except MapRefusedError as error:  # other code has used up the maps since this was opened
+                        self._is_mapped[ordinal] = False
                         if not self._is_refused:
                             self._warn(f"{error}; {map_budget.advice(self._range.num_unmapped)}")
                         self._is_refused = True

@@ -299,6 +299,7 @@ class SealedShard:
             StoreError: if the file is missing, or the medium fails.
             CorruptError: if the file ends before a range does.
         """
+        _ = self.extents  # first: a damaged one is an error at once, and lines of a remote shard are checked by it
         with self.opened() as fd, self._reading([(offset, len(out)) for offset, out in zip(offsets, outs, strict=True)]):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead of neighbouring megabytes
             path = self.paths.lmdb
