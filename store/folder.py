@@ -11,6 +11,7 @@ import os
 import secrets
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from bucketline.errors import CorruptError, StoreError
@@ -18,8 +19,7 @@ from bucketline.files.atomic_write import CREATE, FILE_MODE, is_aside, sync_fold
 from bucketline.files.regular_file import open_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Sequence
 
 MAX_READ_BYTES = 1 << 30  # of a file that is read whole, and whose length nothing states
 
@@ -33,7 +33,7 @@ class ExistsError(StoreError):
 
 
 class DeniedError(StoreError):
-    """The credentials, or the lack of any, do not allow a request."""
+    """The credentials, or the lack of any, do not allow a request; without the right to list, what is missing is denied too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,11 @@ class Folder(Protocol):
         """Return for how long a failure may pass by itself, so that it is tried again; 0 on a disk."""
         ...
 
+    @property
+    def is_read_only(self) -> bool:
+        """True of a web server: nothing can be written, nor its folders listed."""
+        ...
+
     def place(self, name: str) -> str:
         """Return a file's path or URL, without user and password, for messages."""
         ...
@@ -74,6 +79,10 @@ class Folder(Protocol):
 
     def look_up(self, name: str) -> ListedFile | None:
         """Return what a file is; None if it is not there."""
+        ...
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Return the lengths of some files in bytes; None of those that are not there. As few requests as the place allows."""
         ...
 
     def names(self, prefix: str = "") -> Iterator[ListedFile]:
@@ -97,6 +106,11 @@ class Folder(Protocol):
     def remove(self, names: Iterable[str]) -> None:
         """Remove files in the order given; one that is not there is not an error."""
         ...
+
+
+def as_folder(place: Path | Folder) -> Folder:
+    """Return the folder at a path; a folder is returned as it is."""
+    return LocalFolder(place) if isinstance(place, Path) else place
 
 
 def refuse_name(name: str, folder: object) -> None:
@@ -150,6 +164,7 @@ class LocalFolder:
     """A store's folder on a disk. Links to files are read; nothing is written or removed through a link to a folder."""
 
     deadline_s = 0.0
+    is_read_only = False
 
     def __init__(self, path: Path) -> None:
         """Read nothing yet."""
@@ -188,6 +203,10 @@ class LocalFolder:
             return None
         return ListedFile(name, status.st_size, status.st_mtime)
 
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Return the lengths of some files in bytes; None of those that are not there: one stat a file."""
+        return [None if (found := self.look_up(name)) is None else found.num_bytes for name in names]
+
     def names(self, prefix: str = "") -> Iterator[ListedFile]:
         """Yield the files in a subfolder and below, links to files included; no links to folders, no temporary files."""
         prefix = prefix.strip("/")
@@ -201,10 +220,10 @@ class LocalFolder:
                 for entry in found:
                     with suppress(FileNotFoundError):  # removed meanwhile, or a link to nothing
                         if entry.is_dir(follow_symlinks=False):
-                            folders.append(self.path / entry.path)
+                            folders.append(Path(entry.path))
                         elif entry.is_file() and not is_aside(entry.name):
                             status = entry.stat()
-                            name = (self.path / entry.path).relative_to(self.path).as_posix()
+                            name = Path(entry.path).relative_to(self.path).as_posix()
                             yield ListedFile(name, status.st_size, status.st_mtime)
 
     def create(self, name: str, data: bytes) -> None:
@@ -275,7 +294,5 @@ class LocalFolder:
             raise MissingObjectError(f"{self.place(name)} is missing; restore it, or run `store verify`") from error
         except FileExistsError as error:
             raise ExistsError(f"{self.place(name)} exists and has other content; rerun the command") from error
-        except PermissionError as error:
-            raise DeniedError(f"cannot {verb} {self.place(name)}: {error.strerror}; fix this and rerun the command") from error
         except OSError as error:
             raise StoreError(f"cannot {verb} {self.place(name)}: {error.strerror}; fix this and rerun the command") from error

@@ -1,36 +1,44 @@
-"""Garbage collection: remove old generations, and the shards and lists that only they list.
+"""Garbage collection: remove old generations, and the files that only they list, on a disk and in object storage.
 
-The order makes every crash harmless: a shard's own file goes first, its sidecars next, the generations' manifests last. What
-is left in between is known to be retired and is never adopted.
+The order makes every crash harmless: shards' own files go first, their indexes last of theirs, then the generations'
+manifests. What is left in between is known to be retired and is never adopted.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import LockedError, StoreError
-from bucketline.files.atomic_write import sync_folder
 from bucketline.files.locks import FileLock
+from bucketline.store.folder import LocalFolder, folder_time
 from bucketline.store.format.layout import COPY_PREFIX
-from bucketline.store.format.manifest import generation_path, generations, read_manifest
+from bucketline.store.format.manifest import MANIFEST, dump_manifest
 from bucketline.store.format.manifest_entries import SHARD_ID, SHARD_NAME
 from bucketline.store.read.lost_files import files_of
+from bucketline.store.remote.generations import (
+    complete_first,
+    generation_name,
+    listed_generations,
+    newest_after,
+    read_generation,
+)
+from bucketline.store.remote.lines import lines_name
 from bucketline.store.write.column_shard import ADDING_LOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
+    from bucketline.store.folder import Folder, ListedFile
     from bucketline.store.format.manifest import Manifest
 
-_FILE = re.compile(rf"({SHARD_NAME.pattern})\.(({SHARD_ID.pattern})\.)?(lmdb|extents|index|dropped-[0-9]+)")
+_FILE = re.compile(rf"shards/({SHARD_NAME.pattern})\.(({SHARD_ID.pattern})\.)?(lmdb|extents|index|lines|dropped-[0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,51 +59,107 @@ class Collected:
     waiting: tuple[Waiting, ...]  # kept, with all files that only they list
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unlisted:
+    """A file of a shard, or of an added column, that no kept generation lists."""
+
+    file: ListedFile
+    shard: str
+    is_of_column: bool
+    is_live: bool  # a kept generation lists the shard
+    is_retired: bool  # a generation that is removed lists the file, or one has retired the shard
+
+
 def collect(store: Path, newest: Manifest, older_than_s: float, *, dry_run: bool = False) -> Collected:
+    """Collect garbage in a store's folder on a disk, under its lock; a dry run needs none. See `collect_from`.
+
+    Shards that no generation lists yet are kept: the next run may adopt them.
+    """
+
+    @contextmanager
+    def rule(_: float) -> Iterator[Callable[[Unlisted], bool]]:
+        with _column_lock(store, dry_run=dry_run) as none_is_added:
+
+            def may_go(found: Unlisted) -> bool:
+                if not found.is_live:
+                    return found.is_retired or found.shard.startswith(COPY_PREFIX)
+                return none_is_added or not found.is_of_column
+
+            yield may_go
+
+    return collect_from(LocalFolder(store), newest, older_than_s, rule, dry_run=dry_run)
+
+
+def collect_from(
+    folder: Folder,
+    newest: Manifest,
+    older_than_s: float,
+    rule: Callable[[float], AbstractContextManager[Callable[[Unlisted], bool]]],
+    *,
+    dry_run: bool,
+) -> Collected:
     """Remove generations superseded more than `older_than_s` ago, then files that no other generation lists.
 
-    Call under the store's lock. A dry run needs none, and may fail if another process collects at the same time; it writes
-    nothing, so it goes by this machine's clock, and otherwise ages are by the clock that dates the files. The newest
-    generation is kept, and so are shards that no generation lists yet, which the next run may adopt. A reader with a removed
-    generation open gets an error at the first file that it has not mapped yet.
+    `rule` is called with the folder's time, and yields which unlisted files may go: other processes may be writing some. Ages
+    are by the clock that dates the files; a dry run writes nothing, so it goes by this machine's. The newest generation is
+    kept. A reader with a removed generation open gets an error at the first file that it has not opened yet.
 
     Raises:
-        StoreError: if a generation to keep is damaged: its files are unknown.
+        StoreError: if the folder cannot be listed, or a generation to keep is damaged: its files are unknown.
     """
     here = time.time()
-    now = here if dry_run else _disk_time(store)
-    old, waiting = _superseded(store, newest, older_than_s, now, here - now)
-    kept = [newest, *(_read(store, n) for n in generations(store) if n not in old and n != newest.generation)]
-    gone = [manifest for n in old if (manifest := _read_if_whole(store, n)) is not None]
-    live = {shard.name for manifest in kept for shard in manifest.shards}
-    known = {name for manifest in (*kept, *gone) for name in manifest.retired}
-    known |= {shard.name for manifest in gone for shard in manifest.shards}
-    listed = {path.name for manifest in kept for shard in manifest.shards for path, _ in files_of(store, shard)}
-    paths = sorted((store / "shards").iterdir())  # before the lock: what a column is made of from now on is not among them
-    with _column_lock(store, dry_run=dry_run) as none_is_added:
-        files = [path for path in paths if _is_stale(path, listed, live, known, none_is_added=none_is_added)]
-        documents = [generation_path(store, n) for n in old]
-        num_bytes = sum(_disk_bytes(path) for path in (*files, *documents))
+    now = here if dry_run else folder_time(folder)
+    documents = listed_generations(folder)
+    old, waiting = _superseded(documents, newest, older_than_s, now, here - now)
+    found = list(folder.names("shards"))  # before the generations are read: what is committed later is not among them
+    newest = newest_after(folder, newest, lists=True)
+    kept = [_read(folder, number, newest) for number in listed_generations(folder) if number not in old]
+    kept.append(newest)
+    gone = [manifest for number in old if (manifest := _read_if_whole(folder, number, newest)) is not None]
+    with rule(now) as may_go:
+        files = [one.file for one in _unlisted(found, kept, gone) if may_go(one)]
         if not dry_run:
-            _remove(path for path in files if path.suffix == ".lmdb")
-            _remove(path for path in files if path.suffix not in (".lmdb", ".index"))
-            _remove(path for path in files if path.suffix == ".index")
-            _remove(documents)
-    return Collected(generations=tuple(old), files=tuple(path.name for path in files), disk_bytes=num_bytes, waiting=waiting)
+            if complete_first(folder) < newest.generation:  # else it would go back behind what was committed meanwhile
+                folder.write(MANIFEST, dump_manifest(newest))  # readers must not begin at a generation that is removed now
+            for part in itertools.groupby(files, _turn):
+                folder.remove(file.name for file in part[1])
+            folder.remove(generation_name(number) for number in old)
+    return Collected(
+        generations=tuple(old),
+        files=tuple(file.name.removeprefix("shards/") for file in files),
+        disk_bytes=sum(file.num_bytes for file in files) + sum(documents[number].num_bytes for number in old),
+        waiting=waiting,
+    )
 
 
-def _is_stale(path: Path, listed: set[str], live: set[str], known: set[str], *, none_is_added: bool) -> bool:
-    """Return whether a file is of a shard that no kept generation lists, or a list or a column that none of them lists.
+def _turn(file: ListedFile) -> int:
+    """Return when a file is removed: a shard's own file first, then the others, indexes last."""
+    return {"lmdb": 0, "index": 2}.get(file.name.rpartition(".")[2], 1)
 
-    `known`: shards that a generation listed, or has retired.
-    """
-    if (match := _FILE.fullmatch(path.name)) is None:
-        return False
-    name, is_of_column = match[1], match[2] is not None
-    if name not in live:
-        return name in known or name.startswith(COPY_PREFIX)
-    is_list = path.name.startswith(f"{name}.dropped-")
-    return path.name not in listed and (is_list or (is_of_column and none_is_added))
+
+def _unlisted(found: Sequence[ListedFile], kept: Sequence[Manifest], gone: Sequence[Manifest]) -> list[Unlisted]:
+    """Return the files that no kept generation lists, in the order in which they may be removed."""
+    listed, known = _names(kept), _names(gone)
+    live, left = ({shard.name for manifest in own for shard in manifest.shards} for own in (kept, gone))
+    retired = (left | {name for manifest in (*kept, *gone) for name in manifest.retired}) - live
+    unlisted = []
+    for file in sorted(found, key=lambda file: (_turn(file), file.name)):
+        match = _FILE.fullmatch(file.name)
+        if match is not None and file.name not in listed:
+            shard, is_of_column = match[1], match[2] is not None
+            is_retired = file.name in known or shard in retired
+            unlisted.append(
+                Unlisted(file=file, shard=shard, is_of_column=is_of_column, is_live=shard in live, is_retired=is_retired)
+            )
+    return unlisted
+
+
+def _names(manifests: Sequence[Manifest]) -> set[str]:
+    """Return the names of all files that some generations list, and of the checksums of lines that belong to them."""
+    root = Path()
+    entries = [entry for manifest in manifests for entry in manifest.shards]
+    names = {path.as_posix() for entry in entries for path, _ in files_of(root, entry)}
+    return names | {lines_name(entry.name) for entry in entries}
 
 
 @contextmanager
@@ -114,31 +178,17 @@ def _column_lock(store: Path, *, dry_run: bool) -> Iterator[bool]:
         yield True
 
 
-def _disk_bytes(path: Path) -> int:
-    """Return a file's disk usage; 0 if another process has just removed it (dry run)."""
-    try:
-        return path.lstat().st_blocks * 512
-    except FileNotFoundError:
-        return 0
-
-
-def _disk_time(store: Path) -> float:
-    """Return the Unix time by the clock that dates a store's files, which may be a file server's."""
-    with tempfile.TemporaryFile(dir=store / "pending") as file:
-        return os.fstat(file.fileno()).st_mtime
-
-
 def _superseded(
-    store: Path, newest: Manifest, older_than_s: float, now: float, behind_s: float
+    documents: dict[int, ListedFile], newest: Manifest, older_than_s: float, now: float, behind_s: float
 ) -> tuple[list[int], tuple[Waiting, ...]]:
     """Return the generations whose successor is old enough, and those that wait, until a time of this machine's.
 
-    `now` is the time of the disk, which is `behind_s` behind this machine's.
+    `now` is the folder's time, which is `behind_s` behind this machine's.
     """
     old, waiting = list[int](), list[Waiting]()
-    for number, successor in itertools.pairwise(generations(store)):
+    for number, successor in itertools.pairwise(documents):
         if number < newest.generation:
-            superseded = min(now, generation_path(store, successor).stat().st_mtime)
+            superseded = min(now, documents[successor].modified_s)
             if now - superseded >= older_than_s:
                 old.append(number)
             else:
@@ -146,29 +196,19 @@ def _superseded(
     return old, tuple(waiting)
 
 
-def _read(store: Path, generation: int) -> Manifest:
+def _read(folder: Folder, number: int, newest: Manifest) -> Manifest:
     try:
-        return read_manifest(store, generation)
+        return read_generation(folder, number, newest)
     except StoreError as error:
-        path = generation_path(store, generation)
         raise StoreError(
-            f"{path} cannot be read, so the files that it needs are unknown ({error!s:.200}); nothing was removed; "
-            "move it elsewhere if no run needs it, and rerun the command"
+            f"{folder.place(generation_name(number))} cannot be read, so the files that it needs are unknown "
+            f"({error!s:.200}); nothing was removed; move it elsewhere if no run needs it, and rerun the command"
         ) from error
 
 
-def _read_if_whole(store: Path, generation: int) -> Manifest | None:
+def _read_if_whole(folder: Folder, number: int, newest: Manifest) -> Manifest | None:
     """Return an outdated generation's manifest; None if damaged: its successor's `retired` has what only it listed."""
     try:
-        return read_manifest(store, generation)
+        return read_generation(folder, number, newest)
     except StoreError:
         return None
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    folders = set()
-    for path in paths:
-        path.unlink(missing_ok=True)
-        folders.add(path.parent)
-    for folder in folders:
-        sync_folder(folder)

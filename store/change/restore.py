@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
 from bucketline.errors import StoreError
+from bucketline.store.folder import LocalFolder
 from bucketline.store.format.manifest import generation_path, generations, read_manifest
 from bucketline.store.read.lost_files import NAMED_SHARDS, lost_shards
 from bucketline.store.write.newest import existing_manifest
@@ -90,7 +91,7 @@ def _whole(store: Path, newest: Manifest, generation: int) -> Manifest:
             f"{generation_path(store, generation)} is of another store or generation: it says generation "
             f"{earlier.generation} of store {earlier.store_id}, expected {generation} of {newest.store_id}; nothing was changed"
         )
-    if lost := lost_shards(store, earlier):
+    if lost := lost_shards(LocalFolder(store), earlier):
         more = f", and {counted(len(lost) - NAMED_SHARDS, 'shard')} more" if len(lost) > NAMED_SHARDS else ""
         raise StoreError(
             f"generation {generation} of {store} cannot be restored: files of {counted(len(lost), 'shard')} are gone, "

@@ -42,13 +42,8 @@ class Info(ReadingArguments):
         from bucketline.store.read.lost_files import lost_shards
 
         store = self.open_store(self.store)
-        if isinstance(self.store, str):
-            from bucketline.store.sync.verify import lost_objects
-
-            lost, disk_bytes = lost_objects(self.objects(self.store), store.manifest)
-        else:
-            lost, disk_bytes = lost_shards(store.path, store.manifest), None
-        report = info(store, lost, disk_bytes, list(describe_sets(store.folder, store.manifest)))
+        lost = lost_shards(store.folder, store.manifest)
+        report = info(store, lost, list(describe_sets(store.folder, store.manifest)))
         if self.json:
             print_json(report)
         else:

@@ -34,33 +34,30 @@ class Verify(ChangingArguments):
 
     def run(self) -> int:
         from bucketline.errors import CorruptError
-        from bucketline.store.commands.progress import bar_of_bytes
-        from bucketline.store.read.store import Store
-        from bucketline.store.verify.verify import Fault, Verified, verify
+        from bucketline.store.verify.verify import Fault, Verified
 
         refuse_below(1, threads=self.threads)
-        if isinstance(self.store, str):
-            return self._print(self._verify_objects(self.store))
         try:
-            store = Store.open(self.store)
-        except CorruptError as error:
-            fault = Fault(error=str(error))
-            result = Verified(blocks=0, rows=0, corrupt=(fault,))
-        else:
-            total = sum(shard.data_bytes for shard in store.manifest.shards)
-            with bar_of_bytes("verify", total) as on_bytes:
-                result = verify(store, on_bytes, self.threads)
+            result = self._verified()
+        except CorruptError as error:  # of the manifest
+            result = Verified(blocks=0, rows=0, corrupt=(Fault(error=str(error)),))
         return self._print(result)
 
-    def _verify_objects(self, url: str) -> Verified:
+    def _verified(self) -> Verified:
         from bucketline.store.commands.progress import bar_of_bytes
+        from bucketline.store.read.store import Store
         from bucketline.store.remote.generations import newest_generation
         from bucketline.store.sync.verify import verify_objects
+        from bucketline.store.verify.verify import verify
 
-        objects = self.objects(url)
-        manifest = newest_generation(objects)
-        with bar_of_bytes("verify", sum(shard.data_bytes for shard in manifest.shards)) as on_bytes:
-            return verify_objects(objects, on_bytes, self.threads, manifest)
+        if isinstance(self.store, str):
+            objects = self.objects(self.store)
+            manifest = newest_generation(objects)
+            with bar_of_bytes("verify", sum(shard.data_bytes for shard in manifest.shards)) as on_bytes:
+                return verify_objects(objects, on_bytes, self.threads, manifest)
+        store = Store.open(self.store)
+        with bar_of_bytes("verify", sum(shard.data_bytes for shard in store.manifest.shards)) as on_bytes:
+            return verify(store, on_bytes, self.threads)
 
     def _print(self, result: Verified) -> int:
         if self.json:

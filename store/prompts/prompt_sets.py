@@ -7,28 +7,26 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from bucketline.errors import CorruptError, StoreError, UsageError
-from bucketline.files.atomic_write import explaining, write_or_explain
-from bucketline.files.regular_file import read_regular
-from bucketline.store.folder import DeniedError, MissingObjectError
+from bucketline.store.folder import DeniedError, LocalFolder, MissingObjectError, as_folder
 from bucketline.store.prompts.prompt_file import decode_prompts, proof_bytes, refuse_other_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
+    from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.prompts.prompt_file import PromptSet
-    from bucketline.store.remote.objects import ObjectFolder
 
 _FOLDER, _SUFFIX = "prompts", ".safetensors"
 DEFAULT = "default"  # name of a set; the only one that is found on a web server unless it is named
 MAX_BYTES = 2 << 30
 LARGE_BYTES = 1 << 20  # of one that is looked at before it is read whole, in object storage
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-Place: TypeAlias = "Path | ObjectFolder"
+Place: TypeAlias = "Path | Folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +56,14 @@ def set_names(place: Place) -> list[str]:
     Raises:
         StoreError: if the place cannot be reached.
     """
-    if isinstance(place, Path):
-        with explaining(place / _FOLDER):
-            found = [path.name for path in (place / _FOLDER).iterdir()] if (place / _FOLDER).is_dir() else []
-    else:
-        found = [name.removeprefix(f"{_FOLDER}/") for name in _objects(place)]
-    names = (name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX))
+    folder = as_folder(place)
+    try:
+        found = [] if folder.is_read_only else [file.name for file in folder.names(_FOLDER)]
+        if folder.is_read_only and folder.look_up(file_of(DEFAULT)) is not None:
+            found = [file_of(DEFAULT)]
+    except DeniedError:
+        found = [] if _read(folder, DEFAULT) is None else [file_of(DEFAULT)]
+    names = (name.removeprefix(f"{_FOLDER}/").removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX))
     return sorted(name for name in names if _NAME.fullmatch(name))
 
 
@@ -75,8 +75,9 @@ def read_set(place: Place, manifest: Manifest, name: str) -> PromptSet | None:
         FingerprintError: if other encoders made it.
         StoreError: if it cannot be read.
     """
-    data = _read(place, name)
-    return None if data is None else decode_prompts(manifest, data, _where(place, name))
+    folder = as_folder(place)
+    data = _read(folder, name)
+    return None if data is None else decode_prompts(manifest, data, folder.place(file_of(name)))
 
 
 def write_set(place: Place, name: str, data: bytes) -> None:
@@ -88,15 +89,7 @@ def write_set(place: Place, name: str, data: bytes) -> None:
     """
     if len(data) > MAX_BYTES:
         raise UsageError(f"the set {name!r} has {len(data)} bytes, at most {MAX_BYTES} are read; take fewer or shorter prompts")
-    if not isinstance(place, Path):
-        place.write(file_of(name), data)
-        return
-    folder = place / _FOLDER
-    if folder.is_symlink():
-        raise StoreError(f"{folder} is a link; a store is changed only where its folders are its own: replace it by the folder")
-    with explaining(folder):
-        folder.mkdir(exist_ok=True)
-    write_or_explain(place / file_of(name), data)
+    as_folder(place).write(file_of(name), data)
 
 
 def copy_sets(source: Place, target: Place, manifest: Manifest) -> int:
@@ -108,13 +101,13 @@ def copy_sets(source: Place, target: Place, manifest: Manifest) -> int:
         CorruptError: if one is damaged; those before it are there.
         StoreError: if one cannot be read or written.
     """
-    copied = 0
-    for name in set_names(source):
-        data = _read(source, name)
+    copied, own, other = 0, as_folder(source), as_folder(target)
+    for name in set_names(own):
+        data = _read(own, name)
         if data is None:
             continue  # removed meanwhile
-        decode_prompts(manifest, data, _where(source, name))
-        if not _has(target, name, data):
+        decode_prompts(manifest, data, own.place(file_of(name)))
+        if not _has(other, name, data):
             write_set(target, name, data)
             copied += len(data)
     return copied
@@ -128,11 +121,12 @@ def merge_sets(sources: list[tuple[Path, Manifest]], target: Path) -> None:
     """
     taken: dict[str, bytes] = {}
     for source, manifest in sources:
-        for name in set_names(source):
-            data = _read(source, name)
+        folder = LocalFolder(source)
+        for name in set_names(folder):
+            data = _read(folder, name)
             if data is None or data in taken.values():
                 continue
-            decode_prompts(manifest, data, _where(source, name))
+            decode_prompts(manifest, data, folder.place(file_of(name)))
             candidates = (name, *(f"{name[:60]}-{number}" for number in range(2, 2 + len(sources))))
             own = next(candidate for candidate in candidates if candidate not in taken)
             write_set(target, own, data)
@@ -141,26 +135,17 @@ def merge_sets(sources: list[tuple[Path, Manifest]], target: Path) -> None:
 
 def describe_sets(place: Place, manifest: Manifest) -> Iterator[DescribedSet]:
     """Read all sets of a store and yield what they are, and what is wrong with them."""
-    for name in set_names(place):
+    folder = as_folder(place)
+    for name in set_names(folder):
         data = None
         try:
-            data = _read(place, name)
+            data = _read(folder, name)
             if data is None:
                 continue
-            found, problem = len(decode_prompts(manifest, data, _where(place, name)).prompts), None
+            found, problem = len(decode_prompts(manifest, data, folder.place(file_of(name))).prompts), None
         except StoreError as error:
             found, problem = None, str(error)
         yield DescribedSet(name=name, num_bytes=len(data or b""), prompts=found, problem=problem)
-
-
-def _objects(folder: ObjectFolder) -> list[str]:
-    """Return the names of the objects in the folder `prompts`; without the right to list it, DEFAULT's if it is there."""
-    try:
-        if not folder.is_read_only:
-            return [file.name for file in folder.names(_FOLDER)]
-        return [] if folder.size(file_of(DEFAULT)) is None else [file_of(DEFAULT)]
-    except DeniedError:
-        return [] if _read(folder, DEFAULT) is None else [file_of(DEFAULT)]
 
 
 def file_of(name: str) -> str:
@@ -168,42 +153,29 @@ def file_of(name: str) -> str:
     return f"{_FOLDER}/{name}{_SUFFIX}"
 
 
-def _where(place: Place, name: str) -> str:
-    return str(place / file_of(name)) if isinstance(place, Path) else place.place(file_of(name))
-
-
-def _read(place: Place, name: str) -> bytes | None:
+def _read(folder: Folder, name: str) -> bytes | None:
     """Return a set's file; None if there is none."""
-    checked_name(name)
-    if not isinstance(place, Path):
-        try:
-            num_bytes = place.size(file_of(name))  # which the answer is held to
-            if num_bytes is None:
-                return None
-            if num_bytes > MAX_BYTES:
-                raise CorruptError(f"{_where(place, name)} has {num_bytes} bytes, at most {MAX_BYTES} are accepted")
-            if num_bytes > LARGE_BYTES:
-                refuse_other_file(place.read_range(file_of(name), 0, LARGE_BYTES), _where(place, name))
-            return place.read(file_of(name), num_bytes)
-        except (MissingObjectError, DeniedError):  # without the right to list a bucket, what is missing is denied
-            return None
+    file, where = file_of(checked_name(name)), folder.place(file_of(name))
     try:
-        data = read_regular(place / file_of(name), MAX_BYTES)
-    except FileNotFoundError:
+        found = folder.look_up(file)  # whose length the answer is held to
+        if found is None:
+            return None
+        if found.num_bytes > MAX_BYTES:
+            raise CorruptError(f"{where} has {found.num_bytes} bytes, at most {MAX_BYTES} are accepted")
+        if found.num_bytes > LARGE_BYTES:
+            refuse_other_file(folder.read_range(file, 0, LARGE_BYTES), where)
+        return folder.read(file, found.num_bytes)
+    except (MissingObjectError, DeniedError):
         return None
-    except OSError as error:
-        raise StoreError(f"{_where(place, name)} cannot be read: {error.strerror}; fix this and rerun the command") from error
-    if len(data) > MAX_BYTES:
-        raise CorruptError(f"{_where(place, name)} has more than {MAX_BYTES} bytes, at most these are accepted")
-    return data
 
 
-def _has(target: Place, name: str, data: bytes) -> bool:
-    """Return whether a place has exactly this file: by its length, and by the checksums at its beginning."""
-    if isinstance(target, Path):
-        try:
-            return _read(target, name) == data
-        except StoreError:
+def _has(folder: Folder, name: str, data: bytes) -> bool:
+    """Return whether a folder has exactly this file; of object storage by its length, and the checksums at its beginning."""
+    num_bytes = len(data) if isinstance(folder, LocalFolder) else proof_bytes(data, name)
+    try:
+        found = folder.look_up(file_of(name))
+        if found is None or found.num_bytes != len(data):
             return False
-    proof = data[: proof_bytes(data, name)]
-    return target.size(file_of(name)) == len(data) and bytes(target.read_range(file_of(name), 0, len(proof))) == proof
+        return bytes(folder.read_range(file_of(name), 0, num_bytes)) == data[:num_bytes]
+    except StoreError:
+        return False

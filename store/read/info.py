@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.pack_options import as_arguments, pack_options
 from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.text_error import TextError
+from bucketline.store.read.lost_files import files_of
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -22,10 +23,8 @@ if TYPE_CHECKING:
     from bucketline.store.read.store import Store
 
 
-def info(
-    store: Store, lost: Sequence[LostShard] = (), num_bytes: int | None = None, prompts: Sequence[DescribedSet] = ()
-) -> dict[str, Any]:
-    """Return the JSON report of `store info` for a store, its lost shards and prompts; `num_bytes` that it takes, if known."""
+def info(store: Store, lost: Sequence[LostShard] = (), prompts: Sequence[DescribedSet] = ()) -> dict[str, Any]:
+    """Return the JSON report of `store info` for a store, its lost shards and prompts."""
     manifest = store.manifest
     made: dict[str, Any] = {"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions}
     roles = {name: asdict(column) for name, column in manifest.columns.items()}
@@ -35,7 +34,7 @@ def info(
         "generation": manifest.generation,
         "samples": manifest.samples,
         "payload_bytes": manifest.payload_bytes,
-        "disk_bytes": disk_bytes(store.path) if num_bytes is None else num_bytes,
+        "disk_bytes": _stored_bytes(store),
         "shards": len(manifest.shards),
         "lost_shards": [asdict(shard) for shard in lost],
         "encoders": manifest.encoders,
@@ -82,6 +81,15 @@ def joined_error(manifest: Manifest) -> TextError | None:
 
 def _text_columns(manifest: Manifest) -> dict[str, ColumnEntry]:
     return {**manifest.text.tokens, **manifest.text.fixed}
+
+
+def _stored_bytes(store: Store) -> int:
+    """Return the bytes that a store takes: of a disk's allocated ones, of a web server's, which lists nothing, the shards'."""
+    if store.source is None:
+        return disk_bytes(store.path)
+    if store.folder.is_read_only:
+        return sum(expected.num_bytes for entry in store.manifest.shards for _, expected in files_of(store.path, entry))
+    return sum(file.num_bytes for file in store.folder.names())
 
 
 def disk_bytes(store: Path) -> int:

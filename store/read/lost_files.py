@@ -1,19 +1,21 @@
-"""Check that a manifest's files exist with the right length: one stat per file, nothing is read."""
+"""Check that a manifest's files exist with the right length, on a disk or in object storage; nothing is read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
-from bucketline.errors import CorruptError, StoreError
+from bucketline.errors import CorruptError
+from bucketline.store.folder import LocalFolder
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import generations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+    from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
 
@@ -63,29 +65,31 @@ def files_of_column(store: Path, entry: ShardEntry, column: str) -> Iterator[tup
     yield from ((paths.extents, own.extents), (paths.lmdb, own.lmdb))
 
 
-def lost_shards(store: Path, manifest: Manifest, *, sidecars: bool = True) -> tuple[LostShard, ...]:
+def lost_shards(folder: Folder, manifest: Manifest, *, sidecars: bool = True) -> tuple[LostShard, ...]:
     """Return a generation's shards that have lost a file, in order; without `sidecars`, check only `.lmdb` files.
 
     Raises:
-        StoreError: if a stat fails, except for a missing file.
+        StoreError: if a file cannot be looked up, except for a missing one.
     """
-    found = []
-    for entry in manifest.shards:
-        files = [file for file in files_of(store, entry) if sidecars or file[0].suffix == ".lmdb"]
-        lost = tuple(file for path, expected in files if (file := _lost(path, expected.num_bytes)) is not None)
-        if lost:
-            found.append(LostShard(shard=entry.name, samples=entry.live_samples, files=lost))
-    return tuple(found)
+    files = [(entry, path, expected) for entry in manifest.shards for path, expected in files_of(Path(), entry)]
+    files = [file for file in files if sidecars or file[1].suffix == ".lmdb"]
+    sizes = folder.sizes([path.as_posix() for _, path, _ in files])
+    lost: dict[str, tuple[ShardEntry, list[LostFile]]] = {}
+    for (entry, path, expected), found in zip(files, sizes, strict=True):
+        if found != expected.num_bytes:
+            file = LostFile(name=path.name, found_bytes=found, expected_bytes=expected.num_bytes)
+            lost.setdefault(entry.name, (entry, []))[1].append(file)
+    return tuple(LostShard(shard=entry.name, samples=entry.live_samples, files=tuple(own)) for entry, own in lost.values())
 
 
 def refuse_lost_shards(store: Path, manifest: Manifest, *, sidecars: bool = True) -> None:
-    """Check that no shard of a generation has lost a file.
+    """Check that no shard of a generation of a store on a disk has lost a file.
 
     Raises:
         CorruptError: if one has; the message names the first few and the command that fixes it.
-        StoreError: if a stat fails for another reason.
+        StoreError: if a file cannot be looked up for another reason.
     """
-    lost = lost_shards(store, manifest, sidecars=sidecars)
+    lost = lost_shards(LocalFolder(store), manifest, sidecars=sidecars)
     if not lost:
         return
     more = f", and {counted(len(lost) - NAMED_SHARDS, 'shard')} more" if len(lost) > NAMED_SHARDS else ""
@@ -101,13 +105,3 @@ def refuse_lost_shards(store: Path, manifest: Manifest, *, sidecars: bool = True
         f"{store} has lost files of {counted(len(lost), 'shard')} with {samples}: "
         f"{'; '.join(map(str, lost[:NAMED_SHARDS]))}{more}; {advice}"
     )
-
-
-def _lost(path: Path, expected_bytes: int) -> LostFile | None:
-    try:
-        found = path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return LostFile(name=path.name, found_bytes=None, expected_bytes=expected_bytes)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}; fix this and rerun the command") from error
-    return None if found == expected_bytes else LostFile(name=path.name, found_bytes=found, expected_bytes=expected_bytes)

@@ -16,6 +16,7 @@ from bucketline.command_line import default_cache
 from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
 from bucketline.option_types import expect, expect_int, unlike
+from bucketline.store.folder import LocalFolder
 from bucketline.store.format.block import CAPTIONS, CHECKSUM, ID, IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
@@ -42,10 +43,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from bucketline.store.folder import Folder
     from bucketline.store.format.manifest_entries import BucketEntry, RaggedEntry
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.remote.cache.remote_source import RemoteSource
-    from bucketline.store.remote.objects import ObjectFolder
     from bucketline.typed_json import Json
 
 
@@ -549,9 +550,9 @@ class Store(OpenShards):
         return self.path if self.source is None else self.source.url
 
     @property
-    def folder(self) -> Path | ObjectFolder:
-        """The place of the files next to the shards: the store's folder, or the one in object storage."""
-        return self.path if self.source is None else self.source.objects
+    def folder(self) -> Folder:
+        """The store's folder, on a disk or in object storage."""
+        return LocalFolder(self.path) if self.source is None else self.source.objects
 
     @property
     def absolute(self) -> Path | str:

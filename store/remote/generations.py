@@ -132,12 +132,15 @@ def listed_generations(folder: Folder) -> dict[int, ListedFile]:
     return dict(sorted((int(stem), file) for stem, file in stems if stem.isdecimal()))
 
 
-def complete_first(folder: ObjectFolder) -> int:
-    """Write the first generation's own object if an interrupted commit left only `manifest.json`.
+def complete_first(folder: Folder) -> int:
+    """Write the first generation's own file if an interrupted commit left only `manifest.json`.
 
-    Return the generation that `manifest.json` names now.
+    Return the generation that `manifest.json` names now; 0 if it is missing.
     """
-    data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
+    try:
+        data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
+    except MissingObjectError:
+        return 0
     generation = parse_manifest(data, folder.place(MANIFEST)).generation
     name = generation_name(generation)
     if folder.look_up(name) is None:
@@ -189,7 +192,7 @@ def refuse_without_put_if_absent(folder: ObjectFolder) -> None:
             folder.remove([name])
 
 
-def _is_created(folder: ObjectFolder, name: str, data: bytes) -> bool:
+def _is_created(folder: Folder, name: str, data: bytes) -> bool:
     """Create an object. Return False if there is another of this name."""
     try:
         folder.create(name, data)
@@ -198,15 +201,15 @@ def _is_created(folder: ObjectFolder, name: str, data: bytes) -> bool:
     return True
 
 
-def _create_own(folder: ObjectFolder, name: str, data: bytes) -> None:
+def _create_own(folder: Folder, name: str, data: bytes) -> None:
     if not _is_created(folder, name, data):
         raise _foreign(folder, name)
 
 
-def _foreign(folder: ObjectFolder, name: str) -> StoreError:
+def _foreign(folder: Folder, name: str) -> StoreError:
     return StoreError(
-        f"{folder.place(name)} belongs to another store, or an earlier one at this place; remove all of {folder.url} if nobody "
-        "needs it, or choose another URL"
+        f"{folder.place(name)} belongs to another store, or an earlier one at this place; remove all of "
+        f"{folder.place('')} if nobody needs it, or choose another URL"
     )
 
 

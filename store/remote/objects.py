@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from io import BytesIO
@@ -25,7 +26,7 @@ from bucketline.store.remote.urls import Kind, RemoteOptions, identity_of, is_ur
 from bucketline.store.remote.web_server import WebAnswer, WebError, WebServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from obstore import GetResult, ObjectMeta
     from obstore.store import ObjectStore
@@ -38,6 +39,7 @@ PARTS_IN_FLIGHT = 4
 SIGNED_FOR = timedelta(hours=1)
 MAX_LISTED = 1_000_000  # objects in a store's folder; one with 100,000 shards has half as many
 _CHUNK_BYTES = 1 << 20  # of an answer, between two looks at how much has come
+_LOOK_UPS = 16  # at a time, of objects that cannot be listed
 MAX_MESSAGE = 300  # characters of what the client says
 _DENIED = ("PermissionDeniedError", "UnauthenticatedError", "WebDeniedError")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist|NoSuchContainer")
@@ -232,6 +234,18 @@ class ObjectFolder:
         """Return an object's length in bytes; None if it is not there."""
         entry = self.look_up(name)
         return None if entry is None else entry.num_bytes
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Return the lengths of some objects in bytes; None of those that are not there: by listing their subfolders.
+
+        Of a web server, whose folders cannot be listed, every object is looked up.
+        """
+        if self.is_read_only:
+            with ThreadPoolExecutor(_LOOK_UPS) as pool:
+                return list(pool.map(self.size, names))
+        folders = {name.rpartition("/")[0] for name in names}
+        there = {file.name: file.num_bytes for folder in folders for file in self.names(folder)}
+        return [there.get(name) for name in names]
 
     def names(self, prefix: str = "", *, is_bounded: bool = True) -> Iterator[ListedFile]:
         """Yield the objects in a subfolder (`shards`) and below, in no particular order; a StoreError if there are too many."""

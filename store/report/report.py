@@ -99,7 +99,7 @@ def write_report(store: Store, page: Path, options: ReportOptions) -> list[Findi
     shown, how = _images(store, known, options)
     images = sections.Images(shown=shown, samples=known, sources=_sources(facts, lists, options), how=how)
     found = findings(facts=facts, lists=lists, latents=latents, vae=vae, plan=plan)
-    report = info(store, num_bytes=None)
+    report = info(store)
     parts = [
         sections.buckets(store, facts),
         sections.samples(facts, images),

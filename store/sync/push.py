@@ -12,6 +12,7 @@ from bucketline.command_line import counted
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.regular_file import read_regular
+from bucketline.store.folder import LocalFolder
 from bucketline.store.format.manifest import dump_manifest, finished, generations, read_manifest
 from bucketline.store.prompts.prompt_sets import copy_sets
 from bucketline.store.read.lost_files import lost_shards, refuse_lost_shards
@@ -172,7 +173,7 @@ def _own_generation(store: Path, manifest: Manifest, number: int) -> Manifest | 
         return manifest
     try:
         own = read_manifest(store, number)
-        return own if own.store_id == manifest.store_id and not lost_shards(store, own) else None
+        return own if own.store_id == manifest.store_id and not lost_shards(LocalFolder(store), own) else None
     except StoreError:
         return None
 

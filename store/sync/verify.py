@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +12,12 @@ from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.hashing import line_sums
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import sealed
-from bucketline.store.prompts.prompt_sets import describe_sets
-from bucketline.store.read.lost_files import LostFile, LostShard, files_of
+from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
-from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
+from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name
 from bucketline.store.sync.transfer.download import Downloader
+from bucketline.store.verify.strays import FolderCheck
 from bucketline.store.verify.verify import Fault, Verified, verify
 from bucketline.store.write.publish import prepare_store
 
@@ -33,61 +32,20 @@ if TYPE_CHECKING:
 def verify_objects(
     objects: ObjectFolder, on_bytes: Callable[[int], None], threads: int | None = None, manifest: Manifest | None = None
 ) -> Verified:
-    """Read every object of the newest generation and return the faults in shard order; manifests of older ones are parsed.
+    """Read every object and return the faults in shard order, as `verify` does on a disk.
 
     Raises:
         StoreError: if there is no store, or the bucket cannot be reached.
     """
     manifest = manifest or newest_generation(objects)
-    blocks = rows = 0
-    faults = [*_documents(objects, manifest), *_prompts(objects, manifest)]
+    folder = FolderCheck(objects, manifest, on_bytes)
+    folder.run()
+    blocks, rows, faults = 0, 0, [*folder.faults]
     for entry in manifest.shards:
         found = _shard(objects, manifest, entry, on_bytes, threads)
         blocks, rows = blocks + found.blocks, rows + found.rows
         faults += found.corrupt
-    return Verified(blocks=blocks, rows=rows, corrupt=tuple(faults))
-
-
-def lost_objects(objects: ObjectFolder, manifest: Manifest) -> tuple[tuple[LostShard, ...], int]:
-    """Return a generation's shards that have lost an object, or one of another length, and the bytes of all objects there.
-
-    Of a web server, whose folders cannot be listed, every object is looked up.
-    """
-    names = [(entry, path.as_posix(), expected) for entry in manifest.shards for path, expected in files_of(Path(), entry)]
-    if objects.is_read_only:
-        with ThreadPoolExecutor(16) as pool:
-            sizes = pool.map(objects.size, (name for _, name, _ in names))
-            there = {name: size for (_, name, _), size in zip(names, sizes, strict=True) if size is not None}
-    else:
-        there = {file.name: file.num_bytes for file in objects.names()}
-    lost: dict[str, tuple[ShardEntry, list[LostFile]]] = {}
-    for entry, name, expected in names:
-        if (found := there.get(name)) != expected.num_bytes:
-            file = LostFile(name=name.removeprefix("shards/"), found_bytes=found, expected_bytes=expected.num_bytes)
-            lost.setdefault(entry.name, (entry, []))[1].append(file)
-    shards = (LostShard(shard=entry.name, samples=entry.live_samples, files=tuple(files)) for entry, files in lost.values())
-    return tuple(shards), sum(there.values())
-
-
-def _documents(objects: ObjectFolder, newest: Manifest) -> list[Fault]:
-    """Return the faults of the older generations' manifests, as far as they can be listed."""
-    faults = []
-    for number in [] if objects.is_read_only else listed_generations(objects):
-        if number < newest.generation:
-            try:
-                read_generation(objects, number, newest)
-            except CorruptError as error:
-                faults.append(Fault(error=str(error)))
-    return faults
-
-
-def _prompts(objects: ObjectFolder, newest: Manifest) -> list[Fault]:
-    """Return the faults of the store's prompts."""
-    return [
-        Fault(error=f"{found.problem}; rerun `ingest prompts --name {found.name}`, or remove the object")
-        for found in describe_sets(objects, newest)
-        if found.problem is not None
-    ]
+    return Verified(blocks=blocks, rows=rows, corrupt=tuple(faults), strays=folder.strays)
 
 
 def _shard(

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from bucketline.errors import StoreError
-from bucketline.files.regular_file import read_regular
-from bucketline.store.format.hashing import file_digest
-from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, dump_manifest, read_manifest
+import xxhash
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, dump_manifest, parse_manifest
 from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
 from bucketline.store.prompts.prompt_sets import describe_sets, file_of
 from bucketline.store.read.lost_files import files_of
+from bucketline.store.remote.generations import generation_name, listed_generations
+from bucketline.store.remote.lines import lines_name
+from bucketline.store.remote.retries import asked_again
 from bucketline.store.verify.faults import Fault, Faults, mismatch
 from bucketline.store.write.attempts import ATTEMPTS_FOLDER, KEPT_CAPTIONS
 from bucketline.store.write.column_shard import MAKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
+    from bucketline.store.folder import Folder
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry
-    from bucketline.store.read.store import Store
 
 _KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "pushed.json", "packed_model.json")  # see FORMAT.md
 _COLUMN = "values of a column that is being added, or that a killed call left"
+_PART_BYTES = 8 << 20  # of a file that is read in parts
+_NEXT = "on a disk the next pack adopts it if it is complete, in a bucket `store compact --gc` removes it after a day"
 _DECODING = "decoding"  # folder of the packer's notes about images that crash their decoder
 
 
@@ -37,11 +43,11 @@ class Stray:
 
 
 class FolderCheck:
-    """Checks everything in a store's folder except the newest generation's shards."""
+    """Checks everything in a store's folder, on a disk or in object storage, except the newest generation's shards."""
 
-    def __init__(self, store: Store, on_bytes: Callable[[int], None]) -> None:
+    def __init__(self, folder: Folder, newest: Manifest, on_bytes: Callable[[int], None]) -> None:
         """Read nothing yet; `on_bytes` is called with 0 between files, so that it can end the check by raising."""
-        self._store, self._on_bytes = store, on_bytes
+        self._folder, self._newest, self._on_bytes = folder, newest, on_bytes
         self._faults = Faults(None)
         self._strays: list[Stray] = []
 
@@ -54,87 +60,97 @@ class FolderCheck:
         return tuple(sorted(self._strays, key=lambda stray: stray.path))
 
     def run(self) -> None:
-        """Check the manifests' bytes, then files listed only by older generations, then look for strays."""
+        """Check the manifests' bytes, then files listed only by older generations, then look for strays.
+
+        On a web server, whose folders cannot be listed, only the newest generation's files are known.
+        """
         self._own_documents()
-        known = {path for entry in self._store.manifest.shards for path, _ in files_of(self._store.path, entry)}
-        for manifest in self._older():
-            for path, expected in (file for entry in manifest.shards for file in files_of(self._store.path, entry)):
-                if path not in known:
-                    known.add(path)
-                    self._compare(path, expected, manifest.generation)
-        for found in describe_sets(self._store.path, self._store.manifest):
+        known = set(_files_of(self._newest))
+        for manifest in [] if self._folder.is_read_only else self._older():
+            own = {name: expected for name, expected in _files_of(manifest).items() if name not in known}
+            known |= own.keys()
+            for (name, expected), num_bytes in zip(own.items(), self._folder.sizes(list(own)), strict=True):
+                self._compare(name, num_bytes, expected, manifest.generation)
+            known |= {lines_name(entry.name) for entry in manifest.shards}
+        known |= {lines_name(entry.name) for entry in self._newest.shards}
+        for found in describe_sets(self._folder, self._newest):
             self._on_bytes(0)
-            known.add(self._store.path / file_of(found.name))
+            known.add(file_of(found.name))
             if found.problem is not None:
                 self._faults.of_file(f"{found.problem}; rerun `ingest prompts --name {found.name}`, or remove the file")
-        self._look_for_strays(known)
+        if not self._folder.is_read_only:
+            self._look_for_strays(known)
 
     def _own_documents(self) -> None:
         """Check that both manifest files of the newest generation have exactly the bytes that a writer writes."""
-        manifest = self._store.manifest
-        own = self._store.path / "generations" / f"{manifest.generation}.json"
-        advice = f"copy {MANIFEST} to {own}"
-        for path in (self._store.path / MANIFEST, own):
-            try:
-                same = read_regular(path, MAX_MANIFEST_BYTES) == dump_manifest(manifest)
-            except OSError as error:
-                self._faults.of_file(f"{path} cannot be read: {error.strerror}; {advice}")
-                continue
-            if not same and self._is_of(path, manifest.generation):
-                self._faults.of_file(
-                    f"{path} differs in its bytes from what was written, though its content is the same; {advice}"
-                )
-
-    def _is_of(self, path: Path, generation: int) -> bool:
-        """Return whether a manifest has this generation: a newer one may have been published meanwhile."""
-        if path.name != MANIFEST:
-            return True
-        try:
-            return read_manifest(self._store.path).generation == generation
-        except StoreError:
-            return True
+        own = generation_name(self._newest.generation)
+        for name in (MANIFEST, own):
+            with self._reporting(f"; copy {MANIFEST} to {self._folder.place(own)}"):
+                self._document(name, self._newest.generation)
 
     def _older(self) -> Iterator[Manifest]:
-        for path in sorted((self._store.path / "generations").glob("*.json")):
-            if not path.stem.isdecimal() or int(path.stem) == self._store.manifest.generation:
-                continue
-            self._on_bytes(0)
-            try:
-                manifest = read_manifest(self._store.path, int(path.stem))
-                same = read_regular(path, MAX_MANIFEST_BYTES) == dump_manifest(manifest)
-            except (StoreError, OSError) as error:
-                what = f"{path} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
-                self._faults.of_file(f"{what}; a run that was planned on that generation cannot resume")
-                continue
-            if manifest.store_id != self._store.manifest.store_id or manifest.generation != int(path.stem):
-                self._faults.of_file(f"{path} is generation {manifest.generation} of store {manifest.store_id}; move it away")
-            elif not same:
-                self._faults.of_file(f"{path} differs in its bytes from what was written, though its content is the same")
-            else:
-                yield manifest
+        for number in listed_generations(self._folder):
+            if number != self._newest.generation:
+                self._on_bytes(0)
+                with self._reporting("; a run that was planned on that generation cannot resume"):
+                    yield self._document(generation_name(number), number)
 
-    def _compare(self, path: Path, expected: FileEntry | DroppedEntry, generation: int) -> None:
+    def _document(self, name: str, generation: int) -> Manifest:
+        """Return a manifest that is one of this store's, and has exactly the bytes that a writer writes."""
+
+        def read() -> Manifest:
+            data, place = self._folder.read(name, MAX_MANIFEST_BYTES), self._folder.place(name)
+            found = parse_manifest(data, place)
+            if found.store_id != self._newest.store_id or (name != MANIFEST and found.generation != generation):
+                raise CorruptError(f"{place} is generation {found.generation} of store {found.store_id}; move it away")
+            if data != dump_manifest(found):
+                raise CorruptError(f"{place} differs in its bytes from what was written, though its content is the same")
+            return found  # of `manifest.json`, another one may have been published meanwhile
+
+        return asked_again(read, self._folder.deadline_s, most_wrong=2)
+
+    def _compare(self, name: str, num_bytes: int | None, expected: FileEntry | DroppedEntry, generation: int) -> None:
+        """Compare a file, of this many bytes, with what an older generation says of it."""
         self._on_bytes(0)
-        name = path.relative_to(self._store.path)
-        try:
-            size = path.stat().st_size
-            digest = file_digest(path)[1] if size == expected.num_bytes else None
-        except FileNotFoundError:
-            self._strays.append(Stray(path=str(name), what=f"missing; only generation {generation} and older ones list it"))
+        if num_bytes is None:
+            self._strays.append(Stray(path=name, what=f"missing; only generation {generation} and older ones list it"))
             return
-        except OSError as error:
-            self._faults.of_file(f"{name} cannot be read: {error.strerror}")
-            return
-        if fault := mismatch(name, size, digest, expected, f"generation {generation}"):
-            self._faults.of_file(fault)
 
-    def _look_for_strays(self, known: set[Path]) -> None:
-        for path in sorted(self._store.path.rglob("*")):
-            if path in known or path.is_dir() or path.parent.name == _DECODING:
-                continue
-            name = path.relative_to(self._store.path)
-            if (what := _what_is(name.parts, path.suffix)) is not None:
-                self._strays.append(Stray(path=str(name), what=what))
+        def compare() -> None:
+            digest = self._digest(name, num_bytes) if num_bytes == expected.num_bytes else None
+            if fault := mismatch(name, num_bytes, digest, expected, f"generation {generation}"):
+                raise CorruptError(fault)
+
+        with self._reporting(""):
+            asked_again(compare, self._folder.deadline_s, most_wrong=2)
+
+    def _digest(self, name: str, num_bytes: int) -> str:
+        state = xxhash.xxh3_128()
+        for begin in range(0, num_bytes, _PART_BYTES):
+            self._on_bytes(0)
+            state.update(self._folder.read_range(name, begin, min(begin + _PART_BYTES, num_bytes)))
+        return state.hexdigest()
+
+    def _look_for_strays(self, known: set[str]) -> None:
+        for file in self._folder.names():
+            parts = tuple(file.name.split("/"))
+            if file.name not in known and parts[-2:-1] != (_DECODING,):
+                suffix = PurePosixPath(file.name).suffix
+                if (what := _what_is(parts, suffix)) is not None:
+                    self._strays.append(Stray(path=file.name, what=what))
+
+    @contextmanager
+    def _reporting(self, advice: str) -> Iterator[None]:
+        """Report what a file cannot be read for, or is not."""
+        try:
+            yield
+        except StoreError as error:
+            self._faults.of_file(f"{error}{advice}")
+
+
+def _files_of(manifest: Manifest) -> dict[str, FileEntry | DroppedEntry]:
+    """Return the files that a generation lists, by name."""
+    return {path.as_posix(): expected for entry in manifest.shards for path, expected in files_of(Path(), entry)}
 
 
 _IN_PENDING = {
@@ -157,8 +173,10 @@ def _what_is(parts: tuple[str, ...], suffix: str) -> str | None:  # noqa: PLR091
             return what if suffix == ".lmdb" else None
         case ("pending", _) if suffix == MAKING:
             return f"{_COLUMN}; the next `add_column` removes it"
+        case ("pending", _) if not suffix:
+            return "a note of the shards that a writer sends, or that one left; `store compact --gc` removes it after a day"
         case ("shards", name) if COLUMN_SHARD_NAME.fullmatch(name.removesuffix(suffix)):
             return f"{_COLUMN}; the same call takes it, or `store compact --gc` removes it"
         case ("shards", _) if suffix in (".lmdb", ".extents", ".index"):
-            return "belongs to a shard that no generation lists; the next pack adopts it if it is complete"
+            return f"belongs to a shard that no generation lists; {_NEXT}"
     return "not one of the store's files"

@@ -52,7 +52,7 @@ def verify(store: Store, on_bytes: Callable[[int], None], threads: int | None = 
         if num_bytes:
             on_bytes(num_bytes)
 
-    folder = FolderCheck(store, went_on)
+    folder = FolderCheck(store.folder, store.manifest, went_on)
     blocks = rows = 0
     faults: list[Fault] = []
     with ThreadPoolExecutor(threads or os.cpu_count() or 1, thread_name_prefix="bucketline-verify") as pool:

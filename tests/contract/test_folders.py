@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +19,6 @@ from tests.object_storage import in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from bucketline.store.folder import Folder
     from tests.object_storage import S3Bucket
@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 OUTSIDE = ("../secret", "shards/../../secret", "..", "/secret", "shards//a", "shards/./a")
 
 
-@pytest.fixture(params=["disk", "memory", "s3"])
+@pytest.fixture(params=["disk", "relative", "memory", "s3"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     if request.param == "disk":
         (tmp_path / "a.store").mkdir()
         return LocalFolder(tmp_path / "a.store")
+    if request.param == "relative":
+        (tmp_path / "a.store").mkdir()
+        request.getfixturevalue("monkeypatch").chdir(tmp_path)
+        return LocalFolder(Path("a.store"))
     if request.param == "memory":
         return in_memory()
     bucket: S3Bucket = request.getfixturevalue("s3")

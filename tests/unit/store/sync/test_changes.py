@@ -13,7 +13,7 @@ from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
-from bucketline.store.remote.generations import newest_generation, read_generation
+from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import mirror as mirror_module
 from bucketline.store.sync.changes import compact_objects, drop_objects, drop_shard_objects, restore_objects
@@ -28,7 +28,7 @@ from tests.object_storage import in_memory
 from tests.reading import everything
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from bucketline.store.folder import ListedFile
@@ -250,6 +250,30 @@ def test_only_what_no_generation_lists_is_collected(
     assert pulled(objects, tmp_path / "pulled.store").manifest.samples == 51
 
 
+def test_what_a_damaged_generation_listed_goes_with_it_by_the_notes_of_its_successors(
+    objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compact_objects(objects, shard_bytes=1 << 30)
+    before = newest_generation(objects)
+    assert {"g0", "g1"} <= set(before.retired)
+    for number in listed_generations(objects):
+        if number != before.generation:
+            objects.write(f"generations/{number}.json", b"{}")
+    removed, own = list[str](), ObjectFolder.remove
+
+    def remove(self: ObjectFolder, names: Iterable[str]) -> None:
+        listed = list(names)
+        removed.extend(name for name in listed if not name.startswith("pending/"))
+        own(self, listed)
+
+    monkeypatch.setattr(ObjectFolder, "remove", remove)
+    gone = collect_objects(objects, 0).files
+    assert {f"{shard}.{kind}" for shard in ("g0", "g1") for kind in ("lmdb", "extents", "index")} <= set(gone)
+    kinds = [name.rpartition(".")[2] for name in removed if name.startswith("shards/")]
+    assert kinds == sorted(kinds, key=["lmdb", "extents", "index"].index)  # as on a disk: a kill in between is harmless
+    assert removed[len(kinds) :] == ["generations/2.json"]
+
+
 def test_what_a_running_pack_has_sent_is_not_collected(objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     objects.write("shards/sent.lmdb", b"a running pack's")
     objects.write("pending/run", b'["sent"]')
@@ -273,6 +297,9 @@ def test_damaged_objects_are_dropped_with_their_shard_or_pushed_again(objects: O
     assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
     objects.write("shards/g1.index", b"nothing")
     assert drop_shard_objects(objects, ["g1"]).generation == 3
+    (fault,) = verify_objects(objects, lambda _: None, 1).corrupt
+    assert "g1.index has 7 bytes, generation 2 says" in fault.error  # as on a disk: a run may be planned on that generation
+    collect_objects(objects, 0)
     assert not verify_objects(objects, lambda _: None, 1).corrupt
 
 

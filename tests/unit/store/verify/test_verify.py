@@ -372,7 +372,7 @@ def test_the_newest_generations_own_document_is_held_against_the_manifest(copy: 
     generation = Store.open(copy).manifest.generation
     (copy / "generations" / f"{generation}.json").unlink()
     (fault,) = faults(copy)
-    assert f"generations/{generation}.json cannot be read" in fault.error
+    assert f"generations/{generation}.json is missing" in fault.error
     assert "copy manifest.json to" in fault.error
 
 

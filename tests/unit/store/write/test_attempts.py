@@ -46,7 +46,7 @@ def test_only_taken_shards_count_and_the_rest_is_removed(tmp_path: Path) -> None
         assert not list((store / "shards").iterdir())
         take_shards(store, attempt_path(store, "run", "a1"), sealed["a1"])
         writer.publish(sealed["a1"])
-        strays = FolderCheck(Store.open(store), lambda _: None)
+        strays = FolderCheck(Store.open(store).folder, Store.open(store).manifest, lambda _: None)
         strays.run()
         assert any("the next pack removes it" in stray.what for stray in strays.strays)
     assert ids_of(store) == ["2.png", "3.png"]
