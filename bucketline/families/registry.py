@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from bucketline import families
+from bucketline.errors import UsageError
+from bucketline.extensions import Extensions
 from bucketline.families.family import Family
 
 if TYPE_CHECKING:
@@ -26,8 +29,23 @@ def _known() -> Iterator[type[Family]]:
                 yield one
 
 
-FAMILIES: tuple[type[Family], ...] = tuple(_known())
-"""By file; of those that take the same model, the first is its family, unless its index names another's pipeline."""
+def _of_other_packages() -> Iterator[type[Family]]:
+    """Yield the families that other installed packages declare. One that cannot be used is named in a warning and left out."""
+    found: Extensions[type[Family]] = Extensions(
+        "a family called", "bucketline.families", {}, lambda one: isinstance(one, type) and issubclass(one, Family)
+    )
+    for name in found:
+        try:
+            yield found[name]
+        except UsageError as error:
+            warnings.warn(f"{error}; its models are unknown until then", stacklevel=2)
+
+
+FAMILIES: tuple[type[Family], ...] = (*_known(), *_of_other_packages())
+"""Ours by file, then those of other packages.
+
+Of those that take the same model, the first is its family, unless its index names another's pipeline.
+"""
 
 _BY_PIPELINE = {pipeline: family for family in FAMILIES for pipeline in family.pipelines}
 

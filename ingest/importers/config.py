@@ -15,9 +15,6 @@ from bucketline.ingest.rules import SplitBy, reject_limit
 from bucketline.store.commands.place import ChangingArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
 
-_Kind = Literal[
-    "auto", "kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo", "fastvideo"
-]
 VaeName = Literal["sd", "sdxl", "sd3", "flux", "wan", "qwen-image", "hunyuan-video"]
 TextOption = Literal["source", "encode", "plain", "none"]
 CropOption = Literal["source", "center", "unknown"]
@@ -37,8 +34,9 @@ class ImportConfig(ChangingArguments):
     Example: ingest import kohya photos imported.store --model stable-diffusion-v1-5
     """
 
-    kind: Annotated[tyro.conf.Positional[_Kind], tyro.conf.arg(metavar="KIND")]
-    """auto, kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, nemo or fastvideo."""
+    kind: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="KIND")]
+    """auto, kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, nemo, fastvideo, or that of a package that
+    you installed."""
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     """Folder of the cache; of kohya and ai-toolkit, that of the images."""
     place: tyro.conf.Positional[StorePlace]

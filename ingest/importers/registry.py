@@ -1,52 +1,65 @@
-"""The formats that `ingest import` knows, and how to recognise one."""
+"""The formats that `ingest import` knows, ours and those of other packages, and how to recognise one."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bucketline.errors import SourceError
+from bucketline.errors import SourceError, UsageError
+from bucketline.extensions import Extensions
 from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.importers.cache import Importer
 from bucketline.ingest.importers.changes import BY_A_FILE
-from bucketline.ingest.importers.formats import (
-    ai_toolkit,
-    diffusion_pipe,
-    fastvideo,
-    kohya,
-    mds,
-    musubi,
-    nemo,
-    onetrainer,
-    simpletuner,
-)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import CacheListing, Importer, ListRequest
+    from bucketline.ingest.importers.cache import CacheListing, ListRequest
 
-_MODULES = (kohya, musubi, simpletuner, onetrainer, ai_toolkit, diffusion_pipe, mds, nemo, fastvideo)
-IMPORTERS: dict[str, Importer] = {one.IMPORTER.kind: one.IMPORTER for one in _MODULES}
+_OURS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo", "fastvideo")
+IMPORTERS: Extensions[Importer] = Extensions(
+    "an importer called",
+    "bucketline.importers",
+    {name: f"bucketline.ingest.importers.formats.{name.replace('-', '_')}:IMPORTER" for name in _OURS},
+    lambda found: isinstance(found, Importer),
+)
 
 
 def importer_of(kind: str, source: Path) -> Importer:
     """Return the importer of a kind; of `auto`, that of the only format that the source has.
 
     Raises:
+        UsageError: if there is no such kind, or its package cannot be imported.
         SourceError: if the source is not a folder, or no format or several are recognised.
     """
+    if kind != "auto" and kind not in IMPORTERS:
+        raise UsageError(
+            f"KIND is {kind!r:.80}, expected auto, {', '.join(IMPORTERS)}; another package's is known once that is installed"
+        )
     if not source.is_dir():
         raise SourceError(f"{source} is not a folder; expected the folder of a cache")
     if kind != "auto":
-        return IMPORTERS[kind]
-    found = [name for name, importer in IMPORTERS.items() if _is_here(importer, source)]
+        return _named(kind)
+    found, problems = list[str](), list[str]()
+    for name in IMPORTERS:
+        try:
+            found += [name] if _is_here(_named(name), source) else []
+        except UsageError as error:
+            problems.append(f"; not tried: {error}")
     if len(found) != 1:
         what = (
             f"{source} looks like the caches of {' and '.join(found)}"
             if found
             else f"{source} is not a cache of a known format"
         )
-        raise SourceError(f"{what}; name the KIND, one of {', '.join(IMPORTERS)}")
-    return IMPORTERS[found[0]]
+        raise SourceError(f"{what}; name the KIND, one of {', '.join(IMPORTERS)}{''.join(problems)}")
+    return _named(found[0])
+
+
+def _named(name: str) -> Importer:
+    importer = IMPORTERS[name]
+    if importer.kind != name:
+        raise UsageError(f"an importer called {name!r} has the kind {importer.kind!r}, expected the same; update its package")
+    return importer
 
 
 def _is_here(importer: Importer, source: Path) -> bool:

@@ -108,7 +108,7 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
             max_captions=8,
             may_be_off=True,
         )
-        config = ImportConfig(kind=kind, source=source, place=folder / "s", vae="sd")  # type: ignore[arg-type]
+        config = ImportConfig(kind=kind, source=source, place=folder / "s", vae="sd")
         for entry in listing.entries:
             try:
                 cached = read_entry(importer, source, entry, listing.variant)

@@ -1,0 +1,81 @@
+"""Parts that are found by name: ours that the core does not import, and those of other installed packages.
+
+A package declares its own as entry points, such as an importer:
+
+    [project.entry-points."bucketline.importers"]
+    mine = "my_package.cache:IMPORTER"
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
+
+from bucketline.errors import UsageError
+
+T = TypeVar("T")
+
+
+class Extensions(Mapping[str, T]):
+    """Parts of one kind by name, ours first. Each is imported on first use."""
+
+    def __init__(self, what: str, group: str, ours: Mapping[str, str], is_one: Callable[[object], bool]) -> None:
+        """Import nothing yet.
+
+        `what` they are called in messages, `group` is the entry points'. `ours`: `MODULE:NAME` by name. `is_one` returns True
+        of an object that can be used as one.
+        """
+        self._what, self._group, self._ours, self._is_one = what, group, ours, is_one
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._ours, *sorted({one.name for one in _declared(self._group)} - self._ours.keys())])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __getitem__(self, name: str) -> T:
+        """Return the part of a name.
+
+        Raises:
+            KeyError: if there is none.
+            UsageError: if two packages have one, or it cannot be imported, or is something else.
+        """
+        found = [one for one in _declared(self._group) if one.name == name]
+        owners = [*(["bucketline"] if name in self._ours else []), *map(_package, found)]
+        if len(owners) > 1:
+            raise UsageError(
+                f"{' and '.join(owners)} all have {self._what} {name!r}, expected one; uninstall all packages but one of them"
+            )
+        if name in self._ours:
+            module, _, attribute = self._ours[name].partition(":")
+            ours: T = getattr(importlib.import_module(module), attribute)
+            return ours
+        if not found:
+            raise KeyError(name)
+        try:
+            part: T = found[0].load()
+        except Exception as error:
+            raise UsageError(
+                f"{self._what} {name!r} of {owners[0]} cannot be imported ({type(error).__name__}: {error!s:.200}); install "
+                "what that package needs, update it, or uninstall it"
+            ) from error
+        if not self._is_one(part):
+            raise UsageError(
+                f"{self._what} {name!r} of {owners[0]} is a {type(part).__name__}, which cannot be one; update or uninstall "
+                "that package"
+            )
+        return part
+
+
+@cache
+def _declared(group: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of other packages, looked for once."""
+    return tuple(entry_points(group=group))
+
+
+def _package(point: EntryPoint) -> str:
+    """Return the name and version of the package that declares an entry point."""
+    return "another package" if point.dist is None else f"{point.dist.name} {point.dist.version}"

@@ -1,0 +1,71 @@
+"""The parts of an installed package are used as ours are: `examples/own_parts`, installed as its users would."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bucketline.loader import Loader, LoaderConfig
+from tests.commands import spawn
+
+pytestmark = pytest.mark.slow
+PACKAGE = Path(__file__).resolve().parents[2] / "examples" / "own_parts"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that has the package."""
+    folder = tmp_path_factory.mktemp("own")
+    source = folder / "source"
+    source.mkdir()
+    for path in PACKAGE.iterdir():
+        if path.is_file():
+            (source / path.name).write_bytes(path.read_bytes())
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    ran = spawn([*install, "--target", folder / "there", source])
+    assert ran.code == 0, ran.err
+    return {"PYTHONPATH": str(folder / "there")}
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    folder, random = tmp_path / "cache", np.random.default_rng(0)
+    folder.mkdir()
+    for number in range(3):
+        np.save(folder / f"{number}.npy", (7 * random.standard_normal((4, 16, 24))).astype(np.float32))
+        (folder / f"{number}.txt").write_text(f"photo {number}", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["npy", "auto"])
+def test_an_installed_packages_importer_is_used_by_its_name_and_found(
+    kind: str, environment: dict[str, str], cache: Path, tmp_path: Path
+) -> None:
+    imported = [sys.executable, "-m", "bucketline.ingest", "import", kind, cache, tmp_path / "s", "--vae", "sdxl"]
+    ran = spawn([*imported, "--text", "none", "--dtype", "F32", "--json"], **environment)
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["imported"] == 3
+    with Loader(tmp_path / "s", LoaderConfig(batch_size=1, epochs=1)) as loader:
+        read = {name: batch.latents[0].numpy() for batch in loader for name in loader.names(batch)}
+    assert sorted(read) == ["0", "1", "2"]
+    assert all((latent == np.load(cache / f"{name}.npy")).all() for name, latent in read.items())
+
+
+def test_without_the_package_its_importer_is_not_known_and_the_known_ones_are_named(cache: Path, tmp_path: Path) -> None:
+    ran = spawn([sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"])
+    assert ran.code == 2
+    assert "KIND is 'npy', expected auto, kohya, " in ran.err
+    assert not (tmp_path / "s").exists()
+
+
+def test_an_installed_packages_family_is_found_by_its_pipeline_and_its_model(environment: dict[str, str]) -> None:
+    program = (
+        "from bucketline.families.registry import family_of_model, family_of_pipeline as p; "
+        "print(p('OwnChromaPipeline').name, family_of_model({'_class_name': 'OwnChromaTransformer2DModel'}).name)"
+    )
+    ran = spawn([sys.executable, "-c", program], **environment)
+    assert (ran.code, ran.out) == (0, "own-chroma own-chroma\n"), ran.err
