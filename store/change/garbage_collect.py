@@ -119,7 +119,7 @@ def collect_from(
     with rule(now) as may_go:
         files = [one.file for one in _unlisted(found, kept, gone) if may_go(one)]
         if not dry_run:
-            if complete_first(folder) < newest.generation:  # else it would go back behind what was committed meanwhile
+            if complete_first(folder, newest) < newest.generation:  # else it would go back behind what was committed meanwhile
                 folder.write(MANIFEST, dump_manifest(newest))  # readers must not begin at a generation that is removed now
             for part in itertools.groupby(files, _turn):
                 folder.remove(file.name for file in part[1])

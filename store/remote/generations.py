@@ -132,10 +132,11 @@ def listed_generations(folder: Folder) -> dict[int, ListedFile]:
     return dict(sorted((int(stem), file) for stem, file in stems if stem.isdecimal()))
 
 
-def complete_first(folder: Folder) -> int:
-    """Write the first generation's own file if an interrupted commit left only `manifest.json`.
+def complete_first(folder: Folder, newest: Manifest) -> int:
+    """Write the newest generation's own file if the interrupted commit of a first one left only `manifest.json`.
 
-    Return the generation that `manifest.json` names now; 0 if it is missing.
+    Return the generation that `manifest.json` names now; 0 if it is missing. An older one stays without a file of its own, which
+    garbage collection has removed.
     """
     try:
         data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
@@ -143,7 +144,7 @@ def complete_first(folder: Folder) -> int:
         return 0
     generation = parse_manifest(data, folder.place(MANIFEST)).generation
     name = generation_name(generation)
-    if folder.look_up(name) is None:
+    if generation == newest.generation and folder.look_up(name) is None:
         _create_own(folder, name, data)
     return generation
 

@@ -83,7 +83,7 @@ class Mirror:
                     generation_path(self.path, number).unlink()
             if newest is None:
                 return None
-            complete_first(self.objects)
+            complete_first(self.objects, newest)
             for entry in newest.shards:
                 if self._is_made_here(entry):
                     continue

@@ -82,7 +82,7 @@ def push(
         return Pushed(generation=remote.generation, samples=remote.samples, committed=(), is_ahead=True, sent=sent)
     refuse_without_put_if_absent(folder)
     if remote is not None:
-        complete_first(folder)
+        complete_first(folder, remote)
     first = manifest.generation if remote is None else remote.generation + 1
     own = {number: _own_generation(store, manifest, number) for number in range(first, manifest.generation + 1)}
     names = {entry.name for document in own.values() if document for entry in document.shards}

@@ -367,3 +367,16 @@ def test_verify_names_what_is_damaged(objects: ObjectFolder) -> None:
     drop_shard_objects(objects, ["g0"])
     objects.write("generations/2.json", b"{}")
     assert any("generations/2.json is damaged" in f.error for f in verify_objects(objects, lambda _: None, 1).corrupt)
+
+
+def test_a_generation_that_was_collected_is_not_written_again_for_an_old_hint(objects: ObjectFolder) -> None:
+    hint = objects.read("manifest.json")
+    drop_objects(objects, DROPPED)
+    drop_objects(objects, ["first/train/64x64/4.png"])
+    collect_objects(objects, 0)
+    objects.write("manifest.json", hint)  # a slow writer's, or one that somebody has put back
+    collect_objects(objects, 0)
+    assert list(listed_generations(objects)) == [4]
+    objects.write("manifest.json", hint)
+    drop_objects(objects, ["first/train/64x64/5.png"])
+    assert list(listed_generations(objects)) == [4, 5]
