@@ -37,9 +37,7 @@ def generation_name(generation: int) -> str:
     return f"generations/{generation}.json"
 
 
-def newest_generation(
-    folder: ObjectFolder, on_hint: Callable[[Manifest], None] | None = None, *, lists: bool = False
-) -> Manifest:
+def newest_generation(folder: Folder, on_hint: Callable[[Manifest], None] | None = None, *, lists: bool = False) -> Manifest:
     """Return the newest generation: what `manifest.json` says, or the last of those that follow without a gap.
 
     `on_hint` is called with what `manifest.json` says, before newer ones are looked for: there is hardly ever one. `lists`: as
@@ -51,21 +49,44 @@ def newest_generation(
     """
     found = find_newest(folder, on_hint, lists=lists)
     if found is None:
-        raise MissingObjectError(f"{folder.url} is not a store: it has no {MANIFEST}; check the URL, or `store push` one there")
+        if advice := _advice(folder):
+            raise MissingObjectError(f"{folder.place(MANIFEST)} is missing; {advice}")
+        raise MissingObjectError(
+            f"{folder.place('')} is not a store: it has no {MANIFEST}; check the URL, or `store push` one there"
+        )
     return found
 
 
-def find_newest(
-    folder: ObjectFolder, on_hint: Callable[[Manifest], None] | None = None, *, lists: bool = False
-) -> Manifest | None:
-    """Return the newest generation as `newest_generation` does; None if there is no store."""
+def find_newest(folder: Folder, on_hint: Callable[[Manifest], None] | None = None, *, lists: bool = False) -> Manifest | None:
+    """Return the newest generation as `newest_generation` does; None if there is no store.
+
+    If only generations are left and no `manifest.json`, it is the newest intact one, for writers (`lists`).
+    """
     try:
         hint = _read(folder, MANIFEST)
     except MissingObjectError:
-        return None
+        return _newest_left(folder) if lists else None
+    except CorruptError as error:
+        raise CorruptError(f"{error}; {_advice(folder) or 'restore it'}") from error
     if on_hint is not None:
         on_hint(hint)
     return newest_after(folder, hint, lists=lists)
+
+
+def _newest_left(folder: Folder) -> Manifest | None:
+    """Return the newest intact generation of a folder without `manifest.json`; None if there is none."""
+    for number in reversed(listed_generations(folder)):
+        with suppress(CorruptError):
+            return _read(folder, generation_name(number))
+    return None
+
+
+def _advice(folder: Folder) -> str:
+    """Return how to fix a missing or damaged `manifest.json`; empty if no generation is left, or none can be listed."""
+    with suppress(StoreError):  # a web server's folders cannot be listed
+        if (left := _newest_left(folder)) is not None:
+            return f"copy {folder.place(generation_name(left.generation))} to {folder.place(MANIFEST)}"
+    return ""
 
 
 def newest_after(folder: Folder, hint: Manifest, *, lists: bool) -> Manifest:
@@ -135,8 +156,8 @@ def listed_generations(folder: Folder) -> dict[int, ListedFile]:
 def complete_first(folder: Folder, newest: Manifest) -> int:
     """Write the newest generation's own file if the interrupted commit of a first one left only `manifest.json`.
 
-    Return the generation that `manifest.json` names now; 0 if it is missing. An older one stays without a file of its own, which
-    garbage collection has removed.
+    Return the generation that `manifest.json` names now; 0 if it is missing. An older one gets no file of its own
+    again: garbage collection has removed it.
     """
     try:
         data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)

@@ -307,7 +307,7 @@ def change(
     Raises:
         StoreError: if there is no store, or it cannot be written; what `operation` raises.
     """
-    newest_generation(objects)  # which raises if there is none
+    newest_generation(objects, lists=True)  # which raises if there is none
     if not dry_run:
         objects.refuse_read_only()
         refuse_without_put_if_absent(objects)

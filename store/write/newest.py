@@ -7,7 +7,6 @@ that were dropped.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from bucketline.files.regular_file import read_regular
@@ -17,10 +16,9 @@ from bucketline.store.format.manifest import (
     MAX_MANIFEST_BYTES,
     generation_path,
     generations,
-    newest_intact,
     read_manifest,
 )
-from bucketline.store.remote.generations import newest_after
+from bucketline.store.remote.generations import find_newest
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -37,10 +35,7 @@ def newest_manifest(store: Path) -> Manifest | None:
     Raises:
         CorruptError: if a generation newer than `manifest.json` is damaged or belongs to another store: its shards are unknown.
     """
-    if not os.path.lexists(store / MANIFEST):
-        left = newest_intact(store)
-        return None if left is None else read_manifest(store, int(left.stem))
-    return newest_after(LocalFolder(store), read_manifest(store), lists=True)
+    return find_newest(LocalFolder(store), lists=True)
 
 
 def existing_manifest(store: Path) -> Manifest:

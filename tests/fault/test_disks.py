@@ -10,7 +10,7 @@ import pytest
 
 from bucketline.errors import LockedError, StoreError
 from bucketline.files.locks import FileLock
-from bucketline.files.regular_file import read_regular
+from bucketline.files.regular_file import open_regular
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import publish as publish_module
 from bucketline.store.write.publish import prepare_store
@@ -130,14 +130,15 @@ def test_an_older_manifest_that_cannot_be_read_is_a_fault_that_verify_names(
     store = make_store(tmp_path, samples_of({"train/8x8": 2}))
     older = tmp_path / "generations" / "0.json"
 
-    def fail_once_it_was_parsed(path: Path, most_bytes: int) -> bytes:
+    def failing(path: Path) -> int:
         if path == older:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read_regular(path, most_bytes)
+        return open_regular(path)
 
-    monkeypatch.setattr("bucketline.store.verify.strays.read_regular", fail_once_it_was_parsed)
+    monkeypatch.setattr("bucketline.store.folder.open_regular", failing)
     (fault,) = verify(store, lambda _: None, 1).corrupt
-    assert f"{older} cannot be read: Input/output error; a run that was planned" in fault.error
+    assert f"cannot read {older}: Input/output error; " in fault.error
+    assert "a run that was planned on that generation cannot resume" in fault.error
 
 
 def test_a_shards_id_that_cannot_be_read_is_an_error_of_ours(tmp_path: Path) -> None:

@@ -69,9 +69,9 @@ def test_an_interrupted_first_commit_is_completed(store: Store) -> None:
     third, data = numbered(store.manifest, 3)
     folder.write("manifest.json", data)
     assert newest_generation(folder) == third
-    complete_first(folder)
+    complete_first(folder, newest_generation(folder))
     assert folder.read("generations/3.json") == data
-    complete_first(folder)
+    complete_first(folder, newest_generation(folder))
     folder.remove(["generations/3.json"])
     folder.write("generations/3.json", numbered(store.manifest, 2)[1])
     assert not commit(folder, 3, data, is_first=False)
