@@ -28,7 +28,7 @@ EXTRAS = {
 
 @contextmanager
 def extra_named(command: str) -> Iterator[None]:
-    """Turn a failed import into an error that names the extra, preferably the command's own.
+    """Turn a failed import into an error that names the extra: the command's own, otherwise the smallest that has the library.
 
     Raises:
         MissingExtraError: if an import in the block did not find a library of an extra.
@@ -41,7 +41,7 @@ def extra_named(command: str) -> Iterator[None]:
         if not having:
             raise
         own = "export" if command == "store" else command
-        extra = own if own in having else having[0]
+        extra = own if own in having else min(having, key=lambda one: len(EXTRAS[one]))
         raise MissingExtraError(
             f"{command} needs {library}, which is not installed. Install the extra {extra}: pip install 'bucketline[{extra}]'"
         ) from error

@@ -72,6 +72,12 @@ def test_the_error_is_both_an_import_error_and_a_usage_error() -> None:
     assert isinstance(caught.value, UsageError)
 
 
+@pytest.mark.parametrize("command", ["train", "ingest"])
+def test_a_library_of_several_extras_is_told_with_the_smallest_one(command: str) -> None:
+    with pytest.raises(MissingExtraError, match=r"pip install 'bucketline\[quantised\]'"), extra_named(command):
+        raise ModuleNotFoundError("no torchao", name="torchao.float8")
+
+
 def test_a_library_of_no_extra_stays_the_error_that_it_is() -> None:
     with pytest.raises(ModuleNotFoundError, match="no such"), extra_named("store"):
         raise ModuleNotFoundError("no such", name="bucketline.no_such")

@@ -125,9 +125,13 @@ def test_what_an_optimizer_excludes_is_refused_by_name(
 
 
 def test_a_missing_library_is_told_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, library in (("prodigy", "prodigyopt"), ("schedule-free", "schedulefree"), ("adamw-8bit", "torchao.optim")):
+    for name, library, extra in (
+        ("prodigy", "prodigyopt", "optimizers"),
+        ("schedule-free", "schedulefree", "optimizers"),
+        ("adamw-8bit", "torchao.optim", "quantised"),
+    ):
         module = KINDS[OptimizerName(name)].module
         monkeypatch.delitem(sys.modules, f"bucketline.train.optimizers.{module}", raising=False)
         monkeypatch.setitem(sys.modules, library, None)
-        with pytest.raises(MissingExtraError, match=r"pip install 'bucketline\[optimizers\]'"), extra_named("train"):
+        with pytest.raises(MissingExtraError, match=rf"pip install 'bucketline\[{extra}\]'"), extra_named("train"):
             expect_possible(config(tmp_path, optimizer=OptimizerName(name)), 1)
