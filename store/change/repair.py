@@ -133,7 +133,7 @@ def _examined(path: Path, manifest: Manifest, ordinals: list[int], *, writes: bo
         lost = tuple(column for column in sorted(entry.added) if _is_damaged(Store(path, manifest), entry, column))
         entry = dataclasses.replace(entry, added={name: own for name, own in entry.added.items() if name not in lost})
         bad = {file for file, expected in files_of(path, entry) if not _is_as_written(file, expected)}
-        bad |= _of_other_places(path, entry, bad)
+        bad |= _wrong_sidecars(path, entry, bad, is_explained=bool(bad or lost))
         found.append(_Damaged(ordinal=ordinal, entry=entry, bad=bad, rebuilt={}, survey=None, lost_columns=lost))
     for one in found:
         _rebuild_sidecars(path, one)
@@ -151,13 +151,24 @@ def _examined(path: Path, manifest: Manifest, ordinals: list[int], *, writes: bo
     return found
 
 
-def _of_other_places(path: Path, entry: ShardEntry, bad: set[Path]) -> set[Path]:
-    """Return a shard's sidecars if they are intact, but their offsets are not bytes of its file."""
+def _wrong_sidecars(path: Path, entry: ShardEntry, bad: set[Path], *, is_explained: bool) -> set[Path]:
+    """Return a shard's sidecars that are as the manifest lists them, but not what its file says.
+
+    Without an explanation of the shard's faults, all its files are intact: then the sidecars are compared with rebuilt ones.
+    """
     paths = shard_paths(path, entry.name)
     if paths.extents in bad:
         return set()
     found = PagedFile(paths.extents, entry.extents.num_bytes, EXTENTS_FORMAT).metadata.get("places")
-    return set() if found == IN_FILE else {paths.extents, paths.index}
+    if found != IN_FILE:
+        return {paths.extents, paths.index}
+    if is_explained:
+        return set()
+    try:
+        rebuilt = zip((paths.extents, paths.index), rebuilt_sidecars(paths.lmdb), strict=True)
+    except CorruptError:
+        return set()
+    return {file for file, data in rebuilt if file.read_bytes() != data}
 
 
 def _rebuild_sidecars(path: Path, one: _Damaged) -> None:

@@ -190,6 +190,29 @@ def test_sidecars_whose_offsets_are_no_bytes_of_the_file_are_refused_and_made_ag
     assert (files(copy)["shards/g0.extents"], files(copy)["shards/g0.index"]) == before
 
 
+@pytest.mark.parametrize("wrong", ["offset", "length", "first_row", "rows"])
+def test_extents_that_are_intact_but_wrong_are_made_again_if_the_shards_file_is_intact(
+    copy: Path, every: dict[str, Sample], wrong: str
+) -> None:
+    shard = Store.open(copy).shards[0]
+    before = files(copy)["shards/g0.extents"]
+    columns = []
+    for name, dtype in (("offset", "U64"), ("length", "U64"), ("first_row", "U32"), ("rows", "U32"), ("line_checksum", "U64")):
+        values = shard.extents.column(name)
+        columns.append((name, dtype, values + values.dtype.type(8) if name == wrong else values))
+    data = encode_paged(columns, shard.extents.metadata)
+    shard.paths.extents.write_bytes(data)
+    first, *rest = read_manifest(copy).shards
+    rewrite_manifest(
+        copy, shards=(replace(first, extents=replace(first.extents, digest=bytes_digest(data), num_bytes=len(data))), *rest)
+    )
+    assert {fault.shard for fault in verify(Store.open(copy), lambda _: None).corrupt} == {"g0"}
+    assert repair(copy, dry_run=True).dropped == 0
+    assert repaired(copy).dropped == 0
+    expect(copy, every, set())
+    assert files(copy)["shards/g0.extents"] == before
+
+
 @pytest.mark.parametrize("suffix", ["extents", "index"])
 def test_a_shard_without_its_own_file_and_a_sidecar_is_dropped_whole(
     copy: Path, samples: list[list[Sample]], every: dict[str, Sample], suffix: str
