@@ -24,7 +24,7 @@ from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.ids import ids_of_paths
 from bucketline.ingest.importers.reading.read_files import as_tensor, loaded, open_of_any_size, read_part
-from bucketline.ingest.sources.tar.file_window import FileWindow
+from bucketline.ingest.sources.byte_window import FileWindow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from bucketline.ingest.sources.byte_window import ByteWindow
 from bucketline.ingest.sources.objects.place import of_one_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
-
-    from typing_extensions import Buffer
 
     from bucketline.store.remote.objects import ObjectFolder
 
@@ -21,7 +19,7 @@ STREAM_PART_BYTES = 4 << 20  # of what is read from one end to the other
 STREAM_PARTS_AHEAD = 4
 
 
-class ObjectFile(io.RawIOBase):
+class ObjectFile(ByteWindow):
     """Reads an object of `num_bytes` bytes in parts. Use it from one thread."""
 
     def __init__(
@@ -35,44 +33,24 @@ class ObjectFile(io.RawIOBase):
         explaining: Callable[[], AbstractContextManager[None]] = of_one_image,
     ) -> None:
         """Request nothing yet; `parts_ahead` are requested while one is read. Requests are made within `explaining`."""
-        self._folder, self._name, self._num_bytes = folder, name, num_bytes
+        super().__init__(num_bytes)
+        self._folder, self._name = folder, name
         self._part_bytes, self._parts_ahead = part_bytes, parts_ahead
         self._pool = ThreadPoolExecutor(parts_ahead + 1, thread_name_prefix="bucketline-part") if parts_ahead else None
         self._coming: dict[int, Future[bytes]] = {}
         self._number, self._part = -1, b""  # the part that was read last
-        self._at = 0
         self._explaining = explaining
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
-        if base + to < 0:
-            raise ValueError(f"{base + to} is not a position in a file")
-        self._at = base + to
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Buffer) -> int:
-        view = memoryview(buffer).cast("B")
-        if self._at >= self._num_bytes or not view:
-            return 0
-        number, within = divmod(self._at, self._part_bytes)
-        data = self._read_part(number)[within : within + len(view)]
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         super().close()
+
+    def _read_at(self, at: int, view: memoryview) -> int:
+        number, within = divmod(at, self._part_bytes)
+        data = self._read_part(number)[within : within + len(view)]
+        view[: len(data)] = data
+        return len(data)
 
     def _read_part(self, number: int) -> bytes:
         if number == self._number:
