@@ -1,14 +1,27 @@
-"""Progress bars on stderr, shown only if it is a terminal."""
+"""Progress bars on stderr, shown only if it is a terminal; the one place that decides whether it is."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rich.console import Console
     from rich.progress import ProgressColumn
+
+
+def stderr_console(**options: Any) -> Console:  # noqa: ANN401 - as rich's
+    """Return a console on stderr whose `is_terminal` says whether to draw a bar or print lines; `options` are rich's.
+
+    By itself, rich takes FORCE_COLOR for a terminal, and would draw a bar into a log file. A terminal that can show no bar has
+    TTY_COMPATIBLE=0, and gets lines.
+    """
+    from rich.console import Console
+
+    return Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False, **options)
 
 
 @contextmanager
@@ -20,10 +33,9 @@ def progress_bar(
     The bar appears at once, or at the first call if there is no total yet. `columns` follow it; the time left comes last. With
     `transient`, it is erased at the end.
     """
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = stderr_console()
     shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
     progress = Progress(*shown, console=console, transient=transient, disable=not console.is_terminal)
     task = progress.add_task(what, total=total)

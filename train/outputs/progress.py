@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, cast
 
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bucketline.command_line import counted, per_second
 from bucketline.errors import UsageError
 from bucketline.files.run_marker import METRICS
+from bucketline.progress import stderr_console
 from bucketline.train.compile import graphs_compiled, peak_memory_bytes
 from bucketline.train.evaluation.image_grid import LOSS_CURVE, draw_loss_curve
 from bucketline.train.outputs.metrics import read_metrics
@@ -58,7 +58,7 @@ class ProgressLine(logging.Handler):
     def __init__(self, *, max_steps: int, talks: bool) -> None:
         """`talks`: True on rank 0."""
         super().__init__(logging.WARNING)
-        self.console = Console(stderr=True, quiet=not talks, highlight=False, soft_wrap=True)
+        self.console = stderr_console(quiet=not talks, highlight=False, soft_wrap=True)
         self._max_steps = max_steps
         self._began = (0, time.monotonic())
         self._bar = Progress(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import TYPE_CHECKING
 
 from bucketline.ingest import progress
@@ -26,6 +28,19 @@ def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monke
     assert err.startswith("pack (rank 0 of 2): 2 of 10, ")
     assert "images/s" in err
     assert err.endswith("min left, slowest: decode\n")
+
+
+def test_a_terminal_that_takes_no_bar_has_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", stderr := Terminal())
+    monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    with progress.counting_progress("scan", 2) as on_image:
+        on_image()
+    assert stderr.getvalue().startswith("scan: 1 of 2, ")
 
 
 def test_a_short_run_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:

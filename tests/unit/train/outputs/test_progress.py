@@ -32,3 +32,8 @@ def test_mfu_is_shown_where_it_is_known(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, LINE, talks=False) == ""
+
+
+def test_force_color_draws_no_bar_into_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert shown(capsys, LINE).startswith("step 10 of 10  ")
