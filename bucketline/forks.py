@@ -1,4 +1,4 @@
-"""Locks and cached properties that stay usable if the process is forked while other threads run.
+"""Locks and cached properties that stay usable if the process is forked, and the owner of objects that do not.
 
 A forked child copies the parent's locks but only the forking thread, so a lock held by another thread at that moment stays
 held in the child for ever. Locks that outlive one iteration are therefore `ForkSafeLock`, and values that threads compute
@@ -76,6 +76,20 @@ def _after_in_child() -> None:
 
 
 os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after_in_child)
+
+
+class OwnerProcess:
+    """The process that made an object. A forked child has a copy of the object, but not its threads, locks and children."""
+
+    __slots__ = ("pid",)
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    @property
+    def is_current(self) -> bool:
+        """True except in a process that was forked from the owner."""
+        return self.pid == os.getpid()
 
 
 class cached_property(Generic[T]):  # noqa: N801 - named as the standard library's

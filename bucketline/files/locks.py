@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import LockedError, NoLocksError, StoreError
 from bucketline.files.atomic_write import FILE_MODE
+from bucketline.forks import OwnerProcess
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +33,7 @@ class FileLock:
             StoreError: if the folder is not writable.
         """
         self.path = path
-        self._pid = os.getpid()
+        self._owner = OwnerProcess()
         try:
             self._fd = _open_own(path)
         except OSError as error:
@@ -66,7 +67,7 @@ class FileLock:
         """Release the lock; idempotent. In a forked child, the lock stays its parent's."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):  # read-only disk: closing the descriptor releases the lock
-                if self._pid == os.getpid() and os.fstat(self._fd).st_nlink == 1:
+                if self._owner.is_current and os.fstat(self._fd).st_nlink == 1:
                     os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self._fd = -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import ssl
@@ -14,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError, DeliveryError, StateError, UsageError
+from bucketline.forks import OwnerProcess
 from bucketline.loader.collate.buffer_pool import BufferPool
 from bucketline.loader.config import Remainder
 from bucketline.loader.device import device_of
@@ -111,7 +111,7 @@ class RemoteLoader(EpochLoader):
             state=None,
             is_streamed=False,
         )
-        self._pid = os.getpid()
+        self._owner = OwnerProcess()
         self._pool: BufferPool | None = None
         self._copier: CudaCopier | None = None
         found = self._described(None)
@@ -129,7 +129,7 @@ class RemoteLoader(EpochLoader):
         return self._saved
 
     def _begin_stream(self) -> _Receiving:
-        if os.getpid() != self._pid:
+        if not self._owner.is_current:
             raise UsageError("a RemoteLoader cannot be used in a forked process; make one there")
         if self._pool is None:
             on_cuda = self.device.type == "cuda"
@@ -143,7 +143,7 @@ class RemoteLoader(EpochLoader):
     def _before_batch(self) -> None: ...
 
     def _end_stream(self) -> None:
-        if os.getpid() == self._pid:
+        if self._owner.is_current:
             super()._end_stream()
 
     def state_dict(self) -> dict[str, object]:

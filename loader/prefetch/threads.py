@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from bucketline.errors import DeliveryError
+from bucketline.forks import OwnerProcess
 from bucketline.loader.collate.buffer_pool import BufferPool
 from bucketline.loader.prefetch.cuda_copy import CudaCopier
 from bucketline.loader.prefetch.readahead import Readahead
@@ -57,7 +58,7 @@ class PrefetchThreads(ABC):
         self._copy_plans = self._readahead.__iter__()
         self._order = threading.Lock()  # what comes next is located and planned by one thread at a time
         self._next_turn = 0
-        self._pid = os.getpid()
+        self._owner = OwnerProcess()
         self._started = threading.Semaphore(0)
         self._threads = [
             threading.Thread(target=self._run, name="bucketline-builder", daemon=True) for _ in range(builder.config.threads)
@@ -109,7 +110,7 @@ class PrefetchThreads(ABC):
 
     def close(self) -> None:
         """End the iteration; the threads are gone when this returns. A forked child has none. Batches held stay valid."""
-        if os.getpid() != self._pid:
+        if not self._owner.is_current:
             return
         self.release()
         self._readahead.stop()

@@ -20,6 +20,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError, DeliveryError
+from bucketline.forks import OwnerProcess
 from bucketline.loader.service.protocol import failure_as_json, failure_of, receive, send
 from bucketline.store.remote.arguments import RemoteArguments
 
@@ -41,7 +42,7 @@ class ChildService:
             StoreError: if the child cannot open a store.
             DeliveryError: if the child does not start.
         """
-        self.pid = os.getpid()
+        self.owner = OwnerProcess()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             self._process = subprocess.Popen(
@@ -58,7 +59,7 @@ class ChildService:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
-        self.stop = weakref.finalize(self, _stop, self._channel, self._process, self.pid)
+        self.stop = weakref.finalize(self, _stop, self._channel, self._process, self.owner)
         try:
             answer, _ = receive(self._channel, START_S)
         except DeliveryError as error:
@@ -98,9 +99,9 @@ class ChildService:
         return ours
 
 
-def _stop(channel: socket.socket, process: subprocess.Popen[bytes], pid: int) -> None:
+def _stop(channel: socket.socket, process: subprocess.Popen[bytes], owner: OwnerProcess) -> None:
     channel.close()
-    if os.getpid() != pid:  # a forked process: the child belongs to its parent
+    if not owner.is_current:  # a forked process: the child belongs to its parent
         process.returncode = 0
         return
     try:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from bucketline.errors import DeliveryError
+from bucketline.forks import OwnerProcess
 from bucketline.loader.prefetch.cuda_copy import CudaCopier
 from bucketline.loader.prefetch.threads import QueueStats
 from bucketline.loader.service.child_process import ChildService
@@ -56,7 +57,7 @@ class ServiceStream:
             BucketlineError: if the service reports an error.
         """
         self._sock, self._name, self._copier = sock, name, copier
-        self._pid = os.getpid()
+        self._owner = OwnerProcess()
         send(sock, _as_json(wanted))
         message, fds = receive(sock, _ANSWER_S, with_fd=True)
         if "error" in message:
@@ -120,7 +121,7 @@ class ServiceStream:
         A forked child maps the same memory, so the end of a batch in the child must not free the parent's buffer.
         """
         lent = np.frombuffer(self._buffers[number], dtype=np.uint8, count=self._granted.buffer_bytes, offset=HEAD_BYTES)
-        weakref.finalize(lent, _free, self._control.states, number, self._pid).atexit = False
+        weakref.finalize(lent, _free, self._control.states, number, self._owner).atexit = False
         return lent
 
     def _next_on_device(self, copier: CudaCopier) -> tuple[FilledBuffer, Tensor] | None:
@@ -133,7 +134,7 @@ class ServiceStream:
                 break
             filled, number = self._take()
             buffer = torch.from_numpy(self._buffers[number])[HEAD_BYTES:]
-            let_go: Callable[[], None] = partial(_free, self._control.states, number, self._pid)
+            let_go: Callable[[], None] = partial(_free, self._control.states, number, self._owner)
             if not self._may_register:
                 # torch keeps pinned memory for reuse, and reuses none before the copies from it have ended
                 buffer = buffer[: filled.num_bytes].pin_memory()
@@ -208,12 +209,12 @@ class ServiceStream:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._copier is not None and os.getpid() == self._pid:
+        if self._copier is not None and self._owner.is_current:
             self._copier.finish()
         self._sock.close()
         self._close_fd()
         self._copied.clear()
-        for buffer in self._registered if os.getpid() == self._pid else ():
+        for buffer in self._registered if self._owner.is_current else ():
             _unregister(buffer)
         self._registered.clear()
         self._buffers.clear()
@@ -226,8 +227,8 @@ def _as_json(wanted: Request) -> dict[str, object]:
     return dict(encoded)
 
 
-def _free(states: memoryview, number: int, pid: int) -> None:
-    if os.getpid() == pid:
+def _free(states: memoryview, number: int, owner: OwnerProcess) -> None:
+    if owner.is_current:
         states[number] = FREE
 
 
@@ -311,7 +312,7 @@ class ServiceBackend:
     def _own(self) -> ChildService:
         """Return this process's private service; start one if there is none or it has died."""
         private = self._private
-        if private is None or private.pid != os.getpid() or not private.is_alive():
+        if private is None or not private.owner.is_current or not private.is_alive():
             if private is not None:
                 private.stop()
             private = self._private = ChildService([store.path for store in self._request.stores], self._request.config)

@@ -7,7 +7,6 @@ the lines (`fetch_threads`), each of them by one request (`line_download`).
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from bisect import bisect_left
@@ -15,6 +14,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
+from bucketline.forks import OwnerProcess
 from bucketline.store.folder import DeniedError
 from bucketline.store.remote.cache import room
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, OLD_RING, PINNED, RING
@@ -59,7 +59,7 @@ class LineFetcher:
         self._counts: Counter[str] = Counter()
         self._waited_s = self._fetch_s = 0.0
         self._latencies = [0] * (len(LATENCY_BOUNDS_S) + 1)
-        self._pid = os.getpid()
+        self._owner = OwnerProcess()
 
     def hold(self, lines: Iterable[tuple[CachedShard, int]], priority: int) -> list[HeldLine]:
         """Keep lines until they are released, and request those that are absent; return those that are not pinned.
@@ -111,7 +111,7 @@ class LineFetcher:
 
     def release(self, lines: Iterable[HeldLine]) -> None:
         """Release lines. Those that nobody else has requested either are not fetched any more."""
-        if self._pid != os.getpid():
+        if not self._owner.is_current:
             return
         with self._changed:
             for line in lines:
@@ -202,7 +202,7 @@ class LineFetcher:
 
     def stats(self) -> FetchStats:
         """Return the counts so far; those of a forked process are 0."""
-        if self._pid != os.getpid():
+        if not self._owner.is_current:
             return FetchStats()
         with self._changed:
             return FetchStats(

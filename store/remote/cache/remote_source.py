@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import StoreError
-from bucketline.forks import ForkSafeLock
+from bucketline.forks import ForkSafeLock, OwnerProcess
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.remote.cache.cached_paths import store_key
 from bucketline.store.remote.cache.cached_shard import PINNED, PRESENT_SUFFIX, CachedShard
@@ -62,14 +62,14 @@ class RemoteSource:
             return files.sums_of(entries[id(shard)])
 
         self.lines = LineFetcher(objects, self._cache, sums_of, deadline_s=deadline_s)
-        self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, self.lines, self.files, self._folder, os.getpid())
+        self._owner = OwnerProcess()
+        self._finalizer = weakref.finalize(self, _close, self.lines, self.files, self._folder, self._owner)
         self._finalizer.atexit = False
 
     @property
     def is_inherited(self) -> bool:
         """True in a process that was forked from the one that opened the store: only what is there can be read."""
-        return os.getpid() != self._pid
+        return not self._owner.is_current
 
     @property
     def limit(self) -> int:
@@ -153,8 +153,8 @@ class RemoteSource:
     def _refuse_inherited(self) -> None:
         if self.is_inherited:
             raise StoreError(
-                f"process {os.getpid()} was forked from {self._pid}, which had opened {self.url}; open the store in a process "
-                "that is started by spawn or forkserver, or read through a loader, which starts a service for itself"
+                f"process {os.getpid()} was forked from {self._owner.pid}, which had opened {self.url}; open the store in a "
+                "process that is started by spawn or forkserver, or read through a loader, which starts a service for itself"
             )
 
     def has_list(self, entry: ShardEntry) -> bool:
@@ -170,9 +170,9 @@ class RemoteSource:
         return self.lines.stats()
 
 
-def _close(lines: LineFetcher, files: RemoteFiles, folder: object, pid: int) -> None:
+def _close(lines: LineFetcher, files: RemoteFiles, folder: object, owner: OwnerProcess) -> None:
     """End the threads. The folder's locks end with it, in the process that opened it."""
-    if os.getpid() == pid:
+    if owner.is_current:
         lines.close()
         files.close()
         folder.close()  # type: ignore[attr-defined]

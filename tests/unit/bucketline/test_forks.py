@@ -9,7 +9,7 @@ from collections import deque
 
 import pytest
 
-from bucketline.forks import ForkSafeLock
+from bucketline.forks import ForkSafeLock, OwnerProcess
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking while threads run is what is tested
@@ -39,3 +39,12 @@ def test_locks_may_be_made_during_forks(monkeypatch: pytest.MonkeyPatch) -> None
         for thread in threads:
             thread.join()
     assert not unraisable, unraisable
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_is_not_the_owner() -> None:
+    owner = OwnerProcess()
+    assert owner.is_current
+    if (child := os.fork()) == 0:
+        os._exit(int(owner.is_current))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

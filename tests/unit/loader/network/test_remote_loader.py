@@ -330,7 +330,7 @@ def test_a_client_that_leaves_ends_its_threads_on_the_server(
 
 def test_a_forked_process_is_refused(store: Store, token: Path) -> None:
     with served(store) as found, remote(found, LoaderConfig(batch_size=1), token) as far:
-        far._pid = -1
+        far._owner.pid = -1
         with pytest.raises(UsageError, match="cannot be used in a forked process"):
             next(far.forever())
 
