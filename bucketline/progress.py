@@ -24,6 +24,11 @@ def stderr_console(**options: Any) -> Console:  # noqa: ANN401 - as rich's
     return Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False, **options)
 
 
+def shows_bars() -> bool:
+    """Return whether stderr is a terminal that shows bars. Where it is none, rich is not imported."""
+    return sys.stderr.isatty() and bool(stderr_console().is_terminal)
+
+
 @contextmanager
 def progress_bar(
     what: str, total: float | None, *columns: ProgressColumn, transient: bool = True

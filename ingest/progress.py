@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import per_second
-from bucketline.progress import progress_bar, stderr_console
+from bucketline.progress import progress_bar, shows_bars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ def caption_progress(
 @contextmanager
 def counting_progress(what: str, total: int, remark: Callable[[], str] = lambda: "") -> Iterator[Callable[[], None]]:
     """Show images done, rate, time left and a remark; yield a function to call once per image."""
-    if stderr_console().is_terminal:
+    if shows_bars():
         with _bar(what, total, remark) as advance:
             yield advance
     else:
