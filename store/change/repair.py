@@ -28,7 +28,7 @@ from bucketline.store.read.lost_files import files_of, files_of_column
 from bucketline.store.read.store import Store
 from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT
-from bucketline.store.shard.sidecar import PagedFile
+from bucketline.store.shard.sidecar import PAGE_CHECKSUM, PagedFile
 from bucketline.store.verify.column import ColumnCheck
 from bucketline.store.verify.shard import ShardCheck
 from bucketline.store.verify.verify import verify
@@ -165,10 +165,20 @@ def _wrong_sidecars(path: Path, entry: ShardEntry, bad: set[Path], *, is_explain
     if is_explained:
         return set()
     try:
-        rebuilt = zip((paths.extents, paths.index), rebuilt_sidecars(paths.lmdb), strict=True)
+        rebuilt = zip((EXTENTS_FORMAT, INDEX_FORMAT), (paths.extents, paths.index), rebuilt_sidecars(paths.lmdb), strict=True)
+        return {file for kind, file, data in rebuilt if not _says_the_same(file, data, kind)}
     except CorruptError:
         return set()
-    return {file for file, data in rebuilt if file.read_bytes() != data}
+
+
+def _says_the_same(path: Path, rebuilt: bytes, kind: str) -> bool:
+    """Return whether all that a sidecar says is in the rebuilt one; those of older versions lack the checksums of lines."""
+    old = PagedFile(path, path.stat().st_size, kind)
+    new = PagedFile.over(path, memoryview(rebuilt), kind)
+    if any(new.metadata.get(key) != value for key, value in old.metadata.items()):
+        return False
+    names = [name for name in old.names if name != PAGE_CHECKSUM]
+    return all(new.has(name) and np.array_equal(old.column(name), new.column(name)) for name in names)
 
 
 def _rebuild_sidecars(path: Path, one: _Damaged) -> None:

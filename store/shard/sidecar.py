@@ -167,6 +167,11 @@ class PagedFile:
         """Return the digest of the complete file; reads all of it."""
         return bytes_digest(self._map)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names, in the file's order."""
+        return tuple(self._columns)
+
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this name."""
         return name in self._columns

@@ -164,7 +164,7 @@ def test_several_ranks_keep_captions_of_their_own(source: Path, model: Path, tmp
     assert one.keys() == two.keys()
     for sample_id, (bucket, latent, *captions) in one.items():
         assert (bucket, *captions) == (two[sample_id][0], *two[sample_id][2:])
-        # Ranks group other images into a batch, and some processors sum a convolution of another size in another order.
+        # Ranks group other images into a batch, which on some processors changes the last place of a latent.
         first, second = (np.frombuffer(cast("bytes", given), "<f2").astype("<f4") for given in (latent, two[sample_id][1]))
         np.testing.assert_allclose(first, second, rtol=2**-10, atol=2**-14)
 
