@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ _ROOM, _SPACE, _REMOVED = "room", "ring-space", "removed-"
 _IN_USE = 1 << 62  # number of the lock that every process which has a store open holds
 _FOLDER = re.compile(r"[0-9A-Za-z_]{1,64}")  # of a store; earlier versions named it by the store's id
 _LOOK_AGAIN_S = 10.0  # after no store could be removed
+_EVICT_AT_ONCE = 8  # lines
+_BOOKKEEPING = (PRESENT_SUFFIX, ".lmdb", ".tmp")  # not counted as whole files: 9 bytes a line; lines are counted by their lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +123,7 @@ class CacheFolder:
         self.asked_limit = self.limit
         self.evictor = Evictor(path, self.room, LOCKS)
         self._nothing_until = 0.0
+        self._making_room = threading.Lock()
         self._spare = 0  # bytes of the ring whose space is allocated
         self._needs: WeakKeyDictionary[object, Mapping[Hashable, int]] = WeakKeyDictionary()
 
@@ -206,10 +210,31 @@ class CacheFolder:
                 pinned, ring, sidecars = pinned + own[0], ring + own[1], sidecars + own[2]
             self.room.recounted(pinned, ring, sidecars)
 
-    def count_sidecar(self, num_bytes: int) -> None:
-        """Count a file that was written whole."""
+    def reserve(self, num_bytes: int) -> bool:
+        """Reserve bytes, and free what nobody uses if there is no room for them; return False if that is not enough."""
+        while not self.room.reserve(num_bytes, self.limit):
+            if not self.regrow() and not self.make_room():
+                return False
+        return True
+
+    def make_room(self) -> bool:
+        """Free something in the cache that nobody uses; return False if there is nothing."""
+        with self._making_room:
+            return self.remove_oldest() or self.evictor.free(_EVICT_AT_ONCE) > 0
+
+    def put_sidecar(self, written: Path, path: Path) -> None:
+        """Move a file that was written whole to its place, and count it instead of the bytes that were reserved for it.
+
+        Another thread or process may have put the same file there.
+
+        Raises:
+            OSError: if it cannot be moved; its bytes stay reserved.
+        """
         with self.room.locked():
-            self.room.add(SIDECARS, num_bytes)
+            num_bytes, before = written.stat().st_size, path.stat().st_size if path.exists() else 0
+            written.replace(path)
+            self.room.convert(SIDECARS, num_bytes)
+            self.room.add(SIDECARS, -before)
 
     def may_pin(self, num_bytes: int) -> bool:
         """Return whether a line is to be pinned: as long as pinned ones leave the ring its share."""
@@ -282,8 +307,8 @@ class CacheFolder:
         free = shutil.disk_usage(self.path).free
         why = f": {error.strerror}" if error else ""
         return StoreError(
-            f"the cache {self.path} has no room for another line{why}; it holds {human_bytes(self.room.used())} of at most "
-            f"{human_bytes(self.limit)}, {human_bytes(self.room.pinned())} of them pinned, and {human_bytes(free)} of the "
+            f"the cache {self.path} has no room for another line or file{why}; it holds {human_bytes(self.room.used())} of at "
+            f"most {human_bytes(self.limit)}, {human_bytes(self.room.pinned())} of them pinned, and {human_bytes(free)} of the "
             "disk are free; make room on the disk, give --cache-bytes, or name another folder with --cache"
         )
 
@@ -354,7 +379,7 @@ def _bytes_of(folder: Path) -> tuple[int, int, int]:
             if path.suffix == PRESENT_SUFFIX:
                 own = count_lines(path)
                 pinned, ring = pinned + own[0], ring + own[1]
-            if path.suffix != ".lmdb" and path.is_file():
+            if path.suffix not in _BOOKKEEPING and path.name not in (LOCKS, ABOUT) and path.is_file():
                 with suppress(FileNotFoundError):
                     sidecars += path.lstat().st_size
     return pinned, ring, sidecars

@@ -5,7 +5,6 @@ The line is locked by this process until it is known to be right or is freed aga
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from bucketline.store.remote.cache.folder import CacheFolder
     from bucketline.store.remote.objects import ObjectFolder
 
-EVICT_AT_ONCE = 8  # lines
-
 
 class WrongBytesError(CorruptError):
     """Bytes that are not the line's, although there are as many."""
@@ -32,7 +29,6 @@ class LineDownload:
     def __init__(self, objects: ObjectFolder, cache: CacheFolder, sums_of: Callable[[CachedShard], Sequence[int]]) -> None:
         """`sums_of` returns the checksums of a shard's lines; it may request objects itself."""
         self._objects, self._cache, self._sums_of = objects, cache, sums_of
-        self._making_room = threading.Lock()
 
     def fetch(self, shard: CachedShard, number: int) -> None:
         """Write a line's bytes to the shard's file; its byte is not set yet. The caller has locked the line and has its room.
@@ -54,7 +50,7 @@ class LineDownload:
                         raise
             except OSError as error:
                 self._cache.shrink()
-                if not (self._cache.release_space() or self.make_room()):
+                if not (self._cache.release_space() or self._cache.make_room()):
                     raise self._cache.full(error) from error
             else:
                 return
@@ -80,8 +76,3 @@ class LineDownload:
     def is_right(self, shard: CachedShard, number: int) -> bool:
         """Return whether the file has a line's bytes: those of before a restart may not have reached the disk."""
         return checksum(memoryview(shard.read(number))) == self._sums_of(shard)[number]
-
-    def make_room(self) -> bool:
-        """Free something in the cache that nobody uses; return False if there is nothing."""
-        with self._making_room:
-            return self._cache.remove_oldest() or self._cache.evictor.free(EVICT_AT_ONCE) > 0

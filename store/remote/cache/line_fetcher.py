@@ -241,20 +241,13 @@ class LineFetcher:
             self._arrived(line)
             return False
         if state == ABSENT:
-            if not self._reserve(line.num_bytes):
+            if not self._cache.reserve(line.num_bytes):
                 line.is_without_room = True
                 shard.locks.unlock(lock)
                 return False
             line.reserved = line.num_bytes
         line.is_without_room = False
         line.state = State.FETCHING
-        return True
-
-    def _reserve(self, num_bytes: int) -> bool:
-        cache = self._cache
-        while not cache.room.reserve(num_bytes, cache.limit):
-            if not cache.regrow() and not self._download.make_room():
-                return False
         return True
 
     def _fetch(self, line: HeldLine) -> None:

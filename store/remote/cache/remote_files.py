@@ -15,6 +15,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.format.hashing import LINE_BYTES, bytes_digest
 from bucketline.store.remote.cache.cached_paths import cached_paths
+from bucketline.store.remote.cache.fetch_threads import LOOK_AGAIN_S
 from bucketline.store.remote.deadlines import IN_TIME
 from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name
 from bucketline.store.remote.pauses import pause_after
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 64
 EXTENTS = ".extents"
+ROOM_PART = 2  # of the deadline: how long a file waits for room in the cache
 PATIENCE_PART = 8  # of the deadline: the longest pause between two files once it has passed
 DOWN_S = 2.0  # after a deadline has passed, a reader's other files fail at once: it would wait for one after the other
 
@@ -209,9 +211,17 @@ class RemoteFiles:
                     raise
                 is_over.wait(pause)
             else:
+                self._reserve(len(data), is_over)
                 self._write(file.path, data)
                 self._known.add(file.path)
                 return
+
+    def _reserve(self, num_bytes: int, is_over: threading.Event) -> None:
+        """Reserve bytes in the cache; wait while others use all that it may hold."""
+        end = time.monotonic() + self._deadline_s / ROOM_PART
+        while not self._cache.reserve(num_bytes):
+            if is_over.wait(LOOK_AGAIN_S) or time.monotonic() > end:
+                raise self._cache.full()
 
     def _write(self, path: Path, data: bytes) -> None:
         """Write a file, complete from its first moment under this name. It is not synced: it is compared before it is used."""
@@ -221,13 +231,13 @@ class RemoteFiles:
             fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             with open(fd, "wb") as file:  # noqa: PTH123 - opens a descriptor
                 file.write(data)
-            aside.replace(path)
+            self._cache.put_sidecar(aside, path)
         except OSError as error:
             aside.unlink(missing_ok=True)
+            self._cache.room.give_back(len(data))
             raise StoreError(
                 f"{path} cannot be written: {error.strerror}; make room on the disk, or name another folder with --cache"
             ) from error
-        self._cache.count_sidecar(len(data))
 
     def sums_of(self, entry: ShardEntry) -> list[int]:
         """Return the checksums of a shard's lines.

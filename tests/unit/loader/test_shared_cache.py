@@ -18,6 +18,7 @@ import torch
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.plan.cache_needs import bytes_at_once, num_bytes_of, sidecar_bytes_of
 from bucketline.store.remote.cache import folder as folder_module
+from bucketline.store.remote.cache.room import Room
 from tests.building import make_store, samples_of
 from tests.commands import ROOT
 from tests.unit.loader.test_remote import LINE_BYTES, WITH_LINES, pushed
@@ -100,6 +101,37 @@ def test_two_runs_on_a_cache_for_one_finish_with_the_right_batches(
     assert used(cache) <= limit
     shards = list(cache.rglob("*.lmdb"))
     assert sum(path.stat().st_blocks * 512 - 4096 for path in shards) <= limit  # a block of the file system's own for each
+
+
+def test_files_that_are_fetched_whole_take_the_place_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is full of one store's lines stays within its limit while another store's sidecars arrive."""
+    small_lines(monkeypatch.setattr)
+    stores = {}
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        parts = (samples_of(ROWS, f"{name}/{part}/") for part in "1234")
+        stores[name] = make_store(tmp_path / name / f"{name}.store", *parts)
+    options: dict[str, Any] = {"batch_size": 4, "epochs": 1, "shuffle": "none"}
+    with Loader(stores["a"], LoaderConfig(**options)) as loader:
+        sidecars = sidecar_bytes_of(loader._rows)
+        limit = bytes_at_once(loader._rows, loader.plan, "train", 1) + 2 * sidecars
+    assert sidecars > LINE_BYTES
+    cache = tmp_path / "cache"
+    most, reserve = 0, Room.reserve
+
+    def noted(room: Room, num_bytes: int, limit: int) -> bool:
+        nonlocal most
+        most = max(most, room.used())
+        return reserve(room, num_bytes, limit)
+
+    monkeypatch.setattr(Room, "reserve", noted)
+    for name in "aba":
+        with Loader(pushed(stores[name]), LoaderConfig(**options, cache=str(cache), cache_bytes=str(limit))) as loader:
+            assert sum(1 for _ in loader) == sum(ROWS.values())
+            most = max(most, used(cache))
+    assert limit - LINE_BYTES < most <= limit
+    files = [path for path in cache.glob("*/*/*") if path.suffix in {".extents", ".lines"}]
+    assert int(np.fromfile(cache / "room", dtype="<i8")[2]) == sum(path.stat().st_size for path in files)
 
 
 if __name__ == "__main__":

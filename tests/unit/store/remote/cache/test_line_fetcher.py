@@ -12,7 +12,7 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.remote.cache import cached_shard, fetch_threads, folder, line_download, line_fetcher
+from bucketline.store.remote.cache import cached_shard, fetch_threads, folder, line_fetcher
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, PINNED, RING
 from bucketline.store.remote.deadlines import IN_TIME
 from tests.unit.store.remote.cache.lines import NUM_BYTES, NUM_LINES, Objects, line_of, open_shard
@@ -213,7 +213,7 @@ def test_lines_beyond_the_pinned_share_pass_through_the_ring(tmp_path: Path, mon
     monkeypatch.setattr(folder.CacheFolder, "ring_bytes", property(lambda own: own.limit - 2 * LINE_BYTES))
     monkeypatch.setattr(folder, "LEAST_BYTES", LINE_BYTES)
     opened = open_shard(tmp_path / "cache", limit=3 * LINE_BYTES + 100_000)
-    monkeypatch.setattr(line_download, "EVICT_AT_ONCE", 1)
+    monkeypatch.setattr(folder, "_EVICT_AT_ONCE", 1)
     opened.read(0)
     opened.read(1)
     opened.read(2)
@@ -241,7 +241,7 @@ def test_a_smaller_limit_leaves_pinned_lines_to_the_ring_once_nobody_relies_on_t
     limit = 2 * LINE_BYTES + LINE_BYTES // 2
     other = open_shard(tmp_path / "cache", limit=limit, deadline_s=0.5)
     assert other.states() == [PINNED, PINNED, PINNED, ABSENT, ABSENT]
-    with pytest.raises(StoreError, match="has no room for another line"):
+    with pytest.raises(StoreError, match="has no room for another line or file"):
         other.read(3)
     first.close()
     other.close()
@@ -299,7 +299,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatc
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(cached_shard.CachedShard, "writing", full)
-    with pytest.raises(StoreError, match=r"has no room for another line: No space left.*make room on the disk"):
+    with pytest.raises(StoreError, match=r"has no room for another line or file: No space left.*make room on the disk"):
         opened.read(1)
     assert opened.states()[:2] == [PINNED, ABSENT]
     monkeypatch.undo()
