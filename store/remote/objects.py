@@ -38,7 +38,7 @@ MAX_PARTS = 9_000  # S3 allows 10,000
 PARTS_IN_FLIGHT = 4
 SIGNED_FOR = timedelta(hours=1)
 MAX_LISTED = 1_000_000  # objects in a store's folder; one with 100,000 shards has half as many
-_CHUNK_BYTES = 1 << 20  # of an answer, between two looks at how much has come
+_CHUNK_BYTES = 4 << 20  # of an answer, between two looks at how much has come; by 1 MiB a line takes 1.6 times the time
 _LOOK_UPS = 16  # at a time, of objects that cannot be listed
 MAX_MESSAGE = 300  # characters of what the client says
 _DENIED = ("PermissionDeniedError", "UnauthenticatedError", "WebDeniedError")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,16 +23,23 @@ def is_wrong(error: BaseException) -> bool:
     return isinstance(error, CorruptError | MissingObjectError | NoRangesError)
 
 
-def asked_again(request: Callable[[], Answer], deadline_s: float, *, most_wrong: int | None = MAX_WRONG) -> Answer:
+def asked_again(
+    request: Callable[[], Answer],
+    deadline_s: float,
+    *,
+    most_wrong: int | None = MAX_WRONG,
+    is_over: threading.Event | None = None,
+) -> Answer:
     """Return what a function returns that requests an object; call it again after failures that may pass.
 
     After half of the deadline no new try begins, since the last one may take as long. `most_wrong`: see `MAX_WRONG`; None: only
-    the deadline counts for these too. What is denied is never requested again.
+    the deadline counts for these too. What is denied is never requested again, and nothing once `is_over` is set.
 
     Raises:
         StoreError: the last failure.
     """
     end, tries, wrong = time.monotonic() + deadline_s / 2, 0, 0
+    is_over = is_over or threading.Event()
     while True:
         try:
             return request()
@@ -40,6 +48,6 @@ def asked_again(request: Callable[[], Answer], deadline_s: float, *, most_wrong:
         except StoreError as error:
             tries, wrong = tries + 1, wrong + is_wrong(error)
             pause = pause_after(tries)
-            if wrong == most_wrong or time.monotonic() + pause > end:
+            if is_over.is_set() or wrong == most_wrong or time.monotonic() + pause > end:
                 raise
-            time.sleep(pause)
+            is_over.wait(pause)

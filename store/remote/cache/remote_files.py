@@ -18,8 +18,7 @@ from bucketline.store.remote.cache.cached_paths import cached_paths
 from bucketline.store.remote.cache.fetch_threads import LOOK_AGAIN_S
 from bucketline.store.remote.deadlines import IN_TIME
 from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name
-from bucketline.store.remote.pauses import pause_after
-from bucketline.store.remote.retries import MAX_WRONG, is_wrong
+from bucketline.store.remote.retries import asked_again, is_wrong
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM, check_shard_id
 from bucketline.store.shard.sidecar import PagedFile
 
@@ -194,27 +193,22 @@ class RemoteFiles:
         return None
 
     def _fetch_one(self, file: _CachedFile, is_over: threading.Event) -> None:
-        tries = wrong = 0
-        end = time.monotonic() + self._deadline_s
-        while True:
+        def read() -> bytes | None:
             try:
                 data = self._objects.read(file.name, file.most_bytes)
-                file.check(data, file.path)
-            except DeniedError:
+            except MissingObjectError:
+                if file.is_optional:
+                    return None
                 raise
-            except StoreError as error:
-                if file.is_optional and isinstance(error, MissingObjectError):
-                    return
-                tries, wrong = tries + 1, wrong + is_wrong(error)
-                pause = pause_after(tries)
-                if is_over.is_set() or wrong == MAX_WRONG or time.monotonic() + pause > end:
-                    raise
-                is_over.wait(pause)
-            else:
-                self._reserve(len(data), is_over)
-                self._write(file.path, data)
-                self._known.add(file.path)
-                return
+            file.check(data, file.path)
+            return data
+
+        data = asked_again(read, self._deadline_s, is_over=is_over)
+        if data is None:
+            return
+        self._reserve(len(data), is_over)
+        self._write(file.path, data)
+        self._known.add(file.path)
 
     def _reserve(self, num_bytes: int, is_over: threading.Event) -> None:
         """Reserve bytes in the cache; wait while others use all that it may hold."""
