@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -13,10 +13,8 @@ from bucketline.errors import UsageError
 from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
-    from bucketline.store.export.export import ExportPlan, ExportRequest
-
-SHARD_SIZE = "1GiB"
-MDS_SHARD_SIZE = "64MiB"  # the default of its own writer
+    from bucketline.store.export.export import ExportSize
+    from bucketline.store.export.exporter import Exporter, ExportRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +31,10 @@ class Export(ReadingArguments):
     """Path or URL of the store."""
     output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Output folder; must not exist yet."""
-    format: Literal["webdataset", "safetensors", "kohya", "mds"]
+    format: Annotated[str, tyro.conf.arg(metavar="{webdataset,safetensors,kohya,mds}")]
     """webdataset: 000000.tar, … with KEY.safetensors, KEY.json and KEY.txt; safetensors: a file per sample, samples.jsonl;
-    kohya: npz files of sd-scripts, to be copied next to the images; mds: MosaicML Streaming, a folder for each bucket."""
+    kohya: npz files of sd-scripts, to be copied next to the images; mds: MosaicML Streaming, a folder for each bucket. Also
+    a format of a package that you installed."""
     split: Literal["train", "val"] | None = None
     """Export only this split. Default: both."""
     bucket: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
@@ -48,66 +47,73 @@ class Export(ReadingArguments):
     images: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Of kohya: folder of the images, to read sizes that the store does not know. Its scripts look for caches by size."""
     dry_run: bool = False
-    """Print the number of samples, files and bytes without writing them."""
+    """Print the number of samples, and about how many bytes they take, without writing them."""
     json: bool = False
     """Print the result as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.store.commands.progress import bar_of_bytes, bar_of_samples
-        from bucketline.store.export.export import export, plan_export, refuse_export
-        from bucketline.store.read.iter_samples import buckets_of
+        from bucketline.store.commands.progress import bar_of_samples
+        from bucketline.store.export.export import check_samples, estimated_size, export, open_export
 
-        request = self._request()
-        store = self.open_store(self.store)
-        refuse_export(store, request)
-        rows = sum(store.bucket(name).num_rows for name in buckets_of(store, request.selection))
-        with bar_of_samples("measure", rows) as on_sample:
-            plan = plan_export(store, request, on_sample)
+        request, store = self._request(), self.open_store(self.store)
+        exporter = open_export(store, request)
+        size = estimated_size(exporter)
+        if exporter.checks_samples:
+            with bar_of_samples("check", size.num_samples) as on_sample:
+                check_samples(exporter, on_sample)
         if not self.dry_run:
-            with bar_of_bytes("export", plan.num_bytes) as on_bytes:
-                plan = export(store, request, plan, on_bytes)
-        self._print(plan)
+            with bar_of_samples("export", size.num_samples) as on_sample:
+                size = export(exporter, on_sample)
+        self._print(size)
         return 0
 
     def _request(self) -> ExportRequest:
-        from bucketline.store.export.export import ExportFormat, ExportRequest
+        from bucketline.store.export.exporter import EXPORTERS, ExportRequest
         from bucketline.store.export.sample_arrays import NO_COLUMNS
         from bucketline.store.read.iter_samples import Selection
 
-        wanted = ExportFormat(self.format)
-        if self.shard_size is not None and wanted not in (ExportFormat.WEBDATASET, ExportFormat.MDS):
-            raise UsageError(f"--shard-size only applies to tars; leave it out, or use --format {ExportFormat.WEBDATASET}")
+        if self.format not in EXPORTERS:
+            raise UsageError(f"--format is {self.format!r:.80}, expected {', '.join(EXPORTERS)}")
+        self._refuse_options(EXPORTERS[self.format])
         columns: tuple[str, ...] | None = None
         if self.columns is not None:
-            if wanted not in (ExportFormat.KOHYA, ExportFormat.MDS):
-                raise UsageError(f"--columns {self.columns!r:.80}: --format {wanted} writes all columns; leave it out")
             columns = () if self.columns.strip() == NO_COLUMNS else tuple(role.strip() for role in self.columns.split(","))
-        if self.images is not None and wanted is not ExportFormat.KOHYA:
-            raise UsageError(f"--images {self.images}: --format {wanted} does not need the images; leave it out")
         if self.images is not None and not self.images.is_dir():
             raise UsageError(f"--images {self.images} is not a folder; name the folder of the images")
-        default = MDS_SHARD_SIZE if wanted is ExportFormat.MDS else SHARD_SIZE
         return ExportRequest(
             output=self.output,
-            format=wanted,
+            format=self.format,
             selection=Selection(split=self.split, bucket=self.bucket),
-            shard_bytes=parse_bytes(self.shard_size or default, "--shard-size"),
+            shard_bytes=None if self.shard_size is None else parse_bytes(self.shard_size, "--shard-size"),
             columns=columns,
             images=self.images,
         )
 
-    def _print(self, plan: ExportPlan) -> None:
+    def _refuse_options(self, exporter: type[Exporter]) -> None:
+        writes = f"--format {self.format}"
+        for option, value, why in (
+            ("shard_bytes", self.shard_size, f"--shard-size only applies to tars and shards, {writes} writes none"),
+            ("columns", self.columns, f"--columns {self.columns!r:.80}: {writes} writes all columns"),
+            ("images", self.images, f"--images {self.images}: {writes} does not need the images"),
+        ):
+            if value is not None and option not in exporter.options:
+                raise UsageError(f"{why}; leave it out")
+
+    def _print(self, size: ExportSize) -> None:
         if self.json:
-            report: dict[str, Any] = {
-                "output": str(self.output),
-                "format": self.format,
-                "samples": plan.num_samples,
-                "files": plan.num_files,
-                "bytes": plan.num_bytes,
-                "dry_run": self.dry_run,
-            }
-            print_json(report)
+            print_json(
+                {
+                    "output": str(self.output),
+                    "format": self.format,
+                    "samples": size.num_samples,
+                    "files": size.num_files,
+                    "bytes": size.num_bytes,
+                    "dry_run": self.dry_run,
+                }
+            )
             return
-        would = "would take" if self.dry_run else "takes"
-        what = f"{counted(plan.num_samples, 'sample')}, {counted(plan.num_files, 'file')}"
-        print(f"{shown(self.output)}: {what}, {would} {human_bytes(plan.num_bytes)}")
+        samples = counted(size.num_samples, "sample")
+        if size.num_files is None:
+            print(f"{shown(self.output)}: {samples}, would take up to about {human_bytes(size.num_bytes)}")
+        else:
+            print(f"{shown(self.output)}: {samples}, {counted(size.num_files, 'file')}, takes {human_bytes(size.num_bytes)}")

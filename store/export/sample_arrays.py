@@ -6,7 +6,6 @@ Letters: C latent channels, h and w the latent's height and width, T tokens, D w
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from bucketline.store.format.columns import (
     LatentKind,
 )
 from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, METADATA
-from bucketline.store.read.verified_sample import row_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.read.iter_samples import Listed
     from bucketline.store.read.store import Store
 
 MASK, CONTROL = "mask", "control/"  # the roles that trainers' caches have: a mask, and the beginning of others
@@ -73,14 +70,6 @@ class StoreForm:
         """Return a latent as a model is fed, in float32."""
         scaled: NDArray[np.float32] = ((latent - self.shift) * self.scale).astype(np.float32)
         return scaled
-
-    def side_of(self, store: Store, listed: Listed) -> tuple[str, ...]:
-        """Return those of the roles that a sample has, without reading other values."""
-        spec = store.manifest.specs[listed.record.bucket]
-        names = {column.name for column in spec.columns}
-        flags = [flag for role in self.side if (flag := PRESENT_PREFIX + role) in names]
-        values = row_values(store, listed.shard, listed.record, flags) if flags else {}
-        return tuple(role for role in self.side if any(values.get(PRESENT_PREFIX + role, b"\1")))
 
     def arrays(self, record: SampleRecord, data: bytes) -> SampleArrays:
         """Return the arrays in a sample's file; of moments, the means.
@@ -178,11 +167,6 @@ def _columns_of_all(store: Store) -> set[str]:
     return set.intersection(*names) if names else set()
 
 
-def mask_shape(store: Store, bucket: str) -> tuple[int, ...]:
-    """Return the shape of the masks of a bucket's samples."""
-    return store.bucket(bucket).column(MASK).shape
-
-
 def size_of(bucket: str) -> tuple[int, ...]:
     """Return height and width in px of a bucket's images.
 
@@ -217,8 +201,3 @@ def _floats(values: memoryview, dtype: str, shape: Sequence[int]) -> NDArray[np.
         widened: NDArray[np.float32] = (array.astype("<u4") << 16).view("<f4")
         return widened
     return array.astype(np.float32)
-
-
-def num_values(shape: Sequence[int]) -> int:
-    """Return the number of values of an array of this shape."""
-    return math.prod(shape)

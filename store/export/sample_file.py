@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from bucketline.files.atomic_write import write_or_explain
@@ -13,10 +13,8 @@ from bucketline.store.format.text_block import delivered
 from bucketline.store.read.verified_sample import added_values, checked_captions, checked_entries, checked_row
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from bucketline.store.format.safetensors_header import Tensor
     from bucketline.store.format.text_block import Entry, RaggedSpec
     from bucketline.store.read.store import Store
 
@@ -47,38 +45,17 @@ def sample_file(store: Store, shard: int, record: SampleRecord) -> bytes:
     """
     row = checked_row(store, shard, record) | added_values(store, shard, record)
     stored = checked_captions(store, shard, record)
-    captions = [delivered(store.text, caption) for caption in stored]
     of_captions, of_row = checked_entries(store, shard, record, row, stored)
-    tokens = RaggedTokens(
-        of_captions={name: [own[name].num_tokens for own in of_captions] for name in of_captions[0]} if of_captions else {},
-        of_row={name: entry.num_tokens for name, entry in of_row.items()},
-    )
-    placed, metadata = _lay_out(store, record, [caption.num_tokens for caption in captions], tokens)
-    values = [row[column.name] for column in store.bucket(record.bucket).columns]
+    tensors = [(column.name, column.dtype, column.shape, row[column.name]) for column in store.bucket(record.bucket).columns]
     for name, entry in of_row.items():
-        values += _values(store.ragged_specs[name], entry)
-    for caption, entries in zip(captions, of_captions, strict=True):
-        values += _values(store.text.delivered, caption)
+        tensors += _tensors(f"ragged.{name}", store.ragged_specs[name], entry)
+    for n, (caption, entries) in enumerate(zip(stored, of_captions, strict=True)):
+        tensors += _tensors(f"caption.{n}", store.text.delivered, delivered(store.text, caption))
         for name, entry in entries.items():
-            values += _values(store.ragged_specs[name], entry)
-    return write_header(placed, metadata, header_bytes_for(placed, metadata)) + b"".join(values)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RaggedTokens:
-    """The token counts of a sample's ragged entries, by the names of their groups."""
-
-    of_captions: Mapping[str, Sequence[int]]  # for each caption in record order
-    of_row: Mapping[str, int]  # of the groups of which it has an entry
-
-
-NO_ENTRIES = RaggedTokens(of_captions={}, of_row={})
-
-
-def sample_file_bytes(store: Store, record: SampleRecord, num_tokens: Sequence[int], ragged: RaggedTokens = NO_ENTRIES) -> int:
-    """Return the length of a sample's file from the token counts of its captions and entries, without reading values."""
-    placed, metadata = _lay_out(store, record, num_tokens, ragged)
-    return header_bytes_for(placed, metadata) + placed[-1].end
+            tensors += _tensors(f"caption.{n}.ragged.{name}", store.ragged_specs[name], entry)
+    placed = lay_out([tensor[:3] for tensor in tensors])
+    metadata = {"format": "bucketline.sample/1", "record": json.dumps(record_as_json(record))}
+    return write_header(placed, metadata, header_bytes_for(placed, metadata)) + b"".join(tensor[3] for tensor in tensors)
 
 
 def record_as_json(record: SampleRecord) -> dict[str, Any]:
@@ -86,28 +63,8 @@ def record_as_json(record: SampleRecord) -> dict[str, Any]:
     return {**{name: getattr(record, name) for name in _FIELDS}, "content": record.content.hex()}
 
 
-def _lay_out(
-    store: Store, record: SampleRecord, num_tokens: Sequence[int], ragged: RaggedTokens
-) -> tuple[list[Tensor], dict[str, str]]:
-    columns = [(column.name, column.dtype, column.shape) for column in store.bucket(record.bucket).columns]
-    for name, tokens in ragged.of_row.items():
-        columns += _shapes(f"ragged.{name}", store.ragged_specs[name], tokens)
-    for n, tokens in enumerate(num_tokens):
-        columns += _shapes(f"caption.{n}", store.text.delivered, tokens)
-        for name, each in ragged.of_captions.items():
-            columns += _shapes(f"caption.{n}.ragged.{name}", store.ragged_specs[name], each[n])
-    return lay_out(columns), {"format": "bucketline.sample/1", "record": json.dumps(record_as_json(record))}
-
-
-def _shapes(prefix: str, spec: RaggedSpec, num_tokens: int) -> list[tuple[str, str, tuple[int, ...]]]:
-    return [
-        *((f"{prefix}.{column.name}", column.dtype, column.shape) for column in spec.fixed),
-        *((f"{prefix}.{column.name}", column.dtype, (num_tokens, *column.shape)) for column in spec.tokens),
-    ]
-
-
-def _values(spec: RaggedSpec, entry: Entry) -> list[bytes]:
-    return [
-        *(entry.fixed[column.name] for column in spec.fixed),
-        *(entry.tokens[column.name] for column in spec.tokens),
-    ]
+def _tensors(prefix: str, spec: RaggedSpec, entry: Entry) -> list[tuple[str, str, tuple[int, ...], bytes]]:
+    """Return name, dtype, shape and bytes of an entry's values."""
+    fixed = [(f"{prefix}.{own.name}", own.dtype, own.shape, entry.fixed[own.name]) for own in spec.fixed]
+    shape = (entry.num_tokens,)
+    return fixed + [(f"{prefix}.{own.name}", own.dtype, shape + own.shape, entry.tokens[own.name]) for own in spec.tokens]

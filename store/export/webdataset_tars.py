@@ -6,108 +6,74 @@ id never becomes a path. Tars are reproducible: they contain no times or owners.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import tarfile
-from typing import TYPE_CHECKING, Any, BinaryIO
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import StoreError
+from bucketline.command_line import human_bytes
+from bucketline.errors import StoreError, UsageError
+from bucketline.store.export.exporter import Exporter
 from bucketline.store.export.sample_file import record_as_json
 from bucketline.store.format.hashing import sample_digest, text_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
-    from types import TracebackType
 
-    from bucketline.store.format.sample_record import SampleRecord
-
-
-class TarPlan:
-    """Assigns samples to tars and counts their sizes."""
-
-    def __init__(self, shard_bytes: int) -> None:
-        self.num_samples = 0
-        self.num_files = 0
-        self.largest = 0, ""  # bytes of the largest single-sample tar, and the sample's id
-        self._shard_bytes = shard_bytes
-        self._full_bytes = 0  # of all tars except the last
-        self._members_bytes = 0  # of the last tar
-
-    @property
-    def num_bytes(self) -> int:
-        return self._full_bytes + (_tar_bytes(self._members_bytes) if self.num_files else 0)
-
-    def add(self, record: SampleRecord, file_bytes: int) -> None:
-        """Count a sample whose file has `file_bytes` bytes: in the last tar if it still fits, else in a new one."""
-        sizes = (file_bytes, *(len(member) for member in _small_members(record).values()))
-        taken = sum(tarfile.BLOCKSIZE + _rounded(size, tarfile.BLOCKSIZE) for size in sizes)
-        self.largest = max(self.largest, (_tar_bytes(taken), record.id))
-        if self.num_files == 0 or _tar_bytes(self._members_bytes + taken) > self._shard_bytes:
-            self._full_bytes = self.num_bytes
-            self._members_bytes = 0
-            self.num_files += 1
-        self._members_bytes += taken
-        self.num_samples += 1
+    from bucketline.store.export.exporter import ExportedSample, ExportRequest
+    from bucketline.store.read.store import Store
 
 
-class TarsWriter:
+class TarExporter(Exporter):
     """Writes the tars, one after another."""
 
-    def __init__(self, folder: Path, shard_bytes: int) -> None:
-        self.plan = TarPlan(shard_bytes)
-        self._folder = folder
-        self._file: BinaryIO | None = None
-        self._tar: Any = None
+    options = frozenset({"shard_bytes"})
 
-    def add(self, record: SampleRecord, data: bytes) -> None:
-        """Write a sample's members."""
-        before = self.plan.num_files
-        self.plan.add(record, len(data))
-        if self.plan.num_files != before:
-            self._close()
-            self._open(before)
-        self._tar.write({"__key__": sample_digest(record.id).hex(), "safetensors": data, **_small_members(record)})
+    def __init__(self, store: Store, request: ExportRequest) -> None:
+        """See `Exporter`."""
+        super().__init__(store, request)
+        if importlib.util.find_spec("webdataset") is None:
+            raise StoreError("the package webdataset is not installed; install it with: pip install 'bucketline[export]'")
 
-    def _open(self, number: int) -> None:
-        from webdataset import TarWriter
-
-        self._file = (self._folder / f"{number:06d}.tar").open("wb")
-        self._tar = TarWriter(self._file, user="", group="", mode=0o644, encoder=False, mtime=0, compress=False)
-
-    def _close(self) -> None:
-        if self._file is not None:
-            with self._file:
-                self._tar.close()
-            self._file = None
-
-    def __enter__(self) -> TarsWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
-            self._close()
-            return
-        with contextlib.suppress(OSError):  # on a full disk, writing the end of the tar fails too
-            self._close()
+    def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
+        """Write each sample's members to the last tar if it still fits, else to a new one; see `Exporter`."""
+        most = self.request.shard_bytes or self.shard_bytes
+        tar: Any = None
+        number, taken = -1, most  # of the last tar, and the bytes of its members
+        with ExitStack() as last:
+            for record, data in samples:
+                text = record.captions[0] if record.captions else ""
+                as_json = json.dumps(record_as_json(record)).encode("ascii")
+                members = {"safetensors": data, "json": as_json, "txt": text_bytes(text)}
+                own = sum(tarfile.BLOCKSIZE + _rounded(len(member), tarfile.BLOCKSIZE) for member in members.values())
+                if _tar_bytes(own) > most:
+                    raise UsageError(
+                        f"--shard-size is {human_bytes(most)}, a tar with only the sample {record.id[:80]!r} has "
+                        f"{_tar_bytes(own)} bytes; give --shard-size {_tar_bytes(own)} or more"
+                    )
+                if _tar_bytes(taken + own) > most:
+                    last.close()
+                    number, taken = number + 1, 0
+                    tar = last.enter_context(_tar(folder / f"{number:06d}.tar"))
+                tar.write({"__key__": sample_digest(record.id).hex(), **members})
+                taken += own
 
 
-def require_webdataset() -> None:
-    """Check that the webdataset library is installed.
+@contextmanager
+def _tar(path: Path) -> Iterator[Any]:
+    from webdataset import TarWriter
 
-    Raises:
-        StoreError: if it is not; the message has the install command.
-    """
-    if importlib.util.find_spec("webdataset") is None:
-        raise StoreError("the package webdataset is not installed; install it with: pip install 'bucketline[export]'")
-
-
-def _small_members(record: SampleRecord) -> dict[str, bytes]:
-    first = record.captions[0] if record.captions else ""
-    return {
-        "json": json.dumps(record_as_json(record)).encode("ascii"),
-        "txt": text_bytes(first),
-    }
+    with path.open("wb") as file:
+        tar: Any = TarWriter(file, user="", group="", mode=0o644, encoder=False, mtime=0, compress=False)
+        try:
+            yield tar
+        except BaseException:
+            with suppress(OSError):  # on a full disk, writing the end of the tar fails too
+                tar.close()
+            raise
+        tar.close()
 
 
 def _tar_bytes(members_bytes: int) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.format.text_block import Caption, Entry, RaggedSpec
+    from bucketline.store.format.text_block import Caption, Entry
     from bucketline.store.read.store import Store
     from bucketline.store.shard.reader import SealedShard
 
@@ -31,7 +31,7 @@ def checked_row(store: Store, shard: int, record: SampleRecord) -> dict[str, byt
         CorruptError: if the row does not match its checksum, or belongs to another sample.
     """
     spec = store.manifest.specs[record.bucket]
-    row = row_values(store, shard, record, [column.name for column in spec.columns])
+    row = _values(store.shards[shard], spec, record, [column.name for column in spec.columns])
     item = f"sample {record.id!r:.200}"
     if row_checksum(spec, row) != int.from_bytes(row[CHECKSUM], "little"):
         raise CorruptError(f"{item}: the row's bytes do not match their checksum; run `store verify`")
@@ -63,15 +63,6 @@ def added_values(store: Store, shard: int, record: SampleRecord) -> dict[str, by
                 )
             found[column.name] = row[column.name]
     return found
-
-
-def row_values(store: Store, shard: int, record: SampleRecord, names: Iterable[str]) -> dict[str, bytes]:
-    """Return some columns of a sample's row, without verifying them.
-
-    Raises:
-        CorruptError: if the shard's sidecars do not cover the row.
-    """
-    return _values(store.shards[shard], store.manifest.specs[record.bucket], record, names)
 
 
 def _values(reader: SealedShard, spec: BlockSpec, record: SampleRecord, names: Iterable[str]) -> dict[str, bytes]:
@@ -132,20 +123,3 @@ def checked_entries(
     except CorruptError as error:
         raise CorruptError(f"sample {record.id!r:.200}: {error}") from error
     return own, {name: entry for name, entry in entries.items() if entry is not None}
-
-
-def entry_tokens(store: Store, spec: RaggedSpec, shard: int, rows: Sequence[int]) -> list[int]:
-    """Return the token counts of captions, or of another group's entries, by their numbers in a shard.
-
-    Raises:
-        CorruptError: if the shard's sidecars or `starts` are damaged.
-    """
-    if not rows:
-        return []
-    located = store.locate_entries(spec, np.full(len(rows), shard), np.array(rows))
-    starts = np.empty((len(rows), 2), dtype="<i8")
-    outs = [pair.view("u1").data for pair in starts]
-    store.shards[shard].read_into(located.starts_offsets().tolist(), outs)
-    store.check_starts(located, starts, int(located.tokens.max()))
-    counts: list[int] = (starts[:, 1] - starts[:, 0]).tolist()
-    return counts

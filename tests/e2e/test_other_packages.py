@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bucketline.loader import Loader, LoaderConfig
-from tests.commands import spawn
+from tests.commands import BIN, spawn
 
 pytestmark = pytest.mark.slow
 PACKAGE = Path(__file__).resolve().parents[2] / "examples" / "own_parts"
@@ -53,6 +53,21 @@ def test_an_installed_packages_importer_is_used_by_its_name_and_found(
         read = {name: batch.latents[0].numpy() for batch in loader for name in loader.names(batch)}
     assert sorted(read) == ["0", "1", "2"]
     assert all((latent == np.load(cache / f"{name}.npy")).all() for name, latent in read.items())
+
+
+def test_an_installed_packages_exporter_writes_what_its_importer_reads(
+    environment: dict[str, str], cache: Path, tmp_path: Path
+) -> None:
+    imported = [sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]
+    assert spawn([*imported, "--text", "none", "--dtype", "F32"], **environment).code == 0
+    ran = spawn([BIN / "store", "export", tmp_path / "s", tmp_path / "out", "--format", "npy", "--json"], **environment)
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["files"] == 6
+    own, written = ({np.load(path).tobytes() for path in folder.glob("*.npy")} for folder in (cache, tmp_path / "out"))
+    assert own == written
+    assert {path.read_text(encoding="utf-8") for path in (tmp_path / "out").glob("*.txt")} == {f"photo {n}" for n in range(3)}
+    ran = spawn([BIN / "store", "export", tmp_path / "s", tmp_path / "other", "--format", "npy"])
+    assert (ran.code, ran.err) == (2, "error: --format is 'npy', expected webdataset, safetensors, kohya, mds\n")
 
 
 def test_without_the_package_its_importer_is_not_known_and_the_known_ones_are_named(cache: Path, tmp_path: Path) -> None:

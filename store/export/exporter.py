@@ -1,0 +1,83 @@
+"""The base class of the formats that samples are exported to, and these by name: ours, and those of installed packages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from bucketline.extensions import Extensions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.read.iter_samples import Selection
+    from bucketline.store.read.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest:
+    """The samples to export, the format and the output."""
+
+    output: Path
+    format: str  # a name of `EXPORTERS`
+    selection: Selection
+    shard_bytes: int | None = None  # the most that a file of many samples has; None: the format's default
+    columns: tuple[str, ...] | None = None  # roles to write next to the latents; None: all
+    images: Path | None = None  # folder of the images, for sizes that the store does not know
+
+
+class ExportedSample(NamedTuple):
+    """A sample whose checksums were verified."""
+
+    record: SampleRecord
+    data: bytes  # its safetensors file
+
+
+class Exporter(ABC):
+    """Writes samples in one format; an object for each export."""
+
+    options: ClassVar[frozenset[str]] = frozenset()  # of the request's: `shard_bytes`, `columns`, `images`
+    shard_bytes: ClassVar[int] = 1 << 30  # the default
+    value_bytes: ClassVar[int] = 1  # that a value is written with, if the store has it in fewer
+    checks_samples: ClassVar[bool] = False  # whether `check` is to be called for each sample
+
+    def __init__(self, store: Store, request: ExportRequest) -> None:
+        """Read nothing yet.
+
+        Raises:
+            StoreError: if the format cannot hold such a store, or its library is not installed.
+        """
+        self.store, self.request = store, request
+
+    def check(self, record: SampleRecord) -> None:  # noqa: B027 - most formats take every sample
+        """Check a sample before anything is written; called in the order of `write`.
+
+        Raises:
+            StoreError: if the format cannot hold it.
+        """
+
+    @abstractmethod
+    def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
+        """Write samples to a folder, which is empty and gets its name once this returns.
+
+        Raises:
+            StoreError: if the format cannot hold a sample's values.
+            UsageError: if the request does not suit one.
+            OSError: if a file cannot be written.
+        """
+
+
+EXPORTERS: Extensions[type[Exporter]] = Extensions(
+    "an exporter called",
+    "bucketline.exporters",
+    {
+        "webdataset": "bucketline.store.export.webdataset_tars:TarExporter",
+        "safetensors": "bucketline.store.export.safetensors_folder:FolderExporter",
+        "kohya": "bucketline.store.export.kohya_npz:KohyaExporter",
+        "mds": "bucketline.store.export.mds_shards:MdsExporter",
+    },
+    lambda found: isinstance(found, type) and issubclass(found, Exporter),
+)
