@@ -12,7 +12,7 @@ from torch._subclasses import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.errors import UsageError
-from bucketline.families.family import Family, StoreFacts
+from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import family_of_model
 from bucketline.train.config import Base, Ema, OptimizerName, Precision, Sharding, TrainConfig, WeightDtype
 from bucketline.train.memory.activations import kept_activations, latent_size, recompute
@@ -80,11 +80,17 @@ def label(options: _Options) -> str:
     return f"`{' '.join(words)}`" + f" on {RANKS} GPUs" * ("sharding" in options) if words else "all weights"
 
 
-class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answer each read of a number from a tensor with 1."""
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answer each read of a whole number from a tensor with that of a caption's tokens, a mask's sum, and others with 1."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tokens = tokens
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's
-        return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return func(*args, **(kwargs or {}))
+        return 1.0 if args[0].is_floating_point() else self._tokens
 
 
 class CountedModel:
@@ -101,7 +107,7 @@ class CountedModel:
         key = asked.lora_rank, asked.base, asked.weights
         if key not in self._made:
             family, model = _on_meta(self._config, asked)
-            with self._without_memory():
+            with self._fake:
                 self._made[key] = family, model.to_empty(device="cpu")
         return self._made[key]
 
@@ -116,7 +122,7 @@ class CountedModel:
         held -= sum(sorted(map(frozen_bytes, offloaded(model, asked.offload_blocks)))[:-2])
         share = RANKS if asked.sharding is Sharding.FSDP else 1
         weights = sum(parameter.nbytes for parameter in trained) // share
-        with self._without_memory():
+        with self._without_memory(tokens=1):
             moments = _moments(asked, model, trained) // share
         is_averaged = asked.ema is Ema.DEVICE and not KINDS[asked.optimizer].averages
         return Memory(weights=held + weights, gradients=weights, moments=moments, average=weights if is_averaged else 0)
@@ -128,7 +134,7 @@ class CountedModel:
         model.disable_gradient_checkpointing()  # type: ignore[operator] # of another row
         recompute(model, asked, is_compiled=False)
         try:
-            with self._without_memory():
+            with self._without_memory(family.usual_tokens):
                 one, two = (kept_activations(model, family, images) for images in (1, 2))
         except DynamicOutputShapeException as error:
             raise UsageError(
@@ -138,8 +144,8 @@ class CountedModel:
         return two - one
 
     @contextlib.contextmanager
-    def _without_memory(self) -> Iterator[None]:
-        with self._fake, _Ones():  # type: ignore[no-untyped-call]
+    def _without_memory(self, tokens: int) -> Iterator[None]:
+        with self._fake, _Reads(tokens):
             yield
 
 
@@ -157,7 +163,8 @@ def _on_meta(config: Mapping[str, Json], asked: TrainConfig) -> tuple[Family, nn
         model: nn.Module = getattr(diffusers, kind).from_config(dict(config))
     family_class = family_of_model(config)
     assert family_class is not None, kind
-    family = family_class(dict(model.config), StoreFacts(latent_channels=0, text={}))  # type: ignore[arg-type]
+    facts = StoreFacts(latent_channels=0, text={}, shows_padding=family_class.padding is not Padding.VALID)
+    family = family_class(dict(model.config), facts)  # type: ignore[arg-type]
     family.prepare(model)
     if asked.weights is WeightDtype.BF16:
         torch.nn.Module.to(model, dtype=torch.bfloat16)
