@@ -21,7 +21,7 @@ from bucketline.extras import extra_named
 from bucketline.store import StoreWriter
 from bucketline.store.sync.parts import PartStore, take_sent
 from bucketline.store.sync.place import WritePlace
-from bucketline.store.sync.transfer.sender import PendingNotes
+from bucketline.store.transfer.sender import PendingNotes
 from bucketline.store.write.attempts import attempt_path, begin_attempt, begin_attempts, remove_attempts, take_shards
 from bucketline.store.write.part_writer import PartWriter
 from bucketline.store.write.publish import new_manifest

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.on_ray.cluster import Workers
     from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
     from bucketline.ingest.sources.source import Source
-    from bucketline.store.sync.transfer.sender import ShardSender
+    from bucketline.store.transfer.sender import ShardSender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

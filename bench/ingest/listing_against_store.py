@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import tracemalloc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -83,6 +83,8 @@ def _timed(folder: Path, samples: int, shards: int) -> list[Subject]:
     from bucketline.ingest.listing_diff import not_in_source, unknown
     from bucketline.ingest.pipeline.packed_index import PackedIndex
     from bucketline.store import Store
+    from bucketline.store.folder import LocalFolder
+    from bucketline.store.write.change_base import ChangeBase
     from bucketline.store.write.publish import replaced
 
     path = kept_sparse_store(folder, shards, samples)
@@ -94,9 +96,10 @@ def _timed(folder: Path, samples: int, shards: int) -> list[Subject]:
         return outlines[0]
 
     def publishing() -> None:
-        entries = Store.open(path).manifest.shards
-        half = len(entries) // 2
-        if replaced(path, entries[:half], entries[half:], (), 1) != list(entries):
+        manifest = Store.open(path).manifest
+        entries, half = manifest.shards, len(manifest.shards) // 2
+        base = ChangeBase(folder=LocalFolder(path), manifest=replace(manifest, shards=entries[:half]), number=1, path=path)
+        if replaced(base, entries[half:], ()) != list(entries):
             raise AssertionError(f"{path}: rows were replaced, and no sample is there twice")
 
     def new() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.importers.config import ImportConfig
     from bucketline.store import Manifest, StoreWriter
-    from bucketline.store.sync.transfer.sender import ShardSender
+    from bucketline.store.transfer.sender import ShardSender
 
 
 class Destination:

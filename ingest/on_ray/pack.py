@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.parallel.signals import Interrupts
     from bucketline.ingest.summary import RunSummary
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.sync.transfer.sender import ShardSender
+    from bucketline.store.transfer.sender import ShardSender
 
 
 class RayRun:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.pipeline.slice_packer import SlicePacker
     from bucketline.ingest.summary import RunSummary
     from bucketline.store.sync.parts import SentShard
-    from bucketline.store.sync.transfer.sender import ShardSender
+    from bucketline.store.transfer.sender import ShardSender
     from bucketline.typed_json import Json
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.objects import ObjectFolder
-    from bucketline.store.sync.transfer.sender import ShardSender
     from bucketline.store.sync.working import WorkingStore
+    from bucketline.store.transfer.sender import ShardSender
     from bucketline.typed_json import Json
 
 

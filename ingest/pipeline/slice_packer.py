@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.sources.source import Source, SourceItem
     from bucketline.store import Store
     from bucketline.store.format.text_block import Caption
-    from bucketline.store.sync.transfer.sender import ShardSender
+    from bucketline.store.transfer.sender import ShardSender
 
 _AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if read from a stream
 AHEAD_ITEMS = 256

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.sources.source import Source
     from bucketline.store import Store
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.sync.transfer.sender import ShardSender
+    from bucketline.store.transfer.sender import ShardSender
 
 
 def run_name(manifest: Manifest, token: str, part: str) -> str:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError, UsageError
+from bucketline.store.change.commit import commit_change, newest_base
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.shard.reader import SealedShard, as_keys
-from bucketline.store.write.newest import existing_manifest
-from bucketline.store.write.publish import changing, publish
+from bucketline.store.shard.reader import as_keys
+from bucketline.store.write.publish import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
+    from bucketline.store.remote.objects import ObjectFolder
+    from bucketline.store.write.change_base import ChangeBase
 
 NAMED_SAMPLES = 5  # ids that an error lists by name
 
@@ -29,24 +31,28 @@ class Dropped:
     samples: int  # remaining
 
 
-def drop(store: Path, ids: Iterable[str], *, dry_run: bool = False) -> Dropped:
+def drop(place: Path | ObjectFolder, ids: Iterable[str], *, dry_run: bool = False) -> Dropped:
     """Publish a generation without the given samples; older generations keep them. With `dry_run`, only check.
 
     Raises:
         UsageError: if no id is given.
         StoreError: if the store lacks one of them, naming the first few; nothing is dropped.
-        LockedError: if another process changes the store.
+        LockedError: if another process changes the store on this disk.
     """
     wanted = tuple(dict.fromkeys(ids))
     if not wanted:
         raise UsageError("there is no id to drop; name samples, or a file of ids with --from-file")
     if dry_run:
-        manifest = existing_manifest(store)
-        _refuse_unknown(store, manifest, wanted)
+        with newest_base(place) as base:
+            _refuse_unknown(base, wanted)
+        manifest = base.manifest
         return Dropped(generation=manifest.generation, ids=wanted, samples=manifest.samples - len(wanted))
-    with changing(store) as manifest:
-        _refuse_unknown(store, manifest, wanted)
-        after = publish(store, manifest, (), [sample_digest(sample_id) for sample_id in wanted])
+
+    def without(base: ChangeBase) -> Manifest:
+        _refuse_unknown(base, wanted)
+        return replace(base.manifest, shards=tuple(replaced(base, (), map(sample_digest, wanted))))
+
+    _, after = commit_change(place, without)
     return Dropped(generation=after.generation, ids=wanted, samples=after.samples)
 
 
@@ -63,10 +69,11 @@ def read_ids(path: Path) -> list[str]:
     return [line.removesuffix("\r") for line in text.split("\n") if line.removesuffix("\r")]
 
 
-def _refuse_unknown(store: Path, manifest: Manifest, ids: tuple[str, ...]) -> None:
+def _refuse_unknown(base: ChangeBase, ids: tuple[str, ...]) -> None:
     left = dict.fromkeys(ids)
-    for entry in reversed(manifest.shards):
-        shard, asked = SealedShard(store, entry), list(left)
+    base.expect_indexes()
+    for entry in reversed(base.manifest.shards):
+        shard, asked = base.shard(entry), list(left)
         digests = [sample_digest(sample_id) for sample_id in asked]
         for sample_id, digest, position in zip(asked, digests, shard.positions(as_keys(digests)), strict=True):
             if position >= 0 and shard.find(digest) is not None:
@@ -75,7 +82,7 @@ def _refuse_unknown(store: Path, manifest: Manifest, ids: tuple[str, ...]) -> No
             return
     named = ", ".join(repr(sample_id) for sample_id in list(left)[:NAMED_SAMPLES])
     raise StoreError(
-        f"{store} has no sample {named}{' and others' if len(left) > NAMED_SAMPLES else ''} "
+        f"{base.folder.place('')} has no sample {named}{' and others' if len(left) > NAMED_SAMPLES else ''} "
         f"({len(left)} of {len(ids)} ids given); "
         "nothing was dropped; ids are paths in the source, with their extension"
     )

@@ -84,6 +84,10 @@ class ChangingArguments(ObjectArguments):
         """Return the folder at a URL; see `objects_at`."""
         return objects_at(url, self.remote())
 
+    def path_or_objects(self, store: Path | str) -> Path | ObjectFolder:
+        """Return a path as it is, and of a URL the folder; see `objects_at`."""
+        return store if isinstance(store, Path) else self.objects(store)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingArguments(RemoteArguments):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.parallel.part_worker import Outcome
     from bucketline.store.remote.urls import RemoteOptions
-    from bucketline.store.sync.transfer.sender import ShardSender
+    from bucketline.store.transfer.sender import ShardSender
 
 MOST_WORKERS = 1 << 10
 

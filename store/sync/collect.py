@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from bucketline.store.change.garbage_collect import Collected, Unlisted, collect_from
 from bucketline.store.remote.generations import newest_generation
-from bucketline.store.sync.transfer.sender import pending_shards
-from bucketline.store.sync.transfer.upload import FRESH_S
+from bucketline.store.transfer.sender import pending_shards
+from bucketline.store.transfer.upload import FRESH_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

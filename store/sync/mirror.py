@@ -8,7 +8,6 @@ shards are marked by `shards/NAME.remote`; what has no mark was made here.
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, StoreError
 from bucketline.files.atomic_write import explaining, write_or_explain
 from bucketline.files.sparse_file import make_sparse
+from bucketline.store.change.commit import ATTEMPTS, drawn_number, overtaken
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import (
     MANIFEST,
@@ -35,9 +35,9 @@ from bucketline.store.remote.generations import (
     newest_generation,
     refuse_without_put_if_absent,
 )
-from bucketline.store.sync.transfer.download import Downloader
-from bucketline.store.sync.transfer.sender import forget_sent, lost_objects_of, noted, sent_shards
-from bucketline.store.sync.transfer.upload import Uploader, shard_of
+from bucketline.store.transfer.download import Downloader
+from bucketline.store.transfer.sender import forget_sent, lost_objects_of, noted, sent_shards
+from bucketline.store.transfer.upload import Uploader, shard_of
 from bucketline.store.write.describe import sent_note
 from bucketline.store.write.publish import prepare_store
 
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 SIDECARS_AT_ONCE = 16
-ATTEMPTS = 50  # of a change that other writers get ahead of each time
-FIRST_DRAWN, END_DRAWN = 1 << 32, 1 << 52  # numbers in names of lists of dropped rows; below are generations' numbers
 
 
 class Mirror:
@@ -62,15 +60,13 @@ class Mirror:
         """Read and request nothing yet."""
         self.objects, self.path = objects, path
         self._downloader = Downloader(objects, jobs=SIDECARS_AT_ONCE)
-        self._restored = set[str]()  # shards of older generations that may be listed again
         self.base: Manifest | None = None  # the bucket's newest generation at the last refresh
 
-    def refresh(self, *, sidecars: bool = True, keeps_copies: bool = False) -> Manifest | None:
+    def refresh(self, *, keeps_copies: bool = False) -> Manifest | None:
         """Make the folder stand for the newest generation in the bucket; return it, None if there is no store yet.
 
-        What was made here stays, but for its manifests: sealed shards are then listed by none. Without `sidecars`, nothing of
-        the bucket's shards has content. `keeps_copies`: those of shards that the newest generation no longer lists stay, for
-        readers of an earlier one.
+        What was made here stays, but for its manifests: sealed shards are then listed by none. `keeps_copies`: those of shards
+        that the newest generation no longer lists stay, for readers of an earlier one.
         """
         self.base = newest = find_newest(self.objects, lists=True)
         with explaining(self.path):
@@ -89,11 +85,10 @@ class Mirror:
                     continue
                 self._mark(entry)
                 for path, expected in files_of(self.path, entry):
-                    if not path.exists() and not (sidecars and _is_copied(path)):
+                    if not path.exists() and not _is_copied(path):
                         make_sparse(path, expected.num_bytes)
-            if sidecars:
-                files = (file for entry in newest.shards for file in files_of(self.path, entry))
-                self._downloader.get(file for file in files if _is_copied(file[0]))
+            files = (file for entry in newest.shards for file in files_of(self.path, entry))
+            self._downloader.get(file for file in files if _is_copied(file[0]))
             self._write_manifest(newest)
         return newest
 
@@ -155,18 +150,6 @@ class Mirror:
                     path.unlink(missing_ok=True)
         self._downloader.get(file for entry in entries for file in files_of(self.path, entry))
 
-    def add_generation(self, earlier: Manifest) -> None:
-        """Let the folder stand for an earlier generation as well, as far as its objects are still there."""
-        there = {file.name: file.num_bytes for file in self.objects.names("shards")}
-        for entry in earlier.shards:
-            self._mark(entry)
-            self._restored.add(entry.name)
-            for path, _ in files_of(self.path, entry):
-                num_bytes = there.get(f"shards/{path.name}")
-                if num_bytes is not None and not path.exists():
-                    make_sparse(path, num_bytes)
-        write_or_explain(generation_path(self.path, earlier.generation), dump_manifest(earlier))
-
     def commit(self, changed: Manifest) -> Manifest | None:
         """Send what a changed manifest lists and commit it as the next generation; None if another writer has committed first.
 
@@ -179,12 +162,11 @@ class Mirror:
         }
         with noted(self.objects, "change", to_send - sent.keys()):
             uploader = Uploader(self.objects)
-            uploader.look(base, self._restored | sent.keys())
+            uploader.look(base, set(sent))
             manifest, data = self._prepared(changed, before, uploader)
             new = [entry for entry in manifest.shards if entry != before.get(entry.name)]
             self._refuse_lost([entry for entry in new if entry.name in sent], uploader)
-            self._refuse_collected([entry for entry in new if entry.name in self._restored], uploader)
-            uploader.send(self.path, [entry for entry in new if entry.name not in self._restored])
+            uploader.send(self.path, new)
             if not commit(self.objects, manifest.generation, data, is_first=base is None):
                 return None
         self.base = manifest
@@ -193,7 +175,7 @@ class Mirror:
 
     def _prepared(self, changed: Manifest, before: Mapping[str, ShardEntry], uploader: Uploader) -> tuple[Manifest, bytes]:
         """Return what is committed for a changed manifest, and its bytes."""
-        base, drawn = self.base, FIRST_DRAWN + secrets.randbelow(END_DRAWN - FIRST_DRAWN)
+        base, drawn = self.base, drawn_number()
         shards = tuple(self._with_drawn_list(entry, before, drawn) for entry in changed.shards)
         known = changed.known_shards | (base.known_shards if base else set())
         unlisted = known - {entry.name for entry in shards}
@@ -222,22 +204,9 @@ class Mirror:
                 "somebody has removed what no generation listed; nothing was committed: rerun the command, which packs it again"
             )
 
-    def _refuse_collected(self, restored: list[ShardEntry], uploader: Uploader) -> None:
-        """Check that the shards of an older generation are still there.
-
-        Raises:
-            StoreError: if an object is not there.
-        """
-        names = (f"shards/{path.name}" for entry in restored for path, _ in files_of(self.path, entry))
-        if lacking := [name for name in names if not uploader.has(name) and self.objects.size(name) is None]:
-            raise StoreError(
-                f"{self.objects.place(lacking[0])} is not there any more: garbage collection has removed it meanwhile; "
-                "nothing was committed: rerun the command"
-            )
-
     def _with_drawn_list(self, entry: ShardEntry, before: Mapping[str, ShardEntry], drawn: int) -> ShardEntry:
         is_listed = entry.name in before and entry.dropped == before[entry.name].dropped
-        if entry.dropped is None or is_listed or entry.name in self._restored:
+        if entry.dropped is None or is_listed:
             return entry
         paths = shard_paths(self.path, entry.name)
         write_or_explain(paths.dropped(drawn), paths.dropped(entry.dropped.generation).read_bytes())
@@ -262,7 +231,7 @@ class Mirror:
     def remove_made(self, manifest: Manifest) -> None:
         """Remove the shards that were made here for a generation that was not committed, here and in the bucket."""
         listed = {entry.name for entry in self.base.shards} if self.base else set[str]()
-        made = [entry for entry in manifest.shards if entry.name not in listed | self._restored and self._is_made_here(entry)]
+        made = [entry for entry in manifest.shards if entry.name not in listed and self._is_made_here(entry)]
         for entry in made:
             for path in (self.path / "shards").glob(f"{entry.name}.*"):
                 path.unlink()
@@ -296,7 +265,6 @@ def change(
     operation: Callable[[Mirror], T],
     *,
     dry_run: bool = False,
-    sidecars: bool = True,
     keep_made: bool = False,
 ) -> T:
     """Change a store in object storage: `operation` changes its mirror, and what came of it is committed.
@@ -313,7 +281,7 @@ def change(
         refuse_without_put_if_absent(objects)
     with mirrored(objects) as mirror:
         for _ in range(ATTEMPTS):
-            base = mirror.refresh(sidecars=sidecars)
+            base = mirror.refresh()
             with naming(objects, mirror.path):
                 result = operation(mirror)
             changed = read_manifest(mirror.path)
@@ -321,6 +289,4 @@ def change(
                 return result
             if not keep_made:
                 mirror.remove_made(changed)
-    raise StoreError(
-        f"{objects.url}: {ATTEMPTS} times another writer committed first; rerun the command when fewer are at work"
-    )
+    raise overtaken(objects)

@@ -11,7 +11,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.read.store import Store
-from bucketline.store.sync.transfer.download import Downloader
+from bucketline.store.transfer.download import Downloader
 from bucketline.store.write.describe import sent_note
 
 if TYPE_CHECKING:

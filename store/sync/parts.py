@@ -21,7 +21,7 @@ from bucketline.files.sparse_file import make_sparse
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.sync.mirror_source import MirroredStore, MirrorSource
-from bucketline.store.sync.transfer.sender import ShardSender
+from bucketline.store.transfer.sender import ShardSender
 from bucketline.store.write.describe import noted_description, sent_note
 from bucketline.store.write.publish import prepare_store
 

@@ -30,8 +30,8 @@ from bucketline.store.remote.generations import newest_generation, read_generati
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.sync.push import note_pushed
 from bucketline.store.sync.selection import PullSelection
-from bucketline.store.sync.transfer.download import Downloader, is_there
-from bucketline.store.sync.transfer.upload import LISTS, MAX_LIST_BYTES
+from bucketline.store.transfer.download import Downloader, is_there
+from bucketline.store.transfer.upload import LISTS, MAX_LIST_BYTES
 from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.publish import changing, prepare_store
 

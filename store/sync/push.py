@@ -23,8 +23,8 @@ from bucketline.store.remote.generations import (
     read_generation,
     refuse_without_put_if_absent,
 )
-from bucketline.store.sync.transfer.sender import noted
-from bucketline.store.sync.transfer.upload import Uploader, send_lists
+from bucketline.store.transfer.sender import noted
+from bucketline.store.transfer.upload import Uploader, send_lists
 from bucketline.store.write.newest import existing_manifest
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.objects import ObjectFolder
-    from bucketline.store.sync.transfer.upload import Sent
+    from bucketline.store.transfer.upload import Sent
 
 PUSHED = "pushed.json"  # next to the manifest: which generation is at which URL, for when this store has removed it
 _MAX_NOTE_BYTES = 1 << 20

@@ -16,7 +16,7 @@ from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name
-from bucketline.store.sync.transfer.download import Downloader
+from bucketline.store.transfer.download import Downloader
 from bucketline.store.verify.strays import FolderCheck
 from bucketline.store.verify.verify import Fault, Verified, verify
 from bucketline.store.write.publish import prepare_store

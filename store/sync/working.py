@@ -9,14 +9,15 @@ import numpy as np
 
 from bucketline.errors import StoreError
 from bucketline.files.locks import FileLock
+from bucketline.store.change.commit import ATTEMPTS, overtaken
 from bucketline.store.change.merge import fingerprint_of
 from bucketline.store.remote.generations import refuse_without_put_if_absent
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.sync.mirror import ATTEMPTS, Mirror
+from bucketline.store.sync.mirror import Mirror
 from bucketline.store.sync.mirror_source import MirroredStore, MirrorSource
 from bucketline.store.sync.pull import get_lists
-from bucketline.store.sync.transfer.sender import ShardSender, remove_pending, send_shard, sent_shards
-from bucketline.store.sync.transfer.upload import Uploader, send_lists
+from bucketline.store.transfer.sender import ShardSender, remove_pending, send_shard, sent_shards
+from bucketline.store.transfer.upload import Uploader, send_lists
 from bucketline.store.write.publish import prepare_store, publish
 from bucketline.typed_json import first_difference
 
@@ -123,7 +124,7 @@ class WorkingStore:
             changed = publish(self.path, newest, new, dropped, local.rules)
             if changed.digest == newest.digest:
                 return newest
-        raise StoreError(f"{self.objects.url}: {ATTEMPTS} times another writer committed first; rerun the command")
+        raise overtaken(self.objects)
 
     def change(self, operation: Callable[[], Manifest]) -> Manifest:
         """Commit the generation that `operation` publishes in the folder. Return the bucket's newest generation.
@@ -142,7 +143,7 @@ class WorkingStore:
                     self._mirror.let_columns_go(entry)
                 return committed
             self._mirror.refresh(keeps_copies=True)
-        raise StoreError(f"{self.objects.url}: {ATTEMPTS} times another writer committed first; rerun the command")
+        raise overtaken(self.objects)
 
     def _dropped(self, base: Manifest | None, local: Manifest, added: list[str]) -> list[bytes]:
         """Return the digests of samples that were live in `base` and are in no shard of `local`."""

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.atomic_write import explaining, is_aside, sync_folder, write_or_explain
+from bucketline.files.atomic_write import explaining, is_aside, sync_folder
 from bucketline.files.locks import FileLock
+from bucketline.store.folder import LocalFolder
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import COPY_PREFIX, ENGINE, FORMAT_VERSION, shard_paths
 from bucketline.store.format.manifest import Manifest, generations, read_manifest, sealed, write_manifest
@@ -34,6 +35,7 @@ from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import DROPPED_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.write.attempts import remove_attempts
+from bucketline.store.write.change_base import ChangeBase
 from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.newest import existing_manifest, is_published, listed_by_any
 from bucketline.store.write.seal import may_have_commits, seal_apart
@@ -246,28 +248,27 @@ def publish(
                 if buckets.setdefault(bucket.name, bucket) != bucket:
                     raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
             added.append(entry)
-        generation = next_generation(store, manifest)
-        shards = replaced(store, manifest.shards, added, dropped, generation)
+        base = ChangeBase(folder=LocalFolder(store), manifest=manifest, number=next_generation(store, manifest), path=store)
+        shards = replaced(base, added, dropped)
         rules = manifest.rules if rules is None else rules
         if tuple(shards) == manifest.shards and rules == manifest.rules:
             return manifest
         ordered = tuple(buckets[name] for name in sorted(buckets))
-        return publish_shards(store, dataclasses.replace(manifest, buckets=ordered, rules=rules), shards, generation)
+        return publish_shards(store, dataclasses.replace(manifest, buckets=ordered, rules=rules), shards, base.number)
 
 
-def replaced(
-    store: Path, shards: Sequence[ShardEntry], added: Sequence[ShardEntry], dropped: Iterable[bytes], generation: int
-) -> list[ShardEntry]:
-    """Return the old and added shards' entries, without samples that are dropped or that a later added shard holds.
+def replaced(base: ChangeBase, added: Sequence[ShardEntry], dropped: Iterable[bytes]) -> list[ShardEntry]:
+    """Return entries of the base's and the added shards, without samples that are dropped or that a later added shard holds.
 
     Each shard is scanned once, or searched for the candidates, whichever is cheaper: the time grows with the number of samples,
     not with samples times shards (`python -m bucketline.bench listing_against_store`).
     """
+    shards = base.manifest.shards
     entries = [*shards, *added]
     keys = [as_keys(list(dropped))]
     holders = [np.full(len(keys[0]), len(entries))]  # a dropped sample's row is removed from every shard
     for ordinal, entry in enumerate(added, len(shards)):
-        keys.append(SealedShard(store, entry).keys())
+        keys.append(base.shard(entry).keys())
         holders.append(np.full(entry.samples, ordinal))
     newer = np.concatenate(keys)
     if not len(newer):
@@ -276,7 +277,7 @@ def replaced(
     newer, holder = newer[order], np.concatenate(holders)[order]
     first = np.flatnonzero(np.append(True, newer[1:] != newer[:-1]))
     newest = _Newest(keys=newer[first], shard=np.maximum.reduceat(holder, first))
-    return [_without(store, entry, newest, ordinal, generation) for ordinal, entry in enumerate(entries)]
+    return [_without(base, entry, newest, ordinal) for ordinal, entry in enumerate(entries)]
 
 
 def publish_shards(store: Path, manifest: Manifest, shards: Sequence[ShardEntry], generation: int) -> Manifest:
@@ -318,9 +319,9 @@ class _Newest:
         return np.flatnonzero((self.keys[at] == own) & (self.shard[at] > ordinal))
 
 
-def _without(store: Path, entry: ShardEntry, newest: _Newest, ordinal: int, generation: int) -> ShardEntry:
+def _without(base: ChangeBase, entry: ShardEntry, newest: _Newest, ordinal: int) -> ShardEntry:
     """Return a shard's entry without samples that are dropped or held by a later shard; writes its list of dropped rows."""
-    shard = SealedShard(store, entry)
+    shard = base.shard(entry)
     positions = newest.positions_in(shard, ordinal)
     if not len(positions):
         return entry
@@ -344,7 +345,7 @@ def _without(store: Path, entry: ShardEntry, newest: _Newest, ordinal: int, gene
         if is_bucket(group)
     }
     data = encode_dropped({group: values for group, values in merged.items() if len(values)}, entry.shard_id)
-    write_or_explain(shard.paths.dropped(generation), data)
+    base.write_list(shard, data)
     groups: Mapping[str, GroupEntry] = {
         name: dataclasses.replace(group, dropped=len(merged.get(name, ()))) for name, group in entry.groups.items()
     }
@@ -352,7 +353,7 @@ def _without(store: Path, entry: ShardEntry, newest: _Newest, ordinal: int, gene
         entry,
         groups=dict(groups),
         record_bytes=record_bytes,
-        dropped=DroppedEntry(generation=generation, num_bytes=len(data), digest=bytes_digest(data)),
+        dropped=DroppedEntry(generation=base.number, num_bytes=len(data), digest=bytes_digest(data)),
     )
 
 

@@ -11,7 +11,6 @@ from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.folder import LocalFolder
 from bucketline.store.remote.generations import find_newest, newest_generation
-from bucketline.store.sync.changes import drop_objects
 from tests.building import make_store, samples_of
 from tests.object_storage import in_memory
 
@@ -45,7 +44,7 @@ def change(folder: Folder) -> None:
     if isinstance(folder, LocalFolder):
         drop(folder.path, [SAMPLES[3].id])
     else:
-        drop_objects(folder, [SAMPLES[3].id])  # type: ignore[arg-type]
+        drop(folder, [SAMPLES[3].id])  # type: ignore[arg-type]
 
 
 def test_a_writer_continues_from_the_newest_generation_that_is_left(folder: Folder) -> None:

@@ -24,9 +24,9 @@ MOMENTS = {
     "move": ("bucketline.store.write.seal", "move_durably"),
     "publish": ("bucketline.ingest.packing.target", "publish"),
     "manifest": ("bucketline.store.format.manifest", "write_or_explain"),
-    "send": ("bucketline.store.sync.transfer.upload", "Uploader._send"),
-    "note": ("bucketline.store.sync.transfer.sender", "note_description"),
-    "shorten": ("bucketline.store.sync.transfer.sender", "make_sparse"),
+    "send": ("bucketline.store.transfer.upload", "Uploader._send"),
+    "note": ("bucketline.store.transfer.sender", "note_description"),
+    "shorten": ("bucketline.store.transfer.sender", "make_sparse"),
     "url-commit": ("bucketline.store.sync.mirror", "commit"),
     "let-go": ("bucketline.store.sync.mirror", "Mirror.let_go"),
     "never": ("bucketline.store.sync.mirror", "mirrored"),  # no pack calls it

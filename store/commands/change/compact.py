@@ -56,7 +56,7 @@ class Compact(ChangingArguments):
         gc_older_than_s, shard_bytes, dry_run = older_than_s if self.gc else None, self.shard_size_mib << 20, self.dry_run
         with byte_progress("compact") as on_bytes:
             if isinstance(self.store, str):
-                from bucketline.store.sync.changes import compact_objects
+                from bucketline.store.sync.compact import compact_objects
 
                 change = partial(compact_objects, self.objects(self.store))
             else:

@@ -41,12 +41,7 @@ class Drop(ChangingArguments):
         from bucketline.store.change.drop import drop, read_ids
 
         ids = (*self.ids, *(read_ids(self.from_file) if self.from_file else ()))
-        if isinstance(self.store, str):
-            from bucketline.store.sync.changes import drop_objects
-
-            done = drop_objects(self.objects(self.store), ids, dry_run=self.dry_run)
-        else:
-            done = drop(self.store, ids, dry_run=self.dry_run)
+        done = drop(self.path_or_objects(self.store), ids, dry_run=self.dry_run)
         if self.json:
             report = {"generation": done.generation, "dropped": list(done.ids), "samples": done.samples}
             print_json({**report, "dry_run": self.dry_run})
@@ -65,12 +60,7 @@ class Drop(ChangingArguments):
 
         if self.ids or self.from_file:
             raise UsageError("ids and --shard are both given; use one command for each")
-        if isinstance(self.store, str):
-            from bucketline.store.sync.changes import drop_shard_objects
-
-            done = drop_shard_objects(self.objects(self.store), self.shard, dry_run=self.dry_run)
-        else:
-            done = drop_shards(self.store, self.shard, dry_run=self.dry_run)
+        done = drop_shards(self.path_or_objects(self.store), self.shard, dry_run=self.dry_run)
         if self.json:
             report = {"generation": done.generation, "shards": list(done.shards), "dropped": list(done.ids)}
             print_json({**report, "dropped_samples": done.dropped, "samples": done.samples, "dry_run": self.dry_run})

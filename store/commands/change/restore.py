@@ -36,12 +36,7 @@ class Restore(ChangingArguments):
             return self._list()
         from bucketline.store.change.restore import restore
 
-        if isinstance(self.store, str):
-            from bucketline.store.sync.changes import restore_objects
-
-            done = restore_objects(self.objects(self.store), self.generation, dry_run=self.dry_run)
-        else:
-            done = restore(self.store, self.generation, dry_run=self.dry_run)
+        done = restore(self.path_or_objects(self.store), self.generation, dry_run=self.dry_run)
         if self.json:
             print_json({**asdict(done), "dry_run": self.dry_run})
             return 0
@@ -58,14 +53,8 @@ class Restore(ChangingArguments):
 
     def _list(self) -> int:
         from bucketline.store.change.restore import earlier_generations
-        from bucketline.store.write.newest import existing_manifest
 
-        if isinstance(self.store, str):
-            from bucketline.store.sync.changes import earlier_objects
-
-            newest, found = earlier_objects(self.objects(self.store))
-        else:
-            newest, found = existing_manifest(self.store).generation, earlier_generations(self.store)
+        newest, found = earlier_generations(self.path_or_objects(self.store))
         if self.json:
             print_json({"generation": newest, "generations": [asdict(earlier) for earlier in found]})
             return 0

@@ -19,9 +19,9 @@ from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.remote.generations import find_newest
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
-from bucketline.store.sync.transfer import sender
-from bucketline.store.sync.transfer.sender import PendingNotes, pending_shards
 from bucketline.store.sync.working import WorkingStore
+from bucketline.store.transfer import sender
+from bucketline.store.transfer.sender import PendingNotes, pending_shards
 from bucketline.store.verify.verify import verify
 from tests.object_storage import in_memory
 from tests.reading import everything

@@ -13,15 +13,15 @@ from bucketline.files.locks import FileLock
 from bucketline.ingest.pipeline import slice_packer
 from bucketline.ingest.pipeline.row_writer import BATCHES_WAITING
 from bucketline.store import Store
+from bucketline.store.change.drop import drop
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import mirror as mirror_module
-from bucketline.store.sync.changes import drop_objects
 from bucketline.store.sync.mirror import Mirror
 from bucketline.store.sync.pull import pull
-from bucketline.store.sync.transfer import upload
-from bucketline.store.sync.transfer.sender import ShardSender
 from bucketline.store.sync.verify import verify_objects
+from bucketline.store.transfer import upload
+from bucketline.store.transfer.sender import ShardSender
 from bucketline.store.verify.verify import verify
 from tests import object_storage
 from tests.commands import Ran, call
@@ -342,7 +342,7 @@ def test_a_drop_of_another_writer_is_kept(
 
     def late(*args: object, **more: object) -> bool:
         monkeypatch.setattr(mirror_module, "commit", commit)
-        drop_objects(place, [dropped])
+        drop(place, [dropped])
         return commit(*args, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(mirror_module, "commit", late)

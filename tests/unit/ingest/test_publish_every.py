@@ -13,7 +13,6 @@ from bucketline.ingest.packing.target import PackTarget
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.remote.generations import newest_generation
-from bucketline.store.sync.changes import drop_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.verify.verify import verify
 from tests.commands import Ran, call, forked_ranks
@@ -126,7 +125,7 @@ def test_a_store_in_object_storage_gets_generations_too(
             pull(place, tmp_path / "second.store")
             held = everything(Store.open(tmp_path / "second.store"))
             dropped.append(next(iter(held.values()))[0].record.id)
-            drop_objects(place, dropped)
+            drop(place, dropped)
 
     on_commit(monkeypatch, look)
     done = pack(source, place.url, model, *ALWAYS, "--work", tmp_path / "work").json

@@ -10,8 +10,8 @@ from bucketline.store import Store
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.sync import mirror as mirror_module
 from bucketline.store.sync.pull import pull
-from bucketline.store.sync.transfer import upload
 from bucketline.store.sync.verify import verify_objects
+from bucketline.store.transfer import upload
 from tests import object_storage
 from tests.commands import Ran, call
 from tests.reading import everything

@@ -9,12 +9,14 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store, add_column
+from bucketline.store.change.drop import drop
+from bucketline.store.change.restore import restore
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.changes import compact_objects, drop_objects, restore_objects
 from bucketline.store.sync.collect import collect_objects
+from bucketline.store.sync.compact import compact_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.sync.selection import PullSelection
@@ -111,14 +113,14 @@ def test_a_selection_is_pulled_with_it(own: Path, objects: ObjectFolder, tmp_pat
 
 def test_a_drop_a_compaction_and_gc_at_the_url_keep_it(objects: ObjectFolder, tmp_path: Path, remote: RemoteOptions) -> None:
     added = add_column(objects.url, "mask", mask_of, remote=remote, work=tmp_path / "work")
-    drop_objects(objects, ["a/train/64x64/3.png"])
+    drop(objects, ["a/train/64x64/3.png"])
     compact_objects(objects, shard_bytes=1 << 24)
     collect_objects(objects, 0)
     expect_masks(objects.url, NUM - 1, remote)
     assert is_clean(objects)
     assert len(list(objects.names("shards"))) == 3 + PER_SHARD
     with pytest.raises(StoreError):
-        restore_objects(objects, added.generation)
+        restore(objects, added.generation)
 
 
 def test_an_earlier_generation_at_the_url_is_restored_with_and_without_it(
@@ -126,9 +128,9 @@ def test_an_earlier_generation_at_the_url_is_restored_with_and_without_it(
 ) -> None:
     older = newest_generation(objects).generation
     added = add_column(objects.url, "mask", mask_of, remote=remote, work=tmp_path / "work")
-    restore_objects(objects, older)
+    restore(objects, older)
     assert newest_generation(objects).added == {}
-    restore_objects(objects, added.generation)
+    restore(objects, added.generation)
     expect_masks(objects.url, NUM, remote)
 
 
@@ -140,7 +142,7 @@ def test_the_loser_of_a_race_adds_it_to_the_winners_generation(
     def value(sample_id: str) -> Any:
         if not dropped:
             dropped.append("b/train/64x64/1.png")
-            drop_objects(objects, dropped)
+            drop(objects, dropped)
         return mask_of(sample_id)
 
     assert add_column(objects.url, "mask", value, remote=remote, work=tmp_path / "work").rows == NUM

@@ -11,17 +11,20 @@ import pytest
 
 from bucketline.errors import StoreError
 from bucketline.store import Store
+from bucketline.store.change import commit as commit_module
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
+from bucketline.store.change.drop_shards import drop_shards
+from bucketline.store.change.restore import restore
 from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import mirror as mirror_module
-from bucketline.store.sync.changes import compact_objects, drop_objects, drop_shard_objects, restore_objects
 from bucketline.store.sync.collect import UNLISTED_S, collect_objects
+from bucketline.store.sync.compact import compact_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
-from bucketline.store.sync.transfer.sender import pending_shards
 from bucketline.store.sync.verify import verify_objects
+from bucketline.store.transfer.sender import pending_shards
 from bucketline.store.verify.verify import verify
 from tests.building import add_samples, samples_of, store_writer
 from tests.object_storage import in_memory
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from bucketline.store.folder import ListedFile
     from tests.object_storage import S3Bucket
 
+COMMITTING = (commit_module, mirror_module)
 DROPPED = ["first/train/64x64/3.png", "second/train/96x64/0.png"]
 
 
@@ -91,19 +95,19 @@ def aged(monkeypatch: pytest.MonkeyPatch, seconds: float, below: str = "") -> No
 
 
 def test_a_drop_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
-    dry = drop_objects(folder, DROPPED, dry_run=True)
+    dry = drop(folder, DROPPED, dry_run=True)
     assert (dry.generation, dry.samples) == (2, 51)
     assert newest_generation(folder).generation == 2
-    done = drop_objects(folder, DROPPED)
+    done = drop(folder, DROPPED)
     drop(own, DROPPED)
     assert (done.generation, done.samples) == (3, 51)
     assert everything(pulled(folder, tmp_path / "pulled.store")) == everything(Store.open(own))
     with pytest.raises(StoreError, match=r"a\.store has no sample 'first/train/64x64/3\.png'"):
-        drop_objects(folder, DROPPED)
+        drop(folder, DROPPED)
 
 
 def test_a_compaction_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
-    drop_objects(folder, DROPPED)
+    drop(folder, DROPPED)
     drop(own, DROPPED)
     dry = compact_objects(folder, shard_bytes=1 << 24, dry_run=True)
     assert dry.rewritten == ("g0", "g1")
@@ -120,23 +124,23 @@ def test_a_compaction_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, 
 
 
 def test_an_earlier_generation_is_restored(objects: ObjectFolder, own: Path, tmp_path: Path) -> None:
-    drop_objects(objects, DROPPED)
+    drop(objects, DROPPED)
     compact_objects(objects, shard_bytes=1 << 24)
-    assert restore_objects(objects, 2, dry_run=True).is_changed
-    done = restore_objects(objects, 2)
+    assert restore(objects, 2, dry_run=True).is_changed
+    done = restore(objects, 2)
     assert (done.restored, done.generation, done.samples_before, done.samples) == (2, 5, 51, 53)
     assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
-    assert not restore_objects(objects, 2).is_changed
-    restore_objects(objects, 3)  # with its lists of dropped rows
+    assert not restore(objects, 2).is_changed
+    restore(objects, 3)  # with its lists of dropped rows
     assert ids_in(pulled(objects, tmp_path / "third.store")) == ids_in(Store.open(own)) - set(DROPPED)
     collect_objects(objects, 0)
-    with pytest.raises(StoreError, match="has no generation 2 any more"):
-        restore_objects(objects, 2)
+    with pytest.raises(StoreError, match=r"a\.store has no generation 2: it was removed by"):
+        restore(objects, 2)
 
 
 def test_a_shard_is_dropped_whatever_has_become_of_it(objects: ObjectFolder, tmp_path: Path) -> None:
     objects.remove(["shards/g0.lmdb", "shards/g0.index"])
-    done = drop_shard_objects(objects, ["g0"])
+    done = drop_shards(objects, ["g0"])
     assert (done.generation, done.dropped, done.samples) == (3, 39, 14)
     assert pulled(objects, tmp_path / "pulled.store").manifest.samples == 14
 
@@ -153,9 +157,10 @@ def test_of_two_changes_at_once_both_are_made(
             barrier.wait(30)
         return commit(*args, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(mirror_module, "commit", together)
+    for module in COMMITTING:
+        monkeypatch.setattr(module, "commit", together)
     threads = [
-        threading.Thread(target=lambda: done.append(drop_objects(folder, DROPPED).generation)),
+        threading.Thread(target=lambda: done.append(drop(folder, DROPPED).generation)),
         threading.Thread(target=lambda: done.append(compact_objects(folder, shard_bytes=1 << 24).generation)),
     ]
     for thread in threads:
@@ -202,7 +207,7 @@ def test_the_same_change_twice_at_once_uses_different_lists(folder: ObjectFolder
     def run(sample_id: str) -> None:
         barrier.wait()
         try:
-            drop_objects(folder, [sample_id])
+            drop(folder, [sample_id])
         except Exception as error:  # noqa: BLE001 - whatever it is
             failed.append(error)
 
@@ -220,14 +225,15 @@ def test_a_change_that_dies_before_its_commit_changes_nothing(
     objects: ObjectFolder, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(mirror_module, "commit", lambda *_, **__: 1 / 0)
+        for module in COMMITTING:
+            patched.setattr(module, "commit", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            drop_objects(objects, DROPPED)
+            drop(objects, DROPPED)
         with pytest.raises(ZeroDivisionError):
             compact_objects(objects, shard_bytes=1 << 24)
     assert newest_generation(objects).generation == 2
     assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
-    assert drop_objects(objects, DROPPED).generation == 3
+    assert drop(objects, DROPPED).generation == 3
 
 
 def test_only_what_no_generation_lists_is_collected(
@@ -235,7 +241,7 @@ def test_only_what_no_generation_lists_is_collected(
 ) -> None:
     objects.write("shards/upload.lmdb", b"another writer's")
     objects.write("shards/g0.dropped-77", b"another writer's")
-    drop_objects(objects, DROPPED)
+    drop(objects, DROPPED)
     before = names(objects)
     kept = collect_objects(objects, 3600)
     assert (kept.generations, kept.files) == ((), ())
@@ -296,7 +302,7 @@ def test_damaged_objects_are_dropped_with_their_shard_or_pushed_again(objects: O
     push(own, objects)
     assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
     objects.write("shards/g1.index", b"nothing")
-    assert drop_shard_objects(objects, ["g1"]).generation == 3
+    assert drop_shards(objects, ["g1"]).generation == 3
     (fault,) = verify_objects(objects, lambda _: None, 1).corrupt
     assert "g1.index has 7 bytes, generation 2 says" in fault.error  # as on a disk: a run may be planned on that generation
     collect_objects(objects, 0)
@@ -305,8 +311,8 @@ def test_damaged_objects_are_dropped_with_their_shard_or_pushed_again(objects: O
 
 def test_a_late_hint_does_not_hide_the_newest_generation_after_a_collection(objects: ObjectFolder) -> None:
     hint = objects.read("manifest.json")
-    drop_objects(objects, DROPPED)
-    drop_objects(objects, ["first/train/64x64/4.png"])
+    drop(objects, DROPPED)
+    drop(objects, ["first/train/64x64/4.png"])
     objects.write("manifest.json", hint)  # a slow writer's
     collect_objects(objects, 0)
     assert newest_generation(objects).generation == 4
@@ -318,11 +324,11 @@ def test_a_change_after_an_old_hint_continues_from_the_newest_generation(
     """Garbage collection has removed the generations between, so that the newest one does not follow the hint."""
     hint = objects.read("manifest.json")
     for sample_id in DROPPED:
-        drop_objects(objects, [sample_id])
-    drop_objects(objects, ["first/train/64x64/4.png"])
+        drop(objects, [sample_id])
+    drop(objects, ["first/train/64x64/4.png"])
     collect_objects(objects, 0)
     objects.write("manifest.json", hint)  # a slow writer's, or one that somebody has put back
-    assert drop_objects(objects, ["first/train/64x64/5.png"]).generation == 6
+    assert drop(objects, ["first/train/64x64/5.png"]).generation == 6
     dropped = {*DROPPED, "first/train/64x64/4.png", "first/train/64x64/5.png"}
     assert ids_in(pulled(objects, tmp_path / "pulled.store")) == ids_in(Store.open(own)) - dropped
 
@@ -332,8 +338,8 @@ def test_a_slow_collection_does_not_hide_what_is_committed_and_collected_meanwhi
 ) -> None:
     def overtaken(*arguments: Any) -> tuple[set[str], list[str]]:
         monkeypatch.undo()
-        drop_objects(objects, DROPPED)
-        drop_objects(objects, ["first/train/64x64/4.png"])
+        drop(objects, DROPPED)
+        drop(objects, ["first/train/64x64/4.png"])
         collect_objects(objects, 0)
         return pending_shards(*arguments)
 
@@ -364,19 +370,19 @@ def test_verify_names_what_is_damaged(objects: ObjectFolder) -> None:
     errors = [fault.error for fault in verify_objects(objects, lambda _: None, 1).corrupt]
     assert any("g0.index is missing" in error for error in errors)
     assert any("the manifest says that it is longer" in error for error in errors)
-    drop_shard_objects(objects, ["g0"])
+    drop_shards(objects, ["g0"])
     objects.write("generations/2.json", b"{}")
     assert any("generations/2.json is damaged" in f.error for f in verify_objects(objects, lambda _: None, 1).corrupt)
 
 
 def test_a_generation_that_was_collected_is_not_written_again_for_an_old_hint(objects: ObjectFolder) -> None:
     hint = objects.read("manifest.json")
-    drop_objects(objects, DROPPED)
-    drop_objects(objects, ["first/train/64x64/4.png"])
+    drop(objects, DROPPED)
+    drop(objects, ["first/train/64x64/4.png"])
     collect_objects(objects, 0)
     objects.write("manifest.json", hint)  # a slow writer's, or one that somebody has put back
     collect_objects(objects, 0)
     assert list(listed_generations(objects)) == [4]
     objects.write("manifest.json", hint)
-    drop_objects(objects, ["first/train/64x64/5.png"])
+    drop(objects, ["first/train/64x64/5.png"])
     assert list(listed_generations(objects)) == [4, 5]

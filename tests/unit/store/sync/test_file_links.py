@@ -13,10 +13,10 @@ from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.changes import compact_objects, drop_objects
 from bucketline.store.sync.collect import collect_objects
+from bucketline.store.sync.compact import compact_objects
 from bucketline.store.sync.push import push
-from bucketline.store.sync.transfer.sender import remove_pending
+from bucketline.store.transfer.sender import remove_pending
 from bucketline.store.verify.verify import verify
 from tests.building import add, make_sample, make_store, open_writer, samples_of, tree
 
@@ -129,7 +129,7 @@ def test_what_a_local_writer_has_committed_is_not_removed_with_notes_of_packs(pl
     assert sorted(path.name for path in (place / "pending").iterdir()) == ["left.lmdb", "odd"]
     drop(place, [SAMPLES[1].id])
     assert Store.open(place).manifest.samples == 3
-    drop_objects(folder, [SAMPLES[2].id])
+    drop(folder, [SAMPLES[2].id])
     store = Store.open(place)
     assert store.manifest.samples == 2
     assert not verify(store, lambda _: None, 1).corrupt

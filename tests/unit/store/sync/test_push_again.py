@@ -21,12 +21,12 @@ from bucketline.store.format.manifest import dump_manifest, read_manifest
 from bucketline.store.remote.generations import commit, newest_generation
 from bucketline.store.remote.lines import encode_lines, lines_name
 from bucketline.store.sync import mirror as mirror_module
-from bucketline.store.sync.changes import compact_objects
 from bucketline.store.sync.collect import UNLISTED_S, collect_objects
-from bucketline.store.sync.mirror import Mirror, mirrored
+from bucketline.store.sync.compact import compact_objects
+from bucketline.store.sync.mirror import Mirror
 from bucketline.store.sync.pull import pull
-from bucketline.store.sync.transfer.sender import pending_shards
 from bucketline.store.sync.verify import verify_objects
+from bucketline.store.transfer.sender import pending_shards
 from bucketline.store.verify.verify import verify
 from tests.building import add_samples, make_sample, make_store, rewrite_manifest, samples_of, store_writer
 from tests.object_storage import in_memory
@@ -346,11 +346,11 @@ def test_a_restore_whose_shards_are_collected_meanwhile_commits_nothing(own: Pat
     drop(own, [FIRST[0].id])
     compact(own, shard_bytes=1 << 24)
     push(own, folder)
-    with mirrored(folder) as mirror:
-        mirror.refresh()
-        mirror.add_generation(read_manifest(own, 1))
-        restore(mirror.path, 1)
+
+    def collecting(_: ObjectFolder) -> None:  # after the first look, before the commit
         folder.remove(["shards/g0.lmdb"])
-        with pytest.raises(StoreError, match=r"shards/g0\.lmdb is not there any more.*nothing was committed"):
-            mirror.commit(read_manifest(mirror.path))
+
+    monkeypatch.setattr("bucketline.store.change.commit.refuse_without_put_if_absent", collecting)
+    with pytest.raises(StoreError, match=r"generation 1 of .* cannot be restored: .*g0\.lmdb is missing; nothing was changed"):
+        restore(folder, 1)
     assert newest_generation(folder).generation == 3

@@ -19,12 +19,12 @@ from bucketline.store.remote import objects as objects_module
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.lines import decode_lines, encode_lines
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.changes import compact_objects, drop_objects
+from bucketline.store.sync.compact import compact_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import PUSHED, push
 from bucketline.store.sync.selection import PullSelection
-from bucketline.store.sync.transfer import download, upload
 from bucketline.store.sync.verify import verify_objects
+from bucketline.store.transfer import download, upload
 from bucketline.store.verify.verify import verify
 from tests.building import Sample, add_samples, flip_bit, make_sample, make_store, samples_of, store_writer, tree
 from tests.commands import call
@@ -146,7 +146,7 @@ def test_ragged_groups_go_there_and_back(tmp_path: Path) -> None:
     assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(made.path)
     pull(folder, tmp_path / "val.store", PullSelection(split="val"))
     expect_read(expect_whole(tmp_path / "val.store"), RAGGED, [item for item in items if item.bucket.startswith("val/")])
-    drop_objects(folder, [items[0].id])
+    drop(folder, [items[0].id])
     compact_objects(folder, shard_bytes=1 << 24)
     pull(folder, tmp_path / "compact.store")
     expect_read(expect_whole(tmp_path / "compact.store"), RAGGED, items[1:])

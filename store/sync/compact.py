@@ -1,68 +1,25 @@
-"""Changes to a store in object storage: drop, compact, restore. Each works on a mirror of it, and is committed at the end."""
+"""Compact a store in object storage: in a mirror of it that has the shards to rewrite, committed at the end."""
 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.errors import StoreError
 from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
-from bucketline.store.change.drop_shards import drop_shards
-from bucketline.store.change.restore import Earlier, restore
 from bucketline.store.format.manifest import read_manifest
-from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
 from bucketline.store.sync.collect import collect_objects
 from bucketline.store.sync.mirror import change
 from bucketline.store.write.publish import next_generation, publish_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from bucketline.store.change.compact import Compacted
-    from bucketline.store.change.drop import Dropped
-    from bucketline.store.change.drop_shards import DroppedShards
-    from bucketline.store.change.restore import Restored
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
     from bucketline.store.sync.mirror import Mirror
-
-
-def drop_objects(objects: ObjectFolder, ids: Iterable[str], *, dry_run: bool = False) -> Dropped:
-    """Drop samples, as `drop` does."""
-    wanted = tuple(ids)
-    return change(objects, lambda mirror: drop(mirror.path, wanted, dry_run=dry_run), dry_run=dry_run)
-
-
-def drop_shard_objects(objects: ObjectFolder, names: Iterable[str], *, dry_run: bool = False) -> DroppedShards:
-    """Drop complete shards, as `drop_shards` does; their samples are not named, since their data is not read."""
-    wanted = tuple(names)
-    return change(objects, lambda mirror: drop_shards(mirror.path, wanted, dry_run=dry_run), dry_run=dry_run, sidecars=False)
-
-
-def restore_objects(objects: ObjectFolder, generation: int, *, dry_run: bool = False) -> Restored:
-    """Make an earlier generation the newest one again, as `restore` does."""
-
-    def restored(mirror: Mirror) -> Restored:
-        newest = newest_generation(objects, lists=True)
-        if generation < newest.generation:
-            mirror.add_generation(read_generation(objects, generation, newest))
-        return restore(mirror.path, generation, dry_run=dry_run)
-
-    return change(objects, restored, dry_run=dry_run)
-
-
-def earlier_objects(objects: ObjectFolder) -> tuple[int, list[Earlier]]:
-    """Return the newest generation's number, and those that can be read, the newest first, as `earlier_generations` does."""
-    newest, found = newest_generation(objects, lists=True), []
-    for number, file in listed_generations(objects).items():
-        with suppress(StoreError):
-            samples = read_generation(objects, number, newest).samples
-            found.append(Earlier(generation=number, samples=samples, published=file.modified_s))
-    return newest.generation, sorted(found, key=lambda earlier: -earlier.generation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest_entries import SHARD_NAME
 from bucketline.store.read.lost_files import files_of
-from bucketline.store.sync.transfer.upload import FRESH_S, Uploader
+from bucketline.store.transfer.upload import FRESH_S, Uploader
 from bucketline.store.write.describe import SENT, Described, describe_shard, note_description, noted_description
 
 if TYPE_CHECKING:
