@@ -12,11 +12,12 @@ import logging
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, Union
 
 from bucketline.errors import BucketlineError, UsageError
+from bucketline.extensions import Extensions
 from bucketline.extras import extra_named
 
 if TYPE_CHECKING:
@@ -41,19 +42,46 @@ class Version:
         return 0
 
 
-def run_one_of(prog: str, description: str, commands: Mapping[str, type[Command]], args: Sequence[str] | None) -> int:
-    """Parse `prog NAME …` into the dataclass of the command NAME, run it and return the exit code."""
+def commands(program: str, ours: Mapping[str, str]) -> Extensions[type[Command]]:
+    """Return a program's commands, `MODULE:CLASS` by name, and those that packages declare as entry points.
+
+    The group of `store` is `bucketline.store_commands`. A command is a dataclass of its options, with `Command`'s method.
+    """
+
+    def is_command(found: object) -> bool:
+        return isinstance(found, type) and is_dataclass(found) and callable(getattr(found, "run", None))
+
+    return Extensions(f"a command of `{program}` called", f"bucketline.{program}_commands", ours, is_command)
+
+
+def run_one_of(prog: str, description: str, commands: Extensions[type[Command]], args: Sequence[str] | None) -> int:
+    """Parse `prog NAME …` into the dataclass of the command NAME, run it and return the exit code.
+
+    Only this command is imported; all are if NAME is none of them, for the help. One that cannot be is left out there.
+    """
     import tyro
 
-    choices = tuple(
-        Annotated[command, tyro.conf.subcommand(name=name, prefix_name=False)]
-        for name, command in {**commands, "version": Version}.items()
-    )
-    union: Any = Union[choices]  # noqa: UP007 - made at run time
+    def known() -> dict[str, type[Command]]:
+        given = next(iter(sys.argv[1:] if args is None else args), "")
+        if (own := commands.own(given)) is not None:
+            return {given: own, "version": Version}
+        found: dict[str, type[Command]] = {}
+        for name in [given] if given in [*commands] else commands:
+            try:
+                found[name] = commands[name]
+            except UsageError as error:
+                if name == given:
+                    raise
+                print_error(error)
+        return {**found, "version": Version}
 
     settings = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues)
 
     def parse_and_run() -> int:
+        choices = tuple(
+            Annotated[command, tyro.conf.subcommand(name=name, prefix_name=False)] for name, command in known().items()
+        )
+        union: Any = Union[choices]  # noqa: UP007 - made at run time
         command: Command = tyro.cli(
             Annotated[union, *settings],
             prog=prog,

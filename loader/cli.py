@@ -5,22 +5,28 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from bucketline.command_line import run_one_of
-from bucketline.loader.commands.peek import Peek
-from bucketline.loader.commands.plan import PlanCommand
-from bucketline.loader.commands.seen import SeenCommand
-from bucketline.loader.commands.serve import Serve
-from bucketline.loader.commands.stats import Stats
-from bucketline.loader.commands.top import Top
+from bucketline.command_line import commands, run_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+COMMANDS = commands(
+    "loader",
+    {
+        "plan": "bucketline.loader.commands.plan:PlanCommand",
+        "peek": "bucketline.loader.commands.peek:Peek",
+        "seen": "bucketline.loader.commands.seen:SeenCommand",
+        "serve": "bucketline.loader.commands.serve:Serve",
+        "stats": "bucketline.loader.commands.stats:Stats",
+        "top": "bucketline.loader.commands.top:Top",
+    },
+)
+
+
 def main(args: Sequence[str] | None = None, prog: str = "loader") -> int:
     """Run the command `loader`."""
-    commands = {"plan": PlanCommand, "peek": Peek, "seen": SeenCommand, "serve": Serve, "stats": Stats, "top": Top}
-    return run_one_of(prog, __doc__ or "", commands, args)
+    return run_one_of(prog, __doc__ or "", COMMANDS, args)
 
 
 if __name__ == "__main__":

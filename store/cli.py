@@ -5,43 +5,30 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from bucketline.command_line import run_one_of
-from bucketline.store.commands.change.compact import Compact
-from bucketline.store.commands.change.drop import Drop
-from bucketline.store.commands.change.merge import Merge
-from bucketline.store.commands.change.repair import Repair
-from bucketline.store.commands.change.restore import Restore
-from bucketline.store.commands.export import Export
-from bucketline.store.commands.get import Get
-from bucketline.store.commands.info import Info
-from bucketline.store.commands.ls import Ls
-from bucketline.store.commands.remote.cache import Cache
-from bucketline.store.commands.remote.pull import Pull
-from bucketline.store.commands.remote.push import Push
-from bucketline.store.commands.report import Report
-from bucketline.store.commands.verify import Verify
+from bucketline.command_line import commands, run_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bucketline.command_line import Command
-
-COMMANDS: dict[str, type[Command]] = {
-    "info": Info,
-    "report": Report,
-    "ls": Ls,
-    "verify": Verify,
-    "get": Get,
-    "export": Export,
-    "drop": Drop,
-    "compact": Compact,
-    "merge": Merge,
-    "repair": Repair,
-    "restore": Restore,
-    "cache": Cache,
-    "push": Push,
-    "pull": Pull,
-}
+COMMANDS = commands(
+    "store",
+    {
+        "info": "bucketline.store.commands.info:Info",
+        "report": "bucketline.store.commands.report:Report",
+        "ls": "bucketline.store.commands.ls:Ls",
+        "verify": "bucketline.store.commands.verify:Verify",
+        "get": "bucketline.store.commands.get:Get",
+        "export": "bucketline.store.commands.export:Export",
+        "drop": "bucketline.store.commands.change.drop:Drop",
+        "compact": "bucketline.store.commands.change.compact:Compact",
+        "merge": "bucketline.store.commands.change.merge:Merge",
+        "repair": "bucketline.store.commands.change.repair:Repair",
+        "restore": "bucketline.store.commands.change.restore:Restore",
+        "cache": "bucketline.store.commands.remote.cache:Cache",
+        "push": "bucketline.store.commands.remote.push:Push",
+        "pull": "bucketline.store.commands.remote.pull:Pull",
+    },
+)
 
 
 def main(args: Sequence[str] | None = None, prog: str = "store") -> int:

@@ -18,7 +18,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "prompts": ("prompts",),
     },
     "ingest": {
-        "importers": ("importers",),
+        "importers": ("importers", "commands/import_cache.py"),
         "ray": ("on_ray",),
         "peek": ("sheet", "peek.py", "commands/peek.py", "commands/previews.py"),
         "prompts": ("commands/prompts.py",),

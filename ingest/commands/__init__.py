@@ -1,1 +1,1 @@
-"""The subcommands of `ingest` that show samples, one per file; `ingest/cli.py` registers them."""
+"""The subcommands of `ingest`, one per file; `ingest/cli.py` lists them."""

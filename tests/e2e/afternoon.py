@@ -368,7 +368,8 @@ def fault_of_option(page: str, option: str) -> str | None:
     """Return what is wrong with an option of a page: an unknown name, or a value that its command's parser refuses."""
     import tyro
 
-    from bucketline.ingest.cli import Pack, Scan
+    from bucketline.ingest.commands.pack import Pack
+    from bucketline.ingest.commands.scan import Scan
     from bucketline.train.commands.export_model import ExportModel
     from bucketline.train.config import TrainConfig, parse
 

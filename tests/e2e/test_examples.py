@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXAMPLES = {
-    "ingest pack": ingest_cli.Pack,
-    "ingest import": ingest_cli.Import,
-    "ingest scan": ingest_cli.Scan,
+    **{f"ingest {name}": ingest_cli.COMMANDS[name] for name in ("pack", "import", "scan")},
     "ingest prompts": Prompts,
     "ingest peek": IngestPeek,
     **{f"store {name}": command for name, command in store_cli.COMMANDS.items()},
@@ -71,7 +69,7 @@ def run_in(folder: Path, arguments: list[str]) -> Ran:
 
 @pytest.fixture(scope="module")
 def packed(folder: Path) -> Ran:
-    return run_in(folder, example_of(ingest_cli.Pack))
+    return run_in(folder, example_of(ingest_cli.COMMANDS["pack"]))
 
 
 def test_the_example_of_pack_packs(packed: Ran, folder: Path) -> None:
@@ -92,14 +90,14 @@ def test_the_example_of_import_takes_the_latents_next_to_the_images(folder: Path
     for image in (tmp_path / "photos").rglob("*.png"):
         latent = (5.5 * random.standard_normal((4, 12, 16))).astype("f4")
         np.savez(image.with_name(f"{image.stem}_0128x0096_sd.npz"), latents=latent, original_size=[128, 96])
-    done = run_in(tmp_path, example_of(ingest_cli.Import))
+    done = run_in(tmp_path, example_of(ingest_cli.COMMANDS["import"]))
     assert done.code == 0, done.err
     assert "12 samples found = 12 imported + 0 unchanged + 0 rejected" in done.out
     assert Store.open(tmp_path / "imported.store").manifest.samples == 12
 
 
 def test_the_example_of_scan_looks_at_the_same_images(folder: Path) -> None:
-    done = run_in(folder, example_of(ingest_cli.Scan))
+    done = run_in(folder, example_of(ingest_cli.COMMANDS["scan"]))
     assert done.code == 0, done.err
     assert "12 images" in done.out
 

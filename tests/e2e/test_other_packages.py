@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -68,6 +69,34 @@ def test_an_installed_packages_exporter_writes_what_its_importer_reads(
     assert {path.read_text(encoding="utf-8") for path in (tmp_path / "out").glob("*.txt")} == {f"photo {n}" for n in range(3)}
     ran = spawn([BIN / "store", "export", tmp_path / "s", tmp_path / "other", "--format", "npy"])
     assert (ran.code, ran.err) == (2, "error: --format is 'npy', expected webdataset, safetensors, kohya, mds\n")
+
+
+def test_an_installed_packages_report_is_a_command_of_its_own(environment: dict[str, str], cache: Path, tmp_path: Path) -> None:
+    imported = [sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]
+    assert spawn([*imported, "--text", "none", "--dtype", "F32"], **environment).code == 0
+    ran = spawn([BIN / "store", "caption-lengths", tmp_path / "s", "--json"], **environment)
+    assert (ran.code, json.loads(ran.out)) == (0, {"2": 3}), ran.err
+    helped = spawn([BIN / "store", "--help"], **environment)
+    assert (helped.code, helped.err) == (0, "")
+    assert "caption-lengths" in helped.out
+    assert "Count samples by the words of their first caption." in helped.out
+    assert spawn([BIN / "store", "caption-lengths", tmp_path / "s"]).code == 2
+
+
+def test_a_package_whose_command_cannot_be_imported_leaves_the_others_alone(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    there = tmp_path / "there"
+    shutil.copytree(environment["PYTHONPATH"], there)
+    (there / "own_report.py").write_text("import a_library_that_is_missing", encoding="utf-8")
+    helped = spawn([BIN / "store", "--help"], PYTHONPATH=str(there))
+    assert helped.code == 0
+    assert "verify" in helped.out
+    assert "caption-lengths' of own-parts 1.0 cannot be imported (ModuleNotFoundError" in " ".join(helped.err.split())
+    ran = spawn([BIN / "store", "caption-lengths", tmp_path], PYTHONPATH=str(there))
+    assert ran.code == 2
+    assert "install what that package needs" in " ".join(ran.err.split())
+    assert spawn([BIN / "store", "version"], PYTHONPATH=str(there)).code == 0
 
 
 def test_without_the_package_its_importer_is_not_known_and_the_known_ones_are_named(cache: Path, tmp_path: Path) -> None:

@@ -1,0 +1,255 @@
+"""`ingest pack`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.command_line import (
+    counted,
+    human_bytes,
+    human_number,
+    one_line,
+    print_json,
+    print_json_line,
+    printable,
+    torchrun_ranks,
+)
+from bucketline.ingest.commands.printing import entry_line, print_captions_and_notes, print_warnings
+from bucketline.ingest.config import PackConfig
+from bucketline.ingest.images.crop_loss import crop_losses_as_lines
+from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
+from bucketline.store.commands.place import shown
+
+if TYPE_CHECKING:
+    from bucketline.ingest.dry_run import DryRun
+    from bucketline.ingest.packing.finish import PackResult
+    from bucketline.ingest.sources.dataset_file import DatasetEntry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
+    __doc__ = PackConfig.__doc__
+
+    def run(self) -> int:
+        from bucketline.ingest.pack import pack_images
+        from bucketline.ingest.parallel.signals import exit_code_of
+        from bucketline.ingest.sources.dataset_file import is_dataset_file
+
+        if self.engine is not None:
+            _prepare_environment(self)
+        try:
+            if self.dry_run:
+                return self._dry_run()
+            if is_dataset_file(self.source):
+                return self._run_each()
+            summary = pack_images(self, **torchrun_ranks())
+        except KeyboardInterrupt as stop:
+            print(f"interrupted: {_what_is_kept(stop)}", file=sys.stderr)
+            return exit_code_of(stop)
+        if summary is None:
+            return 0
+        if self.json:
+            print_json(asdict(summary))
+        else:
+            _print_summary(summary, self)
+        if summary.too_many_rejects or summary.not_pruned_beyond_limit:
+            _print_beyond_limits(summary, self)
+            return 1
+        return 0 if summary.packed + summary.unchanged else 1
+
+    def _dry_run(self) -> int:
+        """Compare the source, or those of a data set file, with the store."""
+        if torchrun_ranks()["rank"]:
+            return 0  # one process says it for all
+        os.environ["HF_HUB_OFFLINE"] = "1"  # a download would write to the hub's cache; read when huggingface_hub is imported
+        from bucketline.ingest.dataset import dry_run_dataset
+        from bucketline.ingest.dry_run import dry_run
+        from bucketline.ingest.sources.dataset_file import is_dataset_file
+
+        if not is_dataset_file(self.source):
+            report = dry_run(self)
+            if self.json:
+                print_json_line(asdict(report))
+            else:
+                _print_dry_run(report)
+            return 0
+        file, reports = dry_run_dataset(self)
+        if self.json:
+            print_json_line({"sources": {entry.name: asdict(report) for entry, report in reports}, "notes": file.notes})
+            return 0
+        for entry, report in reports:
+            print(entry_line(entry))
+            _print_dry_run(report)
+        print_captions_and_notes({}, file.notes, None)
+        return 0
+
+    def _run_each(self) -> int:
+        """Pack the sources of a data set file."""
+        from bucketline.ingest.dataset import pack_dataset
+
+        def on_result(entry: DatasetEntry, own: PackConfig, summary: PackResult) -> None:
+            if not self.json:
+                print(entry_line(entry))
+                _print_summary(summary, own)
+            _print_beyond_limits(summary, own)
+
+        result = pack_dataset(self, on_result, **torchrun_ranks())
+        if result is None:
+            return 0
+        if self.json:
+            print_json(asdict(result))
+        else:
+            print_captions_and_notes({}, result.notes, None)
+            if result.why_not_readable is None:
+                what = ", ".join(f"{one_line(name)} x {repeats}" for name, repeats in result.repeats.items())
+                print(f"{shown(self.store)}: the loader and the trainer read it as one store ({what})")
+        if result.why_not_readable is not None:
+            print(
+                f"error: {shown(self.store)} cannot be read as one store: {printable(result.why_not_readable)}", file=sys.stderr
+            )
+        return 0 if result.is_good else 1
+
+
+def _prepare_environment(config: PackConfig) -> None:
+    """Set what Ray reads when it is imported: no statistics for others, and if it is started here, for this machine only."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if config.ray_address is None:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray then listens on 127.0.0.1, and nowhere else
+
+
+_STAGES = {"decode": "waiting for images to be decoded", "encode": "encoding", "write": "waiting for the disk"}
+
+
+def _what_is_kept(stop: KeyboardInterrupt) -> str:
+    from bucketline.ingest.parallel.signals import Stopped
+
+    if isinstance(stop, Stopped) and stop.num_encoded:
+        return f"all encoded images are committed ({counted(stop.num_encoded, 'image')}); rerun the command to continue"
+    return "nothing had been encoded yet; rerun the command"
+
+
+def _print_summary(summary: PackResult, config: PackConfig) -> None:
+    rate = summary.packed / max(summary.seconds, 1e-9)
+    print(
+        f"{counted(summary.found, 'image')} found = {summary.packed} packed + {summary.unchanged} unchanged "
+        f"+ {summary.rejected} rejected, in {summary.seconds:.1f} s ({human_number(rate)} packed/s)"
+    )
+    if summary.packed and (total := sum(summary.stage_seconds.values())):
+        shares = (f"{100 * summary.stage_seconds[stage] / total:.0f} % {what}" for stage, what in _STAGES.items())
+        print(f"  of the time {', '.join(shares)}; slowest: {summary.slowest_stage}")
+    for reason, count in summary.rejected_by_reason.items():
+        print(f"  rejected: {count} {reason}")
+    if summary.rejected:
+        print(f"  each with its reason in {shown(config.store / 'rejects.jsonl')}")
+    beyond = f" with more than {config.max_captions} captions (the others are not used in training)"
+    counts = (
+        (summary.latents_kept, "image", " unchanged but for a caption or mtime (its latents are kept)"),
+        (summary.without_caption, "image", " without a caption (packed with the empty one)"),
+        (
+            summary.enlarged,
+            "image",
+            " enlarged to fill its bucket" if summary.enlarged == 1 else " enlarged to fill their bucket",
+        ),
+        (summary.captions_truncated, "caption", " longer than the text encoder accepts (truncated)"),
+        (len(summary.captions_beyond), "image", beyond),
+        (summary.generations_meanwhile, "generation", " published during packing"),
+    )
+    if summary.recaptioned:
+        print(f"  captions are made by other rules: {printable(summary.recaptioned)}; only their text is encoded")
+    for count, noun, what in counts:
+        if count:
+            print(f"  {counted(count, noun)}{what}")
+    for encoder, number in summary.captions_cut.items():
+        print(f"  {counted(number, 'caption')} cut by {encoder}")
+    if summary.captions_cut:
+        first = ", ".join(map(one_line, summary.captions_cut_ids))
+        print(f"  images with cut captions: {first}; each with what was cut in {shown(config.store / LONG_CAPTIONS)}")
+    ids_are_in = f"each in {shown(config.store / WITHOUT_CAPTION)}" if summary.without_caption else None
+    print_captions_and_notes(summary.captions_from, summary.notes, ids_are_in)
+    for line in crop_losses_as_lines(summary.crop_loss):
+        print(f"  {line}")
+    for sample_id in summary.captions_beyond[:10]:
+        print(f"  more captions than kept: {one_line(sample_id)}")
+    print_warnings(summary.captions_without_image, summary.passed_over)
+    _print_dropped_and_kept(summary)
+    if summary.text_error is not None:
+        print(f"  error of the quantised text: {summary.text_error}")
+    print(
+        f"{shown(config.place)}: generation {summary.generation}, {human_bytes(summary.disk_bytes)} on disk, "
+        f"payload {human_bytes(summary.payload_bytes)}"
+    )
+    if not summary.packed + summary.unchanged:
+        print(f"error: not one of {counted(summary.found, 'image')} could be packed", file=sys.stderr)
+
+
+def _print_dry_run(report: DryRun) -> None:
+    print(
+        f"dry run, nothing is written: {counted(report.found, 'image')} found = {report.new} new + {report.changed} changed "
+        f"+ {report.moved} moved to the other split + {report.recaptioned} with other captions or mtime "
+        f"+ {report.unchanged} unchanged + {report.rejected} rejected"
+    )
+    for bucket, count in report.buckets.items():
+        print(f"  to encode, in {bucket}: {counted(count, 'image')}")
+    if report.recaptioned:
+        print(f"  to encode only the text, with the stored latents: {counted(report.recaptioned, 'image')}")
+    for reason, count in report.rejected_by_reason.items():
+        print(f"  rejected: {count} {reason}")
+    if report.too_many_rejects:
+        print("  more rejects than --max-rejects allows: nothing would be dropped, and the exit code would be 1")
+    if report.not_pruned:
+        print(f"  not pruned: {printable(report.not_pruned)}")
+    _print_ids(
+        ("would be dropped, because rejected now", report.dropped, report.dropped_ids),
+        ("would be dropped, because no longer in the source", report.pruned, report.pruned_ids),
+        ("cannot be read now, but kept in the store", report.kept_unreadable, report.kept_unreadable_ids),
+        ("no longer in the source, but kept in the store", report.not_in_source, []),
+    )
+    if report.pending_shards:
+        shards = counted(report.pending_shards, "shard")
+        print(f"  an interrupted run left {shards}, which a pack adopts first; their images are counted as new")
+    print_captions_and_notes({}, report.notes, None)
+    print(f"from the file headers only, so damage after them is not seen; not compared: {report.not_compared}")
+
+
+def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
+    if summary.too_many_rejects:
+        by_reason = ", ".join(f"{count} {reason}" for reason, count in summary.rejected_by_reason.items())
+        print(
+            f"error: {summary.rejected} of {counted(summary.found, 'image')} were rejected ({by_reason}), "
+            f"--max-rejects allows {config.max_rejects}; the other images are packed, and no sample was dropped; "
+            f"each reject's reason is in {shown(config.store / 'rejects.jsonl')}",
+            file=sys.stderr,
+        )
+    if summary.not_pruned_beyond_limit:
+        print(
+            f"error: nothing was pruned: {printable(str(summary.not_pruned))}. If a disk or a folder of the source is "
+            "missing, bring it back; "
+            f"if these images were deleted, add --max-prune {summary.not_pruned_beyond_limit}",
+            file=sys.stderr,
+        )
+
+
+def _print_dropped_and_kept(summary: PackResult) -> None:
+    """Print what happened to rows whose images were rejected, unreadable or missing."""
+    if summary.not_pruned:
+        print(f"  not pruned: {printable(summary.not_pruned)}")
+    _print_ids(
+        ("dropped, because rejected now", summary.dropped, summary.dropped_ids),
+        ("dropped, because no longer in the source", summary.pruned, summary.pruned_ids),
+        ("cannot be read now, but kept in the store", summary.kept_unreadable, summary.kept_unreadable_ids),
+        ("rejected now, but kept because there are too many rejects", summary.kept_beyond_limit, []),
+        ("no longer in the source, but kept in the store", summary.not_in_source, summary.not_in_source_ids),
+        ("of these, with the captions of the rules before", summary.captions_as_before, []),
+    )
+
+
+def _print_ids(*counts: tuple[str, int, list[str]]) -> None:
+    """Print each description with its count and its first ids, if there are any."""
+    for what, count, named in counts:
+        if count:
+            print(f"  {what}: {counted(count, 'sample')}")
+        for sample_id in named:
+            print(f"    {one_line(sample_id)}")

@@ -1,0 +1,116 @@
+"""`ingest scan`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.command_line import (
+    counted,
+    human_bytes,
+    one_line,
+    print_json,
+    printable,
+)
+from bucketline.ingest.commands.printing import entry_line, print_captions_and_notes, print_warnings
+from bucketline.ingest.config import ScanConfig
+from bucketline.ingest.images.crop_loss import crop_losses_as_lines
+from bucketline.store.commands.place import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bucketline.ingest.scan import ScanReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
+    __doc__ = ScanConfig.__doc__
+
+    def run(self) -> int:
+        from bucketline.ingest.scan import scan
+        from bucketline.ingest.sources.dataset_file import is_dataset_file
+
+        if is_dataset_file(self.source):
+            return self._run_each()
+        report = scan(self)
+        if self.json:
+            print_json(asdict(report))
+        else:
+            _print_scan(report)
+            self._print_sheet()
+        return 0 if report.buckets else 1
+
+    def _run_each(self) -> int:
+        """Scan the sources of a data set file."""
+        from bucketline.ingest.dataset import scan_dataset
+
+        file, reports = scan_dataset(self)
+        if self.json:
+            sources = {entry.name: asdict(report) for entry, report in reports}
+            print_json({"sources": sources, "repeats": {e.name: e.repeats for e, _ in reports}, "notes": file.notes})
+        else:
+            for entry, report in reports:
+                print(entry_line(entry))
+                _print_scan(report)
+            print_captions_and_notes({}, file.notes, None)
+            self._print_sheet()
+        return 0 if all(report.buckets for _, report in reports) else 1
+
+    def _print_sheet(self) -> None:
+        if self.output is not None:
+            print(f"{shown(self.output)}: contact sheet of the crops that lose most")
+
+
+def _print_scan(report: ScanReport) -> None:
+    from bucketline.ingest.text_cost import text_cost_as_lines  # imports numpy
+
+    print(f"{counted(report.found, 'image')}, {human_bytes(report.source_bytes)}; {report.rejected} would be rejected")
+    for reason, count in report.rejected_by_reason.items():
+        print(f"  rejected: {count} {reason}")
+    for reject in report.rejects[:10]:
+        print(f"    {one_line(reject.id)}: {reject.reason} ({printable(reject.detail)})")
+    if (more := len(report.rejects) - 10) > 0:
+        print(f"    and {more} more; --json names all")
+    if report.smallest and report.median and report.largest:
+        sizes = zip(("smallest", "median", "largest"), (report.smallest, report.median, report.largest), strict=True)
+        print("  " + ", ".join(f"{what} {height}x{width} px" for what, (height, width) in sizes) + " (height x width)")
+    print(f"grid {report.grid}:")
+    for bucket in report.buckets:
+        print(f"  {bucket.name:<24}{bucket.samples:>9}")
+    enlarged = "to be enlarged to fill its bucket" if report.enlarged == 1 else "to be enlarged to fill their bucket"
+    counts = (
+        (report.without_caption, "image", "without a caption"),
+        (report.enlarged, "image", enlarged),
+        (report.captions_too_long or 0, "caption", "longer than the text encoder accepts (to be truncated)"),
+        (len(report.captions_beyond), "image", "with more captions than are kept"),
+    )
+    for count, noun, what in counts:
+        if count:
+            print(f"  {counted(count, noun)} {what}")
+    first = ", ".join(one_line(sample_id) for sample_id in report.without_caption_ids[:10])
+    print_captions_and_notes(report.captions_from, report.notes, f"{first}; --json names all" if first else None)
+    _print_listed({f"captions as stored, of {one_line(of)}": texts for of, texts in report.example_captions.items()})
+    for line in crop_losses_as_lines(report.crop_loss):
+        print(f"  {line}")
+    print_warnings(report.captions_without_image, report.passed_over)
+    basis = ""
+    if report.text_family is None:
+        basis = " (assuming latents of 4 channels at 1/8 size and no text; use --model for exact figures)"
+    else:
+        each = "of" if report.text_padding == "max_length" else "of at most"
+        what = f"{counted(report.captions, 'caption')} {each} {counted(report.max_tokens or 0, 'token')}"
+        print(f"text, {report.text_family}: {what}, {human_bytes(report.text_bytes or 0)}")
+        print("".join(f"  {line}\n" for line in text_cost_as_lines(report.text_cost, report.text_padding)), end="")
+    print(f"the store would hold about {human_bytes(report.payload_bytes)}{basis}")
+    if not report.is_full:
+        print("from the file headers only; --full decodes every image and finds damage after the header")
+    if not report.buckets:
+        print(f"error: not one of {counted(report.found, 'image')} could be packed", file=sys.stderr)
+
+
+def _print_listed(found: Mapping[str, Sequence[str]]) -> None:
+    """Print each title, and its lines below it."""
+    for title, lines in found.items():
+        print("\n    ".join((f"  {title}:", *map(one_line, lines))))
