@@ -53,10 +53,11 @@ def open_export(store: Store, request: ExportRequest) -> Exporter:
     return EXPORTERS[request.format](store, request)
 
 
-def estimated_size(exporter: Exporter) -> ExportSize:
+def estimated_size(exporter: Exporter, captions: int | None = None) -> ExportSize:
     """Return about how large an export will be, from the numbers of rows and their lengths; nothing is read.
 
-    Captions are counted for each sample, as exports have them: a store has each once.
+    Captions are counted for each sample, as exports have them: a store has each once. `captions`: of a sample; None: as many as
+    any has.
     """
     store, names = exporter.store, buckets_of(exporter.store, exporter.request.selection)
     rows = sum(store.bucket(name).num_rows for name in names)
@@ -66,7 +67,8 @@ def estimated_size(exporter: Exporter) -> ExportSize:
         for column in store.bucket(name).columns
     )
     widening = max(2 if store.text.is_quantised else 1, exporter.value_bytes // 2)  # quantised text is written as F16
-    each = _record_bytes(store) + _entry_bytes(store) * widening + BYTES_A_SAMPLE
+    captions = captions or max(1, store.manifest.max_captions)
+    each = _record_bytes(store) + _entry_bytes(store, captions) * widening + BYTES_A_SAMPLE
     return ExportSize(num_samples=rows, num_files=None, num_bytes=own + round(rows * each))
 
 
@@ -76,9 +78,9 @@ def _record_bytes(store: Store) -> float:
     return 3 * sum(shard.record_bytes for shard in shards) / max(1, store.manifest.samples)
 
 
-def _entry_bytes(store: Store) -> float:
-    """Return the mean bytes of a sample's captions and ragged entries, with as many captions as any sample has."""
-    shards, captions = store.manifest.shards, max(1, store.manifest.max_captions)
+def _entry_bytes(store: Store, captions: int) -> float:
+    """Return the mean bytes of a sample's captions, so many of them, and ragged entries."""
+    shards = store.manifest.shards
 
     def mean(group: str, num_bytes: int) -> float:
         return num_bytes / max(1, sum(shard.groups[group].rows for shard in shards if group in shard.groups))
@@ -112,7 +114,8 @@ def export(exporter: Exporter, on_sample: Callable[[], None]) -> ExportSize:
         CorruptError: if a sample's bytes do not match their checksum, naming the first; nothing is left behind.
         LockedError: if another process writes the same output.
     """
-    store, request, estimated = exporter.store, exporter.request, estimated_size(exporter)
+    store, request = exporter.store, exporter.request
+    estimated = estimated_size(exporter, captions=1)  # few have the most, and an export that fits must not be refused
     what = f"exporting {counted(estimated.num_samples, 'sample')} to {request.output}"
     refuse_too_little_disk(request.output.parent, estimated.num_bytes, what, "choose another disk, or one bucket at a time")
 
