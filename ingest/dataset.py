@@ -14,8 +14,6 @@ from bucketline.ingest.dry_run import DryRun, dry_run
 from bucketline.ingest.pack import pack_session, pack_source
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.scan import ScanReport, scan_source
-from bucketline.ingest.sheet.crops import refuse_sheet
-from bucketline.ingest.sheet.page import Sheet, sheet_page
 from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile, naming_source, read_dataset_file
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.manifest import MANIFEST
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig, ScanConfig
     from bucketline.ingest.packing.finish import PackResult
+    from bucketline.ingest.sheet.page import Sheet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +102,8 @@ def scan_dataset(config: ScanConfig) -> tuple[DatasetFile, list[tuple[DatasetEnt
     """
     file = read_dataset_file(Path(config.source), config.alone())
     if config.output is not None:
+        from bucketline.ingest.sheet.crops import refuse_sheet
+
         for entry in file.sources:
             refuse_sheet(config.output, open_source(entry.path, entry.options(config.alone())).local_paths)
     reports: list[tuple[DatasetEntry, ScanReport]] = []
@@ -114,6 +115,8 @@ def scan_dataset(config: ScanConfig) -> tuple[DatasetFile, list[tuple[DatasetEnt
         reports.append((entry, report))
         sheets += [sheet] if sheet is not None else []
     if config.output is not None:
+        from bucketline.ingest.sheet.page import sheet_page
+
         write_or_explain(config.output, sheet_page(config.source, sheets))
     return file, reports
 

@@ -20,8 +20,6 @@ from bucketline.ingest.pipeline.image_reader import record_of
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.rules import split_of
-from bucketline.ingest.sheet.crops import Cropped, refuse_sheet, sections_of
-from bucketline.ingest.sheet.page import TOO_CROPPED, Sheet, SheetSection, sheet_page
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.read_ahead import num_header_threads
 from bucketline.ingest.sources.source import caption_rest
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.text.token_statistics import CaptionLengths
     from bucketline.ingest.encoders.text_columns import CaptionLength
     from bucketline.ingest.images.geometry import Placement
+    from bucketline.ingest.sheet.page import Sheet
     from bucketline.ingest.sources.source import Listing, Source, SourceItem, Stamp
 
 _NAMED = 10
@@ -125,11 +124,15 @@ def scan(config: ScanConfig) -> ScanReport:
         ModelError, UsageError: if the model folder or the grid is invalid, or the sheet cannot be written to its path.
         StoreError: if writing the sheet fails.
     """
-    if config.output is not None:
-        refuse_sheet(config.output, open_source(config.source, config).local_paths)
+    if config.output is None:
+        return scan_source(config)[0]
+    from bucketline.ingest.sheet.crops import refuse_sheet
+    from bucketline.ingest.sheet.page import sheet_page
+
+    refuse_sheet(config.output, open_source(config.source, config).local_paths)
     report, sheet = scan_source(config)
-    if config.output is not None and sheet is not None:
-        write_or_explain(config.output, sheet_page(sheet.source, [sheet]))
+    assert sheet is not None
+    write_or_explain(config.output, sheet_page(sheet.source, [sheet]))
     return report
 
 
@@ -154,27 +157,38 @@ def scan_source(config: ScanConfig, num_sources: int = 1) -> tuple[ScanReport, S
     caption_rest(listing, config.default_caption)
     config.caption_rules.applied(listing)
     seen: list[_Seen] = []
-    too_cropped: list[Cropped] = []
+    too_cropped: list[tuple[str, Placement]] = []
     account = RunSummary()
     with counting_progress("scan", len(listing.items)) as on_image:
         for item, outcome in _looked_at(config, source, listing, framing, shape.lengths):
             if isinstance(outcome, RejectedError):
                 account.reject(item.id, outcome)
                 if outcome.placement is not None:
-                    too_cropped.append(Cropped(id=item.id, placement=outcome.placement))
+                    too_cropped.append((item.id, outcome.placement))
             else:
                 seen.append(outcome)
             on_image()
     report = _report(config, shape, listing, seen, account, started)
     if config.output is None:
         return report, None
-    images: dict[str, list[Cropped]] = {TOO_CROPPED: too_cropped} if too_cropped else {}
+    return report, _sheet(config, report, (source, listing), seen, too_cropped, num_sources)
+
+
+def _sheet(
+    config: ScanConfig,
+    report: ScanReport,
+    place: tuple[Source, Listing],
+    seen: list[_Seen],
+    too_cropped: list[tuple[str, Placement]],
+    num_sources: int,
+) -> Sheet:
+    from bucketline.ingest.sheet.crops import Cropped, sections_of
+    from bucketline.ingest.sheet.page import TOO_CROPPED, Sheet
+
+    images = {TOO_CROPPED: [Cropped(id=one, placement=placed) for one, placed in too_cropped]} if too_cropped else {}
     for image in seen:
         images.setdefault(_bucket(config, image), []).append(Cropped(id=image.item.id, placement=image.placement))
-    return report, _sheet(config, report, sections_of(source, listing, images, _room(config, source), num_sources))
-
-
-def _sheet(config: ScanConfig, report: ScanReport, sections: list[SheetSection]) -> Sheet:
+    sections = sections_of(*place, images, _room(config, place[0]), num_sources)
     return Sheet(
         source=redacted(config.source),
         grid=report.grid,
