@@ -6,11 +6,13 @@ Exit codes: 0 success, 1 domain failure, 2 usage error, 130 interrupted by Ctrl-
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import json
 import logging
 import os
 import re
+import socket
 import sys
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ from bucketline.extras import extra_named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 class Command(Protocol):
@@ -235,6 +239,18 @@ def torchrun_ranks() -> dict[str, int]:
     """Return `rank`, `world_size`, `local_rank` and `local_world_size` as torchrun sets them, or those of a single process."""
     names = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
     return {name: int(os.environ.get(name.upper(), default)) for name, default in names.items()}
+
+
+def launch_name() -> str | None:
+    """Return a name that all processes have in common which a launcher has started together; None if there is no launcher.
+
+    Another launch at the same time has another name. One after the other may have the same.
+    """
+    told = [os.environ.get(name, "") for name in _LAUNCH]
+    if not (told[0] and told[1]):
+        return None
+    is_here = told[0] in ("localhost", "::1") or told[0].startswith("127.")
+    return hashlib.sha256("\0".join([*told, socket.gethostname() * is_here]).encode()).hexdigest()[:16]
 
 
 def machines_of(world_size: int) -> int:

@@ -11,7 +11,7 @@ from bucketline.errors import UsageError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.dry_run import DryRun, dry_run
-from bucketline.ingest.pack import pack_session, pack_source
+from bucketline.ingest.pack import pack_session, pack_source, ray_workers
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.scan import ScanReport, scan_source
 from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile, naming_source, read_dataset_file
@@ -62,7 +62,8 @@ def pack_dataset(
         UsageError, BucketlineError, KeyboardInterrupt, SystemExit: as `pack`.
     """
     results: dict[str, PackResult] = {}
-    with pack_session(rank, world_size, local_rank, local_world_size, config) as session:
+    workers = ray_workers(config, world_size)
+    with pack_session(config, rank, world_size, local_rank, local_world_size, workers) as session:
         try:
             file = session.ranks.from_first(lambda: _checked(config), encode, lambda value: decode(DatasetFile, value))
             for entry in file.sources:

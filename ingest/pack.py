@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from bucketline.errors import UsageError
@@ -26,6 +27,7 @@ from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
 from bucketline.ingest.summary import RunSummary, check_identity, joined_summaries
 from bucketline.store.commands.progress import bar_of_bytes
+from bucketline.store.folder import LocalFolder
 from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
 from bucketline.store.write.newest import newest_manifest
 from bucketline.typed_json import decode, encode
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.on_ray.cluster import Workers
+    from bucketline.ingest.packing.target import Placed
+    from bucketline.ingest.parallel.exchange import Exchange
     from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
     from bucketline.ingest.sources.source import Source
     from bucketline.store.transfer.sender import ShardSender
@@ -70,7 +74,8 @@ def pack_images(
         KeyboardInterrupt: after Ctrl-C or SIGTERM; as Stopped once packing has begun.
         SystemExit: on the others, if rank 0 reports the error.
     """
-    with pack_session(rank, world_size, local_rank, local_world_size, config) as session:
+    workers = ray_workers(config, world_size)
+    with pack_session(config, rank, world_size, local_rank, local_world_size, workers) as session:
         return pack_source(config, session)
 
 
@@ -88,25 +93,38 @@ class PackSession:
     stdout: TextIO | None = None  # where results belong
 
 
+def ray_workers(config: PackConfig, world_size: int) -> AbstractContextManager[Workers] | None:
+    """Return the workers of `--engine ray`; None if ranks pack."""
+    if config.engine is None:
+        return None
+    from bucketline.ingest.on_ray.cluster import cluster
+
+    if world_size > 1:
+        raise UsageError("--engine ray starts its own workers; run it without torchrun")
+    return cluster(config)
+
+
 @contextmanager
 def pack_session(
-    rank: int, world_size: int, local_rank: int, local_world_size: int, config: PackConfig | None = None
+    config: Placed,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    workers: AbstractContextManager[Workers] | None = None,
 ) -> Iterator[PackSession]:
     """Handle signals and connect the processes in this block; raises what `pack_images` does."""
-    workers: AbstractContextManager[Workers | None] = nullcontext()
-    stdout: TextIO | None = sys.stdout
-    if config is not None and config.engine is not None:
-        from bucketline.ingest.on_ray.cluster import cluster
-
-        if world_size > 1:
-            raise UsageError("--engine ray starts its own workers; run it without torchrun")
-        workers = cluster(config)
+    stdout = sys.stdout
     with (
-        # Ray prints what workers print, and which it has lost
-        nullcontext() if config is None or config.engine is None else redirect_stdout(sys.stderr),
-        workers as found,  # before the signals' handlers, since Ray sets its own
+        redirect_stdout(sys.stderr if workers else stdout),  # Ray prints what workers print, and which it has lost
+        workers or nullcontext() as found,  # before the signals' handlers, since Ray sets its own
         Interrupts(echo_s=ECHO_S if world_size > 1 else 0.0) as interrupts,
-        PackRanks(rank=rank, world_size=world_size, local_world_size=local_world_size, interrupts=interrupts) as ranks,
+        PackRanks(
+            rank=rank,
+            world_size=world_size,
+            interrupts=interrupts,
+            exchange=_exchange(config, rank, world_size, local_world_size),
+        ) as ranks,
     ):
         yield PackSession(
             interrupts=interrupts,
@@ -116,6 +134,17 @@ def pack_session(
             workers=found,
             stdout=stdout,
         )
+
+
+def _exchange(config: Placed, rank: int, world_size: int, local_world_size: int) -> Exchange | None:
+    """Return what carries messages between several ranks: at the store's URL if they are on several machines."""
+    if world_size == 1:
+        return None
+    from bucketline.ingest.parallel.exchange import Exchange
+
+    is_here = isinstance(config.place, Path) or local_world_size == world_size
+    folder = LocalFolder(config.store) if is_here else config.objects(config.place)
+    return Exchange(folder, config.store, rank, world_size)
 
 
 def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = True) -> PackResult | None:

@@ -74,12 +74,12 @@ def import_cache(
             from bucketline.store.sync.working import WorkingStore
 
             objects = config.objects(config.place)
-            with mirrored(objects) as mirror, pack_session(0, 1, local_rank, 1) as session:
+            with mirrored(objects) as mirror, pack_session(config, 0, 1, local_rank, 1) as session:
                 mirror.refresh()
                 here = replace(config, place=mirror.path, work=None)
                 return _Import(here, session, WorkingStore(objects, mirror.path).open).run()
     keep_freed_memory()  # values of a sample are allocated and freed in threads, each time as new mappings
-    with pack_session(rank, world_size, local_rank, local_world_size) as session:
+    with pack_session(config, rank, world_size, local_rank, local_world_size) as session:
         return _Import(config, session).run()
 
 

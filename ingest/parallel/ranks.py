@@ -1,87 +1,98 @@
 """Coordinate several processes that pack one source: share values, deal out items, and end together.
 
-Rank 0 is connected to every other rank. A rank that fails tells rank 0; one that is killed loses its connection. Rank 0
-then tells the others, which stop between images and commit, and reports the cause. No rank waits for a process that is
-gone; one that sends no heartbeat is named in a warning, and given up after half an hour. All messages are JSON.
+Ranks exchange JSON files (`Exchange`). A rank that fails leaves a last word; one that is killed loses its lock. Rank 0 then
+tells the others, which stop between images and commit, and reports the cause. No rank waits for a process that is gone; one
+whose heartbeats stop is named in a warning, and given up after half an hour.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
+import json
 import sys
-from multiprocessing.connection import wait
+import time
+from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, RankError, UsageError
-from bucketline.ingest.parallel.messages import (
-    Alive,
-    LastWord,
-    ListingPart,
-    Message,
-    Note,
-    Stop,
-    Value,
-    from_bytes,
-    message_bytes,
-)
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
+from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from bucketline.ingest.parallel.connections import Link
+    from bucketline.ingest.parallel.exchange import Exchange
     from bucketline.ingest.parallel.signals import Interrupts
     from bucketline.typed_json import Json
 
 T = TypeVar("T")
 
-RANK_LOOK_EVERY_S = 1.0  # check for messages between images
 LAST_WORDS_S = 20.0  # how long rank 0 waits for the others to stop; torchrun kills 30 s after its SIGTERM
-RANK_ALIVE_EVERY_S = 5.0  # heartbeat, between images and while waiting
 SILENT_S = 120.0  # then warn; a batch on slow cores, or sealing a large shard, may take this long
 GIVEN_UP_S = 1800.0
 FIRST_ENDS_S = 60.0  # how long the others wait for rank 0, which may finish a batch and then wait for them
 GO_ON = "rerun the command, with any number of ranks, to continue"
+MESSAGE_BYTES = 64 << 20  # of a listing, in one file
 
 
 class _OtherRankEnded(KeyboardInterrupt):
     """Another rank has ended, or rank 0 told all ranks to end."""
 
 
-class PackRanks:
-    """The processes of this run. A single process sends nothing and does not load the networking code."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastWord:
+    """Why a rank ends; `cause` is None if it was told to, or has finished. Of rank 0: what tells the others to end."""
 
-    def __init__(self, *, rank: int, world_size: int, interrupts: Interrupts, local_world_size: int | None = None) -> None:
-        """`local_world_size`: number of ranks on this machine; None if unknown."""
+    cause: str | None
+    exit_code: int
+    num_encoded: int
+
+
+class PackRanks:
+    """The processes of this run. A single process writes no messages."""
+
+    def __init__(self, *, rank: int, world_size: int, interrupts: Interrupts, exchange: Exchange | None = None) -> None:
+        """`exchange` carries the messages of several processes."""
         self.rank, self.world_size = rank, world_size
-        self._is_one_machine = local_world_size == world_size
         self._interrupts = interrupts
-        self._links: dict[int, Link] | None = None
-        self._values: dict[int, Json] = {}
-        self._notes: list[tuple[int, Json]] = []
-        self._heard_at: dict[int, float] = {}
+        self._exchange = exchange
+        self._turn = 0  # number of the next message of rank 0, and of what it is given in return
+        self._notes: dict[str, tuple[int, Json]] = {}  # by the names of their files
+        self._num_notes = 0  # that were given out, or written
+        self._beats: dict[int, tuple[float, float]] = {}  # when a rank's last heartbeat was written, and when it was first seen
         self._silent: set[int] = set()  # ranks named in a warning
         self._given_up: set[int] = set()
-        self._alive_at = 0.0
         self._ended: dict[int, LastWord | None] = {}  # in order of arrival; None if it ended without a word
-        self._told: Stop | None = None
+        self._num_checks = 0  # since the last message between ranks
         self._look_at = 0.0
+        self._is_over = False
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def __enter__(self) -> PackRanks:
-        if self.world_size > 1:
-            from bucketline.ingest.parallel.connections import connect_ranks
+    @property
+    def shares_disk(self) -> bool:
+        """True if this process sees the store's folder on rank 0's disk."""
+        return self._exchange is None or self._exchange.shares_disk
 
-            with self._interrupts.at_once():  # torch retries the rendezvous and ignores signals meanwhile
-                self._links = connect_ranks(self.rank, self.world_size, is_one_machine=self._is_one_machine)
-            self._heard_at = dict.fromkeys(self._links, monotonic())
+    def __enter__(self) -> PackRanks:
+        if self._exchange is None:
+            return self
+        try:
+            if self.is_first:
+                self._exchange.meet()
+            else:
+                with self._interrupts.at_once():  # one process says that nothing was encoded, for all
+                    self._exchange.meet()
+        except BaseException:
+            if self.is_first:
+                self._exchange.remove(is_all=True)
+            raise
+        self._beats = dict.fromkeys(self._exchange.processes, (0.0, monotonic()))
+        self._exchange.begin_beats(lambda: self._num_checks)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -92,17 +103,21 @@ class PackRanks:
             Stopped: if all were stopped by a signal.
             SystemExit: on the others, once rank 0 knows the cause.
         """
-        if self._links is None:
+        if self._exchange is None:
             return
-        if error is None:
-            self._part()
-            return
-        self._interrupts.end()
-        if self.is_first:
-            atexit.register(self._part)  # the others wait for this, until the error raised here has been printed
-            self._end_all(error)
-        else:
-            self._end_after_first(error)
+        try:
+            if self._is_over or error is None:
+                self._part()
+                return
+            self._interrupts.end()
+            if self.is_first:
+                self._end_all(error)
+            else:
+                self._end_after_first(error)
+        finally:
+            self._exchange.leave()
+            if self.is_first:
+                self._exchange.remove(is_all=len(self._ended) == self.world_size - 1)
 
     def from_first(self, make: Callable[[], T], as_json: Callable[[T], Json], from_json: Callable[[Json], T]) -> T:
         """Return the value that `make` returns on rank 0, sent to all ranks as JSON; an error of `make` ends all ranks.
@@ -111,38 +126,38 @@ class PackRanks:
             BucketlineError: on rank 0, what `make` raised.
             KeyboardInterrupt: if another rank has ended.
         """
-        if not self.is_first:
-            return from_json(self._value_of_first())
-        self._look(0.0)
-        value = make()
-        if self._links is not None:
-            message = message_bytes(Value(as_json(value)))
-            for link in self._links.values():
-                self._send(link, message)
-        return value
+        if self._exchange is None:
+            return make()
+        self._num_checks = 0
+        if self.is_first:
+            self._look()
+            value = make()
+            self._exchange.say(self._next(0), _as_bytes(as_json(value)))
+            return value
+        return from_json(json.loads(self._of_first(self._next(0))))
 
     def deal(self, make: Callable[[], list[list[bytes]]]) -> list[bytes]:
-        """Return this rank's parts of what `make` returns on rank 0. Rank 0 removes parts from the lists as it sends them.
+        """Return this rank's parts of what `make` returns on rank 0: lines without their ends. Rank 0 empties the other lists.
 
         Raises:
             BucketlineError, KeyboardInterrupt: as `from_first`.
         """
-        if not self.is_first:
-            num_parts, own = self._value_of_first(), list[bytes]()
-            while type(num_parts) is int and len(own) < num_parts:
-                message = self._heard_from_first()
-                if not isinstance(message, ListingPart):
-                    raise _OtherRankEnded
-                own.append(message.data)
-            return own
-        self._look(0.0)
-        parts = make()
-        for rank, link in (self._links or {}).items():
-            self._send(link, message_bytes(Value(len(parts[rank]))))
-            parts[rank].reverse()
-            while parts[rank]:
-                self._send(link, message_bytes(ListingPart(parts[rank].pop())))
-        return parts[0]
+        if self._exchange is None:
+            return make()[0]
+        own: list[list[bytes]] = []
+        turn = self._turn
+
+        def dealt() -> list[int]:
+            assert self._exchange is not None
+            parts = make()
+            own.append(parts[0])
+            return [0, *(self._deal_to(rank, parts[rank], turn) for rank in range(1, self.world_size))]
+
+        numbers = self.from_first(dealt, encode, lambda value: decode(_Numbers, {"of": value}).of)
+        if own:
+            return own[0]
+        names = [f"0-{turn:04d}-{self.rank}-{number:04d}" for number in range(numbers[self.rank])]
+        return [part for name in names for part in self._of_first(name).split(b"\n")]
 
     def gather(
         self,
@@ -153,144 +168,142 @@ class PackRanks:
         is_last: bool = True,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[T] | None:
-        """Return the values of all ranks, in rank order, on rank 0, and None on the others; disconnect if it `is_last`.
+        """Return the values of all ranks, in rank order, on rank 0, and None on the others, which may end if it `is_last`.
 
-        Rank 0 calls `meanwhile` every few seconds as long as it waits.
+        Rank 0 calls `meanwhile` as long as it waits.
 
         Raises:
             KeyboardInterrupt: if another rank ended before, or does not answer.
         """
-        if self._links is None:
+        if self._exchange is None:
             return [value]
-        if not self.is_first:
-            self._send(self._links[0], message_bytes(Value(as_json(value))))
-            self._wait_for({0})  # rank 0 answers
-            del self._values[0]
-            if is_last:
-                self._part()
-            return None
-        self._wait_for(set(self._links), meanwhile)
-        self.from_first(lambda: None, lambda _: None, lambda _: None)
-        if is_last:
-            self._part()
-        return [value, *(from_json(self._values.pop(rank)) for rank in range(1, self.world_size))]
+        found: list[T] | None = None
+        if self.is_first:
+            names = [self._next(rank, turn=self._turn) for rank in range(1, self.world_size)]
+            found = [value, *(from_json(json.loads(data)) for data in self._of_others(names, meanwhile))]
+        else:
+            self._exchange.say(self._next(self.rank, turn=self._turn), _as_bytes(as_json(value)))
+        self.from_first(lambda: None, lambda _: None, lambda _: None)  # nobody ends before all are known
+        self._is_over = is_last
+        return found
 
     def note(self, value: Json) -> None:
-        """Send a value to rank 0, which does not wait for it.
-
-        Raises:
-            KeyboardInterrupt: if rank 0 has ended.
-        """
-        assert self._links is not None
-        self._send(self._links[0], message_bytes(Note(value)))
+        """Send a value to rank 0, which does not wait for it."""
+        assert self._exchange is not None
+        self._exchange.say(f"{self.rank}-note-{self._num_notes:06d}.json", _as_bytes(value))
+        self._num_notes += 1
 
     def notes(self) -> list[tuple[int, Json]]:
         """Return the ranks' notes that have arrived on rank 0 since the last call, with their ranks."""
-        found, self._notes = self._notes, []
+        found = list(self._notes.values())[self._num_notes :]
+        self._num_notes += len(found)
         return found
 
     def check(self) -> None:
-        """Check for messages of other ranks and send heartbeats; does nothing if called again within a second.
+        """Check for messages of other ranks; does nothing if called again too soon.
 
         Raises:
             KeyboardInterrupt: if a rank has ended.
         """
-        if self._links is not None and (now := monotonic()) >= self._look_at:
-            self._look_at = now + RANK_LOOK_EVERY_S
-            self._look(0.0)
-            self._say_alive()
+        if self._exchange is not None and (now := monotonic()) >= self._look_at:
+            self._look_at = now + self._exchange.check_s
+            self._num_checks += 1
+            self._look()
 
-    def _say_alive(self) -> None:
-        assert self._links is not None
-        if (now := monotonic()) >= self._alive_at:
-            self._alive_at = now + RANK_ALIVE_EVERY_S
-            for link in self._links.values():
-                self._send(link, message_bytes(Alive()))
+    def _next(self, rank: int, *, turn: int | None = None) -> str:
+        """Return the name of the next message of a rank; rank 0's begins another turn."""
+        if turn is None:
+            turn, self._turn = self._turn, self._turn + 1
+        return f"{rank}-{turn:04d}.json"
 
-    def _wait_for(self, ranks: set[int], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait for the values of `ranks`, calling `meanwhile` now and then; warn about a silent rank, finally give it up."""
-        while missing := ranks - self._values.keys():
-            self._look(RANK_ALIVE_EVERY_S)
+    def _deal_to(self, rank: int, parts: list[bytes], turn: int) -> int:
+        """Write parts of a listing for a rank, and return the number of files."""
+        assert self._exchange is not None
+        number = 0
+        parts.reverse()
+        while parts:
+            together = [parts.pop()]
+            while parts and sum(map(len, together)) + len(parts[-1]) < MESSAGE_BYTES:
+                together.append(parts.pop())
+            self._exchange.say(f"0-{turn:04d}-{rank}-{number:04d}", b"\n".join(together))
+            number += 1
+        return number
+
+    def _of_first(self, name: str) -> bytes:
+        """Wait for a message of rank 0."""
+        assert self._exchange is not None
+        while (data := self._exchange.read(name)) is None:
+            self._look()
+            self._look_for_beat(0, self._exchange.beat_at(0))
+            time.sleep(self._exchange.poll_s)
+        return data
+
+    def _of_others(self, names: list[str], meanwhile: Callable[[], None]) -> list[bytes]:
+        """Wait on rank 0 for a message of each other rank."""
+        assert self._exchange is not None
+        while True:
+            there = self._look()
+            missing = [rank for rank, name in enumerate(names, 1) if name not in there]
+            if not missing:
+                return [self._exchange.read(name) or b"" for name in names]
+            self._num_checks += 1
             meanwhile()
-            if self.is_first:
-                self._say_alive()
-            for rank in missing - self._values.keys():
-                silent_s = monotonic() - self._heard_at[rank]
-                if silent_s >= GIVEN_UP_S:
-                    self._given_up.add(rank)
-                    self._ended[rank] = None
-                    raise _OtherRankEnded
-                if silent_s >= SILENT_S and rank not in self._silent:
-                    self._silent.add(rank)
-                    print(self._is_silent(rank, silent_s), file=sys.stderr, flush=True)
+            for rank in missing:
+                beat = there.get(f"{rank}-beat")
+                self._look_for_beat(rank, 0.0 if beat is None else beat)
+            time.sleep(self._exchange.poll_s)
 
-    def _is_silent(self, rank: int, silent_s: float) -> str:
-        assert self._links is not None
-        return (
-            f"warning: rank {rank} ({self._links[rank].process}) has been silent for {silent_s:.0f} s; still waiting for it; "
-            "if it hangs, stop this run with Ctrl-C: what is committed is kept"
-        )
-
-    def _look(self, timeout_s: float | None) -> None:
-        """Wait at most `timeout_s` for messages and receive them; without a timeout, wait until one arrives."""
-        for link in self._ready(timeout_s):
-            if not isinstance(self._receive(link), Value | Note | Alive):
-                raise _OtherRankEnded
-
-    def _heard_from_first(self) -> Message | None:
-        assert self._links is not None
-        while isinstance(message := self._receive(self._links[0]), Alive):
-            pass
-        return message
-
-    def _value_of_first(self) -> Json:
-        message = self._heard_from_first()
-        if not isinstance(message, Value):
+    def _look_for_beat(self, rank: int, beat_at: float) -> None:
+        """Warn about a rank whose heartbeats have stopped, finally give it up."""
+        assert self._exchange is not None
+        if beat_at != self._beats[rank][0]:
+            self._beats[rank] = beat_at, monotonic()
+            self._silent.discard(rank)
+        silent_s = monotonic() - self._beats[rank][1]
+        if silent_s >= GIVEN_UP_S:
+            self._given_up.add(rank)
+            self._ended[rank] = None
             raise _OtherRankEnded
-        del self._values[0]
-        return message.value
+        if silent_s >= SILENT_S and rank not in self._silent:
+            self._silent.add(rank)
+            print(
+                f"warning: rank {rank} ({self._exchange.processes[rank]}) has been silent for {silent_s:.0f} s; still waiting "
+                "for it; if it hangs, stop this run with Ctrl-C: what is committed is kept",
+                file=sys.stderr,
+                flush=True,
+            )
 
-    def _ready(self, timeout_s: float | None) -> list[Link]:
-        """Return the connections with a message, of ranks that have not ended; none after the timeout or if all have ended."""
-        links: list[Any] = [link for rank, link in (self._links or {}).items() if rank not in self._ended]
-        return cast("list[Link]", wait(links, timeout_s)) if links else []
+    def _look(self) -> dict[str, float]:
+        """Look for what concerns this rank; return when each message was written, by name, on rank 0 only."""
+        there = self._heard()
+        if self._ended:
+            raise _OtherRankEnded
+        return there
 
-    def _receive(self, link: Link) -> Message | None:
-        """Receive and record a message; None if the process ended without a word or sent something invalid."""
-        message: Message | None = None
-        with contextlib.suppress(EOFError, OSError, ValueError, LookupError, TypeError, RecursionError):
-            message = from_bytes(link.receive())
-        self._heard_at[link.rank] = monotonic()
-        self._silent.discard(link.rank)
-        if isinstance(message, Value):
-            self._values[link.rank] = message.value
-        elif isinstance(message, Note):
-            self._notes.append((link.rank, message.value))
-        elif isinstance(message, Stop):
-            self._told = message
-        elif isinstance(message, LastWord) or message is None:
-            self._ended[link.rank] = message
-        return message
-
-    def _send(self, link: Link, message: bytes) -> None:
-        try:
-            link.send(message)
-        except OSError as error:
-            self._receive(link)  # it may have sent its reason before it ended
-            raise _OtherRankEnded from error
+    def _heard(self) -> dict[str, float]:
+        """Note which ranks have ended, and why; on rank 0, also the notes of others."""
+        assert self._exchange is not None
+        gone = [rank for rank in self._exchange.processes if rank not in self._ended and self._exchange.has_ended(rank)]
+        if not self.is_first:
+            if 0 not in self._ended and ((word := self._exchange.read("0-end.json")) is not None or gone):
+                self._ended[0] = None if word is None else decode(LastWord, json.loads(word))
+            return {}
+        there = {name: file.modified_s for name, file in self._exchange.listed().items()}
+        for name in sorted(there.keys() - self._notes.keys()):
+            sender, _, kind = name.partition("-")
+            if kind.startswith("note-"):
+                self._notes[name] = int(sender), json.loads(self._exchange.read(name) or b"")
+        for rank in self._exchange.processes:
+            if rank not in self._ended and f"{rank}-end.json" in there:
+                self._ended[rank] = decode(LastWord, json.loads(self._exchange.read(f"{rank}-end.json") or b""))
+        self._ended |= {rank: None for rank in gone if rank not in self._ended}
+        return there
 
     def _end_all(self, error: BaseException) -> None:
-        """Stop the other ranks, receive their last words, and raise the cause unless it is rank 0's own failure."""
-        assert self._links is not None
-        exit_code = self._exit_code(error)
-        for rank, link in self._links.items():
-            if self._ended.get(rank, error) is not None:  # also to those that sent their last word, as an acknowledgement
-                with contextlib.suppress(OSError):
-                    link.send(message_bytes(Stop(exit_code)))
-        until = monotonic() + LAST_WORDS_S
-        while ready := self._ready(max(until - monotonic(), 0.0)):
-            for link in ready:
-                self._receive(link)
+        """Stop the other ranks, wait for their last words, and raise the cause unless it is rank 0's own failure."""
+        assert self._exchange is not None
+        self._say_last(None, self._exit_code(error), _num_encoded(error))
+        self._wait_for_ends(LAST_WORDS_S)
         if not isinstance(error, KeyboardInterrupt):
             return
         num_encoded = _num_encoded(error) + sum(word.num_encoded for word in self._ended.values() if word is not None)
@@ -301,24 +314,46 @@ class PackRanks:
         for rank, word in self._ended.items():
             if word is None:
                 raise RankError(self._gone(rank, num_encoded)) from error
-        raise Stopped(exit_code, num_encoded) from error
+        raise Stopped(self._exit_code(error), num_encoded) from error
 
     def _end_after_first(self, error: BaseException) -> None:
         """Report to rank 0 why this rank ends, wait for it to end first, and raise what it cannot report."""
-        assert self._links is not None
-        link, is_stopped = self._links[0], isinstance(error, KeyboardInterrupt)
-        if 0 not in self._ended:
-            cause = None if is_stopped else _cause(error)
-            word = LastWord(cause=cause, exit_code=self._exit_code(error), num_encoded=_num_encoded(error))
-            with contextlib.suppress(OSError):
-                link.send(message_bytes(word))
+        assert self._exchange is not None
+        is_stopped, is_told = isinstance(error, KeyboardInterrupt), False
+        if self._ended.get(0, error) is not None:  # also an answer to rank 0's word
+            self._say_last(None if is_stopped else _cause(error), self._exit_code(error), _num_encoded(error))
             until = monotonic() + FIRST_ENDS_S
-            while self._ready(max(until - monotonic(), 0.0)):
-                self._receive(link)
-        if self._told is not None and isinstance(error, KeyboardInterrupt | BucketlineError):
+            while monotonic() < until and not self._exchange.has_ended(0) and self._exchange.is_open:
+                self._heard()
+                time.sleep(self._exchange.poll_s)
+            self._heard()
+            is_told = self._ended.get(0) is not None or not self._exchange.is_open  # closed: it has this rank's word
+        if is_told and isinstance(error, KeyboardInterrupt | BucketlineError):
             raise SystemExit(self._exit_code(error)) from error  # rank 0 reports this cause, or its own
         if is_stopped:
             raise RankError(self._gone(0, _num_encoded(error))) from error
+
+    def _part(self) -> None:
+        """End after all values are known; rank 0 waits for the others to have read that."""
+        assert self._exchange is not None
+        if self.is_first:
+            self._wait_for_ends(LAST_WORDS_S)
+        else:
+            self._say_last(None, 0, 0)
+
+    def _say_last(self, cause: str | None, exit_code: int, num_encoded: int) -> None:
+        assert self._exchange is not None
+        self._exchange.leave()
+        word = LastWord(cause=cause, exit_code=exit_code, num_encoded=num_encoded)
+        self._exchange.say(f"{self.rank}-end.json", _as_bytes(encode(word)))
+
+    def _wait_for_ends(self, within_s: float) -> None:
+        assert self._exchange is not None
+        until = monotonic() + within_s
+        self._heard()
+        while len(self._ended) < self.world_size - 1 and monotonic() < until:
+            time.sleep(self._exchange.poll_s)
+            self._heard()
 
     def _exit_code(self, error: BaseException) -> int:
         """Return this rank's exit code: after another rank's end that rank's code, if known."""
@@ -326,23 +361,24 @@ class PackRanks:
             return 2 if isinstance(error, UsageError) else 1
         if not _is_other_ranks(error):
             return exit_code_of(error)
-        if self._told is not None:
-            return self._told.exit_code
         word = next(iter(self._ended.values()), None)
         return 1 if word is None else word.exit_code
 
     def _gone(self, rank: int, num_encoded: int) -> str:
-        assert self._links is not None
+        assert self._exchange is not None
         is_gone = rank in self._ended and rank not in self._given_up
         how = "ended without a message: killed, or out of memory" if is_gone else "does not answer"
         who = "the other ranks have" if self.is_first else f"rank {self.rank} has"
-        return f"rank {rank} ({self._links[rank].process}) {how}; {who} stopped, {_kept(num_encoded)}; {GO_ON}"
+        return f"rank {rank} ({self._exchange.processes[rank]}) {how}; {who} stopped, {_kept(num_encoded)}; {GO_ON}"
 
-    def _part(self) -> None:
-        if self._links is not None:
-            for link in self._links.values():
-                link.connection.close()
-            self._links = None
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    of: list[int]
+
+
+def _as_bytes(value: Json) -> bytes:
+    return json.dumps(value).encode("ascii")
 
 
 def _is_other_ranks(error: BaseException) -> bool:

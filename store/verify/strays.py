@@ -18,7 +18,7 @@ from bucketline.store.remote.generations import generation_name, listed_generati
 from bucketline.store.remote.lines import lines_name
 from bucketline.store.remote.retries import asked_again
 from bucketline.store.verify.faults import Fault, Faults, mismatch
-from bucketline.store.write.attempts import ATTEMPTS_FOLDER, KEPT_CAPTIONS
+from bucketline.store.write.attempts import ATTEMPTS_FOLDER, KEPT_CAPTIONS, RANKS_FOLDER
 from bucketline.store.write.column_shard import MAKING
 
 if TYPE_CHECKING:
@@ -155,6 +155,7 @@ def _files_of(manifest: Manifest) -> dict[str, FileEntry | DroppedEntry]:
 
 _IN_PENDING = {
     ATTEMPTS_FOLDER: "belongs to a shard that a worker is making, or that an interrupted run left; the next pack removes it",
+    RANKS_FOLDER: "is a message between the ranks of a pack, or what a killed one left; the next pack of several removes it",
     KEPT_CAPTIONS: "belongs to captions that a pack has encoded before its images; the next pack uses them, and removes them",
 }
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ATTEMPTS_FOLDER = "attempts"  # in pending/
+RANKS_FOLDER = "ranks"  # in pending/: messages between the ranks of a run
 KEPT_CAPTIONS = "captions"  # in pending/: stores of captions that a pack has encoded, and not yet written with their rows
 
 

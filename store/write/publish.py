@@ -70,7 +70,7 @@ def prepare_store(store: Path) -> None:
     Raises:
         StoreError: if the path is a file, or not writable, or one of its folders is a link.
     """
-    _refuse_linked_folders(store)
+    refuse_linked_folders(store)
     try:
         made = [folder for folder in (store, *store.absolute().parents) if not folder.exists()]
         for folder in (store, *(store / name for name in FOLDERS)):
@@ -81,7 +81,7 @@ def prepare_store(store: Path) -> None:
         raise StoreError(f"cannot make {store} a store: {error.strerror}") from error
 
 
-def _refuse_linked_folders(store: Path) -> None:
+def refuse_linked_folders(store: Path) -> None:
     """Check that a store's own folders are not links: writes and removals there would hit somebody else's files.
 
     Raises:

@@ -61,7 +61,7 @@ FOUND: list[tuple[str, str]] = [
     ),
     (
         "A rank that met the others while their launcher was being stopped heard neither Ctrl-C nor SIGTERM, for minutes",
-        "tests/fault/test_ranks_that_end.py::test_a_rank_that_waits_for_a_launcher_that_never_answers_ends_when_told",
+        "tests/fault/test_ranks_that_end.py::test_a_rank_that_waits_for_one_that_never_comes_ends_when_told",
     ),
     (
         "`ingest pack` waited for ever where its last shard could not be committed or sealed, and so did all other ranks",

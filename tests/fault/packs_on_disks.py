@@ -175,8 +175,8 @@ def one_process(shim: Shim, trial: Trial, asked: Asked, draw: random.Random) -> 
 
 def several_ranks(shim: Shim, trial: Trial, asked: Asked, draw: random.Random) -> Iterator[Record]:
     """Pack with two ranks, of which one's disk fails once only its last shard is to be written and sealed."""
-    ranks: Any = importlib.import_module("bucketline.ingest.parallel.ranks")
-    ranks.LOOK_EVERY_S = 0.0
+    exchange: Any = importlib.import_module("bucketline.ingest.parallel.exchange")
+    exchange.CHECK_S = (0.0, 0.0)
     record = Record(fault="a rank's disk that fails at its last shard", kind=Kind.DISK)
     for _ in range(asked.of(1, 16)):
         rank, after, (name, operation, error) = draw.randrange(2), draw.randrange(12), draw.choice(FAILURES)

@@ -72,11 +72,11 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    modules = ("torch.distributed", "diffusers.models.autoencoders.autoencoder_kl", "transformers.models.bert", "rich.progress")
-    for module in ("bucketline.ingest.pack", "bucketline.ingest.cli", "bucketline.ingest.parallel.connections", *modules):
+    modules = ("diffusers.models.autoencoders.autoencoder_kl", "transformers.models.bert", "rich.progress")
+    for module in ("bucketline.ingest.pack", "bucketline.ingest.cli", "bucketline.ingest.parallel.exchange", *modules):
         importlib.import_module(module)
-    ranks: Any = importlib.import_module("bucketline.ingest.parallel.ranks")
-    ranks.LOOK_EVERY_S = 0.0  # at every image; the images here take milliseconds
+    exchange: Any = importlib.import_module("bucketline.ingest.parallel.exchange")
+    exchange.CHECK_S = (0.0, 0.0)  # at every image; the images here take milliseconds
     runs = []
     for asked in sys.argv[1:at]:
         store, num_ranks, failure = asked.split(",")

@@ -6,16 +6,16 @@ Here the ranks are forked, without a launcher: what they do they do by themselve
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import socket
 import subprocess
 import sys
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bucketline.command_line import launch_name
 from bucketline.store import Store
 from tests.commands import ROOT, spawn
 from tests.conftest import once
@@ -217,30 +217,25 @@ def test_a_signal_before_anything_was_encoded_says_so(ran: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_rank_that_waits_for_a_launcher_that_never_answers_ends_when_told(
-    number: signal.Signals, tmp_path: Path, model: Path
+def test_a_rank_that_waits_for_one_that_never_comes_ends_when_told(
+    number: signal.Signals, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "photos").mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as launcher:
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.getsockname()[1])}
-        rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-        command: list[str | Path] = [
-            sys.executable,
-            "-m",
-            "bucketline.ingest",
-            "pack",
-            tmp_path / "photos",
-            tmp_path / "store",
-            "--model",
-            model,
-        ]
-        with subprocess.Popen(command, env={**os.environ, **where, **rank}, stderr=subprocess.PIPE) as process:
-            try:
-                peer, _ = launcher.accept()  # torch requests its store now, and hears nothing until it has an answer
-                with peer:
-                    process.send_signal(number)
-                    said = process.communicate(timeout=10)[1]
-            finally:
-                process.kill()
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1"), ("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    met = tmp_path / "store" / "pending" / "ranks" / f"{launch_name()}-2"
+    (met / "run").mkdir(parents=True)
+    (met / "open.json").write_text('"run"', encoding="ascii")
+    asked = ["pack", tmp_path / "photos", tmp_path / "store", "--model", model]
+    with subprocess.Popen([sys.executable, "-m", "bucketline.ingest", *map(str, asked)], stderr=subprocess.PIPE) as process:
+        try:
+            until = monotonic() + 60.0
+            while not (met / "run" / "1-hello.json").exists():
+                assert monotonic() < until
+                sleep(0.01)
+            process.send_signal(number)
+            said = process.communicate(timeout=10)[1]
+        finally:
+            process.kill()
     assert process.returncode == -number
     assert b"Traceback" not in said

@@ -1,0 +1,245 @@
+"""The files by which the ranks of a run find each other and exchange messages: in the store's folder, on a disk or at a URL.
+
+Rank 0 makes `pending/ranks/LAUNCH/RUN/`: LAUNCH is what the launcher tells all ranks, RUN is drawn, and named in `open.json`
+next to it. A file has one writer, and except for heartbeats it is written once. All are in one folder: each heartbeat that a
+rank writes there also renews what an NFS client of its machine knows of the folder.
+
+A process that ends, for whatever reason, loses its lock. On a disk that ranks share, that is how they know; a rank that shares
+none with rank 0 is known by its heartbeats only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from bucketline import __version__
+from bucketline.command_line import launch_name
+from bucketline.errors import RankError, StoreError
+from bucketline.files.locks import FileLock
+from bucketline.store.folder import MissingObjectError
+from bucketline.store.write.attempts import RANKS_FOLDER
+from bucketline.store.write.publish import refuse_linked_folders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bucketline.store.folder import Folder, ListedFile
+
+COME_WITHIN_S = 300.0  # ranks start together; importing torch is the most that one may lag behind
+BEAT_EVERY_S = 5.0
+LEFT_S = 86400.0  # messages in a bucket that are older are a killed run's
+POLL_S = (0.05, 1.0)  # while waiting for a message: on a disk, at a URL
+CHECK_S = (1.0, 5.0)  # while packing
+_TOGETHER = "start all ranks together, with torchrun or with MASTER_ADDR and MASTER_PORT of rank 0's machine"
+_WELCOME = "0-welcome.json"
+
+
+class Exchange:
+    """The messages of one run, as one of its ranks sees them."""
+
+    def __init__(self, folder: Folder, disk: Path, rank: int, world_size: int) -> None:
+        """Write nothing yet. `folder` is where messages are, `disk` the store's folder on this machine, for locks."""
+        self._folder, self._disk = folder, disk
+        self._rank, self._world_size = rank, world_size
+        is_far = folder.deadline_s > 0
+        self.poll_s, self.check_s = POLL_S[is_far], CHECK_S[is_far]
+        self.processes: dict[int, str] = {}  # of the others on rank 0, of rank 0 on the others: their names in messages
+        self._launch = ""
+        self._run = ""
+        self._made: list[Path] = []  # folders to remove once they are empty, the innermost first
+        self._lock: FileLock | None = None
+        self._locks: dict[int, int] = {}  # descriptors of the others' lock files
+        self._is_over = threading.Event()
+        self._beats: threading.Thread | None = None
+
+    @property
+    def shares_disk(self) -> bool:
+        """True if this rank sees the folder that rank 0 has on its disk."""
+        return self._rank == 0 or 0 in self._locks
+
+    def meet(self) -> None:
+        """Wait until all ranks are there.
+
+        Raises:
+            RankError: if a rank does not come, or is of another version.
+            StoreError: if the store's folder cannot be written.
+        """
+        if (launch := launch_name()) is None:
+            raise RankError(f"rank {self._rank} of {self._world_size} cannot reach the others: {_TOGETHER}")
+        self._launch = f"pending/{RANKS_FOLDER}/{launch}-{self._world_size}"
+        if self._rank == 0:
+            self._open()
+            self._welcome()
+        else:
+            self._join()
+
+    def begin_beats(self, num_checks: Callable[[], int]) -> None:
+        """Write a heartbeat every few seconds, unless `num_checks` is the same positive number as the time before."""
+
+        def beat() -> None:
+            before = -1
+            while not self._is_over.wait(BEAT_EVERY_S):
+                if (now := num_checks()) != before or not now:
+                    with suppress(StoreError):
+                        self._folder.write(self._path(f"{self._rank}-beat"), b"%d" % now)
+                before = now
+
+        self._beats = threading.Thread(target=beat, name="bucketline-beat", daemon=True)
+        self._beats.start()
+
+    def say(self, name: str, data: bytes) -> None:
+        """Write a message; no other has its name."""
+        self._folder.write(self._path(name), data)
+
+    def read(self, name: str) -> bytes | None:
+        """Return a message; None if it is not there yet."""
+        try:
+            return self._folder.read(self._path(name))
+        except MissingObjectError:
+            return None
+
+    def listed(self) -> dict[str, ListedFile]:
+        """Return what has been written, by name."""
+        return {file.name.rpartition("/")[2]: file for file in self._folder.names(self._path(""))}
+
+    def beat_at(self, rank: int) -> float:
+        """Return when a rank's last heartbeat was written, by the clock of the folder; 0 if there is none."""
+        found = self._folder.look_up(self._path(f"{rank}-beat"))
+        return 0.0 if found is None else found.modified_s
+
+    def has_ended(self, rank: int) -> bool:
+        """Return True if a rank's process is known to have ended."""
+        return rank in self._locks and not _is_held(self._locks[rank])
+
+    @property
+    def is_open(self) -> bool:
+        """False once rank 0 has removed the messages."""
+        return self._folder.look_up(self._path(_WELCOME)) is not None
+
+    def leave(self) -> None:
+        """End heartbeats; nothing writes here any more except the caller."""
+        self._is_over.set()
+        if self._beats is not None:
+            self._beats.join()
+
+    def remove(self, *, is_all: bool) -> None:
+        """End the run on rank 0: remove the messages. Without `is_all`, those stay that a late rank is to find."""
+        with suppress(StoreError):  # a bucket that nothing may be removed from
+            self._folder.remove([self._path(_WELCOME), f"{self._launch}/open.json"])
+            if is_all:
+                self._folder.remove([self._path(name) for name in self.listed()])
+        if is_all:
+            shutil.rmtree(self._disk / self._launch, ignore_errors=True)
+            with suppress(OSError):
+                for folder in self._made:
+                    folder.rmdir()  # unless something has been made in it
+
+    def _path(self, name: str) -> str:
+        return f"{self._launch}/{self._run}/{name}".rstrip("/")
+
+    def _lock_of(self, rank: int) -> Path:
+        return self._disk / self._path(f"{rank}.lock")
+
+    def _open(self) -> None:
+        """Make the run's folder on the disk, whose lock says that rank 0 lives, and then name it."""
+        refuse_linked_folders(self._disk)
+        self._remove_left()
+        self._run = secrets.token_hex(8)
+        own = self._lock_of(0)
+        self._made = [own.parents[2], *(path for path in own.parents[3:] if not path.exists())]
+        try:
+            own.parent.mkdir(parents=True)
+        except OSError as error:
+            raise StoreError(f"cannot make {self._disk} a store: {error.strerror}") from error
+        self._lock = FileLock(own, self._disk)
+        self._folder.write(f"{self._launch}/open.json", json.dumps(self._run).encode())
+
+    def _welcome(self) -> None:
+        until = time.monotonic() + COME_WITHIN_S
+        tickets: dict[int, str] = {}
+        while len(tickets) < self._world_size - 1:
+            there = self.listed()
+            for rank in range(1, self._world_size):
+                if rank not in tickets and f"{rank}-hello.json" in there:
+                    hello = json.loads(self.read(f"{rank}-hello.json") or b"")
+                    if hello["version"] != __version__:
+                        raise RankError(
+                            f"rank {rank} ({hello['process']}) has version {hello['version']} of bucketline, rank 0 has "
+                            f"{__version__}; install the same on all machines"
+                        )
+                    tickets[rank], self.processes[rank] = hello["ticket"], hello["process"]
+                    with suppress(FileNotFoundError):  # on another disk
+                        self._locks[rank] = os.open(self._lock_of(rank), os.O_RDONLY | os.O_CLOEXEC)
+            self._wait(until, lambda: f"rank {min(set(range(1, self._world_size)) - tickets.keys())} did not come")
+        self.say(_WELCOME, json.dumps({"process": _this_process(), "tickets": tickets}).encode())
+
+    def _join(self) -> None:
+        """Follow `open.json` until rank 0 welcomes this process: what a killed run has left does not."""
+        until, ticket = time.monotonic() + COME_WITHIN_S, secrets.token_hex(8)
+        while True:
+            with suppress(MissingObjectError):
+                run = json.loads(self._folder.read(f"{self._launch}/open.json"))
+                if run != self._run:
+                    self._greet(str(run), ticket)
+                welcome = json.loads(self.read(_WELCOME) or b"{}")
+                if welcome and welcome["tickets"].get(str(self._rank)) == ticket:
+                    self.processes = {0: welcome["process"]}
+                    return
+            self._wait(until, lambda: f"rank 0 did not come to {self._folder.place(self._launch)}")
+
+    def _greet(self, run: str, ticket: str) -> None:
+        self._run = run
+        for fd in self._locks.values():
+            os.close(fd)
+        self._locks = {}
+        with suppress(FileNotFoundError):
+            self._locks[0] = os.open(self._lock_of(0), os.O_RDONLY | os.O_CLOEXEC)
+            self._lock = FileLock(self._lock_of(self._rank), self._disk)
+        hello = {"ticket": ticket, "process": _this_process(), "version": __version__}
+        self._folder.write(self._path(f"{self._rank}-hello.json"), json.dumps(hello).encode())
+
+    def _wait(self, until: float, what: Callable[[], str]) -> None:
+        if time.monotonic() >= until:
+            raise RankError(
+                f"rank {self._rank} of {self._world_size} cannot reach the others: {what()} within {COME_WITHIN_S:.0f} s; "
+                f"{_TOGETHER}, and put the store on a disk that all machines share, or at a URL"
+            )
+        time.sleep(self.poll_s)
+
+    def _remove_left(self) -> None:
+        """Remove the messages of runs whose rank 0 has ended."""
+        for folder in (self._disk / "pending" / RANKS_FOLDER).glob("*/*"):
+            with suppress(OSError):
+                fd = os.open(folder / "0.lock", os.O_RDONLY | os.O_CLOEXEC)
+                if not _is_held(fd):
+                    shutil.rmtree(folder, ignore_errors=True)
+                os.close(fd)
+        if self._folder.deadline_s:
+            old = time.time() - LEFT_S
+            with suppress(StoreError):
+                left = self._folder.names(f"pending/{RANKS_FOLDER}")
+                self._folder.remove([file.name for file in left if file.modified_s < old])
+
+
+def _is_held(fd: int) -> bool:
+    """Return whether a process holds the lock of an open file."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+def _this_process() -> str:
+    return f"pid {os.getpid()} on {socket.gethostname()}"

@@ -1,0 +1,270 @@
+"""The messages of ranks, over a disk and over a bucket without a common disk; ranks that are late, silent or dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from time import monotonic, sleep
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.command_line import launch_name
+from bucketline.errors import RankError, StoreError
+from bucketline.ingest.parallel import exchange as exchange_module
+from bucketline.ingest.parallel import ranks as module
+from bucketline.ingest.parallel.exchange import Exchange
+from bucketline.ingest.parallel.ranks import PackRanks
+from bucketline.ingest.parallel.signals import Interrupts
+from bucketline.store.folder import LocalFolder
+from tests.building import tree
+from tests.object_storage import in_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bucketline.store.folder import Folder
+    from bucketline.typed_json import Json
+
+SAID: Json = {"a": ["\udcff", 1 << 70]}
+Places = list[tuple["Folder", "Path"]]
+
+
+def as_it_is(value: Json) -> Json:
+    return value
+
+
+def number(value: Json) -> int:
+    return int(str(value))
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_module, "POLL_S", (0.01, 0.01))
+    monkeypatch.setattr(exchange_module, "CHECK_S", (0.0, 0.0))
+    monkeypatch.setattr(module, "FIRST_ENDS_S", 0.5)  # rank 0 ends when its process does, and here it does not
+    monkeypatch.setattr(module, "LAST_WORDS_S", 0.5)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+
+
+def places(tmp_path: Path, kind: str, count: int = 2) -> Places:
+    """Return for each rank the folder of messages, and the one on its own disk."""
+    if kind == "disk":
+        return [(LocalFolder(tmp_path / "s"), tmp_path / "s")] * count
+    bucket = in_memory()
+    return [(bucket, tmp_path / f"disk {rank if kind == 'bucket' else 0}") for rank in range(count)]
+
+
+def in_ranks(at: Places, *works: Callable[[PackRanks], object]) -> list[object]:
+    """Run a function a rank, each in a thread; give what each gave or raised."""
+    gave: list[object] = [None] * len(works)
+
+    def be(rank: int) -> None:
+        try:
+            own = Exchange(*at[rank], rank, len(works))
+            with PackRanks(rank=rank, world_size=len(works), interrupts=Interrupts(), exchange=own) as ranks:
+                gave[rank] = works[rank](ranks)
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            gave[rank] = error
+
+    threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    return gave
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket", "bucket and disk"])
+def test_values_and_parts_go_from_rank_0_to_all_and_values_come_back_and_nothing_stays(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MESSAGE_BYTES", 4)
+    parts = [b"P1", b"", b"3", b"long" * 100]
+
+    def work(ranks: PackRanks) -> object:
+        said = ranks.from_first(lambda: SAID, as_it_is, as_it_is)
+        own = ranks.deal(lambda: [[b"0"], list(parts), []])
+        ranks.check()
+        first = ranks.gather(ranks.rank, as_it_is, lambda value: 10 * number(value), is_last=False)
+        if not ranks.is_first:
+            ranks.note(ranks.rank)
+        second = ranks.gather(ranks.rank, as_it_is, number)
+        return said, own, first, second, ranks.notes()
+
+    at = places(tmp_path, kind, 3)
+    gave = in_ranks(at, work, work, work)
+    assert gave[0] == (SAID, [b"0"], [0, 10, 20], [0, 1, 2], [(1, 1), (2, 2)])
+    assert gave[1:] == [(SAID, parts, None, None, []), (SAID, [], None, None, [])]
+    assert list(at[0][0].names()) == []
+    assert tree(tmp_path) == {}
+
+
+def test_a_rank_knows_whether_it_shares_the_disk_of_rank_0(tmp_path: Path) -> None:
+    for kind, shared in (("disk", True), ("bucket and disk", True), ("bucket", False)):
+        gave = in_ranks(places(tmp_path, kind), *[lambda ranks: ranks.gather(ranks.shares_disk, bool, bool)] * 2)
+        assert gave[0] == [True, shared]
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_what_a_killed_run_has_left_misleads_no_rank_and_is_removed_from_a_disk(kind: str, tmp_path: Path) -> None:
+    at = places(tmp_path, kind)
+    folder, launch = at[0][0], f"pending/ranks/{launch_name()}-2"
+    folder.write(f"{launch}/open.json", json.dumps("0123").encode())
+    for name in ("0-0000.json", "0-end.json", "1-0000.json", "0.lock"):
+        folder.write(f"{launch}/0123/{name}", b"0")
+    folder.write(f"{launch}/0123/0-welcome.json", json.dumps({"process": "p", "tickets": {"1": "abcd"}}).encode())
+    gave: list[object] = []
+
+    def be(rank: int) -> None:
+        with PackRanks(rank=rank, world_size=2, interrupts=Interrupts(), exchange=Exchange(*at[rank], rank, 2)) as ranks:
+            gave.append(ranks.gather(SAID, as_it_is, as_it_is))
+
+    late = threading.Timer(0.2, be, (0,))  # rank 1 has read what was left
+    late.start()
+    be(1)
+    late.join(30.0)
+    assert sorted(gave, key=str) == [None, [SAID, SAID]]
+    if kind == "disk":
+        assert list((tmp_path / "s" / "pending").iterdir()) == []
+
+
+def test_a_rank_that_does_not_come_is_named_and_no_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_module, "COME_WITHIN_S", 0.1)
+    own = Exchange(LocalFolder(tmp_path / "a" / "s"), tmp_path / "a" / "s", 0, 3)
+    with (
+        pytest.raises(RankError, match=r"rank 0 of 3 cannot reach the others: rank 1 did not come within 0 s; start all ranks"),
+        PackRanks(rank=0, world_size=3, interrupts=Interrupts(), exchange=own),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    late = Exchange(LocalFolder(tmp_path / "s"), tmp_path / "s", 1, 3)
+    with (
+        pytest.raises(
+            RankError, match=r"rank 1 of 3 .*rank 0 did not come to \S+/s/pending/ranks/[\w-]+ within 0 s; .* on a disk"
+        ),
+        PackRanks(rank=1, world_size=3, interrupts=Interrupts(), exchange=late),
+    ):
+        pass
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(RankError, match="rank 1 of 3 cannot reach the others: start all ranks together, with torchrun or"):
+        late.meet()
+
+
+def test_a_rank_of_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_module, "COME_WITHIN_S", 2.0)
+    greet = Exchange._greet
+
+    def other(own: Exchange, run: str, ticket: str) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(exchange_module, "__version__", "0.0.9")
+            greet(own, run, ticket)
+
+    monkeypatch.setattr(Exchange, "_greet", other)
+    gave = in_ranks(places(tmp_path, "disk"), lambda _: None, lambda _: None)
+    assert isinstance(gave[0], RankError)
+    assert "rank 1 (pid" in str(gave[0])
+    assert "has version 0.0.9 of bucketline, rank 0 has" in str(gave[0])
+
+
+def test_a_folder_that_cannot_be_a_store_is_an_error_of_rank_0(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "pending").symlink_to(tmp_path)
+    for name, says in (("file", "cannot make .*file a store"), ("s", "pending is a link")):
+        with pytest.raises(StoreError, match=says):
+            Exchange(LocalFolder(tmp_path / name), tmp_path / name, 0, 2).meet()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "s"]
+
+
+def test_a_rank_that_is_silent_is_named_and_in_the_end_given_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for where, name, seconds in (
+        (exchange_module, "BEAT_EVERY_S", 0.01),
+        (module, "SILENT_S", 0.3),
+        (module, "GIVEN_UP_S", 0.8),
+    ):
+        monkeypatch.setattr(where, name, seconds)
+    over = threading.Event()
+
+    def first(ranks: PackRanks) -> object:
+        try:
+            return ranks.gather(0, as_it_is, number)
+        finally:
+            over.set()
+
+    def hangs(ranks: PackRanks) -> object:
+        ranks.check()  # from now on it is expected to look for messages
+        return over.wait(60.0)
+
+    gave = in_ranks(places(tmp_path, "bucket"), first, hangs)
+    assert isinstance(gave[0], RankError)
+    assert f"rank 1 (pid {os.getpid()} on {socket.gethostname()}) does not answer; the other ranks have stopped" in str(gave[0])
+    assert capfd.readouterr().err.count("warning: rank 1 (pid") == 1
+
+
+@pytest.mark.parametrize("work", ["loading", "packing"])
+def test_a_rank_at_work_is_waited_for_however_long_it_takes(
+    work: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for where, name, seconds in (
+        (exchange_module, "BEAT_EVERY_S", 0.01),
+        (module, "SILENT_S", 0.5),
+        (module, "GIVEN_UP_S", 0.6),
+    ):
+        monkeypatch.setattr(where, name, seconds)
+
+    def at_work(ranks: PackRanks) -> object:
+        until = monotonic() + 1.5
+        while monotonic() < until:
+            sleep(0.01)
+            if work == "packing":
+                ranks.check()
+        return ranks.gather(1, as_it_is, number)
+
+    gave = in_ranks(places(tmp_path, "disk"), lambda ranks: ranks.gather(0, as_it_is, number), at_work)
+    assert gave == [[0, 1], None]
+    assert "silent" not in capfd.readouterr().err
+
+
+def test_a_dead_rank_is_noticed_at_work_within_seconds(tmp_path: Path) -> None:
+    """A collective would notice it when the work is done."""
+    ended_at: list[float] = []
+
+    def first(ranks: PackRanks) -> None:
+        while not ended_at or monotonic() < ended_at[0] + 5.0:
+            ranks.check()
+
+    def dead(ranks: PackRanks) -> None:
+        assert ranks._exchange is not None
+        assert ranks._exchange._lock is not None
+        ended_at.append(monotonic())
+        ranks._exchange._lock.release()  # as the system does when a process ends
+        ranks._exchange.leave()
+        ranks._exchange = None
+
+    gave = in_ranks(places(tmp_path, "disk"), first, dead)
+    assert isinstance(gave[0], RankError)
+    assert "ended without a message" in str(gave[0])
+
+
+def test_a_failing_rank_ends_all_also_without_a_common_disk(tmp_path: Path) -> None:
+    def failing(ranks: PackRanks) -> None:
+        raise StoreError("the disk is full")
+
+    def working(ranks: PackRanks) -> None:
+        while True:
+            ranks.check()
+            sleep(0.01)
+
+    gave = in_ranks(places(tmp_path, "bucket", 3), working, failing, working)
+    assert str(gave[0]) == "rank 1: the disk is full (the other ranks have stopped, before anything was encoded)"
+    assert isinstance(gave[0], RankError)
+    assert [type(one) for one in gave[1:]] == [SystemExit, SystemExit]
+    assert [str(one) for one in gave[1:]] == ["1", "1"]
