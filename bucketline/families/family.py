@@ -239,8 +239,14 @@ class Family:
 
     @classmethod
     def stored_width(cls, _model: Model, configs: Mapping[str, Any]) -> int:
-        """Return the width of tokens from the encoders' configurations: that of the last part's layers together."""
-        return cls.num_layers * int(configs[cls.parts[-1].encoder].get_text_config().hidden_size)
+        """Return the width of tokens from the encoders' configurations: that of the last part's layers together.
+
+        Where a pipeline returns `layers` by themselves, these are all of them, behind the tokens of the part before.
+        """
+        last = configs[cls.parts[-1].encoder].get_text_config()
+        if "layers" in cls.results:
+            return int(configs[cls.parts[-2].encoder].hidden_size + last.num_hidden_layers * last.hidden_size)
+        return cls.num_layers * int(last.hidden_size)
 
     @classmethod
     def extras(cls, model: Model) -> dict[str, Any]:

@@ -42,24 +42,18 @@ class HiDreamImage(Family):
     scheduler = flow(3.0)  # the shift of the UniPC solver published with HiDream-I1-Full
     lora_targets = ("to_q", "to_k", "to_v", "to_out")  # as in diffusers' training script
 
-    @classmethod
-    def stored_width(cls, _model: Any, configs: Mapping[str, Any]) -> int:  # noqa: ANN401 - as the base's
-        """Return the widths of a T5 and a Llama's layers together."""
-        *_, t5, llama = (configs[part.encoder] for part in cls.parts)
-        return int(t5.hidden_size + llama.num_hidden_layers * llama.hidden_size)
-
     @property
     def token_width(self) -> int:
-        """The widths of the T5 and of as many of the Llama's layers as the model reads, together."""
+        """The widths of a T5 and of the Llama's layers that the model reads, together."""
         t5, llama = self.config["caption_channels"]
         return int(t5 + (max(self.config["llama_layers"]) + 1) * llama)
 
     def expects(self) -> Iterator[Expected]:
         """Require the store's sizes; of the Llama, as many layers as the model reads."""
         yield from super().expects()
-        found, (t5, llama), needed = self.store.text["tokens"], self.config["caption_channels"], self.token_width
-        is_met = (found - t5) % llama == 0 and found >= needed
-        wanted, because = f"the first and {(needed - t5) // llama} of the second, together {found}", SAME_WIDTH["tokens"]
+        found, (t5, llama), least = self.store.text["tokens"], self.config["caption_channels"], self.token_width
+        is_met = (found - t5) % llama == 0 and found >= least
+        wanted, because = f"the first and {(least - t5) // llama} of the second, together {found}", SAME_WIDTH["tokens"]
         yield Expected(field="caption_channels", found=[t5, llama], wanted=wanted, is_met=is_met, because=because)
 
     def prepare(self, model: Any) -> None:  # noqa: ANN401 - as below

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bucketline.errors import UsageError
 from bucketline.families.family import Family, Padding, StoreFacts
@@ -80,17 +82,22 @@ def label(options: _Options) -> str:
     return f"`{' '.join(words)}`" + f" on {RANKS} GPUs" * ("sharding" in options) if words else "all weights"
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answer each read of a whole number from a tensor with that of a caption's tokens, a mask's sum, and others with 1."""
+class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Compute integers and masks that depend on no tensor without memory, so that the lengths in them can be read.
 
-    def __init__(self, tokens: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tokens = tokens
+    Each number of a tensor without memory is read as 1.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's
-        if func is not torch.ops.aten._local_scalar_dense.default:
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if any(isinstance(one, FakeTensor) or one.is_meta for one in given):
+            return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+        if not given:
+            found = func(*args, **(kwargs or {}))
+            if not isinstance(found, torch.Tensor) or found.is_floating_point() or found.is_complex():
+                return found
+        with unset_fake_temporarily():
             return func(*args, **(kwargs or {}))
-        return 1.0 if args[0].is_floating_point() else self._tokens
 
 
 class CountedModel:
@@ -122,7 +129,7 @@ class CountedModel:
         held -= sum(sorted(map(frozen_bytes, offloaded(model, asked.offload_blocks)))[:-2])
         share = RANKS if asked.sharding is Sharding.FSDP else 1
         weights = sum(parameter.nbytes for parameter in trained) // share
-        with self._without_memory(tokens=1):
+        with self._without_memory():
             moments = _moments(asked, model, trained) // share
         is_averaged = asked.ema is Ema.DEVICE and not KINDS[asked.optimizer].averages
         return Memory(weights=held + weights, gradients=weights, moments=moments, average=weights if is_averaged else 0)
@@ -134,7 +141,7 @@ class CountedModel:
         model.disable_gradient_checkpointing()  # type: ignore[operator] # of another row
         recompute(model, asked, is_compiled=False)
         try:
-            with self._without_memory(family.usual_tokens):
+            with self._without_memory():
                 one, two = (kept_activations(model, family, images) for images in (1, 2))
         except DynamicOutputShapeException as error:
             raise UsageError(
@@ -144,8 +151,8 @@ class CountedModel:
         return two - one
 
     @contextlib.contextmanager
-    def _without_memory(self, tokens: int) -> Iterator[None]:
-        with self._fake, _Reads(tokens):
+    def _without_memory(self) -> Iterator[None]:
+        with self._fake, _Values():  # type: ignore[no-untyped-call]
             yield
 
 

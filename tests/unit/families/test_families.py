@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 LONG = "a red cat and a blue dog of the house " * 60  # longer than any pipeline's call takes by default
 CAPTIONS = ("a red cat", LONG, "", "一只红色的猫在房子里", "🐱 a cat 🏠")
 KINDS = ("short", "long", "empty", "Chinese", "emoji", "four")
-MOST_LINES = 84
+MOST_LINES = 80
 COLUMNS = 8  # of the page's table
 STEPS = 3  # of an image
 
