@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.text_block import Caption
     from bucketline.store.prompts.prompt_file import Prompt
-    from bucketline.store.prompts.prompt_sets import Place
+    from bucketline.store.side_files import Place
     from bucketline.typed_json import Json
 
 BATCH = 8

@@ -22,8 +22,8 @@ from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import sealed, write_manifest
 from bucketline.store.format.manifest_entries import DroppedEntry
-from bucketline.store.prompts.prompt_sets import merge_sets
 from bucketline.store.read.store import Store
+from bucketline.store.side_files import SIDE_FILES
 from bucketline.store.write.publish import encode_dropped, prepare_store
 from bucketline.typed_json import encode, first_difference
 
@@ -97,7 +97,8 @@ def merge(
                 retired=(),
                 added=added,
             )
-            merge_sets([(store.path, store.manifest) for store in stores], folder)
+            for kind in SIDE_FILES.values():
+                kind.merge([(store.path, store.manifest) for store in stores], folder)
             written = write_manifest(folder, sealed(manifest))
             if written.samples != samples:
                 raise AssertionError(f"expected {samples} merged samples, the store has {written.samples}")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, StoreError, UsageError
 from bucketline.store.folder import DeniedError, LocalFolder, MissingObjectError, as_folder
 from bucketline.store.prompts.prompt_file import decode_prompts, proof_bytes, refuse_other_file
+from bucketline.store.side_files import SideFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.prompts.prompt_file import PromptSet
+    from bucketline.store.side_files import Place
 
 _FOLDER, _SUFFIX = "prompts", ".safetensors"
 DEFAULT = "default"  # name of a set; the only one that is found on a web server unless it is named
 MAX_BYTES = 2 << 30
 LARGE_BYTES = 1 << 20  # of one that is looked at before it is read whole, in object storage
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-Place: TypeAlias = "Path | Folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +147,16 @@ def describe_sets(place: Place, manifest: Manifest) -> Iterator[DescribedSet]:
         except StoreError as error:
             found, problem = None, str(error)
         yield DescribedSet(name=name, num_bytes=len(data or b""), prompts=found, problem=problem)
+
+
+def check_sets(place: Place, manifest: Manifest) -> Iterator[tuple[str, str | None]]:
+    """Read all sets of a store and yield the names of their files; of one with a fault, that and a remedy."""
+    for found in describe_sets(place, manifest):
+        remedy = f"rerun `ingest prompts --name {found.name}`, or remove the file"
+        yield file_of(found.name), None if found.problem is None else f"{found.problem}; {remedy}"
+
+
+PROMPT_SETS = SideFiles(copy=copy_sets, merge=merge_sets, check=check_sets)
 
 
 def file_of(name: str) -> str:

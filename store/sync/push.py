@@ -14,7 +14,6 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.regular_file import read_regular
 from bucketline.store.folder import LocalFolder
 from bucketline.store.format.manifest import dump_manifest, finished, generations, read_manifest
-from bucketline.store.prompts.prompt_sets import copy_sets
 from bucketline.store.read.lost_files import lost_shards, refuse_lost_shards
 from bucketline.store.remote.generations import (
     commit,
@@ -23,6 +22,7 @@ from bucketline.store.remote.generations import (
     read_generation,
     refuse_without_put_if_absent,
 )
+from bucketline.store.side_files import copy_side_files
 from bucketline.store.transfer.sender import noted
 from bucketline.store.transfer.upload import Uploader, send_lists
 from bucketline.store.write.newest import existing_manifest
@@ -91,7 +91,7 @@ def push(
         on_total(uploader.missing_bytes(store, manifest.shards))
         sent = uploader.send(store, manifest.shards)
         send_lists(folder, store)
-        copy_sets(store, folder, manifest)
+        copy_side_files(store, folder, manifest)
         documents = [_document(manifest, number, found, uploader) for number, found in own.items()]
         _make_sure(store, documents, uploader, remote, names)
         before = remote

@@ -19,11 +19,6 @@ PLACES = {
 }
 # Each is one too many: none may join them, and one that no longer imports its room leaves the list.
 STILL = {
-    "store/change/merge.py": {"store: prompts"},
-    "store/sync/pull.py": {"store: prompts"},
-    "store/sync/push.py": {"store: prompts"},
-    "store/verify/strays.py": {"store: prompts"},
-    "train/evaluation/prompts.py": {"store: prompts"},
     "train/memory/table.py": {"train: low bits"},
     "train/outputs/progress.py": {"train: images"},
     "train/outputs/saver.py": {"train: export"},

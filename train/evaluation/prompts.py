@@ -15,7 +15,6 @@ from bucketline.files.redact import redacted
 from bucketline.loader import Batch
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import CLASS_LABELS, LATENT
-from bucketline.store.prompts.prompt_sets import DEFAULT, read_set
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -73,6 +72,8 @@ def load_prompts(config: TrainConfig, shares: Sequence[WeightedStore], family: F
     """
     if config.num_images == 0 or _CAPTIONS in config.image_prompts:
         return ()
+    from bucketline.store.prompts.prompt_sets import DEFAULT, read_set
+
     found: list[StoredPrompt] = []
     for name in config.image_prompts or (DEFAULT,):
         sets = [(share.store, read_set(share.store.folder, share.store.manifest, name)) for share in shares]
