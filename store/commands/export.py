@@ -53,17 +53,17 @@ class Export(ReadingArguments):
 
     def run(self) -> int:
         from bucketline.store.commands.progress import bar_of_samples
-        from bucketline.store.export.export import check_samples, estimated_size, export, open_export
+        from bucketline.store.export.export import export, open_export, plan_export
+        from bucketline.store.read.iter_samples import buckets_of
 
         request, store = self._request(), self.open_store(self.store)
         exporter = open_export(store, request)
-        size = estimated_size(exporter)
-        if exporter.checks_samples:
-            with bar_of_samples("check", size.num_samples) as on_sample:
-                check_samples(exporter, on_sample)
+        rows = sum(store.bucket(name).num_rows for name in buckets_of(store, request.selection))
+        with bar_of_samples("check", rows) as on_sample:
+            size = plan_export(exporter, on_sample)
         if not self.dry_run:
             with bar_of_samples("export", size.num_samples) as on_sample:
-                size = export(exporter, on_sample)
+                size = export(exporter, size, on_sample)
         self._print(size)
         return 0
 

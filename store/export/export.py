@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store.export.exporter import Exporter, ExportRequest
+    from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.read.store import Store
 
 BYTES_A_SAMPLE = 4096  # of headers, and of the disk beyond a file's length
@@ -53,12 +54,20 @@ def open_export(store: Store, request: ExportRequest) -> Exporter:
     return EXPORTERS[request.format](store, request)
 
 
-def estimated_size(exporter: Exporter, captions: int | None = None) -> ExportSize:
-    """Return about how large an export will be, from the numbers of rows and their lengths; nothing is read.
+def plan_export(exporter: Exporter, on_sample: Callable[[], None]) -> ExportSize:
+    """Let an exporter check each sample, and return about how large the export will be, without reading values.
 
-    Captions are counted for each sample, as exports have them: a store has each once. `captions`: of a sample; None: as many as
-    any has.
+    Captions are counted for each sample, as exports have them: a store has each once. `on_sample` reports progress.
+
+    Raises:
+        StoreError: if the format cannot hold a sample.
+        CorruptError: if an index or a record is damaged.
     """
+    captions = 0
+    for listed in live_samples(exporter.store, exporter.request.selection):
+        exporter.check(listed.record)
+        captions += min(max(1, len(listed.record.captions)), exporter.most_captions)
+        on_sample()
     store, names = exporter.store, buckets_of(exporter.store, exporter.request.selection)
     rows = sum(store.bucket(name).num_rows for name in names)
     own = sum(
@@ -67,8 +76,7 @@ def estimated_size(exporter: Exporter, captions: int | None = None) -> ExportSiz
         for column in store.bucket(name).columns
     )
     widening = max(2 if store.text.is_quantised else 1, exporter.value_bytes // 2)  # quantised text is written as F16
-    captions = captions or max(1, store.manifest.max_captions)
-    each = _record_bytes(store) + _entry_bytes(store, captions) * widening + BYTES_A_SAMPLE
+    each = _record_bytes(store) + _entry_bytes(store, captions / rows) * widening + BYTES_A_SAMPLE
     return ExportSize(num_samples=rows, num_files=None, num_bytes=own + round(rows * each))
 
 
@@ -78,14 +86,14 @@ def _record_bytes(store: Store) -> float:
     return 3 * sum(shard.record_bytes for shard in shards) / max(1, store.manifest.samples)
 
 
-def _entry_bytes(store: Store, captions: int) -> float:
-    """Return the mean bytes of a sample's captions, so many of them, and ragged entries."""
+def _entry_bytes(store: Store, captions: float) -> float:
+    """Return the mean bytes of a sample's captions, so many of them in the mean, and ragged entries."""
     shards = store.manifest.shards
 
     def mean(group: str, num_bytes: int) -> float:
         return num_bytes / max(1, sum(shard.groups[group].rows for shard in shards if group in shard.groups))
 
-    found = captions * mean(TEXT_GROUP, sum(shard.caption_bytes for shard in shards))
+    found = captions * sum(map(_caption_bytes, shards)) / max(1, store.manifest.samples)
     for name, spec in store.ragged_specs.items():
         tokens = sum(shard.ragged[name].tokens for shard in shards if name in shard.ragged)
         each = mean(spec.group, tokens * spec.token_bytes) + spec.fixed_bytes
@@ -93,19 +101,13 @@ def _entry_bytes(store: Store, captions: int) -> float:
     return found
 
 
-def check_samples(exporter: Exporter, on_sample: Callable[[], None]) -> None:
-    """Let an exporter check each sample, without reading values; `on_sample` reports progress.
-
-    Raises:
-        StoreError: if the format cannot hold one.
-        CorruptError: if an index or a record is damaged.
-    """
-    for listed in live_samples(exporter.store, exporter.request.selection):
-        exporter.check(listed.record)
-        on_sample()
+def _caption_bytes(shard: ShardEntry) -> float:
+    """Return the bytes of a caption for each sample of a shard. Its first is the empty one, which few samples have."""
+    others = shard.groups[TEXT_GROUP].rows - 1 if TEXT_GROUP in shard.groups else 0
+    return shard.samples * shard.caption_bytes / max(1, others)
 
 
-def export(exporter: Exporter, on_sample: Callable[[], None]) -> ExportSize:
+def export(exporter: Exporter, planned: ExportSize, on_sample: Callable[[], None]) -> ExportSize:
     """Write the export, verifying every row and caption; `on_sample` reports progress. Return what was written.
 
     Raises:
@@ -115,9 +117,8 @@ def export(exporter: Exporter, on_sample: Callable[[], None]) -> ExportSize:
         LockedError: if another process writes the same output.
     """
     store, request = exporter.store, exporter.request
-    estimated = estimated_size(exporter, captions=1)  # few have the most, and an export that fits must not be refused
-    what = f"exporting {counted(estimated.num_samples, 'sample')} to {request.output}"
-    refuse_too_little_disk(request.output.parent, estimated.num_bytes, what, "choose another disk, or one bucket at a time")
+    what = f"exporting {counted(planned.num_samples, 'sample')} to {request.output}"
+    refuse_too_little_disk(request.output.parent, planned.num_bytes, what, "choose another disk, or one bucket at a time")
 
     def samples() -> Iterator[ExportedSample]:
         for listed in live_samples(store, request.selection):
@@ -127,7 +128,7 @@ def export(exporter: Exporter, on_sample: Callable[[], None]) -> ExportSize:
     with staged_folder(request.output) as folder:
         exporter.write(samples(), folder)
         sizes = [path.stat().st_size for path in _files(folder)]
-    return ExportSize(num_samples=estimated.num_samples, num_files=len(sizes), num_bytes=sum(sizes))
+    return ExportSize(num_samples=planned.num_samples, num_files=len(sizes), num_bytes=sum(sizes))
 
 
 def _files(folder: Path) -> Iterator[Path]:

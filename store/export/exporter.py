@@ -42,7 +42,7 @@ class Exporter(ABC):
     options: ClassVar[frozenset[str]] = frozenset()  # of the request's: `shard_bytes`, `columns`, `images`
     shard_bytes: ClassVar[int] = 1 << 30  # the default
     value_bytes: ClassVar[int] = 1  # that a value is written with, if the store has it in fewer
-    checks_samples: ClassVar[bool] = False  # whether `check` is to be called for each sample
+    most_captions: ClassVar[int] = 1 << 31  # of a sample that are written with their embeddings
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
         """Read nothing yet.

@@ -40,7 +40,7 @@ class KohyaExporter(Exporter):
 
     options = frozenset({"columns", "images"})
     value_bytes = 4
-    checks_samples = True
+    most_captions = 1
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
         """Read what the samples have in common.

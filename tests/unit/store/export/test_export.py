@@ -19,7 +19,7 @@ from safetensors.numpy import load, load_file
 from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
 from bucketline.files.atomic_folder import staged_folder, staging_path
 from bucketline.store import Store
-from bucketline.store.export.export import ExportSize, estimated_size, export, open_export
+from bucketline.store.export.export import ExportSize, export, open_export, plan_export
 from bucketline.store.export.exporter import ExportRequest
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.iter_samples import Selection, live_samples
@@ -44,7 +44,8 @@ def ignore(*_: object) -> None:
 
 
 def run(store: Store, wanted: ExportRequest, on_sample: Callable[[], None] = ignore) -> ExportSize:
-    return export(open_export(store, wanted), on_sample)
+    exporter = open_export(store, wanted)
+    return export(exporter, plan_export(exporter, ignore), on_sample)
 
 
 def read_by_webdataset(folder: Path) -> list[dict[str, Any]]:
@@ -173,7 +174,7 @@ def test_an_export_takes_about_what_it_was_estimated_to_and_no_more(
     kind: str, small: tuple[Store, list[Sample]], tmp_path: Path
 ) -> None:
     wanted = request(tmp_path / "out", kind)
-    estimated = estimated_size(open_export(small[0], wanted))
+    estimated = plan_export(open_export(small[0], wanted), ignore)
     assert not wanted.output.exists()
     told: list[None] = []
     written = run(small[0], wanted, lambda: told.append(None))
@@ -191,8 +192,25 @@ def test_captions_that_many_samples_share_are_counted_for_each(tmp_path: Path) -
     long = ("a photograph of a red barn in snow " * 20,)
     store = make_store(tmp_path / "s", [make_sample(f"{n}.png", "train/64x64", long) for n in range(200)])
     wanted = request(tmp_path / "out", "safetensors")
-    estimated = estimated_size(open_export(store, wanted)).num_bytes
+    estimated = plan_export(open_export(store, wanted), ignore).num_bytes
     assert store.manifest.shards[0].caption_bytes * 100 < run(store, wanted).num_bytes <= estimated
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "safetensors"])
+def test_a_disk_is_refused_by_all_captions_of_all_samples_and_not_by_what_few_samples_have(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = tuple(("a photograph of a red barn in snow " * 60) + str(n) for n in range(8))
+    for name, num_many in (("all", 40), ("few", 2), ("none", 0)):
+        samples = [make_sample(f"{n}.png", "train/64x64", texts[: 8 if n < num_many else 1]) for n in range(40)]
+        store = make_store(tmp_path / name, samples)
+        written = run(store, request(tmp_path / f"{name}.out", kind)).num_bytes
+        for free, code in ((written, 1), (int(1.4 * written) if name == "all" else 2 * written, 0)):
+            usage = shutil.disk_usage(tmp_path)._replace(free=free)
+            with monkeypatch.context() as patched:
+                patched.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+                ran = call("store", "export", store.path, "--format", kind, tmp_path / f"{name}.{code}")
+            assert ran.code == code, (name, free, ran.err)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -244,7 +262,7 @@ SCRIPT = """
 import os, resource, signal, sys
 from pathlib import Path
 from bucketline.store import Store
-from bucketline.store.export.export import export, open_export
+from bucketline.store.export.export import export, open_export, plan_export
 from bucketline.store.export.exporter import ExportRequest
 from bucketline.store.read.iter_samples import Selection
 store = Store.open(sys.argv[1])
@@ -258,7 +276,8 @@ def on_sample():
 if sys.argv[4] == "full":  # a limit on a file's size: the system's own refusal of a write
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
 try:
-    export(open_export(store, request), on_sample)
+    exporter = open_export(store, request)
+    export(exporter, plan_export(exporter, lambda: None), on_sample)
 except Exception as error:
     print(type(error).__name__, error)
 """
