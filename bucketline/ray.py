@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,10 @@ import numpy as np
 from bucketline.errors import UsageError
 from bucketline.extras import extra_named
 from bucketline.store import StoreWriter
-from bucketline.store.sync.parts import PartStore, take_sent
+from bucketline.store.sync.parts import AttemptStore, PartStore, take_attempt
 from bucketline.store.sync.place import WritePlace
 from bucketline.store.transfer.sender import PendingNotes
-from bucketline.store.write.attempts import attempt_path, begin_attempt, begin_attempts, remove_attempts, take_shards
+from bucketline.store.write.attempts import begin_attempts, remove_attempts
 from bucketline.store.write.part_writer import PartWriter
 from bucketline.store.write.publish import new_manifest
 
@@ -149,26 +149,25 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
             UsageError, StoreError: as `StoreWriter.add`; or if a shard cannot be sent.
         """
         name = f"t{ctx.task_idx:06d}-{secrets.token_hex(4)}"  # never that of another attempt
-        if self._objects is None:
-            with self._part(begin_attempt(self._path, self._run, name), name) as writer:
-                for arguments in _arguments(blocks):
-                    writer.add(*arguments)
-            return _Written(name=name, sealed=writer.sealed, sent=[])
-        own = PartStore(self._objects, self._path.with_name(f"{self._path.name}.workers"), self._empty, {})
+        own: AttemptStore | PartStore = AttemptStore(self._path, self._empty, self._run)
+        if self._objects is not None:
+            own = PartStore(self._objects, self._path.with_name(f"{self._path.name}.workers"), self._empty, {})
         try:
-            folder, sender = own.begin(f"{_RUN}{self._run}-{name}")
-            with sender:
+            folder, sender = own.begin(name if self._objects is None else f"{_RUN}{self._run}-{name}")
+            with sender or nullcontext():
                 num_put = 0
                 with self._part(folder, name) as writer:
                     for arguments in _arguments(blocks):
                         writer.add(*arguments)
-                        for shard in writer.sealed[num_put:]:
-                            sender.put(shard)
-                            sender.wait_for_room(lambda: None)
-                        num_put = len(writer.sealed)
-                for shard in writer.sealed[num_put:]:
-                    sender.put(shard)
-                sender.finish(lambda: None)
+                        if sender is not None:
+                            for shard in writer.sealed[num_put:]:
+                                sender.put(shard)
+                                sender.wait_for_room(lambda: None)
+                            num_put = len(writer.sealed)
+                if sender is not None:
+                    for shard in writer.sealed[num_put:]:
+                        sender.put(shard)
+                    sender.finish(lambda: None)
             return _Written(name=name, sealed=writer.sealed, sent=own.finish(folder, writer.sealed))
         finally:
             own.close()
@@ -186,10 +185,7 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         with self._held:
             self._held = None
             for task in write_result.write_returns:
-                if self._objects is None:
-                    take_shards(self._path, attempt_path(self._path, self._run, task.name), task.sealed)
-                else:
-                    take_sent(self._path, task.sent)
+                take_attempt(self._path, self._run, task.name, task.sealed, task.sent)
             self._place.publish(self._writer, [name for task in write_result.write_returns for name in task.sealed])
 
     def on_write_failed(self, error: Exception) -> None:

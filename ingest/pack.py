@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
-import time
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from bucketline.errors import UsageError
-from bucketline.ingest.packing.finish import Packed, PackResult, finish
+from bucketline.errors import BucketlineError, UsageError
+from bucketline.ingest.packing.finish import PackResult, finish
 from bucketline.ingest.packing.meanwhile import Meanwhile
-from bucketline.ingest.packing.prepare import opened_source, prepare
-from bucketline.ingest.packing.target import PackTarget
-from bucketline.ingest.parallel.item_parts import ItemParts, Outline, take_apart
+from bucketline.ingest.packing.run import PackRun
+from bucketline.ingest.packing.target import OwnShards, PackTarget
+from bucketline.ingest.parallel.item_parts import ItemParts
 from bucketline.ingest.parallel.ranks import PackRanks
-from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
 from bucketline.ingest.pipeline.model.encoder_facts import facts_without_weights
 from bucketline.ingest.pipeline.model.encoders import Encoders
-from bucketline.ingest.pipeline.slice_worker import SliceWorker, run_name
+from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, SliceWorker
 from bucketline.ingest.progress import caption_progress, packing_progress
-from bucketline.ingest.sources.source import caption_rest
-from bucketline.ingest.sources.source_json import source_as_json, source_from_json
-from bucketline.ingest.summary import RunSummary, check_identity, joined_summaries
 from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.folder import LocalFolder
-from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
+from bucketline.store.sync.parts import PartStore
 from bucketline.store.write.newest import newest_manifest
 from bucketline.typed_json import decode, encode
 
@@ -41,24 +35,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.packing.target import Placed
     from bucketline.ingest.parallel.exchange import Exchange
     from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
-    from bucketline.ingest.sources.source import Source
     from bucketline.store.transfer.sender import ShardSender
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Start:
-    """The message from rank 0 to the other ranks when the store is ready."""
-
-    manifest: Manifest
-    token: str  # in the names of the run's shards
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Report:
-    """The message from a rank to rank 0 when it has finished."""
-
-    account: RunSummary
-    sealed: list[str]  # names of its shards
 
 
 def pack_images(
@@ -151,79 +128,79 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
     """Pack one source; `is_last` tells the other ranks that they may end. Otherwise as `pack_images`."""
     if session.workers is not None:
         return _pack_on_ray(config, session, session.workers)
-    started = time.monotonic()
-    ranks = session.ranks
-    target = PackTarget(config)
+    ranks, target, runs = session.ranks, PackTarget(config), list[PackRun]()
     with ExitStack() as held:
-        source, outline, own = _agree_on_source(config, ranks, target, held)
+
+        def listed() -> list[list[bytes]]:
+            runs.append(PackRun.listed(config, target, held, lambda *_: ranks.world_size, ranks.world_size))
+            return [own.parts for own in runs[0].slices]
+
+        own = ItemParts(ranks.deal(listed))
         encoders = session.encoders = session.encoders or Encoders(config, session.local_rank, session.local_world_size)
         if ranks.from_first(lambda: newest_manifest(config.store) is None, encode, bool):
             encoders.facts()  # on all ranks at once; those of a store that exists are loaded when there is something to encode
-        start = ranks.from_first(
-            lambda: _Start(
-                manifest=prepare(
-                    config,
-                    encoders.model,
-                    _facts(config, encoders),
-                    outline[0],
-                    held,
-                    target,
-                    num_making=ranks.world_size,
-                ),
-                token=secrets.token_hex(4),
-            ),
-            encode,
-            lambda value: decode(_Start, value),
-        )
-        manifest = start.manifest
-        worker = SliceWorker(
-            config=config,
-            source=source,
-            store=target.open(manifest),
-            encoders=encoders,
-            workers_on_machine=session.local_world_size,
-        )
-        run = run_name(manifest, start.token, f"r{ranks.rank:04d}")
-        sender = target.sender(manifest, run, is_first=ranks.is_first)
-        meanwhile = Meanwhile(config.publish_every_s, ranks, target, manifest)
-        packer = worker.packer(Share(rank=ranks.rank, world_size=ranks.world_size), run, sender=sender)
-        try:
-            meanwhile.begin(packer, packer.sealed if sender is None else sender.sent)
-            with session.interrupts.between_images(ranks.check, meanwhile.check) as check, sender or nullcontext():
+
+        def planned() -> PackPlan:
+            num_making = ranks.world_size if ranks.shares_disk else session.local_world_size
+            facts, is_shared = _facts(config, encoders), ranks.shares_disk
+            return runs[0].begin(encoders.model, facts, held, num_making=num_making, is_shared=is_shared)
+
+        plan = ranks.from_first(planned, encode, lambda value: decode(PackPlan, value))
+        place: OwnShards | PartStore = target.own_shards(plan.manifest, is_first=ranks.is_first)
+        if not ranks.is_first and not ranks.shares_disk:
+            place = held.enter_context(closing(plan.parts(config)))
+        worker = SliceWorker(config, plan, place, encoders, session.local_world_size)
+        return _pack_slice(session, worker, own, next(iter(runs), None), is_last=is_last)
+
+
+def _pack_slice(
+    session: PackSession, worker: SliceWorker, own: ItemParts, run: PackRun | None, *, is_last: bool
+) -> PackResult | None:
+    """Pack the slice of this rank; on rank 0, which has the `run`, take those of all, and publish."""
+    ranks, encoders = session.ranks, worker.encoders
+    mine = worker.slice(ranks.rank, worker.plan.name_of(f"r{ranks.rank:04d}"))
+    packer = mine.packer
+    meanwhile = Meanwhile(worker.config.publish_every_s, ranks, run, lambda names: worker.sent(mine.folder, names))
+    try:
+        meanwhile.begin(mine)
+        with session.interrupts.between_images(ranks.check, meanwhile.check) as check, mine.sending():
+            try:
                 if encoders.may_be_two_phases:
                     with caption_progress(len(own), ranks, lambda: encoders.phases) as (on_item, is_due):
                         packer.encode_captions(own, on_item, check, is_due)
                 with packing_progress(len(own), ranks, packer.stages) as on_image:
                     packer.run(own, on_image, check)
-                if sender is not None:
-                    with _sending(sender, is_shown=ranks.is_first) as on_bytes:
-                        sender.finish(check, on_bytes)
-                meanwhile.finish()
-            report = _Report(account=packer.account, sealed=packer.sealed)
-            reports = ranks.gather(
-                report, encode, lambda value: decode(_Report, value), is_last=is_last, meanwhile=meanwhile.publish_due
-            )
-            if reports is None:
-                return None
-            account = joined_summaries(report.account for report in reports)
-            check_identity(outline[0].num_items, account)
-            return finish(
-                Packed(
-                    config=config,
-                    target=target,
-                    manifest=manifest,
-                    newest=meanwhile.manifest,
-                    num_meanwhile=meanwhile.num_published,
-                    outline=outline[0],
-                    account=account,
-                    sealed=[name for own in reports for name in own.sealed],
-                    seconds=time.monotonic() - started,
-                )
-            )
-        except KeyboardInterrupt as stop:
-            raise Stopped(exit_code_of(stop), session.num_packed + packer.account.packed) from stop
-        finally:
-            session.num_packed += packer.account.packed
+                if mine.sender is not None:
+                    with _sending(mine.sender, is_shown=ranks.is_first) as on_bytes:
+                        mine.send(check, on_bytes)
+            except BaseException:
+                if isinstance(worker.place, PartStore):  # the next run does not see this disk
+                    with suppress(BucketlineError):
+                        mine.seal_rest()
+                        mine.send()
+                        meanwhile.finish()
+                raise
+            meanwhile.finish()
+        packed = PackedSlice(account=packer.account, sealed=mine.sealed, sent=[])
+        found = ranks.gather(
+            packed, encode, lambda value: decode(PackedSlice, value), is_last=is_last, meanwhile=meanwhile.publish_due
+        )
+        if found is None or run is None:
+            return None
+        meanwhile.take()
+        for number, one in enumerate(found):
+            run.take(number, one)
+        return finish(run)
+    except BaseException as error:
+        if run is not None and not ranks.shares_disk:
+            ranks.stop(error)
+            with suppress(BucketlineError):
+                meanwhile.take()
+        if isinstance(error, KeyboardInterrupt):
+            raise Stopped(exit_code_of(error), session.num_packed + packer.account.packed) from error
+        raise
+    finally:
+        session.num_packed += packer.account.packed
 
 
 @contextmanager
@@ -247,28 +224,6 @@ def _pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> 
         raise Stopped(exit_code_of(stop), session.num_packed + run.num_packed) from stop
     finally:
         session.num_packed += run.num_packed
-
-
-def _agree_on_source(
-    config: PackConfig, ranks: PackRanks, target: PackTarget, held: ExitStack
-) -> tuple[Source, list[Outline], ItemParts]:
-    """List the source on rank 0; return it, the outline of all items (on rank 0 only), and this rank's items."""
-
-    def opened() -> Source:
-        held.enter_context(target.held())
-        return opened_source(config)
-
-    source = ranks.from_first(opened, source_as_json, source_from_json)
-    outline: list[Outline] = []
-
-    def dealt() -> list[list[bytes]]:
-        listing = source.listing()
-        caption_rest(listing, config.default_caption)
-        whole, items = take_apart(config.caption_rules.applied(listing), ranks.world_size)
-        outline.append(whole)
-        return [own.parts for own in items]
-
-    return source, outline, ItemParts(ranks.deal(dealt))
 
 
 def _facts(config: PackConfig, encoders: Encoders) -> EncoderFacts:

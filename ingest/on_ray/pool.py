@@ -14,7 +14,8 @@ from ray.exceptions import RayError, RayTaskError
 from bucketline import errors
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, RankError
-from bucketline.ingest.on_ray.worker import PackedSlice, PackWorker, Status, WorkerFailure
+from bucketline.ingest.on_ray.worker import PackWorker, Status, WorkerFailure
+from bucketline.ingest.pipeline.slice_worker import PackedSlice
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -32,8 +32,7 @@ from bucketline.store.shard.reader import as_keys
 
 if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.packing.target import PackTarget
-    from bucketline.ingest.parallel.item_parts import Outline
+    from bucketline.ingest.packing.run import PackRun
     from bucketline.store import Store
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.text_error import TextError
@@ -86,39 +85,30 @@ class PackResult:
     slowest_stage: str  # decode, encode or write
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
-    """The outcome of packing, on rank 0, before it is published."""
+def finish(run: PackRun) -> PackResult:
+    """Write the rejects and publish the last generation. On the process that publishes, under the store's lock.
 
-    config: PackConfig
-    target: PackTarget
-    manifest: Manifest  # the generation at the beginning
-    newest: Manifest  # another one if there was a publication meanwhile
-    num_meanwhile: int  # of these publications
-    outline: Outline
-    account: RunSummary
-    sealed: list[str]  # names of the shards
-    seconds: float
-
-
-def finish(packed: Packed) -> PackResult:
-    """Write the rejects and publish the last generation. Rank 0 only, under the store's lock."""
-    config, target, outline, account = packed.config, packed.target, packed.outline, packed.account
-    began = time.monotonic()
-    dropping = drops(config, target.open(packed.manifest), outline, account)
+    Raises:
+        AccountError: if an image was lost or counted twice; nothing is published then.
+    """
+    config, target, outline, account = run.config, run.target, run.outline, run.account
+    assert run.plan is not None
+    assert run.newest is not None
+    before = run.plan.manifest
+    dropping = drops(config, target.open(before), outline, account)
     rejected, pruned = dropping.rejected, dropping.pruned
     dropped = [*map(sample_digest, rejected), *pruned.digests]
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
-    published = target.publish(packed.newest, packed.sealed, dropped, config.caption_rules.recorded(packed.newest.rules))
+    published = target.publish(run.newest, run.sealed, dropped, config.caption_rules.recorded(run.newest.rules))
     store = target.open(published)
-    _write_long_captions(store, packed.sealed, account)
+    _write_long_captions(store, run.sealed, account)
     gone = not_in_source(store, outline)
     gone_ids = gone.ids(NAMED_IDS)
     published = target.commit(published)
     remove_kept_captions(config.store)
     kept_beyond_limit = len(account.dropped) - len(rejected)
-    change = config.caption_rules.difference(packed.manifest.rules)
+    change = config.caption_rules.difference(before.rules)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
     return PackResult(
         found=outline.num_items,
@@ -130,7 +120,7 @@ def finish(packed: Packed) -> PackResult:
         rejected=len(account.rejects),
         without_caption=account.without_caption,
         captions_from=outline.captions_from,
-        notes=[*outline.notes, *_notes_about_encoders(packed)],
+        notes=[*outline.notes, *_notes_about_encoders(config, before, account)],
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         captions_truncated=account.captions_truncated,
@@ -156,20 +146,20 @@ def finish(packed: Packed) -> PackResult:
         payload_bytes=published.payload_bytes,
         disk_bytes=target.disk_bytes(published),
         generation=published.generation,
-        generations_meanwhile=packed.num_meanwhile,
-        seconds=round(packed.seconds + time.monotonic() - began, 3),
+        generations_meanwhile=run.num_meanwhile,
+        seconds=round(time.monotonic() - run.started, 3),
         stage_seconds=stages,
         slowest_stage=slowest_of(stages, on_shared_cores=account.on_shared_cores),
     )
 
 
-def _notes_about_encoders(packed: Packed) -> list[str]:
+def _notes_about_encoders(config: PackConfig, before: Manifest, account: RunSummary) -> list[str]:
     """Return a note if the encoders were not compared, or captions became a last hidden state without the user's saying so."""
-    if packed.manifest.generation and not packed.account.has_encoded:
+    if before.generation and not account.has_encoded:
         return [f"there was nothing to encode, so no weights were loaded; not compared with the store: {NOT_COMPARED}"]
-    text = packed.manifest.encoders.get("text_encoder")
+    text = before.encoders.get("text_encoder")
     is_plain = isinstance(text, dict) and text.get("family") == PLAIN_FAMILY
-    if not is_plain or not packed.account.packed or packed.config.text is not None:
+    if not is_plain or not account.packed or config.text is not None:
         return []
     assert isinstance(text, dict)
     return [

@@ -64,8 +64,8 @@ class Exchange:
 
     @property
     def shares_disk(self) -> bool:
-        """True if this rank sees the folder that rank 0 has on its disk."""
-        return self._rank == 0 or 0 in self._locks
+        """True if this rank sees the disk of rank 0, or as rank 0 that of all."""
+        return self._locks.keys() == self.processes.keys()
 
     def meet(self) -> None:
         """Wait until all ranks are there.

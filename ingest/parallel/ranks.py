@@ -67,7 +67,7 @@ class PackRanks:
         self._ended: dict[int, LastWord | None] = {}  # in order of arrival; None if it ended without a word
         self._num_checks = 0  # since the last message between ranks
         self._look_at = 0.0
-        self._is_over = False
+        self._is_over = self._has_stopped = False
 
     @property
     def is_first(self) -> bool:
@@ -75,7 +75,7 @@ class PackRanks:
 
     @property
     def shares_disk(self) -> bool:
-        """True if this process sees the store's folder on rank 0's disk."""
+        """True if this process sees the disk of rank 0, or as rank 0 that of all; always true of one process."""
         return self._exchange is None or self._exchange.shares_disk
 
     def __enter__(self) -> PackRanks:
@@ -299,17 +299,24 @@ class PackRanks:
         self._ended |= {rank: None for rank in gone if rank not in self._ended}
         return there
 
+    def stop(self, error: BaseException) -> None:
+        """Stop the other ranks because of an error on rank 0, and wait for their last words; once for all."""
+        if self._exchange is not None and not self._has_stopped:
+            self._has_stopped = True
+            self._interrupts.end()
+            self._say_last(None, self._exit_code(error), _num_encoded(error))
+            self._wait_for_ends(LAST_WORDS_S)
+
     def _end_all(self, error: BaseException) -> None:
-        """Stop the other ranks, wait for their last words, and raise the cause unless it is rank 0's own failure."""
+        """Stop the other ranks, and raise the cause unless it is rank 0's own failure."""
         assert self._exchange is not None
-        self._say_last(None, self._exit_code(error), _num_encoded(error))
-        self._wait_for_ends(LAST_WORDS_S)
+        self.stop(error)
         if not isinstance(error, KeyboardInterrupt):
             return
         num_encoded = _num_encoded(error) + sum(word.num_encoded for word in self._ended.values() if word is not None)
         for rank, word in self._ended.items():
             if word is not None and word.cause is not None:
-                message = f"rank {rank}: {word.cause} (the other ranks have stopped, {_kept(num_encoded)})"
+                message = f"rank {rank}: {word.cause} (the other ranks have stopped, {kept(num_encoded)})"
                 raise (UsageError if word.exit_code == 2 else RankError)(message) from error
         for rank, word in self._ended.items():
             if word is None:
@@ -369,7 +376,7 @@ class PackRanks:
         is_gone = rank in self._ended and rank not in self._given_up
         how = "ended without a message: killed, or out of memory" if is_gone else "does not answer"
         who = "the other ranks have" if self.is_first else f"rank {self.rank} has"
-        return f"rank {rank} ({self._exchange.processes[rank]}) {how}; {who} stopped, {_kept(num_encoded)}; {GO_ON}"
+        return f"rank {rank} ({self._exchange.processes[rank]}) {how}; {who} stopped, {kept(num_encoded)}; {GO_ON}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,5 +401,6 @@ def _cause(error: BaseException) -> str:
     return str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
 
 
-def _kept(num_encoded: int) -> str:
+def kept(num_encoded: int) -> str:
+    """Return what of a run is kept, for messages."""
     return f"with {counted(num_encoded, 'image')} encoded and committed" if num_encoded else "before anything was encoded"

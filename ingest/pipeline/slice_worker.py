@@ -1,60 +1,144 @@
-"""Pack slices of one source in turn, with encoders that are loaded once.
+"""Pack slices of one source in turn, with encoders that are loaded once: what ranks and workers of a Ray cluster share.
 
 A slice is the unit of work: the items whose ids hash to it. A rank has one, as many slices as ranks; a worker of a cluster is
-given one after another.
+given one after another. The process that publishes makes the plan; a worker makes shards of a slice in a folder of its own, or
+in the store's, and returns a `PackedSlice`, which counts once that process has taken it (`packing/run.py`).
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
+from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.pipeline.model.device import share_of_cores
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer
+from bucketline.ingest.sources.source_json import source_from_json
+from bucketline.ingest.summary import RunSummary  # noqa: TC001 - decoded by its annotation
+from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
+from bucketline.store.sync.parts import PartStore, SentShard
+from bucketline.store.write.attempts import seal_rest
+from bucketline.typed_json import Json  # noqa: TC001 - decoded by its annotation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.parallel.shares import Share
     from bucketline.ingest.pipeline.model.encoders import Encoders
-    from bucketline.ingest.sources.source import Source
     from bucketline.store import Store
-    from bucketline.store.format.manifest import Manifest
     from bucketline.store.transfer.sender import ShardSender
 
 
-def run_name(manifest: Manifest, token: str, part: str) -> str:
-    """Return what the names of the shards begin with that a rank or an attempt makes; a drawn token makes it unique."""
-    return f"g{manifest.generation + 1:06d}-{token}-{part}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackPlan:
+    """The settings that all slices of a source share, decided by the process that publishes."""
+
+    source: Json
+    manifest: Manifest  # of the generation that the run continues
+    token: str  # in the names of the run's shards, never used before
+    num_slices: int
+    lists: dict[str, str]  # see `lists_of`; for workers that make shards on a disk of their own
+
+    def name_of(self, part: str) -> str:
+        """Return what the names of the shards begin with that a rank or an attempt makes."""
+        return f"g{self.manifest.generation + 1:06d}-{self.token}-{part}"
+
+    def parts(self, config: PackConfig) -> PartStore:
+        """Return where a worker makes shards on a disk of its own, and sends them."""
+        parent = config.store.with_name(f"{config.store.name}.workers")
+        return PartStore(config.objects(config.place), parent, self.manifest, self.lists)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSlice:
+    """The outcome of a slice, or of what was packed of it."""
+
+    account: RunSummary
+    sealed: list[str]  # names of its shards
+    sent: list[SentShard]  # the same, if they were made on another disk
+
+
+class MakesShards(Protocol):
+    """The place where a process makes shards: `AttemptStore`, `PartStore`, or the store's own folder."""
+
+    def open(self) -> Store:
+        """Return the generation that the run continues."""
+
+    def begin(self, name: str) -> tuple[Path, ShardSender | None]:
+        """Return a folder for the shards of a slice, laid out as a store, and what sends them."""
+
+
 class SliceWorker:
-    """The settings that all slices of a process share."""
+    """Packs slices of a plan in this process."""
 
-    config: PackConfig
-    source: Source
-    store: Store  # the generation that the run continues
-    encoders: Encoders
-    workers_on_machine: int = 1
+    def __init__(
+        self, config: PackConfig, plan: PackPlan, place: MakesShards, encoders: Encoders, workers_on_machine: int = 1
+    ) -> None:
+        """`place` is where shards are made."""
+        self.plan, self.encoders, self.place = plan, encoders, place
+        self.config = config
+        self._source = source_from_json(plan.source)
+        self._store = place.open()
+        self._decode_threads = config.decode_threads or share_of_cores(workers_on_machine)
 
-    def packer(self, share: Share, name: str, folder: Path | None = None, sender: ShardSender | None = None) -> SlicePacker:
-        """Return the packer of one slice. `name`, never used before, begins its shards' names; see `SlicePacker`."""
-        manifest, model = self.store.manifest, self.encoders.model
-        return SlicePacker(
-            source=self.source,
-            store=self.store,
-            share=share,
-            folder=folder or self.store.path,
+    def sent(self, folder: Path, names: Sequence[str]) -> list[SentShard]:
+        """Return what the process that publishes has to be given of shards in a slice's folder, if it does not see them."""
+        return self.place.sent(folder, names) if isinstance(self.place, PartStore) else []
+
+    def slice(self, number: int, name: str) -> SliceRun:
+        """Return the packing of one slice. `name` was never used before; it begins its shards' names."""
+        folder, sender = self.place.begin(name)
+        model = self.encoders.model
+        packer = SlicePacker(
+            source=self._source,
+            store=self._store,
+            share=Share(rank=number, world_size=self.plan.num_slices),
+            folder=folder,
             config=self.config,
             grid=model_grid(self.config.grid, model, latent_sizes(model)[1]),
-            vae=lambda: self.encoders.vae_for(manifest),
-            text=lambda: self.encoders.text_for(manifest),
+            vae=lambda: self.encoders.vae_for(self.plan.manifest),
+            text=lambda: self.encoders.text_for(self.plan.manifest),
             stages=StageTimer(on_shared_cores=lambda: self.encoders.on_shared_cores),
-            decode_threads=self.config.decode_threads or share_of_cores(self.workers_on_machine),
+            decode_threads=self._decode_threads,
             shard_prefix=name,
             sender=sender,
         )
+        return SliceRun(packer, folder, sender)
+
+
+class SliceRun:
+    """The packing of one slice. What it makes is sent in the block of `sending`, if the store is in object storage."""
+
+    def __init__(self, packer: SlicePacker, folder: Path, sender: ShardSender | None) -> None:
+        self.packer, self.folder, self.sender = packer, folder, sender
+        self._rest: list[str] = []
+
+    @property
+    def ready(self) -> Sequence[str]:
+        """Names of the shards that are sealed, and sent if that is needed; they become more."""
+        return self.packer.sealed if self.sender is None else self.sender.sent
+
+    def sending(self) -> AbstractContextManager[object]:
+        return self.sender or nullcontext()
+
+    def seal_rest(self) -> None:
+        """After the packer was stopped: seal what it had committed, and have that sent."""
+        self._rest = seal_rest(self.folder)
+        if self.sender is not None:
+            for name in self._rest:
+                self.sender.put(name)
+
+    def send(self, check: Callable[[], None] = lambda: None, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        """Wait until all is sent; otherwise as `ShardSender.finish`."""
+        if self.sender is not None:
+            self.sender.finish(check, on_bytes)
+
+    @property
+    def sealed(self) -> list[str]:
+        """Names of the shards."""
+        return [*self.packer.sealed, *self._rest]

@@ -1,14 +1,16 @@
-"""Make shards of a store in object storage on machines that do not have the folder in which it is packed into.
+"""Make shards in several processes, of which one publishes: each in a folder of its own, from which that one takes them.
 
-Such a machine has a folder of its own (`PartStore`), which stands for a generation and may be removed at any time. Its shards
-are sent as they are sealed. The process that packs takes their sidecars and descriptions into its own folder (`take_sent`);
-from then on they are as if they had been made and sent there.
+On a disk that all of them share, each attempt has a folder in the store's (`AttemptStore`). Otherwise the store is in object
+storage, and a machine has a folder of its own (`PartStore`), which stands for a generation and may be removed at any time. Its
+shards are sent as they are sealed. The process that publishes takes their sidecars and descriptions into its own folder; from
+then on they are as if they had been made and sent there.
 """
 
 from __future__ import annotations
 
 import secrets
 import shutil
+from base64 import b64decode, b64encode
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,8 +22,10 @@ from bucketline.files.regular_file import read_regular
 from bucketline.files.sparse_file import make_sparse
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.read.lost_files import files_of
+from bucketline.store.read.store import Store
 from bucketline.store.sync.mirror_source import MirroredStore, MirrorSource
 from bucketline.store.transfer.sender import ShardSender
+from bucketline.store.write.attempts import attempt_path, begin_attempt, take_shards
 from bucketline.store.write.describe import noted_description, sent_note
 from bucketline.store.write.publish import prepare_store
 
@@ -30,7 +34,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.read.store import Store
     from bucketline.store.remote.objects import ObjectFolder
 
 _MAX_SIDECAR_BYTES = 1 << 32
@@ -39,29 +42,52 @@ _LOCK = ".lock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentShard:
-    """A shard that is in the bucket, and that no generation lists yet."""
+    """A shard that is in the bucket, and that no generation lists yet. Contents are in base 64, so that it can be JSON."""
 
     name: str
-    note: bytes  # its description
-    extents: bytes
-    index: bytes
+    note: str  # its description
+    extents: str
+    index: str
 
 
-def lists_of(store: Path, manifest: Manifest) -> dict[str, bytes]:
-    """Return the lists of dropped rows of a generation, by their files' names: the newest ones may be in no bucket yet.
+def lists_of(store: Path, manifest: Manifest) -> dict[str, str]:
+    """Return the lists of dropped rows of a generation in base 64, by their files' names: the newest may be in no bucket yet.
 
     Raises:
         StoreError: if one cannot be read.
     """
     with explaining(store):
         paths = [path for entry in manifest.shards for path, _ in list(files_of(store, entry))[3:]]
-        return {path.name: read_regular(path, _MAX_SIDECAR_BYTES) for path in paths}
+        return {path.name: _encoded(path) for path in paths}
+
+
+class AttemptStore:
+    """The attempts of one run, on a disk that all its workers share; see `store/write/attempts.py`."""
+
+    def __init__(self, path: Path, manifest: Manifest, run: str) -> None:
+        """Make nothing yet. `manifest` is the generation that the run continues."""
+        self._path, self._manifest, self._run = path, manifest, run
+
+    def open(self) -> Store:
+        """Return the generation."""
+        return Store(self._path, self._manifest)
+
+    def begin(self, name: str) -> tuple[Path, None]:
+        """Return a folder for the shards of an attempt, laid out as a store. No other attempt has the name."""
+        return begin_attempt(self._path, self._run, name), None
+
+    def finish(self, folder: Path, names: Iterable[str]) -> list[SentShard]:  # noqa: ARG002 - as that of `PartStore`
+        """Return nothing: the shards are taken from the folder."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing: the process that publishes removes the folders."""
 
 
 class PartStore:
     """A folder in `parent` that stands for a generation of the store in `objects`, for this process only."""
 
-    def __init__(self, objects: ObjectFolder, parent: Path, manifest: Manifest, lists: Mapping[str, bytes]) -> None:
+    def __init__(self, objects: ObjectFolder, parent: Path, manifest: Manifest, lists: Mapping[str, str]) -> None:
         """Make the folder, and remove those of processes that have ended. `lists` are those of `lists_of`.
 
         Raises:
@@ -80,7 +106,7 @@ class PartStore:
                 make_sparse(paths.lmdb, entry.lmdb.num_bytes)
                 (paths.folder / f"{entry.name}.remote").touch()
                 for path, _ in list(files_of(self._store, entry))[3:]:
-                    path.write_bytes(lists[path.name])
+                    path.write_bytes(b64decode(lists[path.name]))
 
     def open(self) -> Store:
         """Return the generation; what is only in the bucket is got when it is read."""
@@ -98,18 +124,33 @@ class PartStore:
         prepare_store(folder)
         return folder, ShardSender(self._objects, folder, self._manifest, run)
 
-    def finish(self, folder: Path, names: Iterable[str]) -> list[SentShard]:
-        """Return the shards of an attempt, which have been sent, and remove its folder."""
+    def sent(self, folder: Path, names: Iterable[str]) -> list[SentShard]:
+        """Return shards of an attempt, which have been sent."""
         with explaining(folder):
             found = []
             for name in names:
                 paths = shard_paths(folder, name)
-                note, extents, index = (
-                    read_regular(path, _MAX_SIDECAR_BYTES) for path in (sent_note(folder, name), paths.extents, paths.index)
-                )
+                note, extents, index = (_encoded(path) for path in (sent_note(folder, name), paths.extents, paths.index))
                 found.append(SentShard(name=name, note=note, extents=extents, index=index))
-            shutil.rmtree(folder)
             return found
+
+    def finish(self, folder: Path, names: Iterable[str]) -> list[SentShard]:
+        """Return the shards of an attempt, which have been sent, and remove its folder."""
+        found = self.sent(folder, names)
+        with explaining(folder):
+            shutil.rmtree(folder)
+        return found
+
+
+def take_attempt(store: Path, run: str, name: str, sealed: Iterable[str], sent: Iterable[SentShard]) -> None:
+    """Take the shards of an attempt into the store's folder, from the disk or, if they were sent, by what `finish` returned.
+
+    Call it under the store's lock. Otherwise as `take_shards` and `take_sent`.
+    """
+    if sent := list(sent):
+        take_sent(store, sent)
+    else:
+        take_shards(store, attempt_path(store, run, name), sealed)
 
 
 def take_sent(store: Path, sent: Iterable[SentShard]) -> None:
@@ -124,13 +165,17 @@ def take_sent(store: Path, sent: Iterable[SentShard]) -> None:
     for shard in sent:
         paths = shard_paths(store, shard.name)
         with explaining(store):
-            write_durably(paths.extents, shard.extents)
-            write_durably(paths.index, shard.index)
-            write_durably(sent_note(store, shard.name), shard.note)
+            write_durably(paths.extents, b64decode(shard.extents))
+            write_durably(paths.index, b64decode(shard.index))
+            write_durably(sent_note(store, shard.name), b64decode(shard.note))
             described = noted_description(store, shard.name)
             if described is None:
                 raise StoreError(f"{sent_note(store, shard.name)} has gone while it was written; rerun the command")
             make_sparse(paths.lmdb, described.entry.lmdb.num_bytes)
+
+
+def _encoded(path: Path) -> str:
+    return b64encode(read_regular(path, _MAX_SIDECAR_BYTES)).decode("ascii")
 
 
 def _remove_left(parent: Path) -> None:

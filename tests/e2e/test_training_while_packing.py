@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from dataclasses import asdict, replace
 from multiprocessing import get_context
@@ -15,6 +16,7 @@ import pytest
 
 from bucketline.errors import BucketlineError
 from bucketline.ingest.packing.meanwhile import Meanwhile
+from bucketline.ingest.packing.run import PackRun
 from bucketline.loader.seen import read_run
 from bucketline.loader.state import schedule_of
 from bucketline.store import Store
@@ -26,7 +28,7 @@ from tests.models import SMALL, write_images
 from tests.unit.train.tiny_run import as_arguments, config, losses, write_unet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.synchronize import Event
 
     from bucketline.train.config import TrainConfig
@@ -101,17 +103,22 @@ class Packing:
 
 def _pack(is_free: Event, answer: Path, *arguments: object) -> None:
     """Pack; until it is free, slowly, and stopped after each generation that is published."""
-    publish_due = Meanwhile.publish_due
+    publish, publish_due, published = PackRun.publish, Meanwhile.publish_due, threading.Event()
+
+    def noting(self: PackRun, sealed: Sequence[str]) -> None:
+        publish(self, sealed)
+        published.set()
 
     def stopping(self: Meanwhile) -> None:
-        before = self.num_published
+        published.clear()
         publish_due(self)
         if not is_free.is_set():
             time.sleep(SLOWED_S)
-            if self.num_published > before:
+            if published.is_set():
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-    Meanwhile.publish_due = stopping  # type: ignore[method-assign]  # in this process only
+    PackRun.publish = noting  # type: ignore[method-assign]  # in this process only
+    Meanwhile.publish_due = stopping  # type: ignore[method-assign]
     answer.write_text(json.dumps(asdict(call("ingest", "pack", *arguments))), encoding="utf-8")
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MOMENTS = {
-    "list": ("bucketline.ingest.pack", "take_apart"),
+    "list": ("bucketline.ingest.packing.run", "take_apart"),
     "load": ("bucketline.ingest.pipeline.model.load_encoders", "load_text_encoder"),
     "end": ("bucketline.ingest.pipeline.row_writer", "RowWriter.__exit__"),  # only the last shard is to be sealed
     "gather": ("bucketline.ingest.parallel.ranks", "PackRanks.gather"),

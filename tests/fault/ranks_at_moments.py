@@ -1,9 +1,9 @@
 """Runs `ingest pack` in several ranks to which something happens at a given moment, without a launcher. Not a test itself.
 
 Arguments: for each run a store, a number of ranks and a failure (see `noted_pack`), `s,3,1:20:kill`, then `--` and what
-`ingest` is told, with `{}` for the store. Prints a JSON list: of each run the ranks' exit codes, and what they wrote to stdout
-and stderr; the exit code of a rank that had not ended after a minute, and was killed, is null. The encoders are imported
-once. The ids of what each rank committed are in `STORE.committed.RANK`.
+`ingest` is told, with `{}` for the store and `RANK` for the rank. Prints a JSON list: of each run the ranks' exit codes, and
+what they wrote to stdout and stderr; the exit code of a rank that had not ended after a minute, and was killed, is null. The
+encoders are imported once. The ids of what each rank committed are in `STORE.committed.RANK`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fork_rank(rank: int, failure: str, asked: list[str], output: Path, notes: st
             for fd, name in ((1, "out"), (2, "err")):
                 os.dup2(os.open(output / f"{name}.{rank}", os.O_WRONLY | os.O_CREAT), fd)
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            code = be_rank(rank, notes, failure, asked)
+            code = be_rank(rank, notes, failure, [part.replace("RANK", str(rank)) for part in asked])
         except SystemExit as end:
             code = int(str(end.code))
         except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not continue from here
@@ -55,9 +55,8 @@ def run(num_ranks: int, failure: str, asked: list[str], notes: str | None = None
     """Run the ranks to their ends; `notes`, or else STORE.committed, is what the names of their notes begin with."""
     os.environ |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as folder:
-        children = [
-            fork_rank(rank, failure, asked, Path(folder), notes or f"{asked[2]}.committed") for rank in range(num_ranks)
-        ]
+        notes = notes or f"{asked[2].removeprefix('file://')}.committed"
+        children = [fork_rank(rank, failure, asked, Path(folder), notes) for rank in range(num_ranks)]
         until = monotonic() + HUNG_S
         codes = [ended_within(child, max(0.0, until - monotonic())) for child in children]
         written = {

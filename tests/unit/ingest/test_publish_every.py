@@ -39,7 +39,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each shard that a period ends be ready before the next image, so that there are many generations."""
     told_at = meanwhile._OwnShards.told_at
 
-    def waiting(own: meanwhile._OwnShards, period: int) -> meanwhile.Told | None:
+    def waiting(own: meanwhile._OwnShards, period: int) -> tuple[int, list[str]] | None:
         told = told_at(own, period)
         while own._is_open:
             os.sched_yield()

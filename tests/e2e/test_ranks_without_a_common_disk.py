@@ -1,0 +1,86 @@
+"""Ranks on several machines that have only the bucket in common: each makes shards on its own disk, and rank 0 lists them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.sync.pull import pull
+from bucketline.store.sync.verify import verify_objects
+from tests.commands import ROOT, call, spawn
+from tests.fault.same_store import compare
+from tests.models import SMALL, write_images
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+NUM_IMAGES = 40
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    write_images(tmp_path / "photos", NUM_IMAGES)
+    (tmp_path / "photos" / "broken.png").write_bytes(b"no image")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "bucket").mkdir()
+    return f"file://{tmp_path / 'bucket'}"
+
+
+def ranks(runs: Sequence[str], asked: Sequence[object], tmp_path: Path) -> list[dict[str, Any]]:
+    """Run two ranks, as on two machines: a launcher would say how many are on one."""
+    work = ["--work", tmp_path / "{} RANK"]
+    done = spawn([sys.executable, "-m", "tests.fault.ranks_at_moments", *runs, "--", *asked, *work], PYTHONPATH=str(ROOT))
+    assert done.code == 0, done.err
+    found: list[dict[str, Any]] = json.loads(done.out)
+    return found
+
+
+def counts(summary: dict[str, Any]) -> tuple[int, int, int]:
+    return summary["packed"], summary["unchanged"], summary["rejected"]
+
+
+def test_they_pack_what_one_process_packs(photos: Path, url: str, tmp_path: Path, model: Path) -> None:
+    options = ["--model", model, *SMALL, "--batch-size", 2, "--json"]
+    asked = ["pack", photos, f"{url}/{{}}", *options]
+    first, again = ranks(["s,2,-", "s,2,-"], [*asked, "--publish-every", "0.001s"], tmp_path)
+    assert first["codes"] == again["codes"] == [0, 0], (first, again)
+    assert counts(json.loads(first["out"][0])) == (NUM_IMAGES, 0, 1)
+    assert json.loads(first["out"][0])["generations_meanwhile"] > 0
+    assert counts(json.loads(again["out"][0])) == (0, NUM_IMAGES, 1)
+    assert call("ingest", "pack", photos, tmp_path / "one", *options).code == 0
+    objects = ObjectFolder.open(f"{url}/s")
+    pull(objects, tmp_path / "pulled")
+    compared = compare(tmp_path / "pulled", tmp_path / "one")
+    assert (compared.samples, compared.faults) == (NUM_IMAGES, [])
+    assert not verify_objects(objects, lambda _: None, 1).corrupt
+    assert not list(objects.names("pending"))
+    assert not (tmp_path / "s 1").exists()
+    assert not list((tmp_path / "s 1.workers").iterdir())
+
+
+@pytest.mark.slow
+def test_what_each_had_encoded_is_kept_after_a_signal_to_one_or_an_error(
+    photos: Path, url: str, tmp_path: Path, model: Path
+) -> None:
+    asked = ["pack", photos, f"{url}/{{}}", "--model", model, *SMALL, "--batch-size", 2, "--json"]
+    told, failed = ranks(["told,2,1:9:term", "failed,2,0:9:defect"], asked, tmp_path)
+    assert told["codes"] == [143, 143]
+    found = re.search(r"all encoded images are committed \((\d+) images\)", "".join(told["err"]))
+    assert found is not None, told
+    assert failed["codes"] == [1, 1]
+    for name, is_enough in (("told", int(found[1]).__eq__), ("failed", (1).__le__)):
+        again = call("ingest", *[str(part).format(name) for part in asked], "--work", tmp_path / f"{name} 0")
+        packed, unchanged, rejected = counts(again.json)
+        assert (packed + unchanged, rejected) == (NUM_IMAGES, 1)
+        assert is_enough(unchanged), unchanged
