@@ -12,7 +12,7 @@ from bucketline.errors import BucketlineError, UsageError
 from bucketline.ingest.packing.finish import PackResult, finish
 from bucketline.ingest.packing.meanwhile import Meanwhile
 from bucketline.ingest.packing.run import PackRun
-from bucketline.ingest.packing.target import OwnShards, PackTarget
+from bucketline.ingest.packing.target import PackTarget
 from bucketline.ingest.parallel.item_parts import ItemParts
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
@@ -22,7 +22,6 @@ from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, Slice
 from bucketline.ingest.progress import caption_progress, packing_progress
 from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.folder import LocalFolder
-from bucketline.store.sync.parts import PartStore
 from bucketline.store.write.newest import newest_manifest
 from bucketline.typed_json import decode, encode
 
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.packing.target import Placed
     from bucketline.ingest.parallel.exchange import Exchange
     from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
+    from bucketline.store.sync.parts import PartStore
     from bucketline.store.transfer.sender import ShardSender
 
 
@@ -146,21 +146,36 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             return runs[0].begin(encoders.model, facts, held, num_making=num_making, is_shared=is_shared)
 
         plan = ranks.from_first(planned, encode, lambda value: decode(PackPlan, value))
-        place: OwnShards | PartStore = target.own_shards(plan.manifest, is_first=ranks.is_first)
+        own_disk = None  # of a rank on another machine
         if not ranks.is_first and not ranks.shares_disk:
-            place = held.enter_context(closing(plan.parts(config)))
-        worker = SliceWorker(config, plan, place, encoders, session.local_world_size)
-        return _pack_slice(session, worker, own, next(iter(runs), None), is_last=is_last)
+            own_disk = held.enter_context(closing(plan.parts(config)))
+
+        def begin(name: str) -> tuple[Path, ShardSender | None]:
+            if own_disk is not None:
+                return own_disk.begin(name)
+            return target.path, target.sender(plan.manifest, name, is_first=ranks.is_first)
+
+        store = target.open(plan.manifest) if own_disk is None else own_disk.open()
+        worker = SliceWorker(config, plan, store, begin, encoders, session.local_world_size)
+        return _pack_slice(session, worker, own, next(iter(runs), None), own_disk, is_last=is_last)
 
 
 def _pack_slice(
-    session: PackSession, worker: SliceWorker, own: ItemParts, run: PackRun | None, *, is_last: bool
+    session: PackSession,
+    worker: SliceWorker,
+    own: ItemParts,
+    run: PackRun | None,
+    own_disk: PartStore | None,
+    *,
+    is_last: bool,
 ) -> PackResult | None:
     """Pack the slice of this rank; on rank 0, which has the `run`, take those of all, and publish."""
     ranks, encoders = session.ranks, worker.encoders
     mine = worker.slice(ranks.rank, worker.plan.name_of(f"r{ranks.rank:04d}"))
     packer = mine.packer
-    meanwhile = Meanwhile(worker.config.publish_every_s, ranks, run, lambda names: worker.sent(mine.folder, names))
+    meanwhile = Meanwhile(
+        worker.config.publish_every_s, ranks, run, lambda names: own_disk.sent(mine.folder, names) if own_disk else []
+    )
     try:
         meanwhile.begin(mine)
         with session.interrupts.between_images(ranks.check, meanwhile.check) as check, mine.sending():
@@ -174,7 +189,7 @@ def _pack_slice(
                     with _sending(mine.sender, is_shown=ranks.is_first) as on_bytes:
                         mine.send(check, on_bytes)
             except BaseException:
-                if isinstance(worker.place, PartStore):  # the next run does not see this disk
+                if own_disk is not None:  # which the next run does not see
                     with suppress(BucketlineError):
                         mine.seal_rest()
                         mine.send()

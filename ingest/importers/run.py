@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.allocator import keep_freed_memory
-from bucketline.errors import AccountError, StoreError
+from bucketline.errors import AccountError, StoreError, UsageError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.rejects import RejectedError
@@ -100,6 +100,8 @@ class _Import:
 
     def run(self) -> ImportResult | None:
         with ExitStack() as held:
+            if not self._ranks.shares_disk:
+                raise UsageError("ranks on several machines import through one folder: give --work on a disk that they share")
             plan = self._ranks.from_first(lambda: self._plan(held), encode, lambda value: decode(ImportPlan, value))
             planned, config = self._planned, self._config
             self._vae = named_vae(self._model, config.vae, config.dtype, plan.latents) if planned is None else planned.vae

@@ -96,7 +96,7 @@ class PackWorker:
         config = self._config
         is_shared = isinstance(config.place, Path)
         place = AttemptStore(config.store, plan.manifest, plan.token) if is_shared else plan.parts(config)
-        return SliceWorker(config, plan, place, self._opened()), place
+        return SliceWorker(config, plan, place.open(), place.begin, self._opened()), place
 
     def _packed(self, plan: Json, attempt: Attempt, items: ItemParts) -> PackedSlice:
         if self._worker is None or self._place is None:

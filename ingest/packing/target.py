@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -78,10 +77,6 @@ class PackTarget:
         """Return what sends the shards of this process; None if they stay."""
         return None if self._working is None else self._working.sender(manifest, run, is_first=is_first)
 
-    def own_shards(self, manifest: Manifest, *, is_first: bool) -> OwnShards:
-        """Return where a process makes shards that sees the folder: in it, where the next run adopts what a killed one left."""
-        return OwnShards(self, manifest, is_first)
-
     def publish(
         self, manifest: Manifest, sealed: Iterable[str], dropped: Iterable[bytes] = (), rules: dict[str, Json] | None = None
     ) -> Manifest:
@@ -106,20 +101,3 @@ class PackTarget:
         if self._working is None:
             return disk_bytes(self.path)
         return sum(file.num_bytes for entry in manifest.shards for _, file in files_of(self.path, entry))
-
-
-@dataclass(frozen=True, slots=True)
-class OwnShards:
-    """Makes shards in the store's own folder."""
-
-    target: PackTarget
-    manifest: Manifest  # of the generation that the run continues
-    is_first: bool
-
-    def open(self) -> Store:
-        """Return the generation."""
-        return self.target.open(self.manifest)
-
-    def begin(self, name: str) -> tuple[Path, ShardSender | None]:
-        """Return the folder, and what sends the shards of a process."""
-        return self.target.path, self.target.sender(self.manifest, name, is_first=self.is_first)

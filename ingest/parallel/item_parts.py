@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.sources.source import Listing
 
 _PART_ITEMS = 1000  # items per part
-_NUM_FIELDS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +52,7 @@ class ItemParts:
     """The items of one rank in the listing's order, unpacked during iteration."""
 
     def __init__(self, parts: Sequence[bytes] = ()) -> None:
-        """Take packed parts.
-
-        Raises:
-            ValueError: if a part is not the output of `pack_items`.
-        """
+        """Take the output of `pack_items`."""
         self.parts: list[bytes] = []
         self._num_items = 0
         for part in parts:
@@ -122,30 +117,15 @@ def pack_items(items: Sequence[SourceItem]) -> bytes:
 
 
 def unpack_items(part: bytes) -> list[SourceItem]:
-    """Parse the output of `pack_items`.
-
-    Raises:
-        ValueError: if `part` is anything else.
-    """
-    fields = json.loads(part.decode("utf-8", "surrogatepass"))
-    if type(fields) is not list or not all(type(entry) is list and len(entry) == _NUM_FIELDS for entry in fields):
-        raise ValueError("a part of the listing is not a list of items")
-    return [_item(*entry) for entry in fields]
-
-
-def _item(
-    sample_id: object, captions: object, error: object, is_out_of_reach: object, is_held_out: object, at: object
-) -> SourceItem:
-    flags = type(is_out_of_reach) is bool and type(is_held_out) is bool
-    if type(sample_id) is not str or not flags or not (error is None or type(error) is str):
-        raise ValueError(f"an item of the listing has a field of the wrong type: {sample_id!r:.200}")
-    if type(captions) is not list or type(at) is not list or {*map(type, captions)} - {str} or {*map(type, at)} - {int}:
-        raise ValueError(f"an item of the listing has impossible captions or an impossible position: {sample_id!r:.200}")
-    return SourceItem(
-        id=sample_id,
-        captions=tuple(captions),
-        caption_error=error,
-        is_caption_out_of_reach=bool(is_out_of_reach),
-        held_out=bool(is_held_out),
-        at=tuple(at),
-    )
+    """Return the items that `pack_items` has serialised."""
+    return [
+        SourceItem(
+            id=sample_id,
+            captions=tuple(captions),
+            caption_error=error,
+            is_caption_out_of_reach=is_out_of_reach,
+            held_out=is_held_out,
+            at=tuple(at),
+        )
+        for sample_id, captions, error, is_out_of_reach, is_held_out, at in json.loads(part.decode("utf-8", "surrogatepass"))
+    ]

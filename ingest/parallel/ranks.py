@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, RankError, UsageError
@@ -54,10 +54,10 @@ class PackRanks:
     """The processes of this run. A single process writes no messages."""
 
     def __init__(self, *, rank: int, world_size: int, interrupts: Interrupts, exchange: Exchange | None = None) -> None:
-        """`exchange` carries the messages of several processes."""
+        """`exchange` carries the messages of several processes; one process needs none."""
         self.rank, self.world_size = rank, world_size
         self._interrupts = interrupts
-        self._exchange = exchange
+        self._exchange = cast("Exchange", exchange)
         self._turn = 0  # number of the next message of rank 0, and of what it is given in return
         self._notes: dict[str, tuple[int, Json]] = {}  # by the names of their files
         self._num_notes = 0  # that were given out, or written
@@ -76,10 +76,10 @@ class PackRanks:
     @property
     def shares_disk(self) -> bool:
         """True if this process sees the disk of rank 0, or as rank 0 that of all; always true of one process."""
-        return self._exchange is None or self._exchange.shares_disk
+        return self.world_size == 1 or self._exchange.shares_disk
 
     def __enter__(self) -> PackRanks:
-        if self._exchange is None:
+        if self.world_size == 1:
             return self
         try:
             if self.is_first:
@@ -103,7 +103,7 @@ class PackRanks:
             Stopped: if all were stopped by a signal.
             SystemExit: on the others, once rank 0 knows the cause.
         """
-        if self._exchange is None:
+        if self.world_size == 1:
             return
         try:
             if self._is_over or error is None:
@@ -126,7 +126,7 @@ class PackRanks:
             BucketlineError: on rank 0, what `make` raised.
             KeyboardInterrupt: if another rank has ended.
         """
-        if self._exchange is None:
+        if self.world_size == 1:
             return make()
         self._num_checks = 0
         if self.is_first:
@@ -142,18 +142,17 @@ class PackRanks:
         Raises:
             BucketlineError, KeyboardInterrupt: as `from_first`.
         """
-        if self._exchange is None:
+        if self.world_size == 1:
             return make()[0]
         own: list[list[bytes]] = []
         turn = self._turn
 
         def dealt() -> list[int]:
-            assert self._exchange is not None
             parts = make()
             own.append(parts[0])
             return [0, *(self._deal_to(rank, parts[rank], turn) for rank in range(1, self.world_size))]
 
-        numbers = self.from_first(dealt, encode, lambda value: decode(_Numbers, {"of": value}).of)
+        numbers = self.from_first(dealt, encode, lambda value: cast("list[int]", value))
         if own:
             return own[0]
         names = [f"0-{turn:04d}-{self.rank}-{number:04d}" for number in range(numbers[self.rank])]
@@ -175,7 +174,7 @@ class PackRanks:
         Raises:
             KeyboardInterrupt: if another rank ended before, or does not answer.
         """
-        if self._exchange is None:
+        if self.world_size == 1:
             return [value]
         found: list[T] | None = None
         if self.is_first:
@@ -189,7 +188,6 @@ class PackRanks:
 
     def note(self, value: Json) -> None:
         """Send a value to rank 0, which does not wait for it."""
-        assert self._exchange is not None
         self._exchange.say(f"{self.rank}-note-{self._num_notes:06d}.json", _as_bytes(value))
         self._num_notes += 1
 
@@ -205,7 +203,7 @@ class PackRanks:
         Raises:
             KeyboardInterrupt: if a rank has ended.
         """
-        if self._exchange is not None and (now := monotonic()) >= self._look_at:
+        if self.world_size > 1 and (now := monotonic()) >= self._look_at:
             self._look_at = now + self._exchange.check_s
             self._num_checks += 1
             self._look()
@@ -218,7 +216,6 @@ class PackRanks:
 
     def _deal_to(self, rank: int, parts: list[bytes], turn: int) -> int:
         """Write parts of a listing for a rank, and return the number of files."""
-        assert self._exchange is not None
         number = 0
         parts.reverse()
         while parts:
@@ -231,7 +228,6 @@ class PackRanks:
 
     def _of_first(self, name: str) -> bytes:
         """Wait for a message of rank 0."""
-        assert self._exchange is not None
         while (data := self._exchange.read(name)) is None:
             self._look()
             self._look_for_beat(0, self._exchange.beat_at(0))
@@ -240,7 +236,6 @@ class PackRanks:
 
     def _of_others(self, names: list[str], meanwhile: Callable[[], None]) -> list[bytes]:
         """Wait on rank 0 for a message of each other rank."""
-        assert self._exchange is not None
         while True:
             there = self._look()
             missing = [rank for rank, name in enumerate(names, 1) if name not in there]
@@ -255,7 +250,6 @@ class PackRanks:
 
     def _look_for_beat(self, rank: int, beat_at: float) -> None:
         """Warn about a rank whose heartbeats have stopped, finally give it up."""
-        assert self._exchange is not None
         if beat_at != self._beats[rank][0]:
             self._beats[rank] = beat_at, monotonic()
             self._silent.discard(rank)
@@ -282,7 +276,6 @@ class PackRanks:
 
     def _heard(self) -> dict[str, float]:
         """Note which ranks have ended, and why; on rank 0, also the notes of others."""
-        assert self._exchange is not None
         gone = [rank for rank in self._exchange.processes if rank not in self._ended and self._exchange.has_ended(rank)]
         if not self.is_first:
             if 0 not in self._ended and ((word := self._exchange.read("0-end.json")) is not None or gone):
@@ -301,7 +294,7 @@ class PackRanks:
 
     def stop(self, error: BaseException) -> None:
         """Stop the other ranks because of an error on rank 0, and wait for their last words; once for all."""
-        if self._exchange is not None and not self._has_stopped:
+        if self.world_size > 1 and not self._has_stopped:
             self._has_stopped = True
             self._interrupts.end()
             self._say_last(None, self._exit_code(error), _num_encoded(error))
@@ -309,7 +302,6 @@ class PackRanks:
 
     def _end_all(self, error: BaseException) -> None:
         """Stop the other ranks, and raise the cause unless it is rank 0's own failure."""
-        assert self._exchange is not None
         self.stop(error)
         if not isinstance(error, KeyboardInterrupt):
             return
@@ -325,7 +317,6 @@ class PackRanks:
 
     def _end_after_first(self, error: BaseException) -> None:
         """Report to rank 0 why this rank ends, wait for it to end first, and raise what it cannot report."""
-        assert self._exchange is not None
         is_stopped, is_told = isinstance(error, KeyboardInterrupt), False
         if self._ended.get(0, error) is not None:  # also an answer to rank 0's word
             self._say_last(None if is_stopped else _cause(error), self._exit_code(error), _num_encoded(error))
@@ -342,20 +333,17 @@ class PackRanks:
 
     def _part(self) -> None:
         """End after all values are known; rank 0 waits for the others to have read that."""
-        assert self._exchange is not None
         if self.is_first:
             self._wait_for_ends(LAST_WORDS_S)
         else:
             self._say_last(None, 0, 0)
 
     def _say_last(self, cause: str | None, exit_code: int, num_encoded: int) -> None:
-        assert self._exchange is not None
         self._exchange.leave()
         word = LastWord(cause=cause, exit_code=exit_code, num_encoded=num_encoded)
         self._exchange.say(f"{self.rank}-end.json", _as_bytes(encode(word)))
 
     def _wait_for_ends(self, within_s: float) -> None:
-        assert self._exchange is not None
         until = monotonic() + within_s
         self._heard()
         while len(self._ended) < self.world_size - 1 and monotonic() < until:
@@ -372,16 +360,10 @@ class PackRanks:
         return 1 if word is None else word.exit_code
 
     def _gone(self, rank: int, num_encoded: int) -> str:
-        assert self._exchange is not None
         is_gone = rank in self._ended and rank not in self._given_up
         how = "ended without a message: killed, or out of memory" if is_gone else "does not answer"
         who = "the other ranks have" if self.is_first else f"rank {self.rank} has"
         return f"rank {rank} ({self._exchange.processes[rank]}) {how}; {who} stopped, {kept(num_encoded)}; {GO_ON}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    of: list[int]
 
 
 def _as_bytes(value: Json) -> bytes:

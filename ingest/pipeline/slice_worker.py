@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.parallel.shares import Share
@@ -63,36 +63,27 @@ class PackedSlice:
     sent: list[SentShard]  # the same, if they were made on another disk
 
 
-class MakesShards(Protocol):
-    """The place where a process makes shards: `AttemptStore`, `PartStore`, or the store's own folder."""
-
-    def open(self) -> Store:
-        """Return the generation that the run continues."""
-
-    def begin(self, name: str) -> tuple[Path, ShardSender | None]:
-        """Return a folder for the shards of a slice, laid out as a store, and what sends them."""
-
-
 class SliceWorker:
     """Packs slices of a plan in this process."""
 
     def __init__(
-        self, config: PackConfig, plan: PackPlan, place: MakesShards, encoders: Encoders, workers_on_machine: int = 1
+        self,
+        config: PackConfig,
+        plan: PackPlan,
+        store: Store,
+        begin: Callable[[str], tuple[Path, ShardSender | None]],
+        encoders: Encoders,
+        workers_on_machine: int = 1,
     ) -> None:
-        """`place` is where shards are made."""
-        self.plan, self.encoders, self.place = plan, encoders, place
-        self.config = config
+        """`store` is the plan's generation. `begin` returns the folder for a slice's shards, given its name, and a sender."""
+        self.config, self.plan, self.encoders = config, plan, encoders
         self._source = source_from_json(plan.source)
-        self._store = place.open()
+        self._store, self._begin = store, begin
         self._decode_threads = config.decode_threads or share_of_cores(workers_on_machine)
-
-    def sent(self, folder: Path, names: Sequence[str]) -> list[SentShard]:
-        """Return what the process that publishes has to be given of shards in a slice's folder, if it does not see them."""
-        return self.place.sent(folder, names) if isinstance(self.place, PartStore) else []
 
     def slice(self, number: int, name: str) -> SliceRun:
         """Return the packing of one slice. `name` was never used before; it begins its shards' names."""
-        folder, sender = self.place.begin(name)
+        folder, sender = self._begin(name)
         model = self.encoders.model
         packer = SlicePacker(
             source=self._source,

@@ -9,7 +9,7 @@ import pytest
 
 from bucketline.ingest.images.crop_loss import CropLoss
 from bucketline.ingest.listing_diff import not_in_source, unknown
-from bucketline.ingest.parallel.item_parts import ItemParts, pack_items, take_apart, unpack_items
+from bucketline.ingest.parallel.item_parts import ItemParts, take_apart
 from bucketline.ingest.sources.source import Listing, SourceItem
 from bucketline.ingest.summary import Reject, RunSummary
 from bucketline.store import Store
@@ -68,28 +68,6 @@ def test_what_a_rank_keeps_of_a_listing_is_small() -> None:
     assert not listing.items
     # digests, caption counts and lengths of all; of its own, a quarter, ids and captions and 30 bytes each
     assert now < count * (16 + 4 + 4) + (num_text_bytes + 30 * count) / 3
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        b"",
-        b"{}",
-        b"[1]",
-        b"\xff",
-        b'[["a", [], null, false]]',
-        b'[["a", [1], null, false, []]]',
-        b'[["a", [], 1, false, []]]',
-        b"[[1, [], null, false, []]]",
-        b'[["a", [], null, 0, []]]',
-        b'[["a", [], null, false, [true]]]',
-        b'[["a", "b", null, false, []]]',
-    ],
-)
-def test_a_part_that_is_none_is_an_error(part: bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        unpack_items(part)
-    assert unpack_items(pack_items(ODD)) == ODD
 
 
 def test_an_account_goes_through_json() -> None:

@@ -156,20 +156,27 @@ def test_a_rank_that_does_not_come_is_named_and_no_folder_stays(tmp_path: Path, 
         late.meet()
 
 
-def test_a_rank_of_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "COME_WITHIN_S", 2.0)
-    greet = Exchange._greet
+def test_a_rank_of_another_version_is_named(tmp_path: Path) -> None:
+    folder, launch = LocalFolder(tmp_path / "s"), f"pending/ranks/{launch_name()}-2"
 
-    def other(own: Exchange, run: str, ticket: str) -> None:
-        with monkeypatch.context() as patched:
-            patched.setattr(exchange_module, "__version__", "0.0.9")
-            greet(own, run, ticket)
+    def other() -> None:
+        until = monotonic() + 30.0
+        while folder.look_up(f"{launch}/open.json") is None:
+            assert monotonic() < until
+            sleep(0.01)
+        hello = {"ticket": "t", "process": "pid 7 on node", "version": "0.0.9"}
+        folder.write(f"{launch}/{json.loads(folder.read(f'{launch}/open.json'))}/1-hello.json", json.dumps(hello).encode())
 
-    monkeypatch.setattr(Exchange, "_greet", other)
-    gave = in_ranks(places(tmp_path, "disk"), lambda _: None, lambda _: None)
-    assert isinstance(gave[0], RankError)
-    assert "rank 1 (pid" in str(gave[0])
-    assert "has version 0.0.9 of bucketline, rank 0 has" in str(gave[0])
+    threading.Thread(target=other, daemon=True).start()
+    own = Exchange(folder, tmp_path / "s", 0, 2)
+    with (
+        pytest.raises(
+            RankError, match=r"rank 1 \(pid 7 on node\) has version 0\.0\.9 of bucketline, rank 0 has .*; install the"
+        ),
+        PackRanks(rank=0, world_size=2, interrupts=Interrupts(), exchange=own),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_a_store_is_an_error_of_rank_0(tmp_path: Path) -> None:
@@ -242,12 +249,11 @@ def test_a_dead_rank_is_noticed_at_work_within_seconds(tmp_path: Path) -> None:
             ranks.check()
 
     def dead(ranks: PackRanks) -> None:
-        assert ranks._exchange is not None
         assert ranks._exchange._lock is not None
         ended_at.append(monotonic())
         ranks._exchange._lock.release()  # as the system does when a process ends
         ranks._exchange.leave()
-        ranks._exchange = None
+        ranks.world_size = 1  # and says nothing more
 
     gave = in_ranks(places(tmp_path, "disk"), first, dead)
     assert isinstance(gave[0], RankError)
