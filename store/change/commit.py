@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError, CorruptError, StoreError
 from bucketline.store.folder import LocalFolder
-from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import finished
 from bucketline.store.remote.generations import commit, complete_first, newest_generation, refuse_without_put_if_absent
 from bucketline.store.transfer.download import Downloader
@@ -20,12 +19,9 @@ from bucketline.store.write.newest import existing_manifest
 from bucketline.store.write.publish import changing, next_generation, publish_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator
 
-    from bucketline.store.format.layout import ShardPaths
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
 ATTEMPTS = 50  # of a change that other writers get ahead of each time
@@ -40,7 +36,7 @@ def drawn_number() -> int:
 
 @contextmanager
 def newest_base(place: Path | ObjectFolder) -> Iterator[ChangeBase]:
-    """Yield the newest generation, to be looked at only. Indexes of a store in object storage are got when they are needed.
+    """Yield the newest generation, to be looked at only. Of one in object storage, `fetch_indexes` gets what is read.
 
     Raises:
         StoreError: if there is no store, or it cannot be read. Errors in the block name the URL.
@@ -53,28 +49,10 @@ def newest_base(place: Path | ObjectFolder) -> Iterator[ChangeBase]:
         path = Path(folder)
         (path / "shards").mkdir()
         try:
-            yield ChangeBase(folder=place, manifest=newest, number=drawn_number(), path=path, source=_Sidecars(place, path))
+            fetch = Downloader(place, jobs=_AT_ONCE).get
+            yield ChangeBase(folder=place, manifest=newest, number=drawn_number(), path=path, fetch=fetch)
         except BucketlineError as error:
             raise type(error)(str(error).replace(str(path), place.url)) from error
-
-
-class _Sidecars:
-    """The source of shards' sidecars in a temporary folder (`store/shard/source.py`); their data is not read."""
-
-    def __init__(self, objects: ObjectFolder, path: Path) -> None:
-        self._path, self._downloader = path, Downloader(objects, jobs=_AT_ONCE)
-
-    def paths(self, entry: ShardEntry) -> ShardPaths:
-        return shard_paths(self._path, entry.name)
-
-    def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
-        self._downloader.get(file for file in files if not file[0].exists())
-
-    def open_shard(self, entry: ShardEntry) -> None:
-        raise NotImplementedError
-
-    def reading(self, entry: ShardEntry, ranges: Sequence[tuple[int, int]]) -> AbstractContextManager[None]:
-        raise NotImplementedError
 
 
 def commit_change(

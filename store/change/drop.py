@@ -71,7 +71,7 @@ def read_ids(path: Path) -> list[str]:
 
 def _refuse_unknown(base: ChangeBase, ids: tuple[str, ...]) -> None:
     left = dict.fromkeys(ids)
-    base.expect_indexes()
+    base.fetch_indexes()
     for entry in reversed(base.manifest.shards):
         shard, asked = base.shard(entry), list(left)
         digests = [sample_digest(sample_id) for sample_id in asked]

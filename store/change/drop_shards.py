@@ -65,7 +65,7 @@ def _report(base: ChangeBase, names: tuple[str, ...]) -> DroppedShards:
             f"{' and others' if len(ordinals) > NAMED_SHARDS else ''}; `store info` names those that have lost files"
         )
     ids: list[str] = []
-    if base.source is None:
+    if base.fetch is None:
         for name in names:
             ids += all_lost(DamagedStore(base.path, manifest, [name]), ordinals[name]).ids
     dropped = sum(manifest.shards[ordinals[name]].live_samples for name in names)

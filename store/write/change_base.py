@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from bucketline.store.shard.reader import SealedShard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
-    from bucketline.store.shard.source import ShardSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +24,16 @@ class ChangeBase:
     manifest: Manifest
     number: int  # in the names of the lists of dropped rows that are written; no other generation's lists have it
     path: Path  # of the shards' files on this machine
-    source: ShardSource | None = None  # that makes them available there; None on a disk
+    fetch: Callable[[Iterable[tuple[Path, FileEntry | DroppedEntry]]], None] | None = None  # gets some; None on a disk
 
     def shard(self, entry: ShardEntry) -> SealedShard:
         """Return a shard's reader; nothing is opened yet."""
-        return SealedShard(self.path, entry, source=self.source)
+        return SealedShard(self.path, entry)
 
-    def expect_indexes(self) -> None:
-        """Have the indexes of all shards, which are going to be read, and their lists arrive at the same time."""
-        if self.source is not None:
-            self.source.fetch([file for entry in self.manifest.shards for file in _index_and_list(self.shard(entry))])
+    def fetch_indexes(self) -> None:
+        """Get the indexes of all shards, and their lists of dropped rows, before shards are read."""
+        if self.fetch is not None:
+            self.fetch(file for entry in self.manifest.shards for file in _index_and_list(self.shard(entry)))
 
     def write_list(self, shard: SealedShard, data: bytes) -> None:
         """Write a shard's list of dropped rows, which the generation that is being made is going to list."""
