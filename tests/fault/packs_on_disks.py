@@ -131,7 +131,7 @@ class Trial:
 def prepared(asked: Asked, disk: Path) -> Trial:
     """Write what is packed, and import once what every forked run needs."""
     ground = Ground.prepare(asked)
-    for module in ("torch.distributed", "bucketline.ingest.parallel.connections"):
+    for module in ("torch.distributed", "bucketline.ingest.parallel.exchange"):
         importlib.import_module(module)
     write_images(asked.folder / "photos", NUM_IMAGES)
     return Trial(ground=ground, photos=asked.folder / "photos", disk=disk)
