@@ -80,7 +80,7 @@ def compact(
     with changing(path) as manifest:
         runs = plan_runs(manifest, shard_bytes)
         after, written = _rewrite(path, manifest, runs, shard_bytes, on_bytes) if runs else (manifest, ())
-        found = None if gc_older_than_s is None else collect(path, after, gc_older_than_s)
+        found = None if gc_older_than_s is None else collect(path, gc_older_than_s)
     return _report(manifest, runs, after, written, found)
 
 
@@ -91,7 +91,7 @@ def _foretold(path: Path, shard_bytes: int, gc_older_than_s: float | None) -> Co
         try:
             manifest = existing_manifest(path)
             with explaining(path):
-                found = None if gc_older_than_s is None else collect(path, manifest, gc_older_than_s, dry_run=True)
+                found = None if gc_older_than_s is None else collect(path, gc_older_than_s, dry_run=True)
         except StoreError:
             if generations(path) == before:
                 raise

@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import LockedError, StoreError
 from bucketline.files.locks import FileLock
-from bucketline.store.folder import LocalFolder, folder_time
+from bucketline.store.folder import as_folder, folder_time
 from bucketline.store.format.layout import COPY_PREFIX
 from bucketline.store.format.manifest import MANIFEST, dump_manifest
 from bucketline.store.format.manifest_entries import SHARD_ID, SHARD_NAME
@@ -26,18 +26,22 @@ from bucketline.store.remote.generations import (
     generation_name,
     listed_generations,
     newest_after,
+    newest_generation,
     read_generation,
 )
 from bucketline.store.remote.lines import lines_name
+from bucketline.store.transfer.sender import pending_shards
+from bucketline.store.transfer.upload import FRESH_S
 from bucketline.store.write.column_shard import ADDING_LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from bucketline.store.folder import Folder, ListedFile
     from bucketline.store.format.manifest import Manifest
+    from bucketline.store.remote.objects import ObjectFolder
 
+UNLISTED_S = 2 * FRESH_S  # an object that no generation lists is left alone for this time
 _FILE = re.compile(rf"shards/({SHARD_NAME.pattern})\.(({SHARD_ID.pattern})\.)?(lmdb|extents|index|lines|dropped-[0-9]+)")
 
 
@@ -70,43 +74,18 @@ class Unlisted:
     is_retired: bool  # a generation that is removed lists the file, or one has retired the shard
 
 
-def collect(store: Path, newest: Manifest, older_than_s: float, *, dry_run: bool = False) -> Collected:
-    """Collect garbage in a store's folder on a disk, under its lock; a dry run needs none. See `collect_from`.
-
-    Shards that no generation lists yet are kept: the next run may adopt them.
-    """
-
-    @contextmanager
-    def rule(_: float) -> Iterator[Callable[[Unlisted], bool]]:
-        with _column_lock(store, dry_run=dry_run) as none_is_added:
-
-            def may_go(found: Unlisted) -> bool:
-                if not found.is_live:
-                    return found.is_retired or found.shard.startswith(COPY_PREFIX)
-                return none_is_added or not found.is_of_column
-
-            yield may_go
-
-    return collect_from(LocalFolder(store), newest, older_than_s, rule, dry_run=dry_run)
-
-
-def collect_from(
-    folder: Folder,
-    newest: Manifest,
-    older_than_s: float,
-    rule: Callable[[float], AbstractContextManager[Callable[[Unlisted], bool]]],
-    *,
-    dry_run: bool,
-) -> Collected:
+def collect(place: Path | ObjectFolder, older_than_s: float, *, dry_run: bool = False) -> Collected:
     """Remove generations superseded more than `older_than_s` ago, then files that no other generation lists.
 
-    `rule` is called with the folder's time, and yields which unlisted files may go: other processes may be writing some. Ages
-    are by the clock that dates the files; a dry run writes nothing, so it goes by this machine's. The newest generation is
-    kept. A reader with a removed generation open gets an error at the first file that it has not opened yet.
+    Call it under the lock of a store on a disk; a dry run needs none. Ages are by the clock that dates the files; a dry run
+    writes nothing, so it goes by this machine's. The newest generation is kept. A reader with a removed generation open gets
+    an error at the first file that it has not opened yet.
 
     Raises:
         StoreError: if the folder cannot be listed, or a generation to keep is damaged: its files are unknown.
     """
+    folder = as_folder(place)
+    newest = newest_generation(folder, lists=True)
     here = time.time()
     now = here if dry_run else folder_time(folder)
     documents = listed_generations(folder)
@@ -116,7 +95,8 @@ def collect_from(
     kept = [_read(folder, number, newest) for number in listed_generations(folder) if number not in old]
     kept.append(newest)
     gone = [manifest for number in old if (manifest := _read_if_whole(folder, number, newest)) is not None]
-    with rule(now) as may_go:
+    rule = _unlisted_here(place, dry_run=dry_run) if isinstance(place, Path) else _unlisted_there(place, now, dry_run=dry_run)
+    with rule as may_go:
         files = [one.file for one in _unlisted(found, kept, gone) if may_go(one)]
         if not dry_run:
             if complete_first(folder, newest) < newest.generation:  # else it would go back behind what was committed meanwhile
@@ -163,19 +143,42 @@ def _names(manifests: Sequence[Manifest]) -> set[str]:
 
 
 @contextmanager
-def _column_lock(store: Path, *, dry_run: bool) -> Iterator[bool]:
-    """Yield whether no column is being added, so that what a killed call left can go; let none begin meanwhile."""
-    path = store / "pending" / ADDING_LOCK
-    if dry_run or not path.exists():
-        yield True
-        return
-    try:
-        held = FileLock(path)
-    except LockedError:
-        yield False
-        return
-    with held:
-        yield True
+def _unlisted_here(store: Path, *, dry_run: bool) -> Iterator[Callable[[Unlisted], bool]]:
+    """Yield which unlisted files on a disk may go; none of a column that is being added, and let none begin meanwhile.
+
+    Shards that no generation lists yet are kept: the next run may adopt them.
+    """
+    path, none_is_added = store / "pending" / ADDING_LOCK, True
+    with ExitStack() as held:
+        if not dry_run and path.exists():
+            try:
+                held.enter_context(FileLock(path))
+            except LockedError:
+                none_is_added = False
+
+        def may_go(found: Unlisted) -> bool:
+            if not found.is_live:
+                return found.is_retired or found.shard.startswith(COPY_PREFIX)
+            return none_is_added or not found.is_of_column
+
+        yield may_go
+
+
+@contextmanager
+def _unlisted_there(objects: ObjectFolder, now: float, *, dry_run: bool) -> Iterator[Callable[[Unlisted], bool]]:
+    """Yield which unlisted objects may go; `now` is the server's time.
+
+    Any of them may be another writer's upload, so it is left alone for a day, and longer while a running process notes that it
+    sends it. Notes of processes that have ended go at the end.
+    """
+    being_sent, stale = pending_shards(objects, UNLISTED_S, now)
+
+    def may_go(found: Unlisted) -> bool:
+        return found.shard not in being_sent and (found.is_retired or now - found.file.modified_s >= UNLISTED_S)
+
+    yield may_go
+    if not dry_run:
+        objects.remove(stale)
 
 
 def _superseded(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bucketline.store.change.compact import compact
+from bucketline.store.change.garbage_collect import collect
 from bucketline.store.format.manifest import read_manifest
-from bucketline.store.sync.collect import collect_objects
 from bucketline.store.sync.mirror import change
 from bucketline.store.write.publish import next_generation, publish_shards
 
@@ -83,4 +83,4 @@ def compact_objects(
     done = change(objects, compacted, dry_run=dry_run, keep_made=True)
     if gc_older_than_s is None:
         return done
-    return dataclasses.replace(done, collected=collect_objects(objects, gc_older_than_s, dry_run=dry_run))
+    return dataclasses.replace(done, collected=collect(objects, gc_older_than_s, dry_run=dry_run))

@@ -73,9 +73,9 @@ class _Place:
         pull(_client(self.url)[0], self.copy)
 
     def collect(self, older_than_s: float) -> None:
-        from bucketline.store.sync.collect import collect_objects
+        from bucketline.store.change.garbage_collect import collect
 
-        collect_objects(_client(self.url)[0], older_than_s)
+        collect(_client(self.url)[0], older_than_s)
 
     def change(self) -> None:
         """Add rows to the store on the disk, and a column to these, drop some, or rewrite it and collect what is outdated."""

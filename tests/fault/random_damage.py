@@ -126,8 +126,8 @@ def trial(sound: Path, path: Path, every: dict[str, Sample], draw: random.Random
         assert (path / "manifest.json").read_bytes() == manifest, "a second repair changed something"
         pack_again(path, [every[i] for i in sorted(lost)], form)
         assert held(Store.open(path)).keys() == before.keys(), "a sample could not be packed again"
-        with changing(path) as newest:
-            collect(path, newest, 0.0)
+        with changing(path):
+            collect(path, 0.0)
         assert verify(Store.open(path), lambda _: None, 1).corrupt == (), "a fault is left in the end"
     except Exception as error:
         raise ValueError(f"{', '.join(what)}: {error!r}") from error

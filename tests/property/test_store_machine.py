@@ -335,13 +335,13 @@ class StoreMachine(RuleBasedStateMachine):
         with changing(self.path) as manifest:
             self._settled()
             if cut_off:
-                for name in collect(self.path, manifest, 0, dry_run=True).files:
+                for name in collect(self.path, 0, dry_run=True).files:
                     if name.endswith(".lmdb"):
                         (self.path / "shards" / name).unlink()
                 # what is left of the older generations is no longer promised to their readers
                 self.readers = [reader for reader in self.readers if reader.store.manifest == manifest]
             else:
-                collect(self.path, manifest, 0)
+                collect(self.path, 0)
 
     @precondition(lambda self: self.packing is None and self.number < 40)
     @rule(drawn=new_samples, replace=st.booleans(), comes_last=st.booleans())

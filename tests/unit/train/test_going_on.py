@@ -150,9 +150,9 @@ def test_a_resume_whose_generation_was_collected_is_told_to_take_a_new_plan(fold
     asked = config(folder, max_steps=1)
     train(asked, ALONE)
     (path,) = asked.store
-    newest = add_to_store(Path(path), samples({"train/128x128": 20}, "later/")).manifest
+    add_to_store(Path(path), samples({"train/128x128": 20}, "later/"))
     with lock_store(Path(path)):
-        collect(Path(path), newest, older_than_s=0.0)
+        collect(Path(path), older_than_s=0.0)
     again = replace(asked, max_steps=2, resume=True)
     with pytest.raises(StateError, match=r"planned on generation 1 of .*tiny\.store, .* continue with --resume --new-plan"):
         train(again, ALONE)

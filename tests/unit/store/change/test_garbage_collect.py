@@ -16,7 +16,6 @@ from bucketline.store import Store, read_manifest
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import collect
-from bucketline.store.write.newest import existing_manifest
 from bucketline.store.write.publish import adopt, lock_store
 from tests.building import flip_bit, make_store, samples_of, tree, write_shard
 from tests.commands import call
@@ -53,19 +52,19 @@ def names(path: Path) -> list[str]:
 
 
 def test_what_was_superseded_lately_stays(tmp_path: Path) -> None:
-    newest = changed_store(tmp_path)
+    changed_store(tmp_path)
     before = names(tmp_path)
-    found = collect(tmp_path, newest, 24 * HOUR_S)
+    found = collect(tmp_path, 24 * HOUR_S)
     assert (found.generations, found.files, found.disk_bytes) == ((), (), 0)
     assert names(tmp_path) == before
 
 
 def test_a_generation_goes_when_its_successor_is_old_enough_and_its_files_with_it(tmp_path: Path) -> None:
-    newest = changed_store(tmp_path)
+    changed_store(tmp_path)
     for generation in range(5):
         age(tmp_path, generation, 30 * HOUR_S)
     held = everything(Store.open(tmp_path, 4))
-    found = collect(tmp_path, newest, 24 * HOUR_S)
+    found = collect(tmp_path, 24 * HOUR_S)
     assert found.generations == (0, 1, 2, 3)  # the fourth was superseded a moment ago
     assert found.files == ("g0.dropped-3",)
     assert found.disk_bytes > 0
@@ -77,27 +76,28 @@ def test_a_generation_goes_when_its_successor_is_old_enough_and_its_files_with_i
 @pytest.mark.parametrize("ahead_s", [48 * HOUR_S, -48 * HOUR_S])
 def test_ages_are_by_the_clock_that_dates_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
     """A file server's clock may differ from this machine's."""
-    newest, now = changed_store(tmp_path), time.time
+    now = time.time
+    changed_store(tmp_path)
     monkeypatch.setattr(time, "time", lambda: now() + ahead_s)
-    found = collect(tmp_path, newest, 24 * HOUR_S)
+    found = collect(tmp_path, 24 * HOUR_S)
     assert (found.generations, found.files) == ((), ())
     assert all(abs(waiting.until - (time.time() + 24 * HOUR_S)) < 60 for waiting in found.waiting)
-    assert collect(tmp_path, newest, 0).generations == (0, 1, 2, 3, 4)
+    assert collect(tmp_path, 0).generations == (0, 1, 2, 3, 4)
     assert {path.name for path in (tmp_path / "pending").iterdir()} <= {"writer.lock"}
 
 
 def test_with_no_age_at_all_the_newest_generation_alone_stays(tmp_path: Path) -> None:
     newest = changed_store(tmp_path)
     held = everything(Store.open(tmp_path))
-    wanted = collect(tmp_path, newest, 0, dry_run=True)
+    wanted = collect(tmp_path, 0, dry_run=True)
     assert len(names(tmp_path)) == 6 + 1 + 3 * 3 + 2
-    found = collect(tmp_path, newest, 0)
+    found = collect(tmp_path, 0)
     assert found == wanted
     copy = newest.shards[0].name
     left = ["generations/5.json", "manifest.json", *(f"shards/{copy}.{kind}" for kind in ("extents", "index", "lmdb"))]
     assert names(tmp_path) == sorted(left)
     assert everything(Store.open(tmp_path)) == held
-    assert collect(tmp_path, newest, 0).files == ()
+    assert collect(tmp_path, 0).files == ()
     drop(tmp_path, ["second/train/64x64/0.png"])
     assert read_manifest(tmp_path).retired == ()
 
@@ -106,16 +106,16 @@ def test_a_shard_that_no_generation_has_listed_yet_stays_and_is_adopted(tmp_path
     newest = changed_store(tmp_path)
     write_shard(tmp_path, "left", samples_of({BUCKET: 2}, "left/"))
     (tmp_path / "shards" / "notes.txt").write_text("mine", encoding="ascii")
-    collect(tmp_path, newest, 0)
+    collect(tmp_path, 0)
     assert {"left.lmdb", "left.extents", "left.index", "notes.txt"} <= {p.name for p in (tmp_path / "shards").iterdir()}
     with lock_store(tmp_path):
         assert adopt(tmp_path, newest) == ["left"]
 
 
 def test_the_copies_of_an_interrupted_compact_go(tmp_path: Path) -> None:
-    store = make_store(tmp_path, samples_of({BUCKET: 2}))
+    make_store(tmp_path, samples_of({BUCKET: 2}))
     write_shard(tmp_path, "copy-000002-0000", samples_of({BUCKET: 2}))
-    found = collect(tmp_path, store.manifest, 0)
+    found = collect(tmp_path, 0)
     assert found.files == tuple(f"copy-000002-0000.{kind}" for kind in ("lmdb", "extents", "index"))  # in the order of removal
 
 
@@ -127,7 +127,7 @@ def test_a_collection_that_was_cut_off_is_finished_by_the_next(tmp_path: Path) -
     with lock_store(tmp_path):
         assert adopt(tmp_path, newest) == []
     drop(tmp_path, ["second/train/64x64/0.png"])
-    collect(tmp_path, read_manifest(tmp_path), 0)
+    collect(tmp_path, 0)
     assert [name for name in names(tmp_path) if "g0" in name or "g1" in name] == []
 
 
@@ -137,7 +137,7 @@ def test_a_shard_stays_known_as_retired_when_only_its_file_is_left(tmp_path: Pat
         (tmp_path / "generations" / f"{generation}.json").unlink()
     with lock_store(tmp_path):
         assert adopt(tmp_path, newest) == []
-    collect(tmp_path, newest, 0)
+    collect(tmp_path, 0)
     assert [name for name in names(tmp_path) if "g0" in name or "g1" in name] == []
 
 
@@ -149,7 +149,7 @@ def test_a_collection_leaves_no_manifest_behind_that_names_a_removed_generation(
         drop(tmp_path, [sample.id])
     held = everything(Store.open(tmp_path))
     (tmp_path / "manifest.json").write_bytes(hint)
-    collect(tmp_path, existing_manifest(tmp_path), 0)
+    collect(tmp_path, 0)
     assert everything(Store.open(tmp_path)) == held
 
 
@@ -158,20 +158,20 @@ def test_the_checksums_of_lines_of_a_shard_that_is_gone_go_with_it(tmp_path: Pat
     newest = changed_store(tmp_path)
     for name in ("g0", newest.shards[0].name):
         (tmp_path / "shards" / f"{name}.lines").write_bytes(bytes(32))
-    assert "g0.lines" in collect(tmp_path, newest, 0).files
+    assert "g0.lines" in collect(tmp_path, 0).files
     assert [path.stem for path in (tmp_path / "shards").glob("*.lines")] == [newest.shards[0].name]
 
 
 def test_a_damaged_generation_that_is_to_stay_stops_the_collection(tmp_path: Path) -> None:
-    newest = changed_store(tmp_path)
+    changed_store(tmp_path)
     flip_bit(tmp_path / "generations" / "4.json", 999)
     before = names(tmp_path)
     with pytest.raises(
         StoreError, match=r"generations/4.json cannot be read, so the files that it needs are unknown .*nothing was removed"
     ):
-        collect(tmp_path, newest, HOUR_S)
+        collect(tmp_path, HOUR_S)
     assert names(tmp_path) == before
-    assert collect(tmp_path, newest, 0).generations == (0, 1, 2, 3, 4)
+    assert collect(tmp_path, 0).generations == (0, 1, 2, 3, 4)
     assert len(names(tmp_path)) == 5
 
 

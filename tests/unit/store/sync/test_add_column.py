@@ -10,12 +10,12 @@ from bucketline.errors import StoreError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store, add_column
 from bucketline.store.change.drop import drop
+from bucketline.store.change.garbage_collect import collect
 from bucketline.store.change.restore import restore
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.collect import collect_objects
 from bucketline.store.sync.compact import compact_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
@@ -115,7 +115,7 @@ def test_a_drop_a_compaction_and_gc_at_the_url_keep_it(objects: ObjectFolder, tm
     added = add_column(objects.url, "mask", mask_of, remote=remote, work=tmp_path / "work")
     drop(objects, ["a/train/64x64/3.png"])
     compact_objects(objects, shard_bytes=1 << 24)
-    collect_objects(objects, 0)
+    collect(objects, 0)
     expect_masks(objects.url, NUM - 1, remote)
     assert is_clean(objects)
     assert len(list(objects.names("shards"))) == 3 + PER_SHARD

@@ -15,11 +15,11 @@ from bucketline.store.change import commit as commit_module
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.drop_shards import drop_shards
+from bucketline.store.change.garbage_collect import UNLISTED_S, collect
 from bucketline.store.change.restore import restore
 from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import mirror as mirror_module
-from bucketline.store.sync.collect import UNLISTED_S, collect_objects
 from bucketline.store.sync.compact import compact_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
@@ -133,7 +133,7 @@ def test_an_earlier_generation_is_restored(objects: ObjectFolder, own: Path, tmp
     assert not restore(objects, 2).is_changed
     restore(objects, 3)  # with its lists of dropped rows
     assert ids_in(pulled(objects, tmp_path / "third.store")) == ids_in(Store.open(own)) - set(DROPPED)
-    collect_objects(objects, 0)
+    collect(objects, 0)
     with pytest.raises(StoreError, match=r"a\.store has no generation 2: it was removed by"):
         restore(objects, 2)
 
@@ -243,16 +243,16 @@ def test_only_what_no_generation_lists_is_collected(
     objects.write("shards/g0.dropped-77", b"another writer's")
     drop(objects, DROPPED)
     before = names(objects)
-    kept = collect_objects(objects, 3600)
+    kept = collect(objects, 3600)
     assert (kept.generations, kept.files) == ((), ())
     assert [waiting.generation for waiting in kept.waiting] == [2]
-    dry = collect_objects(objects, 0, dry_run=True)
+    dry = collect(objects, 0, dry_run=True)
     assert dry.generations == (2,)
     assert names(objects) == before
-    assert collect_objects(objects, 0).files == ()
+    assert collect(objects, 0).files == ()
     assert names(objects) == before - {"generations/2.json"}
     aged(monkeypatch, UNLISTED_S + 1)
-    assert collect_objects(objects, 1e9).files == ("upload.lmdb", "g0.dropped-77")
+    assert collect(objects, 1e9).files == ("upload.lmdb", "g0.dropped-77")
     assert pulled(objects, tmp_path / "pulled.store").manifest.samples == 51
 
 
@@ -273,7 +273,7 @@ def test_what_a_damaged_generation_listed_goes_with_it_by_the_notes_of_its_succe
         own(self, listed)
 
     monkeypatch.setattr(ObjectFolder, "remove", remove)
-    gone = collect_objects(objects, 0).files
+    gone = collect(objects, 0).files
     assert {f"{shard}.{kind}" for shard in ("g0", "g1") for kind in ("lmdb", "extents", "index")} <= set(gone)
     kinds = [name.rpartition(".")[2] for name in removed if name.startswith("shards/")]
     assert kinds == sorted(kinds, key=["lmdb", "extents", "index"].index)  # as on a disk: a kill in between is harmless
@@ -285,9 +285,9 @@ def test_what_a_running_pack_has_sent_is_not_collected(objects: ObjectFolder, mo
     objects.write("pending/run", b'["sent"]')
     with monkeypatch.context() as patched:
         aged(patched, UNLISTED_S + 1, "shards")
-        assert collect_objects(objects, 1e9).files == ()
+        assert collect(objects, 1e9).files == ()
     aged(monkeypatch, UNLISTED_S + 1)  # the pack is no longer at work
-    assert collect_objects(objects, 1e9).files == ("sent.lmdb",)
+    assert collect(objects, 1e9).files == ("sent.lmdb",)
     assert "pending/run" not in names(objects)
 
 
@@ -305,7 +305,7 @@ def test_damaged_objects_are_dropped_with_their_shard_or_pushed_again(objects: O
     assert drop_shards(objects, ["g1"]).generation == 3
     (fault,) = verify_objects(objects, lambda _: None, 1).corrupt
     assert "g1.index has 7 bytes, generation 2 says" in fault.error  # as on a disk: a run may be planned on that generation
-    collect_objects(objects, 0)
+    collect(objects, 0)
     assert not verify_objects(objects, lambda _: None, 1).corrupt
 
 
@@ -314,7 +314,7 @@ def test_a_late_hint_does_not_hide_the_newest_generation_after_a_collection(obje
     drop(objects, DROPPED)
     drop(objects, ["first/train/64x64/4.png"])
     objects.write("manifest.json", hint)  # a slow writer's
-    collect_objects(objects, 0)
+    collect(objects, 0)
     assert newest_generation(objects).generation == 4
 
 
@@ -326,7 +326,7 @@ def test_a_change_after_an_old_hint_continues_from_the_newest_generation(
     for sample_id in DROPPED:
         drop(objects, [sample_id])
     drop(objects, ["first/train/64x64/4.png"])
-    collect_objects(objects, 0)
+    collect(objects, 0)
     objects.write("manifest.json", hint)  # a slow writer's, or one that somebody has put back
     assert drop(objects, ["first/train/64x64/5.png"]).generation == 6
     dropped = {*DROPPED, "first/train/64x64/4.png", "first/train/64x64/5.png"}
@@ -340,12 +340,12 @@ def test_a_slow_collection_does_not_hide_what_is_committed_and_collected_meanwhi
         monkeypatch.undo()
         drop(objects, DROPPED)
         drop(objects, ["first/train/64x64/4.png"])
-        collect_objects(objects, 0)
+        collect(objects, 0)
         return pending_shards(*arguments)
 
     # called once the collection has read which generation is the newest
-    monkeypatch.setattr("bucketline.store.sync.collect.pending_shards", overtaken)
-    collect_objects(objects, 86400)
+    monkeypatch.setattr("bucketline.store.change.garbage_collect.pending_shards", overtaken)
+    collect(objects, 86400)
     assert newest_generation(objects).generation == 4
 
 
@@ -379,9 +379,9 @@ def test_a_generation_that_was_collected_is_not_written_again_for_an_old_hint(ob
     hint = objects.read("manifest.json")
     drop(objects, DROPPED)
     drop(objects, ["first/train/64x64/4.png"])
-    collect_objects(objects, 0)
+    collect(objects, 0)
     objects.write("manifest.json", hint)  # a slow writer's, or one that somebody has put back
-    collect_objects(objects, 0)
+    collect(objects, 0)
     assert list(listed_generations(objects)) == [4]
     objects.write("manifest.json", hint)
     drop(objects, ["first/train/64x64/5.png"])

@@ -12,8 +12,8 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
+from bucketline.store.change.garbage_collect import collect
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.collect import collect_objects
 from bucketline.store.sync.compact import compact_objects
 from bucketline.store.sync.push import push
 from bucketline.store.transfer.sender import remove_pending
@@ -111,7 +111,7 @@ def test_what_is_not_named_as_an_object_of_a_shard_is_not_collected(place: Path)
         os.utime(place / name, (OLD_S, OLD_S))
     (place / "shards" / "g7.index").write_text("left long ago", encoding="ascii")
     os.utime(place / "shards" / "g7.index", (OLD_S, OLD_S))
-    assert "g7.index" in collect_objects(ObjectFolder.open(f"file://{place}"), 0).files
+    assert "g7.index" in collect(ObjectFolder.open(f"file://{place}"), 0).files
     assert all((place / name).read_text() == "mine" for name in kept)
 
 

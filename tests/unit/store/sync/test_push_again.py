@@ -15,13 +15,13 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.store import Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
+from bucketline.store.change.garbage_collect import UNLISTED_S, collect
 from bucketline.store.change.restore import restore
 from bucketline.store.format.hashing import bytes_digest, line_sums
 from bucketline.store.format.manifest import dump_manifest, read_manifest
 from bucketline.store.remote.generations import commit, newest_generation
 from bucketline.store.remote.lines import encode_lines, lines_name
 from bucketline.store.sync import mirror as mirror_module
-from bucketline.store.sync.collect import UNLISTED_S, collect_objects
 from bucketline.store.sync.compact import compact_objects
 from bucketline.store.sync.mirror import Mirror
 from bucketline.store.sync.pull import pull
@@ -109,7 +109,7 @@ def test_a_collection_while_a_push_runs_takes_nothing_of_it_whatever_the_clocks(
     def collecting(*arguments: object) -> None:
         with monkeypatch.context() as patched:
             with_clock(patched, ahead_s)
-            assert collect_objects(folder, 86400).files == ()
+            assert collect(folder, 86400).files == ()
         lists(*arguments)
 
     monkeypatch.setattr(push_module, "send_lists", collecting)
@@ -168,7 +168,7 @@ def test_a_shard_of_a_superseded_generation_that_is_pushed_again_is_not_collecte
 
     def collecting(*arguments: object) -> None:
         lists(*arguments)
-        collect_objects(folder, 0)
+        collect(folder, 0)
 
     monkeypatch.setattr(push_module, "send_lists", collecting)
     push(own, folder)
@@ -214,7 +214,7 @@ def test_what_was_superseded_lately_stays_whatever_the_clocks(
     assert done.collected is not None
     assert (done.collected.generations, done.collected.files) == ((), ())
     assert all(abs(waiting.until - (time.time() + 86400)) < 60 for waiting in done.collected.waiting)
-    assert collect_objects(folder, 0).generations == (1, 2)
+    assert collect(folder, 0).generations == (1, 2)
 
 
 def test_a_name_that_is_used_again_is_refused_and_both_stay_whole(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
