@@ -19,10 +19,9 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
-from bucketline.errors import TrainError, UsageError
+from bucketline.errors import TrainError
 from bucketline.loader.batch import as_fields
 from bucketline.store.format.columns import LATENT, LatentKind
-from bucketline.train.config import Compile
 from bucketline.train.optimizers.stepping import takes_found_inf
 from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
 from bucketline.train.step import loss_of
@@ -36,40 +35,16 @@ if TYPE_CHECKING:
     from bucketline.families.family import Family
     from bucketline.loader import Batch, Loader
     from bucketline.store import Bucket
-    from bucketline.train.config import TrainConfig
     from bucketline.train.step import Training
 
 COUNTED_SIZES = 3
-CAPTURED_AFTER = 3  # passes: inductor runs the first one as it is, and captures the second
 MOST_GRAPHS = 4096  # of one function: the noising has one for each bucket, a UNet's blocks of one class and shape about 20
 
 
-def expect_graphs(config: TrainConfig, device: torch.device, *, shards: bool) -> None:
-    """Check that a run's forward and backward passes can be captured as CUDA graphs.
-
-    Raises:
-        UsageError: if the device or an option does not suit; the message names it.
-    """
-    for is_refused, message in (
-        (device.type != "cuda", "the device is the CPU, expected a GPU, which replays them"),
-        (shards, f"--sharding is {config.sharding}: its hooks gather weights between blocks, which is not captured"),
-        (config.offload_blocks, "--offload-blocks copies weights to other addresses each time, and a graph reads fixed ones"),
-        (
-            config.optimizer_in_backward,
-            "--optimizer-in-backward saves nothing: a captured pass hands over all gradients at once",
-        ),
-    ):
-        if is_refused:
-            raise UsageError(f"--compile is graphs, and {message}; use --compile on")
-
-
-def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor", *, graphs: bool = False) -> None:
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile a model's blocks in place (the full model if it has none), one graph per shape.
 
     More graphs than dynamo's recompile limit are then an error; by default, dynamo silently falls back to eager mode.
-
-    `graphs`: compile the full model, and have inductor capture its passes as CUDA graphs, which share a pool of memory. They
-    write gradients there too, so `.grad` must have memory of its own before the second pass.
     """
     import torch._dynamo.config as dynamo
 
@@ -84,18 +59,13 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     def compiled(plain: Any, _shapes: tuple[torch.Size, ...]) -> Callable[..., Any]:  # noqa: ANN401 - any block's `forward`
         own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
         own.__kwdefaults__ = plain.__kwdefaults__
-        options: dict[str, Any] = {"options": {"triton.cudagraphs": True}} if graphs and backend == "inductor" else {}
-        return torch.compile(own, dynamic=False, backend=backend, **options)
+        return torch.compile(own, dynamic=False, backend=backend)
 
     def forward(plain: Any, block: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - likewise
         shapes = tuple(value.shape for value in (*args, *named.values()) if isinstance(value, torch.Tensor))
-        run = compiled(plain, shapes)
-        if not graphs:
-            return run(block, *args, **named)
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        return tuple(result.clone() for result in run(block, *args, **named))  # the next pass overwrites them
+        return compiled(plain, shapes)(block, *args, **named)
 
-    for part in (not graphs and repeated_blocks(model)) or [model]:
+    for part in repeated_blocks(model) or [model]:
         part.forward = functools.partial(forward, type(part).forward, part)
 
 
@@ -136,30 +106,26 @@ def warm_up(
 
     With DDP, ranks exchange nothing, so that they may take turns, a `turn` for each bucket. `say` is told which is next.
     `validated`: batches of which only the forward pass of a validation is run, with the weights as they are, since exchanging
-    them would change no graph. With `--compile graphs`, gradients get memory of their own, and stay there.
+    them would change no graph.
 
     Raises:
         TrainError: if a bucket cannot be compiled.
     """
     make_moments(training.optimizer)
-    captures = training.config.compile is Compile.GRAPHS
     every = [*((batch, True) for batch in batches), *((batch, False) for batch in validated)]
     for number, (batch, is_trained) in enumerate(every, 1):
         if say is not None:
             say(f"compiling for bucket {number} of {len(every)}, {batch.bucket}")
-        for _ in range(CAPTURED_AFTER if captures else 1):
-            with turn(), _compiler_named(batch):
-                if not is_trained:
-                    with torch.no_grad(), training.evaluating():
-                        loss_of(training, batch)
-                    continue
-                # FSDP would keep whole gradients if it did not reduce them.
-                with without_sync(training.model, is_last=isinstance(training.model, FSDPModule)):
-                    loss_of(training, batch).backward()  # type: ignore[no-untyped-call]
-            for parameter in training.trained:
-                parameter.grad = torch.zeros_like(parameter) if captures and parameter.grad is not None else None
-    if captures and (skipped := counters["inductor"]["cudagraph_skips"]) and say is not None:
-        say(f"{skipped} compiled graphs cannot be captured as CUDA graphs, and run as with --compile on")
+        with turn(), _compiler_named(batch):
+            if not is_trained:
+                with torch.no_grad(), training.evaluating():
+                    loss_of(training, batch)
+                continue
+            # FSDP would keep whole gradients if it did not reduce them.
+            with without_sync(training.model, is_last=isinstance(training.model, FSDPModule)):
+                loss_of(training, batch).backward()  # type: ignore[no-untyped-call]
+        for parameter in training.trained:
+            parameter.grad = None
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ REPOSITORY = re.compile(r"([\w.-]+/)?[\w.-]+")
 
 Precision = StrEnum("Precision", ["AUTO", "FP32", "BF16", "FP8"])
 """The precision that the model computes in."""
-Compile = StrEnum("Compile", ["AUTO", "ON", "GRAPHS", "OFF"])
+Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
 """The use of torch.compile."""
 OptimizerName = StrEnum(
     "OptimizerName",
@@ -158,8 +158,7 @@ class TrainConfig(ReadOptions):
     later, compiled, with the extra `quantised`. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32
     elsewhere."""
     compile: Compile = Compile.AUTO
-    """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only.
-    graphs: on the full model, captured as CUDA graphs, for models so small that the host cannot launch kernels fast enough."""
+    """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""
     validate_every: int | None = None
     """Optimizer steps between validations on the held-out samples; None: before the first step and after the last."""
     val_timesteps: int = 8

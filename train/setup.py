@@ -22,7 +22,6 @@ from bucketline.store.format.columns import LATENT
 from bucketline.train.compile import (
     compile_blocks,
     example_batches,
-    expect_graphs,
     flops_of_buckets,
     peak_flops,
     share_cores_of_compiler,
@@ -153,10 +152,10 @@ def build(
     device, store = accelerator.device, stores[0].store  # all stores have the encoders of the first
     family, model, schedule = _load_model(config, ranks, store, rows, device, resumes=start.checkpoint is not None)
     weights = weights_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)
-    compiled = config.compile in (Compile.ON, Compile.GRAPHS) or (config.compile is Compile.AUTO and device.type == "cuda")
+    compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
     recompute(model, config, is_compiled=compiled)
     if compiled:
-        compile_blocks(model, graphs=config.compile is Compile.GRAPHS)
+        compile_blocks(model)
     if config.offload_blocks:
         offload_blocks(model, config.offload_blocks, device, layout_on(device))
     kept = Ema.OFF if KINDS[config.optimizer].averages else config.ema
@@ -232,8 +231,6 @@ def _load_model(
     """Load the model and its noise schedule, and add adapters; `resumes`: a checkpoint fills these, not a file."""
     shard_ranks_of(config, ranks)  # refused before weights are read
     expect_possible(config, ranks.world_size)
-    if config.compile is Compile.GRAPHS:
-        expect_graphs(config, device, shards=is_sharded(config, ranks))
     folder, file = locate(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)

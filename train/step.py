@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from bucketline.train.config import Compile
 from bucketline.train.noise_schedule import squared_error, weighted
 from bucketline.train.optimizers.learning_rate import learning_rate_at
 from bucketline.train.optimizers.stepping import begin_step, clips_in_step, update_weights
@@ -116,7 +115,7 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
         if config.clip_norm is not None and not clips_in_step(training.optimizer, grad_norm, config.clip_norm):
             torch.nn.utils.clip_grads_with_norm_(training.trained, config.clip_norm, grad_norm)
         update_weights(training.optimizer, grad_norm)
-        training.optimizer.zero_grad(set_to_none=config.compile is not Compile.GRAPHS)  # see `compile_blocks`
+        training.optimizer.zero_grad(set_to_none=True)
     training.average.update(step)
     learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found
     return StepOutcome(bucket=bucket, learning_rate=learning_rate, loss=torch.stack(losses).sum(), grad_norm=grad_norm)

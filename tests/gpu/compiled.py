@@ -7,14 +7,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo.utils import counters
 
 from bucketline.train.compile import compile_blocks, graphs_compiled, warm_up
 from bucketline.train.config import Compile
 from bucketline.train.float8 import CAPABILITY
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import loss_of, train_step
-from tests.gpu.material import BACKEND, DEVICE, NAMES, ON_GPU, sync, tell, tiny_batch, tiny_training
+from tests.gpu.material import DEVICE, NAMES, ON_GPU, sync, tell, tiny_batch, tiny_training
 
 if TYPE_CHECKING:
     from bucketline.loader import Batch
@@ -120,47 +119,6 @@ def _ms_per_step(training: Training, batches: list[Batch]) -> float:
     _losses(training, batches, steps)
     sync()
     return round((time.perf_counter() - begin) / steps * 1e3, 2)
-
-
-def graphs(*names: str) -> None:
-    """Captured passes compute what compiled ones do, and nothing is captured after the warm-up; ms per step of both."""
-    for name in names or ("sd", "dit", "flux"):
-        sizes = [(8, 8)] if name == "dit" else [(8, 8), (8, 12)]
-        batches = [tiny_batch(name, *size) for size in sizes]
-        for lora in (False, True):
-            found, times, problem = {}, {}, None
-            new = captured = recorded = 0
-            torch._dynamo.reset()
-            counters.clear()
-            for compiled in (Compile.ON, Compile.GRAPHS):
-                own = tiny_training(name, compiled=compiled, bf16=True, lora=lora, accumulation=2)
-                try:
-                    warm_up(own, batches, validated=batches)
-                    warm, recorded = graphs_compiled(), counters["inductor"]["cudagraph_recorded_non_static_inputs"]
-                    found[compiled] = _losses(own, batches, 8)
-                    times[compiled] = _ms_per_step(own, batches)
-                    with torch.no_grad(), own.averaged():
-                        found[compiled].append(loss_of(own, batches[0]))
-                    new = graphs_compiled() - warm
-                    captured = counters["inductor"]["cudagraph_recorded_non_static_inputs"] - recorded
-                except RuntimeError as error:
-                    problem = f"{compiled}: {error!s:.300}"
-                    break
-            skipped, is_captured = counters["inductor"]["cudagraph_skips"], problem is None and recorded > 0
-            good = problem is None and new == captured == skipped == 0 and (is_captured or BACKEND != "inductor" or not ON_GPU)
-            pairs = zip(*found.values(), strict=True) if problem is None else ()
-            off = max((float(abs(one - other) / one) for one, other in pairs), default=None)
-            tell(
-                "graphs: captured as compiled",
-                ok=good and off is not None and off < 1e-2,
-                family=name,
-                lora=lora,
-                off=off,
-                captured=is_captured,
-                skipped=skipped,
-                ms_per_step=times,
-                problem=problem,
-            )
 
 
 def fp8() -> None:
