@@ -18,6 +18,7 @@ EXTRAS = {
     "optimizers": ("torchao", "prodigyopt", "schedulefree"),
     "tables": ("pyarrow",),
     "datasets": ("datasets",),
+    "report": ("PIL",),
     "export": ("webdataset", "PIL"),
     "tensorboard": ("tensorboard",),
     "quantised": ("torchao",),

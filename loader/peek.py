@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import StateError
 from bucketline.loader.collate.columns import captions_of
 from bucketline.loader.loader import Loader
+from bucketline.pages.image_files import png
 from bucketline.pages.page import Card, Section, document, gallery, table
-from bucketline.pages.png import png
 from bucketline.store.format.columns import TARGET, LatentKind
 from bucketline.store.report.latent_rgb import false_colours, published_for, scaled
 from bucketline.store.report.report import preview, still

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from bucketline import __version__
 from bucketline.command_line import one_line
-from bucketline.pages.png import data_url
+from bucketline.pages.image_files import data_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ class Finding:
 class Card:
     """An image with its captions."""
 
-    images: Sequence[bytes]  # PNG, JPEG or WebP, next to each other; none: `problem` is shown
+    images: Sequence[bytes]  # PNG or JPEG, next to each other; none: `problem` is shown
     title: str
     notes: Sequence[str] = ()
     captions: Sequence[str] = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import io
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.sheet.page import SheetSection, Thumbnail
+from bucketline.pages.image_files import jpeg
 from bucketline.store.format.manifest import MANIFEST
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ MAX_PER_BUCKET = 24
 MAX_IN_ALL = 2000  # about 25 MB of thumbnails; with more than 83 buckets, each shows fewer than MAX_PER_BUCKET
 _THUMBNAIL_PX = 240  # the longer side
 NARROWEST_PX = 10  # the shorter side; a narrower image is drawn wider than it is
-_JPEG_QUALITY = 85
 _LINE = (255, 96, 0)  # of the crop; orange is rare in photographs, and visible on black and on white
 
 
@@ -121,9 +120,7 @@ def _thumbnail(source: Source, item: SourceItem, placement: Placement) -> Thumbn
     if min(shown.size) < NARROWEST_PX:
         shown = shown.resize((max(shown.width, NARROWEST_PX), max(shown.height, NARROWEST_PX)))
     drawn = with_crop(np.asarray(shown), placement)
-    file = io.BytesIO()
-    Image.fromarray(drawn).save(file, "JPEG", quality=_JPEG_QUALITY, subsampling=0)
-    return replace(known, jpeg=file.getvalue(), shown_px=drawn.shape[:2])
+    return replace(known, jpeg=jpeg(drawn), shown_px=drawn.shape[:2])
 
 
 def whole_image(data: bytes, source: tuple[int, int], longest: int) -> NDArray[np.uint8]:

@@ -7,20 +7,19 @@ on stdin and then the latents, and prints one line of JSON.
 from __future__ import annotations
 
 import base64
-import io
 import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from bucketline.errors import FingerprintError
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.ingest.pipeline.model.device import chosen_device
-from bucketline.ingest.sheet.source_images import JPEG_QUALITY, THUMBNAIL_PX
+from bucketline.ingest.sheet.source_images import THUMBNAIL_PX
+from bucketline.pages.image_files import jpeg
 from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
@@ -58,15 +57,6 @@ def decode_each(vae: VaeEncoder, latents: Sequence[NDArray[Any]]) -> list[NDArra
     return [vae.decode(torch.from_numpy(np.ascontiguousarray(latent))[None].float())[0] for latent in latents]
 
 
-def thumbnail_of(pixels: NDArray[np.uint8], longest: int = THUMBNAIL_PX) -> bytes:
-    """Return an image, `[H, W, 3]`, as a JPEG whose longer side has at most `longest` pixels."""
-    image = Image.fromarray(pixels)
-    image.thumbnail((longest, longest))
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=JPEG_QUALITY)
-    return file.getvalue()
-
-
 def main() -> int:
     """Decode the latents on stdin; see `bucketline.store.report.other_commands`."""
     job: Mapping[str, Any] = json.loads(sys.stdin.buffer.readline())
@@ -75,7 +65,7 @@ def main() -> int:
     for shape in job["shapes"]:
         data = sys.stdin.buffer.read(4 * int(np.prod(shape)))
         latent = np.frombuffer(bytearray(data), dtype="<f4").reshape(shape)
-        found.append(base64.b64encode(thumbnail_of(decode_each(vae, [latent])[0])).decode("ascii"))
+        found.append(base64.b64encode(jpeg(decode_each(vae, [latent])[0], THUMBNAIL_PX)).decode("ascii"))
     print(json.dumps(found))
     return 0
 

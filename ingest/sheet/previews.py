@@ -13,9 +13,9 @@ from bucketline.errors import UsageError
 from bucketline.files.atomic_folder import refuse_existing
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.ingest.sheet.crops import refuse_sheet
-from bucketline.ingest.sheet.decoded import decode_each, decoding_vae, thumbnail_of
+from bucketline.ingest.sheet.decoded import decode_each, decoding_vae
+from bucketline.pages.image_files import jpeg, png
 from bucketline.pages.page import Card, Section, document, sheet, table
-from bucketline.pages.png import png
 from bucketline.store.report.latent_rgb import LATENT_RGB, fit, published_for, rms_error, scaled
 from bucketline.store.report.latents import drawn_rows, read_latents, vae_of, with_latents
 
@@ -115,7 +115,7 @@ def _page(
     images: list[NDArray[np.uint8]],
 ) -> bytes:
     cards = [
-        Card(images=[*(png(rgb.image(latent)) for rgb in columns), thumbnail_of(image, DECODED_PX)], title=name)
+        Card(images=[*(png(rgb.image(latent)) for rgb in columns), jpeg(image, DECODED_PX)], title=name)
         for name, latent, image in zip(ids, fed, images, strict=True)
     ]
     names = [*(f"{rgb.name} factors" for rgb in columns), "decoded"]

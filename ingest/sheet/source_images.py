@@ -20,6 +20,7 @@ from bucketline.ingest.images.decode import FORMATS, placed_by_header
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.sheet.crops import whole_image, with_box
 from bucketline.ingest.sources.open_source import open_source
+from bucketline.pages.image_files import jpeg
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 THUMBNAIL_PX = 160  # the longer side
-JPEG_QUALITY = 82
 _MAX_PIXELS = 200_000_000  # of an image that is decoded only to be shown
 _ANY_SIZE = Framing(grid=Grid(name="1x1", sizes=(Size(1, 1),)))
 _STILL_SHOWN = frozenset({Reason.ANIMATED, Reason.MODE})
@@ -47,11 +47,11 @@ def source_images(source_name: str, boxes: Mapping[str, Sequence[int] | None]) -
     found: dict[str, Json] = {name: {"jpeg": "", "problem": "no longer in the source"} for name in boxes}
     for item in source.in_turn(items):
         try:
-            jpeg = _thumbnail(source.read(item).data, boxes[item.id])
+            shown = _thumbnail(source.read(item).data, boxes[item.id])
         except Exception:  # noqa: BLE001 - any file of a stranger; the reject's own reason is next to it
             found[item.id] = {"jpeg": "", "problem": "cannot be decoded"}
             continue
-        found[item.id] = {"jpeg": base64.b64encode(jpeg).decode("ascii"), "problem": None}
+        found[item.id] = {"jpeg": base64.b64encode(shown).decode("ascii"), "problem": None}
     return found
 
 
@@ -71,14 +71,7 @@ def _thumbnail(data: bytes, box: Sequence[int] | None, longest: int = THUMBNAIL_
         if error.reason not in _STILL_SHOWN:
             raise
         upright, pixels = _by_pillow(data, longest)
-    return as_jpeg(pixels if box is None else with_box(pixels, box, upright))
-
-
-def as_jpeg(pixels: NDArray[np.uint8]) -> bytes:
-    """Return an image's pixels, `[h, w, 3]`, as a JPEG file."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=JPEG_QUALITY)
-    return file.getvalue()
+    return jpeg(pixels if box is None else with_box(pixels, box, upright))
 
 
 def _by_pillow(data: bytes, longest: int) -> tuple[tuple[int, int], NDArray[np.uint8]]:

@@ -15,9 +15,10 @@ from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Framing, crop_limit
 from bucketline.ingest.images.decode import placed_by_header
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.sheet.crops import refuse_sheet, whole_image, with_crop
-from bucketline.ingest.sheet.source_images import THUMBNAIL_PX, as_jpeg
+from bucketline.ingest.sheet.source_images import THUMBNAIL_PX
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
+from bucketline.pages.image_files import jpeg
 from bucketline.pages.page import Card, Section, document, gallery, percent
 from bucketline.store.format.hashing import draw
 
@@ -113,7 +114,7 @@ def _card(source: Source, item: SourceItem, framing: Framing, options: SheetOpti
         pixels = whole_image(data, placement.source, THUMBNAIL_PX)
     except RejectedError as error:
         return REJECTED, Card(images=[], title=item.id, problem=str(error), captions=captions)
-    image = as_jpeg(with_crop(pixels, placement))
+    image = jpeg(with_crop(pixels, placement))
     height, width = placement.source
     notes = [
         f"{height}x{width} px, {percent(placement.cropped_away)} cropped away" + (", enlarged" if placement.enlarged else "")

@@ -15,8 +15,8 @@ from bucketline.files.atomic_folder import refuse_existing
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import overlap
 from bucketline.files.redact import redacted
+from bucketline.pages.image_files import png
 from bucketline.pages.page import document
-from bucketline.pages.png import png, reduced
 from bucketline.store.format.block import ID
 from bucketline.store.read.info import info
 from bucketline.store.report import sections
@@ -173,7 +173,7 @@ def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOption
     else:
         of = f"published linear RGB factors of {TITLES[rgb.name]}" if rgb.name in TITLES else f"linear RGB factors {rgb.name!r}"
         how += f", by the {of} ({rgb.source})"
-    return {place: png(reduced(preview(latent, rgb), PREVIEW_PX)) for place, latent in fed.items()}, how
+    return {place: png(preview(latent, rgb), PREVIEW_PX) for place, latent in fed.items()}, how
 
 
 def preview(latent: NDArray[np.float32], rgb: LatentRgb | None) -> NDArray[np.uint8]:

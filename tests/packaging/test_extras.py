@@ -9,6 +9,7 @@ import pytest
 
 from bucketline.errors import MissingExtraError, UsageError
 from bucketline.extras import extra_named
+from tests.building import make_store, samples_of
 from tests.commands import spawn
 from tests.unit.train.tiny_run import make_training_store
 
@@ -55,6 +56,16 @@ def test_scan_serve_and_train_name_their_extras(source: Path, tmp_path: Path) ->
     code, lines = without(["accelerate"], "bucketline.train.main", [*asked, "--batch-size", "1"])
     assert (code, lines) == (2, [lines[0]])
     assert lines[0].endswith("pip install 'bucketline[train]'")
+
+
+@pytest.mark.parametrize("library", ["PIL"])
+def test_a_page_without_a_library_of_its_extra_names_the_extra(library: str, tmp_path: Path) -> None:
+    make_store(tmp_path / "s", samples_of({"train/64x64": 2}))
+    code, lines = without([library], "bucketline.store.cli", ["report", tmp_path / "s", "-o", tmp_path / "r.html"])
+    expected = (
+        f"error: report needs {library}, which is not installed. Install the extra report: pip install 'bucketline[report]'"
+    )
+    assert (code, lines) == (2, [expected])
 
 
 def test_the_loader_without_torch_is_an_import_error_that_names_the_extra() -> None:

@@ -24,7 +24,14 @@ IMPORT_NAMES = {
     "pillow-heif": "pillow_heif",
     "pillow-jxl-plugin": "pillow_jxl",
 }
-FOLDERS = {"store": "export", "ingest": "ingest", "loader": "loader", "train": "train", "bucketline": ""}
+FOLDERS = {
+    "store": "export",
+    "ingest": "ingest",
+    "loader": "loader",
+    "train": "train",
+    "bucketline": "",
+    "bucketline/pages": "report",
+}
 BY_DIFFUSERS = {"ingest": {"accelerate"}}  # diffusers needs it to find weights that a single file lacks
 # in ingest/, and Ray in bucketline/ too
 OF_OTHERS = dict.fromkeys(("torchao", "prodigyopt", "schedulefree"), "optimizers")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted, human_number
 from bucketline.pages.charts import COLOURS, Bar, Line, bars, lines
+from bucketline.pages.image_files import data_url
 from bucketline.pages.page import Finding, Section, columns, document, escaped, percent, table
-from bucketline.pages.png import data_url
 from bucketline.train.report.read_run import by_timestep, flat, frames_of, run_differences, spread, texts_of
 
 if TYPE_CHECKING:

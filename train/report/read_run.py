@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from bucketline.errors import UsageError
 from bucketline.files.run_marker import CONFIG, IMAGES, IMAGES_FOLDER, METRICS, STATUS
+from bucketline.pages.image_files import jpeg
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,6 @@ _MAX_BYTES = 1 << 30  # of a metrics file
 MAX_FRAMES = 12  # grids of a run that a page shows
 MAX_TEXTS = 1000  # captions or prompts of a grid
 FRAME_PX = 1000  # width of a grid on the page
-_JPEG_QUALITY = 80
 _STEP = re.compile(r"step-(\d+)\.png")
 
 T = TypeVar("T")
@@ -165,12 +164,10 @@ def small_jpeg(path: Path) -> bytes:
     """Return an image file as a JPEG of at most FRAME_PX in width."""
     from PIL import Image  # matplotlib, which drew it, needs Pillow too
 
-    file = io.BytesIO()
     with Image.open(path) as opened:
         image = opened.convert("RGB")
         image.thumbnail((FRAME_PX, image.height), Image.Resampling.LANCZOS, reducing_gap=None)
-        image.save(file, "JPEG", quality=_JPEG_QUALITY)
-    return file.getvalue()
+        return jpeg(image)
 
 
 def texts_of(run: ReportedRun) -> list[dict[str, Any]]:
