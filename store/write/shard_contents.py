@@ -69,7 +69,7 @@ class _UnconfirmedError(Exception):
 
 @dataclass(slots=True)
 class ShardContents:
-    """What a shard's file holds, packed: a shard may have a million samples, and a record object takes 2 KiB."""
+    """The contents of a shard's file, packed: a shard may have a million samples, and a record object takes 2 KiB."""
 
     name: str
     report: Callable[..., object] = field(compare=False)  # takes a fault: what is wrong, then group, block, row and sample
