@@ -132,3 +132,12 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             done = spawn([sys.executable, ROOT / "demo" / "model.py", folder / "model"])
             assert done.code == 0, done.err
     return folder / "model"
+
+
+@pytest.fixture
+def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what takes most of a tiny training run: its curve, and the thawing of all that the tests have imported."""
+    from bucketline.train.outputs import progress  # which imports torch
+
+    monkeypatch.setattr(progress, "draw_loss_curve", lambda _, path: path.write_bytes(b"\x89PNG"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)

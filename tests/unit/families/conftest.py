@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.fixture(autouse=True)
+def every_run_is_quick(quick_runs: None) -> None:
+    """Apply `quick_runs` to all tests here."""
+
+
 @pytest.fixture(scope="session", params=FORMS)
 def form(request: pytest.FixtureRequest) -> str:
     """The form's name."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -13,7 +12,7 @@ from peft import PeftModel
 from bucketline.errors import UsageError
 from bucketline.families.registry import family_of_pipeline
 from bucketline.train.config import Ema, TrainConfig
-from bucketline.train.outputs import progress, run_dir
+from bucketline.train.outputs import run_dir
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.outputs.export import export_model
 from bucketline.train.parallel import StopRequest
@@ -30,13 +29,6 @@ if TYPE_CHECKING:
     from bucketline.loader import Batch
     from bucketline.train.trainer import TrainSummary
     from tests.unit.families.packed import Packed
-
-
-@pytest.fixture(autouse=True)
-def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what takes most of a tiny run, as the trainer's own tests do."""
-    monkeypatch.setattr(progress, "draw_loss_curve", lambda _, path: path.write_bytes(b"\x89PNG"))
-    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @contextlib.contextmanager

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.train.outputs import progress
 from tests.conftest import once
 from tests.unit.train.packed_families import FAMILIES, Packed, pack_family
 from tests.unit.train.tiny_run import make_training_store, write_unet, write_vae
@@ -18,10 +16,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what takes most of a tiny run: its curve, and the thawing of all that the tests have imported."""
-    monkeypatch.setattr(progress, "draw_loss_curve", lambda _, path: path.write_bytes(b"\x89PNG"))
-    monkeypatch.setattr(gc, "unfreeze", lambda: None)
+def every_run_is_quick(quick_runs: None) -> None:
+    """Apply `quick_runs` to all tests here."""
 
 
 @pytest.fixture(scope="session")
