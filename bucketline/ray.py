@@ -111,7 +111,7 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         self._rows_per_task = rows_per_task
         self._writer: StoreWriter | None = StoreWriter(self._path, **contents)
         self._form, self._shard_bytes = self._writer._form, self._writer._shard_bytes
-        self._empty = new_manifest(self._writer._contents)
+        self._empty = new_manifest(self._writer._schema)
         self._run = secrets.token_hex(4)
         self._held: ExitStack | None = None  # during the job
 

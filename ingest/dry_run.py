@@ -28,9 +28,9 @@ from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import RunSummary, by_reason
 from bucketline.store import Store
 from bucketline.store.format.columns import LatentKind
-from bucketline.store.format.manifest_entries import bucket_name, text_entry
+from bucketline.store.format.schema import Schema, bucket_name, text_entry
 from bucketline.store.write.newest import newest_manifest
-from bucketline.store.write.publish import Contents, new_manifest
+from bucketline.store.write.publish import new_manifest
 from bucketline.store.write.store_writer import stored_manifest
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _store(config: PackConfig, model: ModelFolder, grid: Grid) -> Store:
     """Open the store's newest generation, or an empty one that is not written; compare the options with it."""
     existing = newest_manifest(config.store)
     facts = None if existing is None else facts_without_weights(config, model, existing)
-    contents = Contents(
+    contents = Schema(
         encoders={} if facts is None else {"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
         rules=rules_of(config, grid, existing),
         max_captions=config.max_captions,

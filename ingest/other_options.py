@@ -12,14 +12,14 @@ from bucketline.typed_json import differences, is_given
 if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.write.publish import Contents
+    from bucketline.store.format.schema import Schema
     from bucketline.typed_json import Json
 
 _CAPTIONS = "rules.captions"
 _ENCODERS = {"encoders.vae": "VAE", "encoders.text_encoder": "text encoder"}
 
 
-def refuse_other_options(config: PackConfig, stored: Manifest, contents: Contents) -> None:
+def refuse_other_options(config: PackConfig, stored: Manifest, contents: Schema) -> None:
     """Check that a run makes what it adds to a store as the store was made; `--recaption` allows other caption rules.
 
     Raises:
@@ -50,7 +50,7 @@ def refuse_other_options(config: PackConfig, stored: Manifest, contents: Content
         raise FingerprintError(*lines, *_way_back(changed, others))
 
 
-def _recorded(made: Manifest | Contents) -> dict[str, Any]:
+def _recorded(made: Schema) -> dict[str, Any]:
     return {"encoders": made.encoders, "rules": made.rules, "max_captions": made.max_captions}
 
 

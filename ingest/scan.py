@@ -28,8 +28,8 @@ from bucketline.ingest.text_cost import TextCost, text_cost
 from bucketline.store.format.block import Column, fixed_columns
 from bucketline.store.format.columns import CLASS_LABELS, LATENT, LatentKind
 from bucketline.store.format.hashing import DIGEST_BYTES
-from bucketline.store.format.manifest_entries import bucket_name
 from bucketline.store.format.sample_record import encode_record
+from bucketline.store.format.schema import bucket_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

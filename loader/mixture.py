@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store import BlockSpec
-    from bucketline.store.format.manifest_entries import BucketEntry
+    from bucketline.store.format.schema import BucketEntry
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.typed_json import Json
 
@@ -287,17 +287,15 @@ class _RepeatedBucket(Bucket):
 
 def _expect_alike(one: Store, other: Store) -> None:
     """Raise an error if two stores cannot be mixed: different encoders, text columns or image processing."""
-    made = [
+    made, present = (
         {
-            "encoders": manifest.encoders,
-            "rules": {name: rule for name, rule in manifest.rules.items() if name not in _FREE_RULES},
-            "text": encode(manifest.text),
-            "columns": encode(manifest.columns),
-            "ragged": encode(manifest.ragged),
+            **store.manifest.settings(),
+            "rules": {name: rule for name, rule in store.manifest.rules.items() if name not in _FREE_RULES},
+            "max_captions": None,  # which the columns of each bucket have
         }
-        for manifest in (one.manifest, other.manifest)
-    ]
-    if difference := first_difference(made[0], made[1], ""):
+        for store in (one, other)
+    )
+    if difference := first_difference(made, present, ""):
         _refuse(one, other, *difference)
 
 

@@ -14,9 +14,9 @@ from bucketline.store import BlockSpec, Column, LatentColumn, Store, StoreWriter
 from bucketline.store.format.block import fixed_columns
 from bucketline.store.format.hashing import caption_digest, identity
 from bucketline.store.format.manifest import Manifest, sealed, write_manifest
-from bucketline.store.format.manifest_entries import text_entry
+from bucketline.store.format.schema import Schema, text_entry
 from bucketline.store.format.text_block import Caption, make_caption
-from bucketline.store.write.publish import Contents, new_manifest, prepare_store
+from bucketline.store.write.publish import new_manifest, prepare_store
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def caption_of(text: str) -> Caption:
     return make_caption(TEXT, caption_digest(text), {"tokens": embedding(text)}, {})
 
 
-def contents(encoders: Mapping[str, Any] | None = None) -> Contents:
-    return Contents(encoders=dict(encoders or ENCODERS), rules=RULES, max_captions=MAX_CAPTIONS, text=text_entry(TEXT))
+def contents(encoders: Mapping[str, Any] | None = None) -> Schema:
+    return Schema(encoders=dict(encoders or ENCODERS), rules=RULES, max_captions=MAX_CAPTIONS, text=text_entry(TEXT))
 
 
 def store_writer(path: Path, *, dtype: str = "F16", encoders: Mapping[str, Any] = ENCODERS, **more: Any) -> StoreWriter:

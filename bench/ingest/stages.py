@@ -29,8 +29,8 @@ from bucketline.ingest.pipeline.model.load_encoders import load_text_encoder, lo
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest, identity
-from bucketline.store.format.manifest_entries import bucket_name
 from bucketline.store.format.sample_record import SampleRecord
+from bucketline.store.format.schema import bucket_name
 from bucketline.store.write.publish import prepare_store
 from bucketline.store.write.shard_writer import ShardWriter
 

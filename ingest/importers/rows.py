@@ -19,8 +19,8 @@ from bucketline.ingest.rules import held_out
 from bucketline.store import SampleRecord
 from bucketline.store.format.columns import FLIPPED_SUFFIX, TARGET
 from bucketline.store.format.hashing import checksum, identity
-from bucketline.store.format.manifest_entries import bucket_name
 from bucketline.store.format.sample_record import UNKNOWN_BOX, storable_mtime_ns
+from bucketline.store.format.schema import bucket_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,10 +15,9 @@ from bucketline.ingest.sources.objects.place import refuse_overlapping_urls
 from bucketline.ingest.sources.objects.source import ObjectSource
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.columns import CLASS_LABELS
-from bucketline.store.format.manifest_entries import text_entry
+from bucketline.store.format.schema import Schema, text_entry
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.write.newest import newest_manifest
-from bucketline.store.write.publish import Contents
 from bucketline.store.write.store_writer import writing
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def prepare(
         config.caption_rules.refuse_for_classes(model.name)
         refuse_text_dtype(model, config.text_dtype)
     grid = model_grid(config.grid, model, facts.downscale)
-    contents = Contents(
+    contents = Schema(
         encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
         rules=rules_of(config, grid, existing),
         max_captions=config.max_captions,

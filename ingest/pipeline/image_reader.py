@@ -16,8 +16,8 @@ from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.kept_latents import KeptLatents, KeptRows
 from bucketline.ingest.rules import Check, split_of
 from bucketline.store.format.hashing import identity
-from bucketline.store.format.manifest_entries import bucket_name
 from bucketline.store.format.sample_record import SampleRecord, captions_checksum
+from bucketline.store.format.schema import bucket_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,7 +27,7 @@ from bucketline.store.change.column_values import (
 from bucketline.store.change.drop import NAMED_SAMPLES
 from bucketline.store.format.columns import FLIPPED_SUFFIX, ROLE, role_of, stored_name
 from bucketline.store.format.manifest import generations, read_manifest
-from bucketline.store.format.manifest_entries import AddedColumn
+from bucketline.store.format.schema import AddedColumn
 from bucketline.store.read.lost_files import files_of_column
 from bucketline.store.read.store import Store
 from bucketline.store.shard.reader import SealedShard

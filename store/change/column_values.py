@@ -17,8 +17,8 @@ from bucketline.option_types import unlike
 from bucketline.store.change.drop import NAMED_SAMPLES
 from bucketline.store.format.columns import FLIPPED_SUFFIX, role_of, stored_name
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.manifest_entries import ColumnEntry, column_spec
 from bucketline.store.format.safetensors_header import DTYPES
+from bucketline.store.format.schema import ColumnEntry, column_spec
 from bucketline.store.read.iter_samples import live_positions
 from bucketline.store.shard.reader import KEY, as_keys
 from bucketline.store.write.arrays import as_array, checked_arrays, dtype_of, is_finite

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from bucketline.store.change.merge_rows import MergedShard
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import AddedColumn, BucketEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest_entries import FileEntry, ShardEntry
+    from bucketline.store.format.schema import AddedColumn, BucketEntry
     from bucketline.typed_json import Json
 
 _TEXT_DTYPE = "encoders.text_encoder.stored_dtype"
@@ -154,15 +155,7 @@ def added_to(stores: Sequence[Store]) -> dict[str, AddedColumn]:
 
 def fingerprint_of(manifest: Manifest) -> Json:
     """Return all that stores must have in common if their shards are to be in one store."""
-    return {
-        "encoders": manifest.encoders,
-        "rules": manifest.rules,
-        "max_captions": manifest.max_captions,
-        "text": encode(manifest.text),
-        "columns": encode(manifest.columns),
-        "ragged": encode(manifest.ragged),
-        "engine": manifest.engine,
-    }
+    return {**manifest.settings(), "engine": manifest.engine}
 
 
 def _compare(at: str, one: Json, two: Json, first: Path, second: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError
@@ -15,41 +15,22 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import why_no_store
 from bucketline.files.regular_file import read_regular
 from bucketline.forks import cached_property
-from bucketline.store.format.block import IMAGE_AXES, BlockSpec, fixed_columns
 from bucketline.store.format.columns import (
-    FLIPPED,
-    FLIPPED_SUFFIX,
     LATENT,
-    NAME,
-    PRESENT_PREFIX,
     RAGGED_PREFIX,
-    ROLE,
     EntriesOf,
-    role_of,
-    stored_name,
 )
 from bucketline.store.format.compact_groups import compacted, expanded
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import FORMAT_VERSION
-from bucketline.store.format.manifest_entries import (
-    SHARD_NAME,
-    AddedColumn,
-    BucketEntry,
-    ColumnEntry,
-    ColumnRole,
-    ColumnShardEntry,
-    RaggedEntry,
-    ShardEntry,
-    TextEntry,
-    column_spec,
-)
+from bucketline.store.format.manifest_entries import SHARD_NAME, ColumnShardEntry, ShardEntry
 from bucketline.store.format.safetensors_header import MAX_HEADER_BYTES
-from bucketline.store.format.text_block import TEXT_GROUP, RaggedSpec, is_bucket
+from bucketline.store.format.schema import Schema
+from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
 from bucketline.store.format.upgrade import layout_of, upgraded
 from bucketline.typed_json import Json, TypedJsonError, decode, encode, first_difference, is_given
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -60,7 +41,7 @@ EXTENT_BYTES = 4 * 8  # per block: offset, length, first row, rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class Manifest(Schema):
     """One generation of a store."""
 
     format_version: int  # of the document that it was read from; what is written has `FORMAT_VERSION`
@@ -68,62 +49,25 @@ class Manifest:
     generation: int
     engine: str  # the LMDB data format of the shards
     page_bytes: int
-    max_captions: int  # V
-    encoders: dict[str, Json]  # provenance: what produced the columns (class, config and weights hash, dtype, scaling …)
-    rules: dict[str, Json]  # provenance: grid, resampling, crop, split
-    text: TextEntry
-    columns: dict[str, ColumnRole]  # by name; empty where there are only images' latents
-    buckets: tuple[BucketEntry, ...]
     shards: tuple[ShardEntry, ...]
     retired: tuple[str, ...]  # shards of an earlier generation that this one no longer lists; their files may still exist
     digest: str  # of this document with an empty digest
-    ragged: dict[str, RaggedEntry] = field(default_factory=dict)  # by name
-    added: dict[str, AddedColumn] = field(default_factory=dict)  # by name: columns in files of their own
 
     def __post_init__(self) -> None:
-        names = {bucket.name for bucket in self.buckets}
+        Schema.__post_init__(self)
         listed = {shard.name for shard in self.shards}
-        if len(names) != len(self.buckets) or len(listed) != len(self.shards):
-            raise ValueError("a bucket or a shard is listed twice")
-        is_quantised = self.text.spec().is_quantised
-        if not is_quantised and any(shard.text_error is not None for shard in self.shards):
+        if len(listed) != len(self.shards):
+            raise ValueError("a shard is listed twice")
+        if not self.text.spec().is_quantised and any(shard.text_error is not None for shard in self.shards):
             raise ValueError("a shard has an error of quantised text but no such text")
         for name in self.retired:
             if name in listed or not SHARD_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a retired shard")
-        self._check_ragged()
         for shard in self.shards:
-            self._check_shard(shard, names)
+            self._check_shard(shard)
             self._check_entries(shard)
-        for bucket in self.buckets:
-            for column in fixed_columns(self.max_captions):
-                entry = bucket.columns.get(column.name)
-                if entry is None or (entry.dtype, entry.shape) != (column.dtype, column.shape):
-                    raise ValueError(f"bucket {bucket.name} lacks the column {column.name!r} or has it in another form")
-        self._check_mirrors()
-        self._check_columns()
-        self._check_added()
-
-    def _check_added(self) -> None:
-        """Check the added columns: their names and forms, and that their files can hold the rows."""
-        forms = {bucket.name: bucket.columns for bucket in self.buckets}
-        for name, column in self.added.items():
-            if column.role != role_of(name) or not ROLE.fullmatch(column.role) or any(name in own for own in forms.values()):
-                raise ValueError(f"the added column {name!r:.80} has the role {column.role!r:.80}, or the rows have it already")
-            base = stored_name(column.role.removesuffix(FLIPPED_SUFFIX))
-            for bucket, form in column.buckets.items():
-                others = [found for found in (forms.get(bucket, {}).get(base), self._added_form(base, bucket)) if found]
-                if bucket not in forms or (base != name and form not in others):
-                    raise ValueError(
-                        f"the added column {name!r} has no bucket {bucket!r:.80}, or another form than {base!r} there"
-                    )
-        for shard in self.shards:
             for name, own in shard.added.items():
                 self._check_column_shard(shard, name, own)
-
-    def _added_form(self, name: str, bucket: str) -> ColumnEntry | None:
-        column = self.added.get(name)
-        return column.buckets.get(bucket) if column else None
 
     def _check_column_shard(self, shard: ShardEntry, name: str, own: ColumnShardEntry) -> None:
         item = f"shard {shard.name}, added column {name!r:.80}"
@@ -140,73 +84,11 @@ class Manifest:
             if not has_room or (group.first_block + group.blocks) * EXTENT_BYTES > own.extents.num_bytes:
                 raise ValueError(f"{item}: it cannot hold {group.rows} rows of {bucket} in {group.blocks} blocks")
 
-    def _check_ragged(self) -> None:
-        """Check the ragged groups, and that every bucket has the columns of those that rows refer to, and no others."""
-        for name, group in self.ragged.items():
-            if not NAME.fullmatch(name) or name == TEXT_GROUP:
-                raise ValueError(f"{name!r:.80} is not the name of a ragged group")
-            if group.encoder is not None and group.encoder not in self.encoders:
-                raise ValueError(f"ragged group {name!r} names the encoder {group.encoder!r:.80}, which is not described")
-            if self.ragged_specs[name].header_bytes != group.header_bytes:
-                raise ValueError(
-                    f"header_bytes of {name} is {group.header_bytes}, expected {self.ragged_specs[name].header_bytes}"
-                )
-        own = {RAGGED_PREFIX + name for name, group in self.ragged.items() if group.of is EntriesOf.ROWS}
-        for bucket in self.buckets:
-            found = {name for name in bucket.columns if name.startswith(RAGGED_PREFIX)}
-            if other := sorted(own ^ found):
-                raise ValueError(f"bucket {bucket.name} lacks the column {other[0]!r:.80}, or has it and should not")
-            if any((bucket.columns[name].dtype, bucket.columns[name].shape) != ("I32", ()) for name in own):
-                raise ValueError(f"bucket {bucket.name} has the number of a ragged entry in another form")
-
-    def _check_latents(self) -> None:
-        """Check that the buckets of a store without roles are of images, and have no other columns."""
-        if other := [bucket.name for bucket in self.buckets if bucket.spec().axes != IMAGE_AXES]:
-            raise ValueError(f"bucket {other[0]} is not one of images")
-        known = {LATENT, FLIPPED, *map(RAGGED_PREFIX.__add__, self.ragged), *(c.name for c in fixed_columns(self.max_captions))}
-        if other := sorted({name for bucket in self.buckets for name in bucket.columns} - known):
-            raise ValueError(f"the buckets have the column {other[0]!r:.80}, which has no role")
-
-    def _check_mirrors(self) -> None:
-        """Check that the columns of a mirrored image can take the place of the image's."""
-        for bucket in self.buckets:
-            for name, entry in bucket.columns.items():
-                base = stored_name(role_of(name).removesuffix(FLIPPED_SUFFIX))
-                if not name.startswith(PRESENT_PREFIX) and bucket.columns.get(base, entry) != entry:
-                    raise ValueError(f"bucket {bucket.name} has the column {name!r} in another form than {base!r}")
-
-    def _check_columns(self) -> None:
-        """Check the columns' roles, and that every bucket has exactly these columns."""
-        if not self.columns:
-            self._check_latents()
-            return
-        for name, column in self.columns.items():
-            if column.role != role_of(name) or not ROLE.fullmatch(column.role):
-                raise ValueError(f"column {name!r:.80} has the role {column.role!r:.80}")
-            if column.encoder is not None and column.encoder not in self.encoders:
-                raise ValueError(f"column {name!r} names the encoder {column.encoder!r:.80}, which is not described")
-            if column.role.endswith(FLIPPED_SUFFIX):
-                base = self.columns.get(stored_name(column.role.removesuffix(FLIPPED_SUFFIX)))
-                if base is None or base.optional != column.optional:
-                    raise ValueError(f"column {name!r} has no counterpart that is optional like itself")
-        own = {
-            *self.columns,
-            *(PRESENT_PREFIX + name for name, column in self.columns.items() if column.optional),
-            *(column.name for column in fixed_columns(self.max_captions)),
-            *(RAGGED_PREFIX + name for name, group in self.ragged.items() if group.of is EntriesOf.ROWS),
-        }
-        for bucket in self.buckets:
-            if other := sorted(own ^ set(bucket.columns)):
-                raise ValueError(f"bucket {bucket.name} lacks the column {other[0]!r:.80}, or has it and should not")
-            for name, entry in bucket.columns.items():
-                if name.startswith(PRESENT_PREFIX) and (entry.dtype, entry.shape) != ("U8", ()):
-                    raise ValueError(f"bucket {bucket.name} has the column {name!r} in another form")
-
-    def _check_shard(self, shard: ShardEntry, buckets: set[str]) -> None:
+    def _check_shard(self, shard: ShardEntry) -> None:
         """Check a shard's numbers against its file lengths, so that no later read exceeds them."""
         if shard.is_of_column:
             raise ValueError(f"{shard.name!r} is not a shard name")
-        if unknown := {name for name in shard.groups if is_bucket(name)} - buckets:
+        if unknown := {name for name in shard.groups if is_bucket(name)} - self.specs.keys():
             raise ValueError(f"shard {shard.name} holds rows of {min(unknown)!r}, which is not listed as a bucket")
         if TEXT_GROUP not in shard.groups:
             raise ValueError(f"shard {shard.name} has no captions, not even the empty one")
@@ -249,27 +131,9 @@ class Manifest:
                 raise ValueError(f"shard {shard.name} has {own.rows} entries of {name}, {own.dropped} of them dropped")
 
     @cached_property
-    def ragged_specs(self) -> dict[str, RaggedSpec]:
-        """Return the columns of the ragged groups' blocks, by name."""
-        return {name: group.spec(name) for name, group in self.ragged.items()}
-
-    @cached_property
     def _entry_bytes(self) -> dict[str, int]:
         specs = (self.text.spec(), *self.ragged_specs.values())
         return {spec.group: spec.entry_bytes for spec in specs}
-
-    @cached_property
-    def specs(self) -> dict[str, BlockSpec]:
-        return {bucket.name: bucket.spec() for bucket in self.buckets}
-
-    @cached_property
-    def added_specs(self) -> dict[str, dict[str, BlockSpec]]:
-        """Return the columns of the blocks of each added column, by its name and bucket: its value, checksum and id."""
-        axes = {bucket.name: tuple(axis.name for axis in bucket.axes) for bucket in self.buckets}
-        return {
-            name: {bucket: column_spec(bucket, axes[bucket], name, form) for bucket, form in column.buckets.items()}
-            for name, column in self.added.items()
-        }
 
     @property
     def known_shards(self) -> set[str]:
@@ -440,14 +304,19 @@ def write_manifest(store: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def check_fingerprint(stored: Manifest, encoders: Mapping[str, Json], rules: Mapping[str, Json], max_captions: int) -> None:
-    """Check that a run's provenance matches the store's.
+def check_fingerprint(stored: Schema, present: Schema) -> None:
+    """Check that a run's provenance, and then its columns, are those that a store was created with.
 
     Raises:
-        FingerprintError: if it differs; the message has the first differing field with the stored and the present value.
+        FingerprintError: if they differ; the message has the first differing field with the stored and the present value.
     """
-    before: Json = {"encoders": stored.encoders, "rules": stored.rules, "max_captions": stored.max_captions}
-    refuse_difference(before, {"encoders": dict(encoders), "rules": dict(rules), "max_captions": max_captions})
+    before, now = stored.settings(), present.settings()
+    provenance = ("encoders", "rules", "max_captions")
+    refuse_difference({name: before[name] for name in provenance}, {name: now[name] for name in provenance})
+    if present.columns and not stored.columns:  # images' latents only, which are not listed
+        refuse_difference({"columns": {LATENT: encode(present.columns.get(LATENT))}}, {"columns": now["columns"]})
+    before["text"], now["text"] = (encode(one.text.without_error) for one in (stored, present))
+    refuse_difference(before, now)
 
 
 def refuse_difference(stored: Json, present: Json) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import ColumnEntry
+    from bucketline.store.format.schema import ColumnEntry
     from bucketline.store.prompts.prompt_sets import DescribedSet
     from bucketline.store.read.lost_files import LostShard
     from bucketline.store.read.store import Store

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.folder import Folder
-    from bucketline.store.format.manifest_entries import BucketEntry, RaggedEntry
     from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.schema import BucketEntry, RaggedEntry
     from bucketline.store.remote.cache.remote_source import RemoteSource
     from bucketline.typed_json import Json
 

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import AddedColumn, DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.schema import AddedColumn
     from bucketline.store.remote.objects import ObjectFolder
 
 _GENERATION = 1  # of a store of some rows: 0 is the empty store

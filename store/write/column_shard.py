@@ -21,14 +21,8 @@ from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.store.format.block import ID, encode_block
 from bucketline.store.format.hashing import file_digest, line_sums
 from bucketline.store.format.layout import FORMAT_VERSION, META_KEY, block_key, shard_paths
-from bucketline.store.format.manifest_entries import (
-    COLUMN_SHARD_NAME,
-    ColumnEntry,
-    ColumnShardEntry,
-    FileEntry,
-    GroupEntry,
-    column_entries,
-)
+from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME, ColumnShardEntry, FileEntry, GroupEntry
+from bucketline.store.format.schema import ColumnEntry, column_entries
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import PagedFile
 from bucketline.store.write.seal import SPARE_BYTES, TRANSACTION_BYTES, column_extents

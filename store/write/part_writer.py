@@ -242,7 +242,7 @@ class PartWriter:
                 form.text,
                 form.empty_caption,
                 self._shard_bytes,
-                ragged=form.ragged.specs,
+                ragged=form.schema.ragged_specs,
                 empty_entries=form.empty_entries,
                 stored_once=form.ragged.stored_once,
             )

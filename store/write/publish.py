@@ -9,7 +9,7 @@ import dataclasses
 import os
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,15 +21,8 @@ from bucketline.store.folder import LocalFolder
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import COPY_PREFIX, ENGINE, FORMAT_VERSION, shard_paths
 from bucketline.store.format.manifest import Manifest, generations, read_manifest, sealed, write_manifest
-from bucketline.store.format.manifest_entries import (
-    SHARD_NAME,
-    ColumnRole,
-    DroppedEntry,
-    GroupEntry,
-    RaggedEntry,
-    ShardEntry,
-    TextEntry,
-)
+from bucketline.store.format.manifest_entries import SHARD_NAME, DroppedEntry, GroupEntry, ShardEntry
+from bucketline.store.format.schema import Schema
 from bucketline.store.format.text_block import is_bucket
 from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import DROPPED_FORMAT
@@ -50,18 +43,6 @@ if TYPE_CHECKING:
 
 WRITER_LOCK = "writer.lock"
 FOLDERS = ("shards", "pending", "generations")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """Contents of a store, fixed at its creation: provenance, text columns, and the roles of the rows' columns."""
-
-    encoders: dict[str, Json]
-    rules: dict[str, Json]
-    max_captions: int
-    text: TextEntry
-    columns: dict[str, ColumnRole] = field(default_factory=dict)  # by name; empty where there are only images' latents
-    ragged: dict[str, RaggedEntry] = field(default_factory=dict)  # by name
 
 
 def prepare_store(store: Path) -> None:
@@ -104,22 +85,16 @@ def lock_store(store: Path) -> FileLock:
     return FileLock(store / "pending" / WRITER_LOCK)
 
 
-def new_manifest(contents: Contents) -> Manifest:
+def new_manifest(schema: Schema) -> Manifest:
     """Return the manifest of an empty store, generation 0, not yet written."""
     return sealed(
         Manifest(
+            **{own.name: getattr(schema, own.name) for own in dataclasses.fields(Schema)},
             format_version=FORMAT_VERSION,
             store_id=uuid.uuid4().hex,
             generation=0,
             engine=ENGINE,
             page_bytes=os.sysconf("SC_PAGE_SIZE"),
-            max_captions=contents.max_captions,
-            encoders=contents.encoders,
-            rules=contents.rules,
-            text=contents.text,
-            columns=contents.columns,
-            ragged=contents.ragged,
-            buckets=(),
             shards=(),
             retired=(),
             digest="",

@@ -6,26 +6,25 @@ Shape letters: T tokens of an entry (frames, points), which differ from entry to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import UsageError
-from bucketline.store.format.block import CHECKSUM
-from bucketline.store.format.columns import NAME, RAGGED_PREFIX, SAME, EntriesOf
+from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.hashing import caption_digest
-from bucketline.store.format.manifest_entries import RaggedEntry, column_entries
-from bucketline.store.format.text_block import DIGEST, STARTS, TEXT_GROUP, Entry, RaggedSpec, make_caption
+from bucketline.store.format.schema import GroupRules, RaggedEntry, column_entries
+from bucketline.store.format.text_block import Entry, RaggedSpec, make_caption
 from bucketline.store.write.arrays import checked_arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from bucketline.store.format.block import Column
     from bucketline.store.write.arrays import Arrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RaggedGroup:
+class RaggedGroup(GroupRules):
     """A group of arrays whose first dimension differs from entry to entry: another encoder's tokens, audio, points.
 
     `columns` are its token columns: an entry has an array `[T, *shape]` of each, all of the same T, 0 or more. `fixed` are
@@ -36,32 +35,13 @@ class RaggedGroup:
 
     columns: Sequence[Column]
     fixed: Sequence[Column] = ()
-    of: str = EntriesOf.ROWS
-    stored_once: bool = True
-    optional: bool = False
-    mirrored: str | None = None  # or "same": the entry is also that of the mirror image
-    encoder: str | None = None  # the name in `encoders` of what made it
     allow_nonfinite: bool = False  # whether NaN and infinite values are stored, not refused
 
     def __post_init__(self) -> None:
-        if self.of not in set(EntriesOf):
-            raise UsageError(f"a ragged group has entries of {self.of!r:.80}, expected of='captions' or of='rows'")
-        if self.mirrored not in (None, SAME):
-            raise UsageError(f"the mirrored of a ragged group is {self.mirrored!r:.80}, expected None or {SAME!r}")
-        if self.of == EntriesOf.CAPTIONS and (self.optional or not self.stored_once or self.mirrored):
-            raise UsageError(
-                "a ragged group of captions has one entry for each caption, stored once, and flips do not concern it; leave "
-                "optional, stored_once and mirrored out (an entry may have no tokens)"
-            )
-        names = [column.name for column in (*self.columns, *self.fixed)]
-        strange = [name for name in names if not NAME.fullmatch(name) or name in (STARTS, CHECKSUM, DIGEST)]
-        if strange or not self.columns or len(set(names)) != len(names):
-            raise UsageError(
-                f"a ragged group has the columns {names}; expected one token column or more, each name once, of a to z, 0 to 9 "
-                f"and _, and none of {STARTS}, {CHECKSUM}, {DIGEST}"
-            )
-        if empty := [column.name for column in (*self.columns, *self.fixed) if column.row_bytes == 0]:
-            raise UsageError(f"column {empty[0]!r} of a ragged group holds nothing; give it a shape without 0")
+        try:
+            self.check(self.columns, self.fixed)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
     def spec(self, name: str) -> RaggedSpec:
         """Return the columns of the blocks of the group of this name."""
@@ -71,11 +51,7 @@ class RaggedGroup:
         """Return the group in the manifest's form."""
         spec = self.spec(name)
         return RaggedEntry(
-            of=EntriesOf(self.of),
-            stored_once=self.stored_once,
-            optional=self.optional,
-            mirrored=self.mirrored,
-            encoder=self.encoder,
+            **{rule.name: getattr(self, rule.name) for rule in fields(GroupRules)} | {"of": EntriesOf(self.of)},
             header_bytes=spec.header_bytes,
             tokens=column_entries(spec.tokens),
             fixed=column_entries(spec.fixed),
@@ -87,15 +63,6 @@ class RaggedForm:
     """A store's ragged groups by name."""
 
     groups: Mapping[str, RaggedGroup]
-
-    @property
-    def entries(self) -> dict[str, RaggedEntry]:
-        """The groups in the manifest's form."""
-        return {name: group.entry(name) for name, group in self.groups.items()}
-
-    @property
-    def specs(self) -> dict[str, RaggedSpec]:
-        return {name: group.spec(name) for name, group in self.groups.items()}
 
     @property
     def stored_once(self) -> frozenset[str]:
@@ -149,24 +116,3 @@ class RaggedForm:
             return make_caption(group.spec(name), digest, arrays, arrays)
         except (ValueError, TypeError) as error:
             raise UsageError(f"{item}: {error}; convert it, or write to a store whose columns it fits") from error
-
-
-def checked_groups(groups: Mapping[str, RaggedGroup], text: RaggedSpec, encoders: Collection[str]) -> RaggedForm:
-    """Return a store's ragged groups.
-
-    Raises:
-        UsageError: if a name is not one or is that of a text column, or an encoder is not described.
-    """
-    for name, group in groups.items():
-        if not NAME.fullmatch(name) or name == TEXT_GROUP:
-            raise UsageError(
-                f"{name!r:.80} is not the name of a ragged group; expected a to z, 0 to 9 and _, not {TEXT_GROUP!r}"
-            )
-        if group.of == EntriesOf.CAPTIONS and name in {column.name for column in (*text.tokens, *text.fixed)}:
-            raise UsageError(f"{name!r} is the name of a text column and of a ragged group of captions; rename one")
-        if group.encoder is not None and group.encoder not in encoders:
-            raise UsageError(
-                f"ragged group {name!r} names the encoder {group.encoder!r}, encoders has {sorted(encoders)}; add it there, "
-                "or leave it out"
-            )
-    return RaggedForm(groups=dict(groups))

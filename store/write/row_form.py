@@ -13,39 +13,37 @@ import numpy as np
 
 from bucketline.errors import UsageError
 from bucketline.option_types import expect
-from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column, fixed_columns
+from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.columns import (
     FLIPPED_SUFFIX,
     LATENT,
     PRESENT_PREFIX,
-    RAGGED_PREFIX,
     ROLE,
     TARGET,
     TOKENS,
     TOKENS_SCALE,
-    EntriesOf,
     role_of,
     stored_name,
 )
 from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest
-from bucketline.store.format.manifest_entries import AXIS_NAME, ColumnRole, bucket_name, bucket_sizes
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.format.sample_record import SampleRecord
+from bucketline.store.format.schema import AXIS_NAME, ColumnRole, bucket_name, bucket_sizes
 from bucketline.store.format.text_block import TextSpec, make_caption, quantised_caption
 from bucketline.store.write.arrays import checked_arrays
-from bucketline.store.write.ragged_form import RaggedForm
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
+    from bucketline.store.format.schema import Schema
     from bucketline.store.format.text_block import Caption, Entry
     from bucketline.store.write.arrays import Arrays
+    from bucketline.store.write.ragged_form import RaggedForm
 
 
 SPLITS = ("train", "val")
-NO_GROUPS = RaggedForm(groups={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,13 +168,13 @@ def LatentColumn(  # noqa: N802 - the class that it was
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowForm:
-    """The columns of a store's rows and captions, and its version."""
+    """A writer's rows, captions and ragged entries: a schema, and the shapes of its columns by axis."""
 
+    schema: Schema
     columns: tuple[RowColumn, ...]
     text: TextSpec
     empty_caption: Caption
-    max_captions: int
-    ragged: RaggedForm = NO_GROUPS
+    ragged: RaggedForm
     empty_entries: Mapping[str, Entry] = field(default_factory=dict)  # of the empty caption, by the name of their group
 
     @property
@@ -192,9 +190,7 @@ class RowForm:
         """
         sizes = sizes_of(bucket, self.axes)
         own = [column.in_sizes(bucket, sizes) for column in self.columns]
-        present = (Column(name=PRESENT_PREFIX + c.name, dtype="U8", shape=()) for c in self.columns if c.optional)
-        numbers = (Column(name=RAGGED_PREFIX + name, dtype="I32", shape=()) for name in self.ragged.named(EntriesOf.ROWS))
-        return BlockSpec(bucket=bucket, columns=(*fixed_columns(self.max_captions), *own, *present, *numbers), axes=self.axes)
+        return BlockSpec(bucket=bucket, columns=self.schema.row_columns(own), axes=self.axes)
 
     def bucket(self, item: str, split: str, columns: Mapping[str, NDArray[Any]]) -> str:
         """Return the bucket of a row of these arrays, by their columns' names.
@@ -272,11 +268,11 @@ class RowForm:
         return found
 
 
-def roles_of(columns: Sequence[RowColumn], encoders: Mapping[str, Any]) -> dict[str, ColumnRole]:
+def roles_of(columns: Sequence[RowColumn], encoders: Collection[str]) -> dict[str, ColumnRole]:
     """Return the manifest's entries of a store's columns; none if they are images' latents.
 
     Raises:
-        UsageError: if a role is given twice or without its counterpart, no column has an axis, or an encoder is not described.
+        UsageError: if a role is given twice or without its counterpart, or no column has an axis.
     """
     by_role = {column.role: column for column in columns}
     if len(by_role) != len(columns):
@@ -291,17 +287,12 @@ def roles_of(columns: Sequence[RowColumn], encoders: Mapping[str, Any]) -> dict[
                     f"column {column.role!r} has no counterpart that is like itself, but for the mirror image; add the column "
                     f"{column.role.removesuffix(FLIPPED_SUFFIX)!r} with its dtype and shape"
                 )
-        if column.encoder is not None and column.encoder not in encoders:
-            raise UsageError(
-                f"column {column.role!r} names the encoder {column.encoder!r}, encoders has {sorted(encoders)}; add it there, "
-                "or leave it out"
-            )
-    if all(map(_is_of_version_1, columns)) and TARGET in by_role:
+    if all(_is_of_version_1(column, encoders) for column in columns) and TARGET in by_role:
         return {}
     return {column.name: ColumnRole(role=column.role, encoder=column.encoder, optional=column.optional) for column in columns}
 
 
-def _is_of_version_1(column: RowColumn) -> bool:
+def _is_of_version_1(column: RowColumn, encoders: Collection[str]) -> bool:
     """Return whether a column is one that every reader knows: an image's latent, or its mirror image's."""
     dimensions = column.dimensions
     names = tuple(axis.name if isinstance(axis, Axis) else "" for axis in dimensions)
@@ -309,7 +300,7 @@ def _is_of_version_1(column: RowColumn) -> bool:
         column.role in (TARGET, TARGET + FLIPPED_SUFFIX)
         and names == ("", *IMAGE_AXES)
         and not column.optional
-        and column.encoder in (None, "vae")
+        and (column.encoder is None or (column.encoder == "vae" and "vae" in encoders))
         and not column.dtype.startswith(("F8", "C"))
     )
 

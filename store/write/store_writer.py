@@ -17,10 +17,11 @@ from bucketline.errors import StoreError, UsageError
 from bucketline.files.redact import redacted
 from bucketline.option_types import expect_int, unlike
 from bucketline.store.format.block import Column
-from bucketline.store.format.columns import LATENT, TOKENS, EntriesOf
+from bucketline.store.format.columns import TOKENS, EntriesOf
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
 from bucketline.store.format.manifest import MANIFEST, check_fingerprint, newest_intact, refuse_difference, write_manifest
-from bucketline.store.format.manifest_entries import SHARD_NAME, bucket_entry, text_entry
+from bucketline.store.format.manifest_entries import SHARD_NAME
+from bucketline.store.format.schema import Schema, bucket_entry, text_entry
 from bucketline.store.format.text_block import TextSpec, with_error
 from bucketline.store.read.store import Store
 from bucketline.store.remote.urls import is_url
@@ -28,8 +29,8 @@ from bucketline.store.write.description import check_description, description_as
 from bucketline.store.write.newest import is_published, newest_manifest
 from bucketline.store.write.one_at_a_time import OneAtATime
 from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter
-from bucketline.store.write.publish import FOLDERS, Contents, adopt, lock_store, new_manifest, prepare_store, publish, unlisted
-from bucketline.store.write.ragged_form import checked_groups
+from bucketline.store.write.publish import FOLDERS, adopt, lock_store, new_manifest, prepare_store, publish, unlisted
+from bucketline.store.write.ragged_form import RaggedForm
 from bucketline.store.write.row_form import RowForm, checked_caption, roles_of
 from bucketline.typed_json import encode
 
@@ -105,29 +106,35 @@ class StoreWriter(PartWriter):
             )
         check_description(path, columns, encoders, text, empty_caption, ragged)
         spec = text if isinstance(text, TextSpec) else TextSpec(tokens=tuple(text))
-        groups = checked_groups(ragged, spec, encoders.keys())
+        groups = RaggedForm(groups=dict(ragged))
+        of_captions = groups.named(EntriesOf.CAPTIONS)
+        if taken := {column.name for column in (*spec.tokens, *spec.fixed)} & set(of_captions):
+            raise UsageError(f"{min(taken)!r} is the name of a text column and of a ragged group of captions; rename one")
         if not spec.tokens:
-            if of_captions := groups.named(EntriesOf.CAPTIONS):
+            if of_captions:
                 raise UsageError(
                     f"there is a ragged group of captions, {of_captions[0]!r}, and no text column; give one as text"
                 )
             spec, empty_caption = NO_TEXT, {NO_TEXT.tokens[0].name: np.zeros((0, 1), dtype="u1")}
         if empty_caption is None:
             raise UsageError("there are text columns and no empty_caption; give the embedding that stands for no caption")
-        self._contents = Contents(
-            encoders=description_as_json("encoders", encoders),
-            rules=description_as_json("rules", rules or {}),
-            max_captions=max_captions,
-            text=text_entry(spec),
-            columns=roles_of(columns, encoders),
-            ragged=groups.entries,
-        )
+        try:
+            self._schema = Schema(
+                encoders=description_as_json("encoders", encoders),
+                rules=description_as_json("rules", rules or {}),
+                max_captions=max_captions,
+                text=text_entry(spec),
+                columns=roles_of(columns, encoders),
+                ragged={name: group.entry(name) for name, group in ragged.items()},
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from error
         own, entries = groups.split(empty_caption)
         form = RowForm(
+            schema=self._schema,
             columns=tuple(columns),
             text=spec,
             empty_caption=checked_caption(spec, "", own, str(path)),
-            max_captions=max_captions,
             ragged=groups,
             empty_entries=groups.of_caption(str(path), "", entries),
         )
@@ -145,7 +152,7 @@ class StoreWriter(PartWriter):
             StoreError: if the path is not a store and not empty, or cannot be written.
         """
         with ExitStack() as held:
-            manifest = held.enter_context(writing(self.path, self._contents))
+            manifest = held.enter_context(writing(self.path, self._schema))
             for bucket in manifest.buckets:
                 axes: list[Json] = [[axis.name for axis in bucket.axes], list(self._form.axes)]
                 refuse_difference({"buckets": {bucket.name: {"axes": axes[0]}}}, {"buckets": {bucket.name: {"axes": axes[1]}}})
@@ -274,23 +281,23 @@ def _checked_names(pattern: str) -> str:
 
 
 @contextmanager
-def writing(store: Path, contents: Contents) -> Iterator[Manifest]:
+def writing(store: Path, schema: Schema) -> Iterator[Manifest]:
     """Lock a store, create it if there is none, and yield its newest generation after adopting what a killed writer left.
 
     Raises:
         LockedError: if another process writes to the store.
         StoreError, FingerprintError: as `stored_manifest`; or if the store cannot be written, or a left shard not be sealed.
     """
-    stored_manifest(store, contents)  # before the folder is touched
+    stored_manifest(store, schema)  # before the folder is touched
     prepare_store(store)
     with lock_store(store):
-        manifest = stored_manifest(store, contents)  # read again under the lock
+        manifest = stored_manifest(store, schema)  # read again under the lock
         if manifest is None or not is_published(store, manifest):  # new, or a crash between two writes
-            manifest = write_manifest(store, manifest or new_manifest(contents))
+            manifest = write_manifest(store, manifest or new_manifest(schema))
         yield publish(store, manifest, adopt(store, manifest), ())
 
 
-def stored_manifest(store: Path, contents: Contents) -> Manifest | None:
+def stored_manifest(store: Path, schema: Schema) -> Manifest | None:
     """Return the newest generation of the store that is to be continued; None if there is no store yet.
 
     Raises:
@@ -307,13 +314,5 @@ def stored_manifest(store: Path, contents: Contents) -> Manifest | None:
             )
     manifest = newest_manifest(store)
     if manifest is not None:
-        check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
-        made, given = (
-            {"text": encode(one.text.without_error), "columns": encode(one.columns), "ragged": encode(one.ragged)}
-            for one in (manifest, contents)
-        )
-        if contents.columns and not manifest.columns:  # images' latents only, which are not listed
-            own = description_as_json("columns", contents.columns)
-            refuse_difference({"columns": {LATENT: own.get(LATENT)}}, {"columns": own})
-        refuse_difference(made, given)
+        check_fingerprint(manifest, schema)
     return manifest

@@ -31,7 +31,6 @@ from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import shard_writer
 from bucketline.store.write.newest import newest_manifest
-from bucketline.store.write.publish import Contents
 from bucketline.store.write.store_writer import writing
 from tests.building import Sample, make_sample
 from tests.fault.packs_in_a_row import InARow, adopt_orphans, kill_in_a_row, wait_for_orphans
@@ -135,7 +134,7 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result, fo
         shutil.rmtree(copy, ignore_errors=True)
         if store.exists():
             shutil.copytree(store, copy)
-        with writing(copy, _contents_of(copy, form)):
+        with writing(copy, newest_manifest(copy) or form.writer(copy)._schema):
             pass  # what a killed writer left is adopted
         _verify(copy)
         if missing := _missing(copy, committed, form):
@@ -144,15 +143,6 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result, fo
     except Exception as error:  # noqa: BLE001 - it is what is counted here
         where = traceback.extract_tb(error.__traceback__)[-1]
         result.failures.append(f"{store}: {error!r} {error} in {where.name}, {where.filename}:{where.lineno}")
-
-
-def _contents_of(store: Path, form: Form) -> Contents:
-    made = newest_manifest(store)
-    if made is None:
-        return form.writer(store)._contents
-    return Contents(
-        encoders=made.encoders, rules=made.rules, max_captions=made.max_captions, text=made.text, columns=made.columns
-    )
 
 
 def _verify(store: Path) -> None:

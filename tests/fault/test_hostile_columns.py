@@ -70,7 +70,7 @@ MANIFESTS: dict[str, tuple[Callable[[Document], object], str]] = {
     ),
     "optional in words": (lambda d: d["columns"]["mask"].update(optional="no"), "optional is 'no', expected bool"),
     "another's role": (lambda d: d["columns"]["mask"].update(role="target"), "'mask' has the role 'target'"),
-    "no roles": (lambda d: d.update(columns={}), "the buckets have the column 'audio', which has no role"),
+    "no roles": (lambda d: d.update(columns={}), "has the column 'audio', which has no role"),
     "a mirror image of other values": (
         lambda d: column(d, "control/depth/flipped").update(dtype="F16"),
         "'control/depth/flipped' in another form than 'control/depth'",

@@ -11,8 +11,7 @@ from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
 from bucketline.ingest.pipeline.model.phases import PhasePlan, may_be_two, plan_phases
 from bucketline.store.format.manifest import refuse_difference
-from bucketline.store.format.manifest_entries import text_entry
-from bucketline.store.write.publish import Contents
+from bucketline.store.format.schema import Schema, text_entry
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ class Encoders:
     def _compare(self, manifest: Manifest) -> None:
         """Compare all that was loaded with what a store was made with."""
         known = {name: dict(own) for name, own in self._known.items()}
-        contents = Contents(
+        contents = Schema(
             encoders={**manifest.encoders, **known},
             rules=dict(manifest.rules),
             max_captions=manifest.max_captions,

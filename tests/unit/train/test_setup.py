@@ -13,7 +13,7 @@ from bucketline.loader import WeightedStore
 from bucketline.store import Store
 from bucketline.store.format.block import Column
 from bucketline.store.format.manifest import read_manifest
-from bucketline.store.format.manifest_entries import TextEntry, column_entries
+from bucketline.store.format.schema import TextEntry, column_entries
 from bucketline.store.format.text_block import TextSpec
 from bucketline.train import setup
 from bucketline.train.compile import share_cores_of_compiler

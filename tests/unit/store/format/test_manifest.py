@@ -164,11 +164,11 @@ def test_a_reader_stays_on_the_generation_that_it_opened(tmp_path: Path) -> None
 
 def test_a_run_with_another_fingerprint_is_refused_with_field_and_both_values(tmp_path: Path) -> None:
     stored, present = empty_store(tmp_path), contents()
-    check_fingerprint(stored, present.encoders, present.rules, present.max_captions)
+    check_fingerprint(stored, present)
     other: dict[str, Any] = {**present.encoders, "vae": {"scaling_factor": 0.13}}
     with pytest.raises(FingerprintError, match=r"encoders.vae.scaling_factor = 0.18215, this run has 0.13"):
-        check_fingerprint(stored, other, present.rules, present.max_captions)
+        check_fingerprint(stored, replace(present, encoders=other))
     with pytest.raises(FingerprintError, match=r"does not record its rules.crop, this run has center: .* an earlier version"):
-        check_fingerprint(stored, present.encoders, {**present.rules, "crop": "center"}, present.max_captions)
+        check_fingerprint(stored, replace(present, rules={**present.rules, "crop": "center"}))
     with pytest.raises(FingerprintError, match=r"max_captions = 3, this run has 8"):
-        check_fingerprint(stored, present.encoders, present.rules, 8)
+        check_fingerprint(stored, replace(present, max_captions=8))

@@ -176,7 +176,7 @@ STRANGE: list[list[tuple[str, str, tuple[int, ...]]]] = [
 
 @pytest.mark.parametrize("columns", STRANGE)
 def test_scales_that_do_not_suit_their_tokens_are_refused(columns: list[Any]) -> None:
-    from bucketline.store.format.manifest_entries import text_entry
+    from bucketline.store.format.schema import text_entry
 
     spec = TextSpec(tokens=tuple(Column(name=n, dtype=d, shape=s) for n, d, s in columns))
     with pytest.raises(ValueError, match="tokens_scale takes tokens of I8 or F8_E4M3"):

@@ -40,7 +40,7 @@ def sent_by_a_part(part: PartStore, form: Form, name: str, rows: dict[str, int])
 def pack_by_parts(objects: ObjectFolder, work: Path, form: Form, *names: str, is_ended: bool = True) -> None:
     """Pack as a driver does whose shards are made elsewhere; without `is_ended`, it ends before it commits."""
     working = WorkingStore(objects, work)
-    with working.held(), writing(work, form.writer(work)._contents) as manifest:
+    with working.held(), writing(work, form.writer(work)._schema) as manifest:
         part = PartStore(objects, work.with_name("workers"), manifest, lists_of(work, manifest))
         assert part.open().manifest == manifest
         sealed = []
@@ -78,7 +78,7 @@ def test_a_part_removes_what_killed_ones_left_and_leaves_living_ones_alone(tmp_p
     objects, parent = in_memory(), tmp_path / "workers"
     with (
         WorkingStore(objects, tmp_path / "work").held(),
-        writing(tmp_path / "work", IMAGES.writer(tmp_path / "s")._contents) as m,
+        writing(tmp_path / "work", IMAGES.writer(tmp_path / "s")._schema) as m,
     ):
         living = PartStore(objects, parent, m, {})
         killed = PartStore(objects, parent, m, {})

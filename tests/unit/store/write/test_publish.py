@@ -18,8 +18,8 @@ from bucketline.store import BlockSpec, Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.format.hashing import caption_digest, sample_digest
-from bucketline.store.format.manifest_entries import bucket_entry
 from bucketline.store.format.sample_record import MAX_MTIME_NS
+from bucketline.store.format.schema import bucket_entry
 from bucketline.store.format.text_block import make_caption
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.verify.verify import verify

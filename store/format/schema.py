@@ -1,0 +1,333 @@
+"""The schema of a store: the columns of its rows, captions and ragged entries, and what made them.
+
+A writer makes one (`store.write`), a manifest is one with a list of shards, and readers and `store verify` take the columns of
+all blocks from it. Its fields are those of the manifest's document.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from bucketline.errors import StoreError
+from bucketline.forks import cached_property
+from bucketline.store.format.block import CHECKSUM, ID, IMAGE_AXES, BlockSpec, Column, fixed_columns
+from bucketline.store.format.columns import (
+    FLIPPED,
+    FLIPPED_SUFFIX,
+    LATENT,
+    NAME,
+    PRESENT_PREFIX,
+    RAGGED_PREFIX,
+    ROLE,
+    SAME,
+    EntriesOf,
+    role_of,
+    stored_name,
+)
+from bucketline.store.format.text_block import DIGEST, STARTS, TEXT_GROUP, RaggedSpec, TextSpec
+from bucketline.store.format.text_codec import refuse_strange_form
+from bucketline.typed_json import Json, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+BUCKET_NAME = re.compile(r"(train|val)/([1-9][0-9]{0,8}(?:x[1-9][0-9]{0,8}){0,7})")  # split/sizes of the axes
+AXIS_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnEntry:
+    """A column's dtype, as a safetensors name, and a row's shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisEntry:
+    """One axis of a bucket: its name and size."""
+
+    name: str  # such as `frames`, `height_px`, `width_px`, `length`
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnRole:
+    """A column's purpose, the encoder that made it, and whether rows may lack it."""
+
+    role: str
+    encoder: str | None  # the name of its provenance in `encoders`
+    optional: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedColumn:
+    """A column that was added to rows after they were written."""
+
+    role: str
+    buckets: dict[str, ColumnEntry]  # its form by bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketEntry:
+    """A bucket: an exact size of every axis, a split, and the columns of its rows."""
+
+    name: str
+    axes: tuple[AxisEntry, ...]
+    split: str
+    header_bytes: int
+    columns: dict[str, ColumnEntry]
+
+    def __post_init__(self) -> None:
+        sizes, names = [axis.size for axis in self.axes], [axis.name for axis in self.axes]
+        if self.name != bucket_name(self.split, *sizes) or not BUCKET_NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is not the name of a bucket of {self.split}, {'x'.join(map(str, sizes))}")
+        if len(set(names)) != len(names) or not all(map(AXIS_NAME.fullmatch, names)):
+            raise ValueError(f"bucket {self.name} has axes of the names {names}")
+        if self.spec().header_bytes != self.header_bytes:
+            raise ValueError(f"header_bytes is {self.header_bytes}, its columns need {self.spec().header_bytes}")
+
+    def spec(self) -> BlockSpec:
+        columns = (Column(name=name, dtype=c.dtype, shape=c.shape) for name, c in self.columns.items())
+        return BlockSpec(bucket=self.name, columns=tuple(columns), axes=tuple(axis.name for axis in self.axes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextEntry:
+    """The caption columns: per token and per caption."""
+
+    header_bytes: int
+    tokens: dict[str, ColumnEntry]
+    fixed: dict[str, ColumnEntry]
+
+    def __post_init__(self) -> None:
+        if not self.tokens or any(column.row_bytes == 0 for column in _columns(self.tokens)):
+            raise ValueError("there is no token column, or one that holds nothing")
+        if self.spec().is_quantised:
+            refuse_strange_form(self.spec().tokens)
+        if self.spec().header_bytes != self.header_bytes:
+            raise ValueError(f"header_bytes is {self.header_bytes}, its columns need {self.spec().header_bytes}")
+
+    def spec(self) -> TextSpec:
+        return TextSpec(tokens=_columns(self.tokens), fixed=_columns(self.fixed))
+
+    @property
+    def without_error(self) -> TextEntry:
+        """Return the columns that a writer of the store must have: all but the one that only an earlier version has."""
+        return text_entry(self.spec().without_error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRules:
+    """The rules of a ragged group's entries, in a writer's description and in a manifest."""
+
+    of: str = EntriesOf.ROWS
+    stored_once: bool = True  # whether equal entries of rows are stored once per shard
+    optional: bool = False  # whether rows may lack an entry
+    mirrored: str | None = None  # `same` if the entry of a row is also that of its mirror image
+    encoder: str | None = None  # the name of its provenance in `encoders`
+
+    def check(self, tokens: Sequence[Column], fixed: Sequence[Column]) -> None:
+        """Check the rules, and the group's columns.
+
+        Raises:
+            ValueError: if they do not go together.
+        """
+        if self.of not in set(EntriesOf):
+            raise ValueError(f"a ragged group has entries of {self.of!r:.80}, expected of='captions' or of='rows'")
+        if self.mirrored not in (None, SAME):
+            raise ValueError(f"the mirrored of a ragged group is {self.mirrored!r:.80}, expected None or {SAME!r}")
+        if self.of == EntriesOf.CAPTIONS and (self.optional or not self.stored_once or self.mirrored):
+            raise ValueError(
+                "a ragged group of captions has one entry for each caption, stored once, and flips do not concern it; leave "
+                "optional, stored_once and mirrored out (an entry may have no tokens)"
+            )
+        names = [column.name for column in (*tokens, *fixed)]
+        strange = [name for name in names if not NAME.fullmatch(name) or name in (STARTS, CHECKSUM, DIGEST)]
+        if strange or not tokens or len(set(names)) != len(names):
+            raise ValueError(
+                f"a ragged group has the columns {names}; expected one token column or more, each name once, of a to z, 0 to "
+                f"9 and _, and none of {STARTS}, {CHECKSUM}, {DIGEST}"
+            )
+        if empty := [column.name for column in (*tokens, *fixed) if column.row_bytes == 0]:
+            raise ValueError(f"column {empty[0]!r} of a ragged group holds nothing; give it a shape without 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedEntry(GroupRules):
+    """A ragged group: what its entries belong to, and their columns."""
+
+    of: EntriesOf
+    header_bytes: int
+    tokens: dict[str, ColumnEntry]
+    fixed: dict[str, ColumnEntry]
+
+    def __post_init__(self) -> None:
+        self.check(_columns(self.tokens), _columns(self.fixed))
+
+    def spec(self, name: str) -> RaggedSpec:
+        """Return the columns of the group of this name."""
+        return RaggedSpec(tokens=_columns(self.tokens), fixed=_columns(self.fixed), group=RAGGED_PREFIX + name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """The columns of a store's rows, captions and ragged entries, and their provenance."""
+
+    max_captions: int  # V
+    encoders: dict[str, Json]  # provenance: what produced the columns (class, config and weights hash, dtype, scaling …)
+    rules: dict[str, Json]  # provenance: grid, resampling, crop, split
+    text: TextEntry
+    columns: dict[str, ColumnRole] = field(default_factory=dict)  # by name; empty where there are only images' latents
+    ragged: dict[str, RaggedEntry] = field(default_factory=dict)  # by name
+    buckets: tuple[BucketEntry, ...] = ()  # of rows that were written
+    added: dict[str, AddedColumn] = field(default_factory=dict)  # by name: columns in files of their own
+
+    def __post_init__(self) -> None:
+        for name, column in self.columns.items():
+            if column.role != role_of(name) or not ROLE.fullmatch(column.role):
+                raise ValueError(f"column {name!r:.80} has the role {column.role!r:.80}")
+            self._check_encoder(f"column {column.role!r}", column.encoder)
+            base = self.columns.get(stored_name(column.role.removesuffix(FLIPPED_SUFFIX)))
+            if base is None or base.optional != column.optional:
+                raise ValueError(f"column {name!r} has no counterpart that is optional like itself")
+        for name, group in self.ragged.items():
+            if not NAME.fullmatch(name) or name == TEXT_GROUP:
+                raise ValueError(
+                    f"{name!r:.80} is not the name of a ragged group; expected a to z, 0 to 9 and _, not {TEXT_GROUP!r}"
+                )
+            self._check_encoder(f"ragged group {name!r}", group.encoder)
+            if (expected := self.ragged_specs[name].header_bytes) != group.header_bytes:
+                raise ValueError(f"header_bytes of {name} is {group.header_bytes}, expected {expected}")
+        if len(self.specs) != len(self.buckets):
+            raise ValueError("a bucket is listed twice")
+        for bucket in self.buckets:
+            self._check_bucket(bucket)
+        self._check_added()
+
+    def _check_encoder(self, what: str, encoder: str | None) -> None:
+        if encoder is not None and encoder not in self.encoders:
+            raise ValueError(
+                f"{what} names the encoder {encoder!r:.80}, encoders has {sorted(self.encoders)}; add it there, or leave it out"
+            )
+
+    def row_columns(self, own: Iterable[Column]) -> tuple[Column, ...]:
+        """Return all columns of a row whose roles have the columns `own`."""
+        present = (Column(name=PRESENT_PREFIX + name, dtype="U8", shape=()) for name, c in self.columns.items() if c.optional)
+        of_rows = (name for name, group in self.ragged.items() if group.of is EntriesOf.ROWS)
+        numbers = (Column(name=RAGGED_PREFIX + name, dtype="I32", shape=()) for name in of_rows)
+        return (*fixed_columns(self.max_captions), *own, *present, *numbers)
+
+    def _check_bucket(self, bucket: BucketEntry) -> None:
+        """Check that a bucket's rows have exactly the columns of this schema, and mirror images the form of their images."""
+        if not self.columns and bucket.spec().axes != IMAGE_AXES:
+            raise ValueError(f"bucket {bucket.name} is not one of images")
+        roles = self.columns.keys() or {LATENT, FLIPPED} & bucket.columns.keys()
+        own = _columns({name: form for name, form in bucket.columns.items() if name in roles})
+        expected = column_entries(self.row_columns(own))
+        for name in sorted({*roles, *expected, *bucket.columns}):
+            if name not in bucket.columns:
+                raise ValueError(f"bucket {bucket.name} lacks the column {name!r:.80}")
+            if name not in expected:
+                raise ValueError(f"bucket {bucket.name} has the column {name!r:.80}, which has no role")
+            if bucket.columns[name] != expected[name]:
+                raise ValueError(f"bucket {bucket.name} has the column {name!r} in another form")
+        for name in roles:
+            base = stored_name(role_of(name).removesuffix(FLIPPED_SUFFIX))
+            if bucket.columns.get(base) not in (None, bucket.columns[name]):
+                raise ValueError(f"bucket {bucket.name} has the column {name!r} in another form than {base!r}")
+
+    def _check_added(self) -> None:
+        """Check the added columns: their names and forms."""
+        forms = {bucket.name: bucket.columns for bucket in self.buckets}
+        for name, column in self.added.items():
+            if column.role != role_of(name) or not ROLE.fullmatch(column.role) or any(name in own for own in forms.values()):
+                raise ValueError(f"the added column {name!r:.80} has the role {column.role!r:.80}, or the rows have it already")
+            base = stored_name(column.role.removesuffix(FLIPPED_SUFFIX))
+            others = self.added[base].buckets if base in self.added else {}
+            for bucket, form in column.buckets.items():
+                if bucket not in forms or (base != name and form not in (forms[bucket].get(base), others.get(bucket))):
+                    raise ValueError(
+                        f"the added column {name!r} has no bucket {bucket!r:.80}, or another form than {base!r} there"
+                    )
+
+    @cached_property
+    def specs(self) -> dict[str, BlockSpec]:
+        """Return the columns of the rows' blocks, by bucket."""
+        return {bucket.name: bucket.spec() for bucket in self.buckets}
+
+    @cached_property
+    def ragged_specs(self) -> dict[str, RaggedSpec]:
+        """Return the columns of the ragged groups' blocks, by name."""
+        return {name: group.spec(name) for name, group in self.ragged.items()}
+
+    @cached_property
+    def added_specs(self) -> dict[str, dict[str, BlockSpec]]:
+        """Return the columns of the blocks of each added column, by its name and bucket: its value, checksum and id."""
+        axes = {name: spec.axes for name, spec in self.specs.items()}
+        return {
+            name: {bucket: column_spec(bucket, axes[bucket], name, form) for bucket, form in column.buckets.items()}
+            for name, column in self.added.items()
+        }
+
+    def settings(self) -> dict[str, Json]:
+        """Return as JSON what is fixed when a store is created, and what rows must share to be in one store."""
+        fixed = ("encoders", "rules", "max_captions", "columns", "ragged", "text")
+        return {name: encode(getattr(self, name)) for name in fixed}
+
+
+def bucket_name(split: str, *sizes: int) -> str:
+    """Return a bucket's canonical name from the sizes of its axes: `train/256x192`, height first, or `train/750`."""
+    return f"{split}/{'x'.join(map(str, sizes))}"
+
+
+def bucket_sizes(name: str, axes: tuple[str, ...]) -> dict[str, int] | None:
+    """Return the sizes in a bucket's name by axis; None if it is not the name of a bucket with these axes.
+
+    >>> bucket_sizes("train/256x192", ("height_px", "width_px"))
+    {'height_px': 256, 'width_px': 192}
+    """
+    match = BUCKET_NAME.fullmatch(name)
+    sizes = match[2].split("x") if match else []
+    return dict(zip(axes, map(int, sizes), strict=True)) if sizes and len(sizes) == len(axes) else None
+
+
+def column_spec(bucket: str, axes: tuple[str, ...], name: str, form: ColumnEntry) -> BlockSpec:
+    """Return the columns of the blocks of an added column in a bucket: its values, and the rows' ids and checksums."""
+    own = Column(name=name, dtype=form.dtype, shape=form.shape)
+    fixed = tuple(column for column in fixed_columns(1) if column.name in (CHECKSUM, ID))
+    return BlockSpec(bucket=bucket, columns=(*fixed, own), axes=axes)
+
+
+def _columns(entries: Mapping[str, ColumnEntry]) -> tuple[Column, ...]:
+    return tuple(Column(name=name, dtype=entry.dtype, shape=entry.shape) for name, entry in entries.items())
+
+
+def column_entries(columns: tuple[Column, ...]) -> dict[str, ColumnEntry]:
+    """Return columns in the manifest's form."""
+    return {column.name: ColumnEntry(dtype=column.dtype, shape=column.shape) for column in columns}
+
+
+def bucket_entry(spec: BlockSpec) -> BucketEntry:
+    """Return a bucket in the manifest's form.
+
+    Raises:
+        StoreError: if the spec's bucket name is not canonical.
+    """
+    sizes = bucket_sizes(spec.bucket, spec.axes)
+    if sizes is None:
+        raise StoreError(f"{spec.bucket!r} is not a bucket name; expected something like 'train/256x192'")
+    return BucketEntry(
+        name=spec.bucket,
+        axes=tuple(AxisEntry(name=name, size=size) for name, size in sizes.items()),
+        split=spec.bucket.partition("/")[0],
+        header_bytes=spec.header_bytes,
+        columns=column_entries(spec.columns),
+    )
+
+
+def text_entry(spec: TextSpec) -> TextEntry:
+    """Return a store's text columns in the manifest's form."""
+    return TextEntry(header_bytes=spec.header_bytes, tokens=column_entries(spec.tokens), fixed=column_entries(spec.fixed))
