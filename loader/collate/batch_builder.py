@@ -55,15 +55,14 @@ class BatchBuilder:
             self._row_weights = np.array(config.row_weights, dtype=np.float32)[store.store_of_shards()]
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
         conditioning = make_conditioning(store, self._buckets.values(), config)
-        self._requested, self._ragged = conditioning.columns, conditioning.ragged
+        self._requested, self._groups = conditioning.columns, conditioning.groups
         names = {name for one in conditioning.columns for name in (one.name, one.mirrored)}
         self._added = sorted(names & store.added.keys())
         self._planner = CopyPlanner(store, self._gather, conditioning)
-        longest = [
-            self._planner.layout(bucket, config.rows_of(bucket), conditioning.max_tokens, self._planner.longest_entries())
-            for bucket in self._buckets.values()
-        ]
-        self.buffer_bytes = max(layout.buffer_bytes for layout in longest)
+        longest = self._planner.longest()
+        self.buffer_bytes = max(
+            self._planner.layout(bucket, config.rows_of(bucket), longest).buffer_bytes for bucket in self._buckets.values()
+        )
 
     def locate(self, steps: Sequence[tuple[int, int]]) -> list[PendingBatch]:
         """Plan and locate micro-batches, each (step, micro step). Many at once cost hardly more than one.
@@ -147,9 +146,8 @@ class BatchBuilder:
         """Choose the captions of rows that are present, and request the lines of their blocks and of ragged entries'."""
         window = Window(self._planner, [batch])
         batch.captions = window.captions()
-        entries = [batch.captions, *(window.entries(group, batch.captions).located for group in self._ragged)]
-        for own in entries:
-            batch.lines.append(lines.hold(own.shard, own.data, own.ends(), priority))
+        for own in window.entries(batch.captions):
+            batch.lines.append(lines.hold(own.located.shard, own.located.data, own.located.ends(), priority))
 
     def is_resident(self, batch: PendingBatch) -> bool:
         """Return whether a micro-batch's columns are in the page cache; True also if readahead is impossible."""
@@ -165,7 +163,7 @@ class BatchBuilder:
         if self.config.verify:
             self._gather.ahead(batch.located)
             return
-        own = {*SMALL_COLUMNS, CAPTIONS, *(one.present for one in self._requested), *(group.number for group in self._ragged)}
+        own = {*SMALL_COLUMNS, CAPTIONS, *(one.present for one in self._requested), *(group.number for group in self._groups)}
         if not self.config.flip:
             own |= {one.name for one in self._requested}
         self._gather.ahead(batch.located, [column for column in batch.bucket.spec.columns if column.name in own])
@@ -177,21 +175,17 @@ class BatchBuilder:
         """Choose the captions from rows that were requested before, and ask the kernel to read their `starts`."""
         window = Window(self._planner, [batch])
         batch.captions = window.captions()
-        self._gather.ahead_starts(batch.captions)
-        for group in self._ragged:
-            self._gather.ahead_starts(window.entries(group, batch.captions).located)
+        for own in window.entries(batch.captions):
+            self._gather.ahead_starts(own.located)
 
     def ask_tokens(self, batch: PendingBatch) -> None:
         """Ask the kernel to read the captions' tokens and ragged entries', located by `starts` that were requested before."""
         window = Window(self._planner, [batch])
         if batch.captions is None:
             batch.captions = window.captions()
-        for column in self._store.text.tokens:
-            self._gather.ahead_tokens(batch.captions, column)
-        for group in self._ragged:
-            located = window.entries(group, batch.captions).located
-            for column in group.spec.tokens:
-                self._gather.ahead_tokens(located, column)
+        for own in window.entries(batch.captions):
+            for column in own.group.spec.tokens:
+                self._gather.ahead_tokens(own.located, column)
 
     def copy_plans(self, batches: Sequence[PendingBatch], *, plainly: bool) -> list[CopyPlan]:
         """Return the copy plans of consecutive micro-batches, or only of the first if one of the others cannot be planned.
@@ -264,12 +258,9 @@ class BatchBuilder:
             for column in (place.spec or batch.bucket.spec).columns:
                 files.rows(place, column, np.empty((1, *column.shape), dtype=column.numpy_dtype))
         window = Window(self._planner, [own])
-        captions = window.captions()
-        self._store.caption(int(captions.shard[0]), int(captions.row[0]))
-        for group in self._ragged:
-            entries = window.entries(group, captions).located
-            for shard, row in zip(entries.shard.tolist(), entries.row.tolist(), strict=True):
-                self._store.entry(group.spec, shard, row)
+        for entries in window.entries(window.captions()):
+            for shard, row in zip(entries.located.shard.tolist(), entries.located.row.tolist(), strict=True):
+                self._store.entry(entries.group.spec, shard, row)
 
 
 def _locate_row(store: OpenShards, bucket: Bucket, rows: NDArray[np.int64], n: int) -> None:

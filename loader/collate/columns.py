@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from bucketline.loader.batch import Batch
     from bucketline.loader.config import LoaderConfig
     from bucketline.store import Bucket, Store
+    from bucketline.store.format.text_block import TextSpec
     from bucketline.store.read.store import OpenShards
 
 
@@ -58,17 +59,11 @@ class Conditioning:
     columns: tuple[RequestedColumn, ...]
     caption_dropout: float
     flip: float
-    pad_multiple: int | None  # None: every batch has `max_tokens`
-    max_tokens: int  # largest L
-    text: TextForm = TextForm.DEQUANTISED
-    ragged: tuple[RequestedGroup, ...] = ()
+    pad_multiple: int | None  # None: every batch has the longest L
+    groups: tuple[RequestedGroup, ...]  # the captions, then ragged groups
 
-    def padded(self, longest: int) -> int:
-        """Return L of a batch whose longest caption has `longest` tokens."""
-        return self.max_tokens if self.pad_multiple is None else self._rounded(longest)
-
-    def padded_entries(self, group: RequestedGroup, longest: int) -> int:
-        """Return L of a ragged group in a batch whose longest entry has `longest` tokens."""
+    def padded(self, group: RequestedGroup, longest: int) -> int:
+        """Return L of a group in a batch whose longest entry has `longest` tokens."""
         return group.longest if self.pad_multiple is None else self._rounded(longest)
 
     def _rounded(self, longest: int) -> int:
@@ -109,10 +104,13 @@ def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: Load
         caption_dropout=config.caption_dropout,
         flip=config.flip,
         pad_multiple=config.pad_multiple,
-        max_tokens=longest,
-        text=TextForm(config.text),
-        ragged=_requested_groups(store, config),
+        groups=(_requested_text(store.text, longest, config), *_requested_groups(store, config)),
     )
+
+
+def _requested_text(text: TextSpec, longest: int, config: LoaderConfig) -> RequestedGroup:
+    shown = text.without_error if TextForm(config.text) is TextForm.STORED else text.delivered
+    return RequestedGroup(spec=text, shown=shown, number=None, optional=False, longest=longest)
 
 
 def _requested_groups(store: OpenShards, config: LoaderConfig) -> tuple[RequestedGroup, ...]:
@@ -132,8 +130,8 @@ def _requested_groups(store: OpenShards, config: LoaderConfig) -> tuple[Requeste
             )
         requested.append(
             RequestedGroup(
-                name=name,
                 spec=spec,
+                shown=spec,
                 number=spec.group if is_of_rows else None,
                 optional=group.optional,
                 longest=store.max_entry_tokens[name],

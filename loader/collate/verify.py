@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.loader.batch import FIXED_PREFIX
 from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.gather import as_bytes
 from bucketline.store.format.block import ID
@@ -37,8 +36,7 @@ def verify_batch(store: OpenShards, gather: Gather, copy_plan: CopyPlan, buffer:
     whole = _whole_rows(gather, copy_plan, tensors)
     check_rows(store, copy_plan.batch.located, whole)
     _check_added(store, copy_plan, tensors, whole[ID])
-    _check_captions(store, copy_plan, tensors)
-    for rows in copy_plan.ragged:
+    for rows in copy_plan.entries:
         _check_entries(store, copy_plan, rows, tensors)
 
 
@@ -68,27 +66,11 @@ def _check_added(store: OpenShards, copy_plan: CopyPlan, tensors: Mapping[str, T
                 check_added(store, located.where(own), name, delivered[own], ids[own])
 
 
-def _check_captions(store: OpenShards, copy_plan: CopyPlan, tensors: Mapping[str, Tensor]) -> None:
-    """Compare the captions with those read and verified one by one."""
-    is_dequantised = copy_plan.layout.is_dequantised
-    text = store.text.delivered if is_dequantised else store.text
-    fields = {column.name: as_bytes(tensors["tokens" if n == 0 else column.name]) for n, column in enumerate(text.tokens)}
-    fixed = {own.name: as_bytes(tensors[FIXED_PREFIX + own.name]) for own in text.delivered.fixed}
-    captions = copy_plan.captions.part(copy_plan.begin, copy_plan.end)
-    for n, (shard, row) in enumerate(zip(captions.shard.tolist(), captions.row.tolist(), strict=True)):
-        expected = store.caption(shard, row)
-        if is_dequantised:
-            expected = delivered(store.text, expected)
-        is_same = all(_begins_with(found[n], expected.tokens[name]) for name, found in fields.items())
-        if not is_same or any(found[n].tobytes() != expected.fixed[name] for name, found in fixed.items()):
-            raise CorruptError(f"shard {store.shards[shard].name}, caption {row}: its embedding changed while it was read")
-
-
 def _check_entries(store: OpenShards, copy_plan: CopyPlan, rows: RaggedRows, tensors: Mapping[str, Tensor]) -> None:
-    """Compare the entries of a ragged group with those read and verified one by one; a row without one has zeros."""
-    prefix, spec = rows.group.prefix, rows.group.spec
-    tokens = {own.name: as_bytes(tensors[f"{prefix}columns.{own.name}"]) for own in spec.tokens}
-    fixed = {own.name: as_bytes(tensors[f"{prefix}fixed.{own.name}"]) for own in spec.fixed}
+    """Compare the entries of a group with those read and verified one by one; a row without one has zeros."""
+    group, spec = rows.group, rows.group.spec
+    tokens = {own.name: as_bytes(tensors[group.token_field(own.name)]) for own in group.shown.tokens}
+    fixed = {own.name: as_bytes(tensors[group.fixed_field(own.name)]) for own in group.shown.fixed}
     ordinals, numbers = (
         rows.each_row(own, -1)[copy_plan.begin : copy_plan.end].tolist() for own in (rows.located.shard, rows.located.row)
     )
@@ -97,6 +79,7 @@ def _check_entries(store: OpenShards, copy_plan: CopyPlan, rows: RaggedRows, ten
             is_same = not any(np.any(found[n]) for found in (*tokens.values(), *fixed.values()))
         else:
             expected = store.entry(spec, shard, number)
+            expected = delivered(spec, expected) if group.shown == spec.delivered else expected
             is_same = all(_begins_with(found[n], expected.tokens[name]) for name, found in tokens.items())
             is_same &= all(found[n].tobytes() == expected.fixed[name] for name, found in fixed.items())
         if not is_same:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import CorruptError
-from bucketline.loader.batch import BATCH_PRESENT_PREFIX, FIXED_PREFIX
+from bucketline.loader.batch import BATCH_PRESENT_PREFIX
 from bucketline.loader.collate.buffer_layout import BufferLayout, RequestedGroup, make_layout
 from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_left
 from bucketline.loader.collate.gather import PlainRead
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.columns import Conditioning, RequestedColumn
     from bucketline.loader.collate.gather import Gather, GatherIndex
-    from bucketline.store import Bucket, Column
+    from bucketline.store import Bucket
     from bucketline.store.read.located import Located
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.cache.batch_lines import HeldLines
@@ -73,15 +73,14 @@ class CopyPlan:
     small: NDArray[np.uint8]  # [small_bytes], all small fields
     begin: int  # of its rows in the window
     end: int
-    captions: LocatedEntries  # [N] of the window
-    ragged: Sequence[RaggedRows]
+    entries: Sequence[RaggedRows]  # of the window, by group: those of the captions first
     stored: Mapping[str, NDArray[np.uint8]]  # small columns as read, [N, row_bytes] of the window
     columns: tuple[RequestedColumn, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedRows:
-    """The entries of a window's rows in a ragged group."""
+    """The entries of a window's rows in a group: their captions' embeddings, or those of a ragged group."""
 
     group: RequestedGroup
     located: LocatedEntries  # of the rows that have one
@@ -101,25 +100,21 @@ class CopyPlanner:
 
     def __init__(self, store: OpenShards, gather: Gather, conditioning: Conditioning) -> None:
         self.store, self.gather, self.conditioning = store, gather, conditioning
-        self._layouts: dict[tuple[str, int, int, tuple[int, ...]], BufferLayout] = {}
+        self._layouts: dict[tuple[str, int, tuple[int, ...]], BufferLayout] = {}
 
-    def longest_entries(self) -> tuple[int, ...]:
-        """Return the largest L of each ragged group that is requested."""
-        return tuple(self.conditioning.padded_entries(group, group.longest) for group in self.conditioning.ragged)
+    def longest(self) -> tuple[int, ...]:
+        """Return the largest L of each group."""
+        return tuple(self.conditioning.padded(group, group.longest) for group in self.conditioning.groups)
 
-    def layout(self, bucket: Bucket, num_rows: int, length: int, ragged: tuple[int, ...] = ()) -> BufferLayout:
-        """Return the buffer layout of a bucket's micro-batch of `num_rows` rows and `length` tokens.
-
-        `ragged`: L of each ragged group that is requested.
-        """
-        key = (bucket.name, num_rows, length, ragged)
+    def layout(self, bucket: Bucket, num_rows: int, lengths: tuple[int, ...]) -> BufferLayout:
+        """Return the buffer layout of a bucket's micro-batch of `num_rows` rows, and `lengths`: L of each group."""
+        key = (bucket.name, num_rows, lengths)
         if key not in self._layouts:
             requested = self.conditioning.columns
             columns = {one.field: bucket.column(one.name) for one in requested}
             optional = [one.role for one in requested if one.present is not None]
-            form = self.conditioning.text
-            groups = list(zip(self.conditioning.ragged, ragged, strict=True))
-            self._layouts[key] = make_layout(columns, optional, self.store.text, num_rows, length, form, groups)
+            groups = list(zip(self.conditioning.groups, lengths, strict=True))
+            self._layouts[key] = make_layout(columns, optional, groups, num_rows)
         return self._layouts[key]
 
 
@@ -187,16 +182,20 @@ class Window:
         shard = shard if mirrored is shard else np.where(flipped, mirrored, shard)
         return shard, np.where(flipped, self._offsets(column.mirrored), offsets)
 
-    def entries(self, group: RequestedGroup, captions: LocatedEntries, number: NDArray[np.uint8] | None = None) -> RaggedRows:
-        """Locate the rows' entries in a ragged group, or those of the captions that were chosen.
+    def entries(self, captions: LocatedEntries, numbers: Mapping[str, NDArray[np.uint8]] = {}) -> list[RaggedRows]:
+        """Return the rows' entries in each group; of a group of captions those of the `captions` that were chosen, `[N]`.
 
-        `number`: the rows' column with their numbers, `[N, 4]`, if it was read.
+        `numbers`: the rows' columns with the numbers of their entries, `[N, 4]`, that were read.
         """
+        return [self._entries(group, captions, numbers) for group in self._planner.conditioning.groups]
+
+    def _entries(self, group: RequestedGroup, captions: LocatedEntries, numbers: Mapping[str, NDArray[np.uint8]]) -> RaggedRows:
+        if group.is_text:
+            return RaggedRows(group=group, located=captions, has=None)
         if group.number is None:
-            return RaggedRows(
-                group=group, located=self._store.locate_entries(group.spec, captions.shard, captions.row), has=None
-            )
-        number = self._stored(group.number) if number is None else number
+            located = self._store.locate_entries(group.spec, captions.shard, captions.row)
+            return RaggedRows(group=group, located=located, has=None)
+        number = numbers[group.number] if group.number in numbers else self._stored(group.number)
         rows = number.view("<i4").astype(np.int64).reshape(-1)
         if not group.optional:
             return RaggedRows(group=group, located=self._store.locate_entries(group.spec, self._shard, rows), has=None)
@@ -222,43 +221,31 @@ class Window:
             plainly = not self._gather.map(places.shard) or plainly
         known = [batch.captions for batch in self.batches if batch.captions is not None]
         captions = joined(known) if len(known) == len(self.batches) else self.captions()
-        starts = self._gather.read(captions.shard, captions.starts_offsets(), 16).view("<i8")
-        self._store.check_starts(captions, starts, conditioning.max_tokens)
-        count = starts[:, 1] - starts[:, 0]
-        lengths = [conditioning.padded(longest) for longest in np.maximum.reduceat(count, self._ends[:-1]).tolist()]
         flipped = conditioning.flips(self._keys)
         optional = {one.present: one.role for one in conditioning.columns if one.present is not None}
-        numbers = [group.number for group in conditioning.ragged if group.number is not None]
+        numbers = [group.number for group in conditioning.groups if group.number is not None]
         stored = {name: self._stored(name) for name in (*SMALL_COLUMNS, *optional, *numbers)}
         values = self._small_values(stored, flipped)
         values |= {BATCH_PRESENT_PREFIX + role: stored[name] != 0 for name, role in optional.items()}
-        counts = {"token_mask": count}
-        ragged = [self.entries(group, captions, stored.get(group.number or "")) for group in conditioning.ragged]
-        copies = [self._ragged(own, values, counts, plainly=plainly) for own in ragged]
-        each_lengths = list(zip(*(own.lengths for own in copies), strict=True)) or [()] * len(self.batches)
+        entries = self.entries(captions, stored)
+        counts: dict[str, NDArray[np.int64]] = {}
+        copies = [self._copies(own, values, counts, plainly=plainly) for own in entries]
         layouts = [
-            self._planner.layout(batch.bucket, len(batch.keys), length, own)
-            for batch, length, own in zip(self.batches, lengths, each_lengths, strict=True)
+            self._planner.layout(batch.bucket, len(batch.keys), lengths)
+            for batch, lengths in zip(self.batches, zip(*(own.lengths for own in copies), strict=True), strict=True)
         ]
         small = self._small(layouts, values, counts)
         columns = self._columns(flipped, plainly=plainly)
-        first, *others = self._store.text.tokens
-        tokens = {"tokens": self._tokens(first, captions, (starts[:, 0], count), lengths, plainly=plainly)}
-        for column in others:
-            tokens[column.name] = self._tokens(column, captions, (starts[:, 0], count), lengths, plainly=plainly)
-        for own in copies:
-            tokens |= own.fields
-        fixed = self._fixed(captions, plainly=plainly)
+        fields = {name: each for own in copies for name, each in own.fields.items()}
         copy_plans = [
             CopyPlan(
                 batch=batch,
                 layout=layouts[m],
-                large={**columns[m], **{name: each[m] for name, each in tokens.items()}, **fixed[m]},
+                large={**columns[m], **{name: each[m] for name, each in fields.items()}},
                 small=small[m],
                 begin=self._ends[m],
                 end=self._ends[m + 1],
-                captions=captions,
-                ragged=ragged,
+                entries=entries,
                 stored=stored,
                 columns=conditioning.columns,
             )
@@ -278,15 +265,6 @@ class Window:
                     own[column.field] = what
         return found
 
-    def _fixed(self, captions: LocatedEntries, *, plainly: bool) -> list[dict[str, GatherIndex | PlainRead]]:
-        found: list[dict[str, GatherIndex | PlainRead]] = [{} for _ in self.batches]
-        for column in self._store.text.delivered.fixed:
-            offsets = captions.fixed_offsets(column.name)
-            each = self._each(captions.shard, offsets, column.row_bytes, self._ends, plainly=plainly)
-            for own, what in zip(found, each, strict=True):
-                own[FIXED_PREFIX + column.name] = what
-        return found
-
     def _each(
         self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int, ends: list[int], *, plainly: bool
     ) -> list[GatherIndex | PlainRead]:
@@ -298,24 +276,10 @@ class Window:
         gather_index = self._gather.aim_at(shard[ends[0] : ends[-1]], offsets[ends[0] : ends[-1]], row_bytes)
         return [gather_index.part(a - ends[0], b - ends[0]) for a, b in pairwise(ends)]
 
-    def _tokens(
-        self,
-        token: Column,
-        captions: LocatedEntries,
-        own: tuple[NDArray[np.int64], NDArray[np.int64]],
-        lengths: list[int],
-        *,
-        plainly: bool,
-    ) -> list[GatherIndex | PlainRead]:
-        """Return what to copy of a token column. `own`: each caption's first token in its block, and its token count."""
-        first, count = own
-        offsets = captions.token_offsets(token.name, first)
-        return self._padded(captions.shard, offsets, token.row_bytes, count, lengths, plainly=plainly)
-
-    def _ragged(
+    def _copies(
         self, rows: RaggedRows, values: dict[str, NDArray[Any]], counts: dict[str, NDArray[np.int64]], *, plainly: bool
-    ) -> _RaggedCopies:
-        """Return what to copy of a ragged group; add its small fields, and the token counts of its mask.
+    ) -> _GroupCopies:
+        """Return what to copy of a group; add its small fields, and the token counts of its mask.
 
         A row without an entry has 0 tokens of it, and 0 of 1 of a fixed column: what is copied are zeros.
         """
@@ -324,24 +288,25 @@ class Window:
         self._store.check_starts(located, starts, group.longest)
         count = rows.each_row(starts[:, 1] - starts[:, 0])
         longest = np.maximum.reduceat(count, self._ends[:-1]).tolist()
-        lengths = [conditioning.padded_entries(group, own) for own in longest]
+        lengths = [conditioning.padded(group, own) for own in longest]
         fields: dict[str, list[GatherIndex | PlainRead]] = {}
         for column in group.spec.tokens:
             offsets = rows.each_row(located.token_offsets(column.name, starts[:, 0]))
-            fields[f"{group.prefix}columns.{column.name}"] = self._padded(
+            fields[group.token_field(column.name)] = self._padded(
                 self._shard, offsets, column.row_bytes, count, lengths, plainly=plainly
             )
         has = rows.each_row(np.ones(len(located.row), dtype=np.int64))
-        for column in group.spec.fixed:
+        for column in group.shown.fixed:
             offsets = rows.each_row(located.fixed_offsets(column.name))
-            fields[f"{group.prefix}fixed.{column.name}"] = self._padded(
+            fields[group.fixed_field(column.name)] = self._padded(
                 self._shard, offsets, column.row_bytes, has, [1] * len(self.batches), plainly=plainly
             )
-        values[group.prefix + "lengths"] = count.astype("<i4")
+        if not group.is_text:
+            values[group.prefix + "lengths"] = count.astype("<i4")
         if group.optional:
             values[group.prefix + "present"] = has != 0
-        counts[group.prefix + "mask"] = count
-        return _RaggedCopies(lengths=lengths, fields=fields)
+        counts[group.mask] = count
+        return _GroupCopies(lengths=lengths, fields=fields)
 
     def _padded(
         self,
@@ -441,8 +406,8 @@ class _Places:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RaggedCopies:
-    """The copies of a ragged group, for each micro-batch."""
+class _GroupCopies:
+    """The copies of a group, for each micro-batch."""
 
     lengths: list[int]  # [M] L
     fields: dict[str, list[GatherIndex | PlainRead]]  # [M] each

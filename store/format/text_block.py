@@ -59,7 +59,10 @@ Caption = Entry  # of the captions
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedSpec:
-    """The columns of a group's blocks: token columns (a token's shape) and fixed columns (an entry's shape)."""
+    """The columns of a group's blocks: token columns (a token's shape) and fixed columns (an entry's shape).
+
+    The captions' embeddings are the group `text`.
+    """
 
     tokens: tuple[Column, ...]
     fixed: tuple[Column, ...] = ()
@@ -74,10 +77,25 @@ class RaggedSpec:
         """How messages call an entry: `caption`, or `audio` of the group `ragged/audio`."""
         return "caption" if self.group == TEXT_GROUP else f"{self.group.removeprefix(RAGGED_PREFIX)} entry"
 
-    @property
+    @cached_property
+    def is_quantised(self) -> bool:
+        """Return True if these are captions whose `tokens` are integers or 8-bit floats with scales; see `text_codec`."""
+        return self.group == TEXT_GROUP and any(column.name == TOKENS_SCALE for column in self.tokens)
+
+    @cached_property
     def delivered(self) -> RaggedSpec:
-        """The columns as readers get them: these, but for quantised text."""
-        return self
+        """Return the columns as readers get them: quantised tokens as F16, without scales."""
+        if not self.is_quantised:
+            return self
+        tokens = Column(name=TOKENS, dtype=DELIVERED, shape=self.tokens[0].shape)
+        return RaggedSpec(tokens=(tokens,), fixed=self.without_error.fixed)
+
+    @cached_property
+    def without_error(self) -> RaggedSpec:
+        """Return the columns without `tokens_error`, which only captions in stores of an earlier version have."""
+        is_text = self.group == TEXT_GROUP
+        fixed = tuple(column for column in self.fixed if not is_text or column.name != TOKENS_ERROR)
+        return RaggedSpec(tokens=self.tokens, fixed=fixed, group=self.group)
 
     @cached_property
     def header_bytes(self) -> int:
@@ -123,27 +141,7 @@ class RaggedSpec:
         return {"format": RAGGED_FORMAT, "group": self.group.removeprefix(RAGGED_PREFIX), "first_row": str(first_row)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextSpec(RaggedSpec):
-    """The columns of a store's text blocks: token columns (a token's shape) and fixed columns (a caption's shape)."""
-
-    @cached_property
-    def is_quantised(self) -> bool:
-        """Return True if `tokens` are integers or 8-bit floats with scales; see `text_codec`."""
-        return any(column.name == TOKENS_SCALE for column in self.tokens)
-
-    @cached_property
-    def delivered(self) -> TextSpec:
-        """Return the columns as readers get them: quantised tokens as F16, without scales."""
-        if not self.is_quantised:
-            return self
-        tokens = Column(name=TOKENS, dtype=DELIVERED, shape=self.tokens[0].shape)
-        return TextSpec(tokens=(tokens,), fixed=self.without_error.fixed)
-
-    @cached_property
-    def without_error(self) -> TextSpec:
-        """Return the columns without `tokens_error`, which only stores of an earlier version have."""
-        return TextSpec(tokens=self.tokens, fixed=tuple(column for column in self.fixed if column.name != TOKENS_ERROR))
+TextSpec = RaggedSpec  # of the captions
 
 
 def quantised_spec(dtype: str, width: int, fixed: Sequence[Column] = ()) -> TextSpec:
