@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.listing_diff import NAMED_IDS, drops, not_in_source
 from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.packing.prepare import opened_source, rules_of
+from bucketline.ingest.packing.target import newest_store
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.model.encoder_facts import NOT_COMPARED, facts_without_weights
@@ -29,7 +30,6 @@ from bucketline.ingest.summary import RunSummary, by_reason
 from bucketline.store import Store
 from bucketline.store.format.columns import LatentKind
 from bucketline.store.format.schema import Schema, bucket_name, text_entry
-from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import new_manifest
 from bucketline.store.write.store_writer import stored_manifest
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.sources.source import SourceItem
-    from bucketline.store.sync.working import WorkingStore
 
 _AHEAD_BYTES = 256 << 20  # of file contents, if they come from a stream
 
@@ -78,28 +77,14 @@ def dry_run(config: PackConfig) -> DryRun:
     Raises:
         SourceError, ModelError, StoreError, FingerprintError, UsageError: as `pack`, as far as is known without encoders.
     """
-    if isinstance(config.place, Path):
-        return _dry_run(config, None)
-    from bucketline.store.sync.mirror import mirrored
-    from bucketline.store.sync.working import WorkingStore
-
-    objects = config.objects(config.place)
-    with mirrored(objects) as mirror:
-        mirror.refresh()
-        return _dry_run(replace(config, place=mirror.path, work=None), WorkingStore(objects, mirror.path))
-
-
-def _dry_run(config: PackConfig, working: WorkingStore | None) -> DryRun:
     started = time.monotonic()
-    source = opened_source(config)
+    source, existing = opened_source(config), newest_store(config)
     model = open_model(config.model, config.model_config)
     kind, downscale, _ = latent_sizes(model)
     refuse_latents(kind, LatentKind(config.latents))
     text_family_of(model, is_plain=config.text is not None)  # refuses a model whose captions a pack could not encode
     grid = model_grid(config.grid, model, downscale)
-    store = _store(config, model, grid)
-    if working is not None:
-        store = working.open(store.manifest)
+    store = _store(config, model, grid, existing)
     listing = source.listing()
     caption_rest(listing, config.default_caption)
     outline, (items,) = take_apart(config.caption_rules.applied(listing), 1)
@@ -156,9 +141,9 @@ def _dry_run(config: PackConfig, working: WorkingStore | None) -> DryRun:
     )
 
 
-def _store(config: PackConfig, model: ModelFolder, grid: Grid) -> Store:
-    """Open the store's newest generation, or an empty one that is not written; compare the options with it."""
-    existing = newest_manifest(config.store)
+def _store(config: PackConfig, model: ModelFolder, grid: Grid, newest: Store | None) -> Store:
+    """Return the store's newest generation, or an empty one that is not written; compare the options with it."""
+    existing = None if newest is None else newest.manifest
     facts = None if existing is None else facts_without_weights(config, model, existing)
     contents = Schema(
         encoders={} if facts is None else {"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
@@ -166,8 +151,9 @@ def _store(config: PackConfig, model: ModelFolder, grid: Grid) -> Store:
         max_captions=config.max_captions,
         text=text_entry(text_spec(config.text_dtype or config.dtype, 1, {})) if existing is None else existing.text,
     )
-    if existing is None:
-        stored_manifest(config.store, contents)  # refuses a path that is something else
+    if newest is None or existing is None:
+        if isinstance(config.place, Path):
+            stored_manifest(config.store, contents)  # refuses a path that is something else
         return Store(config.store, new_manifest(contents))
     refuse_other_options(config, existing, contents)
-    return Store(config.store, existing)
+    return newest

@@ -150,7 +150,7 @@ def open_shares(stores: Stores, remote: RemoteOptions | None = None) -> tuple[We
     seen: dict[str, WeightedStore] = {}
     for share in shares:
         if share.store.source is None:
-            refuse_lost_shards(share.store.path, share.store.manifest, sidecars=False)  # one stat per shard
+            refuse_lost_shards(share.store.folder, share.store.manifest, sidecars=False)  # one stat per shard
         before = seen.setdefault(share.store.manifest.store_id, share)
         if before is not share:
             raise UsageError(

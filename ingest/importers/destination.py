@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from bucketline.ingest.packing.target import working_store
-from bucketline.store import Store
+from bucketline.ingest.packing.target import newest_store, working_store
 from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.lost_files import files_of
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.store import Manifest, StoreWriter
+    from bucketline.store import Manifest, Store, StoreWriter
     from bucketline.store.transfer.sender import ShardSender
 
 
@@ -26,7 +25,7 @@ class Destination:
     """The store of an import, on one rank."""
 
     def __init__(self, config: ImportConfig) -> None:
-        self.path = config.store
+        self._config, self.path = config, config.store
         self._shard_bytes = config.shard_size_mib << 20
         self._working = working_store(config)
 
@@ -38,9 +37,16 @@ class Destination:
         """
         return nullcontext() if self._working is None else self._working.held()
 
-    def open(self, manifest: Manifest) -> Store:
-        """Return a generation of the store; the records of what is only in object storage are got when they are read."""
-        return Store(self.path, manifest) if self._working is None else self._working.open(manifest)
+    def newest(self) -> Store | None:
+        """Return the newest generation of the store, after `held` if it is not a dry run; None if there is none.
+
+        Raises:
+            StoreError: as `newest_store`.
+        """
+        if self._working is None or self._config.dry_run:
+            return newest_store(self._config)
+        manifest = newest_manifest(self.path)
+        return None if manifest is None else self._working.open(manifest)
 
     def adopt(self, manifest: Manifest) -> None:
         """Send the shards that an interrupted run has left. On rank 0."""
@@ -73,10 +79,14 @@ class Destination:
         Raises:
             StoreError, FingerprintError: as `WorkingStore.commit`.
         """
+        committed = published if self._working is None else self._working.commit(published)
+        return committed, self.disk_bytes(committed)
+
+    def disk_bytes(self, manifest: Manifest) -> int:
+        """Return the size of the store's files."""
         if self._working is None:
-            return published, disk_bytes(self.path)
-        committed = self._working.commit(published)
-        return committed, sum(file.num_bytes for entry in committed.shards for _, file in files_of(self.path, entry))
+            return disk_bytes(self.path)
+        return sum(file.num_bytes for entry in manifest.shards for _, file in files_of(self.path, entry))
 
 
 class _SentPart(PartWriter):

@@ -22,12 +22,9 @@ from bucketline.ingest.importers.vae.round_trip import SAMPLES, refuse_other_vae
 from bucketline.ingest.importers.vae.spread import refuse_wrong_scale
 from bucketline.ingest.importers.vae.weights import has_weights
 from bucketline.ingest.pipeline.model.device import chosen_device
-from bucketline.store import Store
 from bucketline.store.format.columns import FLIPPED
 from bucketline.store.format.hashing import draw
 from bucketline.store.format.manifest import refuse_difference
-from bucketline.store.read.lost_files import refuse_lost_shards
-from bucketline.store.write.newest import newest_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.importers.vae.named_vae import NamedVae
     from bucketline.ingest.importers.vae.round_trip import RoundTrip
     from bucketline.ingest.importers.vae.spread import LatentSpread
-    from bucketline.store import Manifest
+    from bucketline.store import Manifest, Store
     from bucketline.typed_json import Json
 
 CHECKED = 32  # samples whose spread is compared with the VAE's before anything is written
@@ -74,11 +71,11 @@ class _Checked:
 
 
 def plan_import(
-    config: ImportConfig, model: ModelFolder | None, local_rank: int, records: Callable[[Manifest], Store]
+    config: ImportConfig, model: ModelFolder | None, local_rank: int, newest: Callable[[], Store | None]
 ) -> Planned:
     """List the cache, compare it with the store, and check new samples.
 
-    `records` opens a generation with the records of its rows.
+    `newest` opens the newest generation of the store, if there is one.
 
     Raises:
         UsageError: if source and store overlap, or options contradict each other or lack the VAE.
@@ -91,9 +88,12 @@ def plan_import(
         if path is not None:
             refuse_overlap(path, config.store)
     roles = named_roles(config.columns)
-    manifest, store = _opened(config)
+    store = newest()
+    manifest = None if store is None else store.manifest
+    if manifest is not None and "import" not in manifest.rules:
+        raise FingerprintError(f"{config.store} was packed, not imported; import into a new store")
     listing = listed(importer, ListRequest(source=config.source, variant=config.variant, captions=config.captions))
-    _name(listing, config, None if store is None else records(store.manifest))
+    _name(listing, config, store)
     crops = Crops(config.crop or ("source" if listing.has_crops else "unknown"))
     if crops is Crops.SOURCE and not listing.has_crops:
         raise UsageError(f"--crop source: {importer.kind} does not record crops; say center or unknown")
@@ -105,7 +105,7 @@ def plan_import(
         listing.notes.append(f"of a sample's captions at most {at_most} can be stored, the first")
     changed = not_stored(listing.entries, store, config.source, at_most)
     if store is not None and not config.replace:
-        refuse_other_origin(changed, records(store.manifest), config.source)
+        refuse_other_origin(changed, store, config.source)
     spread, round_trip, captions, columns = None, None, None, _columns_of(manifest)
     if changed and (checked := _read_some(config, importer, listing, changed, vae, is_first=manifest is None)):
         if not config.trust_scale:
@@ -150,22 +150,6 @@ def plan_import(
         round_trip=round_trip,
         captions=captions,
     )
-
-
-def _opened(config: ImportConfig) -> tuple[Manifest, Store] | tuple[None, None]:
-    """Return the newest generation of the store, if there is one.
-
-    Raises:
-        FingerprintError: if it was packed.
-        StoreError: if it has lost shards.
-    """
-    manifest = newest_manifest(config.store)
-    if manifest is None:
-        return None, None
-    refuse_lost_shards(config.store, manifest)  # by its index, every sample of one would be unchanged
-    if "import" not in manifest.rules:
-        raise FingerprintError(f"{config.store} was packed, not imported; import into a new store")
-    return manifest, Store(config.store, manifest)
 
 
 def _name(listing: CacheListing, config: ImportConfig, store: Store | None) -> None:

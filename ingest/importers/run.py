@@ -7,8 +7,7 @@ import secrets
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from bucketline.allocator import keep_freed_memory
@@ -36,7 +35,6 @@ from bucketline.ingest.rules import reject_limit
 from bucketline.ingest.summary import RunSummary, rejects_as_lines
 from bucketline.store import Store, StoreWriter
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.read.info import disk_bytes
 from bucketline.typed_json import Json, decode, encode
 
 if TYPE_CHECKING:
@@ -69,15 +67,6 @@ def import_cache(
         return None
     if config.dry_run:
         world_size = local_world_size = 1
-        if not isinstance(config.place, Path):
-            from bucketline.store.sync.mirror import mirrored
-            from bucketline.store.sync.working import WorkingStore
-
-            objects = config.objects(config.place)
-            with mirrored(objects) as mirror, pack_session(config, 0, 1, local_rank, 1) as session:
-                mirror.refresh()
-                here = replace(config, place=mirror.path, work=None)
-                return _Import(here, session, WorkingStore(objects, mirror.path).open).run()
     keep_freed_memory()  # values of a sample are allocated and freed in threads, each time as new mappings
     with pack_session(config, rank, world_size, local_rank, local_world_size) as session:
         return _Import(config, session).run()
@@ -86,8 +75,8 @@ def import_cache(
 class _Import:
     """One run of the command on one rank."""
 
-    def __init__(self, config: ImportConfig, session: PackSession, records: Callable[[Manifest], Store] | None = None) -> None:
-        """Read and write nothing yet; `records` opens a generation whose folder stands for a store in object storage."""
+    def __init__(self, config: ImportConfig, session: PackSession) -> None:
+        """Read and write nothing yet."""
         self._config, self._session, self._ranks = config, session, session.ranks
         self._started = time.monotonic()
         self._model = None if config.model is None else open_model(config.model, config.model_config)
@@ -95,7 +84,6 @@ class _Import:
         self._changed: list[CacheEntry] = []
         self._store: Store | None = None  # as it was before
         self._destination = Destination(config)
-        self._records = records or self._destination.open
         self._vae: NamedVae
 
     def run(self) -> ImportResult | None:
@@ -131,7 +119,7 @@ class _Import:
     def _plan(self, held: ExitStack) -> ImportPlan:
         if not self._config.dry_run:
             held.enter_context(self._destination.held())
-        planned = self._planned = plan_import(self._config, self._model, self._session.local_rank, self._records)
+        planned = self._planned = plan_import(self._config, self._model, self._session.local_rank, self._destination.newest)
         self._changed, self._store = planned.changed, planned.store
         return planned.plan
 
@@ -255,7 +243,7 @@ class _Import:
         if published is not None:
             now, num_bytes = self._destination.commit(published)
         elif now is not None and config.dry_run:
-            num_bytes = disk_bytes(config.store)
+            num_bytes = self._destination.disk_bytes(now)
         elif now is not None:  # an interrupted run may have imported everything, and not committed it
             self._destination.adopt(now)
             now, num_bytes = self._destination.commit(now)

@@ -16,7 +16,6 @@ from bucketline.ingest.sources.objects.source import ObjectSource
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.schema import Schema, text_entry
-from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.store_writer import writing
 
@@ -35,14 +34,12 @@ if TYPE_CHECKING:
 
 
 def opened_source(config: PackConfig) -> Source:
-    """Open the source, check that it does not overlap with the store, and check the store's shards."""
+    """Open the source, and check that it does not overlap with the store."""
     source = open_source(config.source, config)
     for path in source.local_paths:
         refuse_overlap(path, config.store)
     if isinstance(source, ObjectSource) and isinstance(config.place, str):
         refuse_overlapping_urls(source.folder_url, config.place)
-    if (manifest := newest_manifest(config.store)) is not None:
-        refuse_lost_shards(config.store, manifest)  # with only an index, everything would look unchanged
     return source
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.packing.prepare import opened_source, prepare
+from bucketline.ingest.packing.target import folder_of, newest_whole
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.slice_worker import PackPlan
 from bucketline.ingest.sources.source import caption_rest
@@ -60,6 +61,7 @@ class PackRun:
         started = time.monotonic()
         held.enter_context(target.held())
         source = opened_source(config)
+        newest_whole(folder_of(config))
         listing = source.listing()
         caption_rest(listing, config.default_caption)
         outline, slices = take_apart(config.caption_rules.applied(listing), num_slices(source, listing))

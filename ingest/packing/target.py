@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Protocol
 from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.commands.progress import bar_of_bytes
+from bucketline.store.folder import LocalFolder
 from bucketline.store.read.info import disk_bytes
-from bucketline.store.read.lost_files import files_of
+from bucketline.store.read.lost_files import files_of, refuse_lost_shards
+from bucketline.store.remote.generations import find_newest
 from bucketline.store.write.publish import publish
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bucketline.ingest.config import PackConfig
+    from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.objects import ObjectFolder
     from bucketline.store.sync.working import WorkingStore
@@ -37,6 +40,30 @@ class Placed(Protocol):
 
     def objects(self, url: Path | str) -> ObjectFolder:
         """Return the folder at a URL."""
+
+
+def folder_of(config: Placed) -> Folder:
+    """Return the folder where the store is."""
+    return LocalFolder(config.store) if isinstance(config.place, Path) else config.objects(config.place)
+
+
+def newest_whole(folder: Folder) -> Manifest | None:
+    """Return the newest generation of the store in a folder; None if there is none.
+
+    Raises:
+        CorruptError: if one of its shards has lost a file: by its index, every sample of it would look unchanged.
+        StoreError: if it cannot be read.
+    """
+    if (manifest := find_newest(folder, lists=True)) is not None:
+        refuse_lost_shards(folder, manifest)
+    return manifest
+
+
+def newest_store(config: Placed) -> Store | None:
+    """Return the newest generation of the store where it is; None if there is none. Raises what `newest_whole` does."""
+    folder = folder_of(config)
+    manifest = newest_whole(folder)
+    return None if manifest is None else Store.at(folder, manifest)
 
 
 def working_store(config: Placed) -> WorkingStore | None:

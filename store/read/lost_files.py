@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
 from bucketline.errors import CorruptError
-from bucketline.store.folder import LocalFolder
 from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest import generations
+from bucketline.store.remote.generations import listed_generations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,26 +81,27 @@ def lost_shards(folder: Folder, manifest: Manifest, *, sidecars: bool = True) ->
     return tuple(LostShard(shard=entry.name, samples=entry.live_samples, files=tuple(own)) for entry, own in lost.values())
 
 
-def refuse_lost_shards(store: Path, manifest: Manifest, *, sidecars: bool = True) -> None:
-    """Check that no shard of a generation of a store on a disk has lost a file.
+def refuse_lost_shards(folder: Folder, manifest: Manifest, *, sidecars: bool = True) -> None:
+    """Check that no shard of a generation of a store has lost a file.
 
     Raises:
         CorruptError: if one has; the message names the first few and the command that fixes it.
         StoreError: if a file cannot be looked up for another reason.
     """
-    lost = lost_shards(LocalFolder(store), manifest, sidecars=sidecars)
+    lost = lost_shards(folder, manifest, sidecars=sidecars)
     if not lost:
         return
+    place = folder.place("")
     more = f", and {counted(len(lost) - NAMED_SHARDS, 'shard')} more" if len(lost) > NAMED_SHARDS else ""
     samples = counted(sum(shard.samples for shard in lost), "sample")
-    if (newest := max(generations(store), default=0)) > manifest.generation:
+    if (newest := max(listed_generations(folder), default=0)) > manifest.generation:
         advice = f"generation {manifest.generation} cannot be read completely; restore the files, or open generation {newest}"
     else:
         advice = (
-            f"restore the files, or run `store repair {store}`, which keeps the samples that can still be read and drops the "
+            f"restore the files, or run `store repair {place}`, which keeps the samples that can still be read and drops the "
             "others; the same `ingest pack` then packs these again"
         )
     raise CorruptError(
-        f"{store} has lost files of {counted(len(lost), 'shard')} with {samples}: "
+        f"{place} has lost files of {counted(len(lost), 'shard')} with {samples}: "
         f"{'; '.join(map(str, lost[:NAMED_SHARDS]))}{more}; {advice}"
     )

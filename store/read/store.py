@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.format.schema import BucketEntry, RaggedEntry
     from bucketline.store.remote.cache.remote_source import RemoteSource
+    from bucketline.store.remote.objects import ObjectFolder
     from bucketline.typed_json import Json
 
 
@@ -543,6 +544,16 @@ class Store(OpenShards):
         cache = options.cache or default_cache()
         manifest, source = open_remote(str(path), options, cache, generation, reads_rows=reads_rows)
         return cls(source.path, manifest, plain_reads=plain_reads, source=source)
+
+    @classmethod
+    def at(cls, folder: Folder, manifest: Manifest, cache: Path | None = None) -> Store:
+        """Return a generation of the store in a folder; in object storage by way of the cache, by default the usual one."""
+        if isinstance(folder, LocalFolder):
+            return cls(folder.path, manifest)
+        from bucketline.store.remote.cache.remote_source import source_at
+
+        source = source_at(cast("ObjectFolder", folder), cache or default_cache(), manifest)
+        return cls(source.path, manifest, source=source)
 
     @property
     def place(self) -> Path | str:

@@ -238,14 +238,14 @@ class ObjectFolder:
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Return the lengths of some objects in bytes; None of those that are not there: by listing their subfolders.
 
-        Of a web server, whose folders cannot be listed, every object is looked up.
+        What a list does not show is looked up: it may be older than an object, and of a web server there is none.
         """
-        if self.is_read_only:
-            with ThreadPoolExecutor(_LOOK_UPS) as pool:
-                return list(pool.map(self.size, names))
-        folders = {name.rpartition("/")[0] for name in names}
-        there = {file.name: file.num_bytes for folder in folders for file in self.names(folder)}
-        return [there.get(name) for name in names]
+        folders = set[str]() if self.is_read_only else {name.rpartition("/")[0] for name in names}
+        there: dict[str, int | None] = {file.name: file.num_bytes for folder in folders for file in self.names(folder)}
+        lacking = [name for name in names if name not in there]
+        with ThreadPoolExecutor(_LOOK_UPS) as pool:
+            there.update(zip(lacking, pool.map(self.size, lacking), strict=True))
+        return [there[name] for name in names]
 
     def names(self, prefix: str = "", *, is_bounded: bool = True) -> Iterator[ListedFile]:
         """Yield the objects in a subfolder (`shards`) and below, in no particular order; a StoreError if there are too many."""

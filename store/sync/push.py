@@ -71,7 +71,7 @@ def push(
     """
     folder.refuse_read_only()
     manifest = existing_manifest(store)
-    refuse_lost_shards(store, manifest)
+    refuse_lost_shards(LocalFolder(store), manifest)
     remote = find_newest(folder, lists=True)
     is_ahead = remote is not None and _relation(store, manifest, folder, remote)
     uploader = Uploader(folder, jobs=jobs, on_bytes=on_bytes)

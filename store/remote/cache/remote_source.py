@@ -182,6 +182,21 @@ _sources: weakref.WeakValueDictionary[tuple[object, ...], RemoteSource] = weakre
 _lock = ForkSafeLock()
 
 
+def source_at(objects: ObjectFolder, cache: Path, manifest: Manifest) -> RemoteSource:
+    """Return the source of a generation's shards, which all who open the store in this process share.
+
+    Raises:
+        StoreError: if the cache cannot be used.
+    """
+    with _lock:
+        key = os.getpid(), objects.identity, objects.options, cache, manifest.store_id
+        source = _sources.get(key)
+        if source is None:
+            source = _sources[key] = RemoteSource(objects, cache, manifest.store_id)
+    source.files.expect_lines([entry for entry in manifest.shards if not entry.line_checksums])
+    return source
+
+
 def open_remote(
     url: str, options: RemoteOptions, cache: Path, generation: int | None, *, reads_rows: bool = False
 ) -> tuple[Manifest, RemoteSource]:
@@ -196,20 +211,11 @@ def open_remote(
     """
     objects = ObjectFolder.open(url, options)
 
-    def source_of(manifest: Manifest) -> RemoteSource:
-        with _lock:
-            key = os.getpid(), objects.identity, options, cache, manifest.store_id
-            source = _sources.get(key)
-            if source is None:
-                source = _sources[key] = RemoteSource(objects, cache, manifest.store_id)
-        source.files.expect_lines([entry for entry in manifest.shards if not entry.line_checksums])
-        return source
-
     opened: list[RemoteSource] = []  # keeps it while its files are requested
 
     def expect(manifest: Manifest) -> None:
         if len(manifest.shards) <= AT_ONCE:
-            opened.append(source_of(manifest))
+            opened.append(source_at(objects, cache, manifest))
             paths = (opened[0].paths(entry).extents for entry in manifest.shards)
             opened[0].files.request([(path, entry.extents) for path, entry in zip(paths, manifest.shards, strict=True)])
 
@@ -218,6 +224,6 @@ def open_remote(
         return newest if generation is None else read_generation(objects, generation, newest)
 
     manifest = within(options.deadline_s, objects.url, find)
-    source = source_of(manifest)
+    source = source_at(objects, cache, manifest)
     source.num_bytes = sum(shard.data_bytes for shard in manifest.shards)
     return manifest, source

@@ -111,6 +111,7 @@ def test_only_what_is_new_is_packed_and_what_is_gone_is_pruned(
     dry = pack(source, place, model, "--prune", "--dry-run").json
     assert (dry["unchanged"], dry["pruned"]) == (13, 1)
     assert dry["pruned_ids"] == [gone]
+    assert not (tmp_path / "cache-pack").exists()  # a dry run makes no folder for shards
     done = pack(source, place, model, "--prune")
     assert done.code == 0
     report = done.json
@@ -118,6 +119,15 @@ def test_only_what_is_new_is_packed_and_what_is_gone_is_pruned(
     assert report["packed"] == report["found"] - 13 > 0
     assert first < sent(place)
     assert len(ids_in(pulled(place, tmp_path / "pulled.store"))) == report["found"]
+
+
+def test_a_store_that_has_lost_a_shard_is_refused(place: ObjectFolder, source: Path, model: Path) -> None:
+    """By the shard's index, every image of it would look unchanged."""
+    pack(source, place, model)
+    place.remove(sent(place))
+    for more in ((), ("--dry-run",)):
+        done = pack(source, place, model, *more)
+        assert (done.code, f"{place.url} has lost files of 1 shard with 14 samples" in done.err) == (1, True)
 
 
 def test_other_captions_are_encoded_with_the_latents_of_the_bucket(

@@ -64,6 +64,7 @@ def test_an_import_into_a_url_is_the_same_as_on_a_disk(own: Known, source: Path,
     pulled, local = Store.open(tmp_path / "pulled.store"), Store.open(tmp_path / "here.store")
     assert everything(pulled) == everything(local)
     assert place.read("rejects.jsonl") == (tmp_path / "here.store" / "rejects.jsonl").read_bytes()
+    assert to_url(source, place, own, "--dry-run").json["disk_bytes"] == done.json["disk_bytes"]
     again = to_url(source, place, own).json
     assert (again["imported"], again["unchanged"], again["rejected"], again["generation"]) == (0, 5, 1, 1)
     (work,) = (tmp_path / "bucketline-pack").iterdir()

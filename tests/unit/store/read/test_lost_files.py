@@ -98,7 +98,7 @@ def test_many_lost_shards_are_counted_and_the_first_are_named(tmp_path: Path) ->
     for path in (tmp_path / "shards").glob("*.lmdb"):
         path.unlink()
     with pytest.raises(CorruptError, match=r"5 shards with 10 samples: .*g0.*; shard g1.*; shard g2.*, and 2 shards more; "):
-        refuse_lost_shards(tmp_path, store.manifest)
+        refuse_lost_shards(LocalFolder(tmp_path), store.manifest)
 
 
 def test_a_file_that_may_not_be_looked_at_is_not_taken_for_a_lost_one(tmp_path: Path) -> None:
@@ -124,4 +124,4 @@ def test_an_older_generation_that_cannot_be_read_is_said_to_be_old(tmp_path: Pat
     make_store(tmp_path, samples_of({BUCKET: 2}, "a/"), samples_of({BUCKET: 2}, "b/"))
     (tmp_path / "shards" / "g0.lmdb").unlink()
     with pytest.raises(CorruptError, match="generation 1 cannot be read completely; restore the files, or open generation 2"):
-        refuse_lost_shards(tmp_path, Store.open(tmp_path, 1).manifest)
+        refuse_lost_shards(LocalFolder(tmp_path), Store.open(tmp_path, 1).manifest)
