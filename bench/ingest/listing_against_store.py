@@ -98,7 +98,7 @@ def _timed(folder: Path, samples: int, shards: int) -> list[Subject]:
     def publishing() -> None:
         manifest = Store.open(path).manifest
         entries, half = manifest.shards, len(manifest.shards) // 2
-        base = ChangeBase(folder=LocalFolder(path), manifest=replace(manifest, shards=entries[:half]), number=1, path=path)
+        base = ChangeBase(LocalFolder(path), replace(manifest, shards=entries[:half]), 1, path)
         if replaced(base, entries[half:], ()) != list(entries):
             raise AssertionError(f"{path}: rows were replaced, and no sample is there twice")
 

@@ -1,22 +1,23 @@
-"""Change which rows a store has, where it is: on a disk under its lock, in object storage by the commit that comes first."""
+"""Commit changes of a store where it is: on a disk under its lock, in object storage by the commit that comes first."""
 
 from __future__ import annotations
 
 import dataclasses
 import secrets
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError, CorruptError, StoreError
-from bucketline.store.folder import LocalFolder
+from bucketline.store.folder import DeniedError, LocalFolder
 from bucketline.store.format.manifest import finished
 from bucketline.store.remote.generations import commit, complete_first, newest_generation, refuse_without_put_if_absent
-from bucketline.store.transfer.download import Downloader
+from bucketline.store.transfer.sender import noted
+from bucketline.store.transfer.upload import Uploader, shard_of
 from bucketline.store.write.change_base import ChangeBase
 from bucketline.store.write.newest import existing_manifest
-from bucketline.store.write.publish import changing, next_generation, publish_shards
+from bucketline.store.write.publish import changing, next_generation, prepare_store, publish_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from bucketline.store.remote.objects import ObjectFolder
 
 ATTEMPTS = 50  # of a change that other writers get ahead of each time
-_AT_ONCE = 16  # sidecars
 FIRST_DRAWN, END_DRAWN = 1 << 32, 1 << 52  # numbers in names of lists of dropped rows; below are generations' numbers
 
 
@@ -36,33 +36,45 @@ def drawn_number() -> int:
 
 @contextmanager
 def newest_base(place: Path | ObjectFolder) -> Iterator[ChangeBase]:
-    """Yield the newest generation, to be looked at only. Of one in object storage, `fetch_indexes` gets what is read.
+    """Yield the newest generation, to be looked at only.
 
     Raises:
-        StoreError: if there is no store, or it cannot be read. Errors in the block name the URL.
+        StoreError: if there is no store, or it cannot be read.
     """
     if isinstance(place, Path):
         yield _local_base(place, existing_manifest(place))
         return
-    newest = newest_generation(place, lists=True)
+    with _work_for(place) as work:
+        yield _base_there(place, work)
+
+
+@contextmanager
+def _work_for(place: ObjectFolder) -> Iterator[Path]:
+    """Yield a temporary folder for what is read of a store in object storage, and made for it. Errors name the URL instead."""
     with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder)
-        (path / "shards").mkdir()
         try:
-            fetch = Downloader(place, jobs=_AT_ONCE).get
-            yield ChangeBase(folder=place, manifest=newest, number=drawn_number(), path=path, fetch=fetch)
+            yield Path(folder)
         except BucketlineError as error:
-            raise type(error)(str(error).replace(str(path), place.url)) from error
+            raise type(error)(str(error).replace(f"{folder}/made", place.url)) from error
+
+
+def _base_there(place: ObjectFolder, work: Path) -> ChangeBase:
+    return ChangeBase(place, newest_generation(place, lists=True), drawn_number(), work / "made", work / "cache")
 
 
 def commit_change(
-    place: Path | ObjectFolder, change: Callable[[ChangeBase], Manifest], *, adopting: bool = True
+    place: Path | ObjectFolder,
+    change: Callable[[ChangeBase], Manifest],
+    *,
+    adopting: bool = True,
+    finish: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest, Manifest]:
     """Commit what `change` makes of the newest generation. Return the generation before, and the newest afterwards.
 
     `change` returns a manifest with other shards or buckets; the same one changes nothing. It is called again if another writer
-    has committed first. On a disk, what an interrupted run left becomes a generation first, if `adopting`. Shards that are no
-    longer listed become retired as long as they have files.
+    has committed first; the shards that it made are still there then. On a disk, what an interrupted run left becomes a
+    generation first, if `adopting`. Shards that are no longer listed become retired as long as they have files. `finish` is
+    called at the end, on a disk under the lock.
 
     Raises:
         StoreError: if there is no store, or it cannot be changed; what `change` raises.
@@ -71,22 +83,51 @@ def commit_change(
     if isinstance(place, Path):
         with changing(place, adopting=adopting) as manifest:
             base = _local_base(place, manifest)
-            after = change(base)
-            return manifest, manifest if after is manifest else publish_shards(place, after, after.shards, base.number)
+            changed = change(base)
+            if changed is not manifest:
+                changed = publish_shards(place, _retiring(manifest, changed), changed.shards, base.number)
+            finish()
+            return manifest, changed
     newest_generation(place, lists=True)  # which raises if there is none
     place.refuse_read_only()
     refuse_without_put_if_absent(place)
-    for _ in range(ATTEMPTS):
-        with newest_base(place) as base:
-            before = base.manifest
-            complete_first(place, before)
-            after = change(base)
-            if after is before:
-                return before, before
-            after, data = finished(_next(place, before, after), place.url)
-            if commit(place, after.generation, data, is_first=False):
-                return before, after
+    with _work_for(place) as work:
+        prepare_store(work / "made")
+        sent = set[str]()  # shards, by all attempts
+        for _ in range(ATTEMPTS):
+            base = _base_there(place, work)
+            complete_first(place, base.manifest)
+            changed = change(base)
+            after = changed if changed is base.manifest else _committed(place, base, changed, sent)
+            if after is not None:
+                _remove(place, sent - {entry.name for entry in after.shards})
+                finish()
+                return base.manifest, after
     raise overtaken(place)
+
+
+def _committed(place: ObjectFolder, base: ChangeBase, after: Manifest, sent: set[str]) -> Manifest | None:
+    """Send the files that a changed manifest lists and commit it; None if another writer has committed first.
+
+    The names of the shards that it sends are added to `sent`. Lists of dropped rows have been written.
+    """
+    before = {entry.name: entry for entry in base.manifest.shards}
+    new = [entry for entry in after.shards if entry.name not in before or entry.added != before[entry.name].added]
+    with noted(place, "change", {entry.name for entry in new}):
+        if new:
+            sent |= {entry.name for entry in new} - before.keys()
+            uploader = Uploader(place)
+            uploader.look(base.manifest, sent)
+            uploader.send(base.made, [dataclasses.replace(entry, dropped=None) for entry in new])
+        after, data = finished(_next(place, base.manifest, after), place.url)
+        return after if commit(place, after.generation, data, is_first=False) else None
+
+
+def _remove(place: ObjectFolder, shards: set[str]) -> None:
+    """Remove the objects of shards that were sent and are not used."""
+    if shards:
+        with suppress(DeniedError):  # garbage collection removes them once they are old
+            place.remove([file.name for file in place.names("shards") if shard_of(file.name) in shards])
 
 
 def overtaken(place: ObjectFolder) -> StoreError:
@@ -95,14 +136,21 @@ def overtaken(place: ObjectFolder) -> StoreError:
 
 
 def _local_base(place: Path, manifest: Manifest) -> ChangeBase:
-    return ChangeBase(folder=LocalFolder(place), manifest=manifest, number=next_generation(place, manifest), path=place)
+    return ChangeBase(LocalFolder(place), manifest, next_generation(place, manifest), place)
+
+
+def _retiring(before: Manifest, after: Manifest) -> Manifest:
+    """Return `after` with all shards that it does not list, and any generation may have listed, as retired."""
+    gone = (before.known_shards | after.known_shards) - {entry.name for entry in after.shards}
+    return dataclasses.replace(after, retired=tuple(sorted(gone)))
 
 
 def _next(place: ObjectFolder, before: Manifest, after: Manifest) -> Manifest:
     """Return the generation after `before` that has the contents of `after`."""
-    gone = (before.known_shards | after.known_shards) - {entry.name for entry in after.shards}
-    there = {file.name.removeprefix("shards/").partition(".")[0] for file in place.names("shards")} if gone else set[str]()
+    gone = _retiring(before, after).retired
+    there = {shard_of(file.name) for file in place.names("shards")} if gone else set[str]()
     try:
-        return dataclasses.replace(after, generation=before.generation + 1, retired=tuple(sorted(gone & there)))
+        retired = tuple(name for name in gone if name in there)
+        return dataclasses.replace(after, generation=before.generation + 1, retired=retired)
     except ValueError as error:
         raise CorruptError(f"{place.place('shards')}: {error}; rerun the command") from error

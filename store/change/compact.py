@@ -5,28 +5,35 @@ Live rows keep their order: row n of a bucket is the same sample before and afte
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError, UsageError
-from bucketline.files.atomic_write import explaining
 from bucketline.files.disk_space import refuse_too_little_disk
+from bucketline.store.change.commit import commit_change, newest_base
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.garbage_collect import Collected, collect
-from bucketline.store.format.manifest import generations
+from bucketline.store.folder import as_folder
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
+from bucketline.store.remote.generations import listed_generations
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.transfer.download import Downloader
 from bucketline.store.write.describe import describe_shard
-from bucketline.store.write.newest import existing_manifest
-from bucketline.store.write.publish import changing, next_generation, publish_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
+    from typing import TypeAlias
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.write.change_base import ChangeBase
+
+    _New: TypeAlias = list[tuple[ShardEntry, ...]]  # shards of each run
 
 SMALL = 4  # shards below 1/4 of the shard size are small: joining them at least halves their number
 OVERHEAD = 1.1  # page rounding, block headers, captions needed by two new shards
@@ -55,8 +62,28 @@ class Compacted:
     collected: Collected | None  # None without garbage collection
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CopiedRuns:
+    """The copies of a generation's rows, and the runs of shards that they replace."""
+
+    base: Manifest
+    runs: list[ShardRun]
+    new: _New
+
+    def in_place(self, newest: Manifest) -> tuple[ShardEntry, ...] | None:
+        """Return the shards of `newest` with the copies; None if a shard has changed that they were made of."""
+        shards = list(newest.shards)
+        for run, new in zip(self.runs, self.new, strict=True):
+            old = self.base.shards[run.shards.start : run.shards.stop]
+            at = next((n for n, entry in enumerate(shards) if entry == old[0]), 0)
+            if tuple(shards[at : at + len(old)]) != old:
+                return None
+            shards[at : at + len(old)] = new
+        return tuple(shards)
+
+
 def compact(
-    path: Path,
+    place: Path | ObjectFolder,
     *,
     shard_bytes: int,
     gc_older_than_s: float | None = None,
@@ -66,38 +93,53 @@ def compact(
     """Publish a generation without dropped rows and small shards, if there are any; then collect garbage if requested.
 
     `on_bytes` is called with the row bytes copied so far and in total. Files of rewritten shards stay until garbage collection.
-    An interrupted compaction leaves the store unchanged.
+    An interrupted compaction leaves the store unchanged. In object storage, the shards to rewrite are got first; if another
+    writer is faster, the copies serve the next attempt unless it has changed one of these shards.
 
     Raises:
         CorruptError: if a row or caption to be copied is damaged, naming it.
         StoreError: if there is no store, one of its files is missing, or the disk cannot hold the copies.
-        LockedError: if another process changes the store.
+        LockedError: if another process changes the store on this disk.
     """
     if shard_bytes < 1:
         raise UsageError(f"the shard size is {shard_bytes} bytes, expected 1 or more")
     if dry_run:
-        return _foretold(path, shard_bytes, gc_older_than_s)
-    with changing(path) as manifest:
-        runs = plan_runs(manifest, shard_bytes)
-        after, written = _rewrite(path, manifest, runs, shard_bytes, on_bytes) if runs else (manifest, ())
-        found = None if gc_older_than_s is None else collect(path, gc_older_than_s)
-    return _report(manifest, runs, after, written, found)
+        return _foretold(place, shard_bytes, gc_older_than_s)
+    copies = list[_CopiedRuns]()  # of the last attempt
+    collected = list[Collected]()
+
+    def compacted(base: ChangeBase) -> Manifest:
+        shards = copies[-1].in_place(base.manifest) if copies else None
+        if shards is None:
+            copies.append(_copied(base, plan_runs(base.manifest, shard_bytes), shard_bytes, on_bytes))
+            shards = copies[-1].in_place(base.manifest)
+        assert shards is not None
+        return base.manifest if shards == base.manifest.shards else replace(base.manifest, shards=shards)
+
+    def collect_garbage() -> None:
+        if gc_older_than_s is not None:
+            collected.append(collect(place, gc_older_than_s))
+
+    _, after = commit_change(place, compacted, finish=collect_garbage)
+    done = copies[-1]
+    return _report(done.base, done.runs, done.new, after.generation, next(iter(collected), None))
 
 
-def _foretold(path: Path, shard_bytes: int, gc_older_than_s: float | None) -> Compacted:
+def _foretold(place: Path | ObjectFolder, shard_bytes: int, gc_older_than_s: float | None) -> Compacted:
     """Return what a compaction would do, without a lock; retried if another process changed the generations."""
+    folder = as_folder(place)
     while True:
-        before = generations(path)
+        before = listed_generations(folder).keys()
         try:
-            manifest = existing_manifest(path)
-            with explaining(path):
-                found = None if gc_older_than_s is None else collect(path, gc_older_than_s, dry_run=True)
+            with newest_base(place) as base:
+                manifest = base.manifest
+            found = None if gc_older_than_s is None else collect(place, gc_older_than_s, dry_run=True)
         except StoreError:
-            if generations(path) == before:
+            if listed_generations(folder).keys() == before:
                 raise
         else:
-            if generations(path) == before:
-                return _report(manifest, plan_runs(manifest, shard_bytes), manifest, (), found)
+            if listed_generations(folder).keys() == before:
+                return _report(manifest, plan_runs(manifest, shard_bytes), None, manifest.generation, found)
 
 
 def plan_runs(manifest: Manifest, shard_bytes: int) -> list[ShardRun]:
@@ -138,15 +180,29 @@ def _file_bytes(shard: ShardEntry) -> int:
     return sum(file.num_bytes for _, file in files_of(Path(), shard))
 
 
-def _rewrite(
-    path: Path, manifest: Manifest, runs: list[ShardRun], shard_bytes: int, on_bytes: Callable[[int, int], None]
-) -> tuple[Manifest, tuple[ShardEntry, ...]]:
-    """Copy the runs' rows and publish. Return the new manifest and its new shards. Call under the store's lock."""
+@contextmanager
+def _on_this_disk(base: ChangeBase, entries: Iterable[ShardEntry]) -> Iterator[Store]:
+    """Yield the generation with all files of some shards on this disk."""
+    if isinstance(base.folder, ObjectFolder):
+        with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
+            path = Path(folder)
+            (path / "shards").mkdir()
+            Downloader(base.folder).get(file for entry in entries for file in files_of(path, entry))
+            yield Store(path, base.manifest)
+    else:
+        yield base.store
+
+
+def _copied(base: ChangeBase, runs: list[ShardRun], shard_bytes: int, on_bytes: Callable[[int, int], None]) -> _CopiedRuns:
+    """Copy the runs' rows to new shards. On a disk, call it under the store's lock."""
+    manifest = base.manifest
+    if not runs:
+        return _CopiedRuns(base=manifest, runs=[], new=[])
     total = sum(run.num_bytes for run in runs)
     largest = max(min(run.num_bytes, shard_bytes) for run in runs)  # stored twice while it is sealed
     old = [manifest.shards[n] for run in runs for n in run.shards]
     added = sum(manifest.row_bytes(shard) - _row_bytes(manifest, shard) for shard in old)
-    refuse_too_little_disk(path, int((total + largest + added) * OVERHEAD), f"compacting {path}")
+    refuse_too_little_disk(base.made, int((total + largest + added) * OVERHEAD), f"compacting {base.folder.place('')}")
     to_copy = sum(_row_bytes(manifest, shard) for shard in old)
     done = [0]
 
@@ -154,17 +210,13 @@ def _rewrite(
         done[0] += num_bytes
         on_bytes(done[0], to_copy)
 
-    generation = next_generation(path, manifest)
-    with RowCopier(Store(path, manifest), generation, copied) as copier:
+    with _on_this_disk(base, old) as store, RowCopier(store, manifest.generation + 1, copied, base.made) as copier:
         names = [copier.copy(run.shards, run.sizes, shard_bytes) for run in runs]
-        new = [tuple(describe_shard(path, name, manifest)[0] for name in own) for own in names]
+        new = [tuple(describe_shard(base.made, name, manifest)[0] for name in own) for own in names]
         for run, own in zip(runs, new, strict=True):
             _check_rows([manifest.shards[n] for n in run.shards], own)
     # a generation may list the new shards from here on, so an interruption is left to the next writer
-    shards = list(manifest.shards)
-    for run, own in reversed(list(zip(runs, new, strict=True))):
-        shards[run.shards.start : run.shards.stop] = own
-    return publish_shards(path, manifest, shards, generation), tuple(entry for own in new for entry in own)
+    return _CopiedRuns(base=manifest, runs=runs, new=new)
 
 
 def _check_rows(old: list[ShardEntry], new: tuple[ShardEntry, ...]) -> None:
@@ -178,17 +230,18 @@ def _check_rows(old: list[ShardEntry], new: tuple[ShardEntry, ...]) -> None:
 
 
 def _report(
-    manifest: Manifest, runs: list[ShardRun], after: Manifest, written: tuple[ShardEntry, ...], collected: Collected | None
+    base: Manifest, runs: list[ShardRun], new: _New | None, generation: int, collected: Collected | None = None
 ) -> Compacted:
-    old = [manifest.shards[n] for run in runs for n in run.shards]
-    about = sum(run.num_bytes for run in runs)
+    """Return the result; `new` is None in a dry run."""
+    old = [base.shards[n] for run in runs for n in run.shards]
+    written = [entry for own in new or () for entry in own]
     return Compacted(
-        generation=after.generation,
+        generation=generation,
         rewritten=tuple(shard.name for shard in old),
         written=tuple(shard.name for shard in written),
         rows=sum(shard.live_samples for shard in old),
         dropped=sum(shard.samples - shard.live_samples for shard in old),
         before_bytes=sum(map(_file_bytes, old)),
-        after_bytes=sum(map(_file_bytes, written)) if after is not manifest else about,
+        after_bytes=sum(run.num_bytes for run in runs) if new is None else sum(map(_file_bytes, written)),
         collected=collected,
     )

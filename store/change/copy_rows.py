@@ -29,6 +29,7 @@ from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -43,9 +44,14 @@ _RECREATED = (CHECKSUM, CAPTIONS, ORIGINAL_SIZE, CROP, ID)  # columns that the w
 class RowCopier:
     """Fills new shards with the live rows of a store's shards, in the given order. An exception in `with` discards them."""
 
-    def __init__(self, store: Store, generation: int, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        """Read and write nothing yet. The shards' names are unique; `on_bytes` takes the row bytes copied."""
-        self._store, self._on_bytes = store, on_bytes
+    def __init__(
+        self, store: Store, generation: int, on_bytes: Callable[[int], None] = lambda _: None, path: Path | None = None
+    ) -> None:
+        """Read and write nothing yet. The shards' names are unique; `on_bytes` takes the row bytes copied.
+
+        `path` is the folder of the new shards, laid out as a store; by default the store's.
+        """
+        self._store, self._on_bytes, self._path = store, on_bytes, path or store.path
         self._prefix = f"{COPY_PREFIX}{generation:06d}-{secrets.token_hex(4)}"
         self._writer: ShardWriter | None = None
         self._columns: set[str] = set()  # the added columns of its rows
@@ -92,7 +98,7 @@ class RowCopier:
             self._writer.close()
         for number in range(self._num_named):
             name = f"{self._prefix}-{number:04d}"
-            pending, paths = pending_path(self._store.path, name), shard_paths(self._store.path, name)
+            pending, paths = pending_path(self._path, name), shard_paths(self._path, name)
             added = paths.folder.glob(f"{name}.*.*")
             for path in (pending, pending.with_suffix(".sealing"), paths.lmdb, paths.extents, paths.index, *added):
                 path.unlink(missing_ok=True)
@@ -182,7 +188,7 @@ class RowCopier:
             self._num_named += 1
             empty = self._store.caption(ordinal, EMPTY_CAPTION_ROW)
             self._writer = ShardWriter(
-                self._store.path,
+                self._path,
                 name,
                 self._store.text,
                 empty,
@@ -201,11 +207,11 @@ class RowCopier:
             self._writer.seal()
             self._sealed.append(self._writer.name)
             if self._columns:
-                entry, _ = describe_shard(self._store.path, self._writer.name, self._store.manifest)
-                shard = SealedShard(self._store.path, entry)
+                entry, _ = describe_shard(self._path, self._writer.name, self._store.manifest)
+                shard = SealedShard(self._path, entry)
                 for column in sorted(self._columns):
                     values = CopiedValues(self._store, column, self._taken)
-                    write_column_shard(self._store.path, shard, column, values)
+                    write_column_shard(self._path, shard, column, values)
             self._writer = None
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import StoreError
 from bucketline.store.change.commit import commit_change, newest_base
 from bucketline.store.change.readable_rows import DamagedStore, all_lost
+from bucketline.store.folder import LocalFolder
 from bucketline.store.read.lost_files import NAMED_SHARDS
 
 if TYPE_CHECKING:
@@ -65,9 +66,9 @@ def _report(base: ChangeBase, names: tuple[str, ...]) -> DroppedShards:
             f"{' and others' if len(ordinals) > NAMED_SHARDS else ''}; `store info` names those that have lost files"
         )
     ids: list[str] = []
-    if base.fetch is None:
+    if isinstance(base.folder, LocalFolder):
         for name in names:
-            ids += all_lost(DamagedStore(base.path, manifest, [name]), ordinals[name]).ids
+            ids += all_lost(DamagedStore(base.folder.path, manifest, [name]), ordinals[name]).ids
     dropped = sum(manifest.shards[ordinals[name]].live_samples for name in names)
     return DroppedShards(
         generation=manifest.generation, shards=names, ids=tuple(ids), dropped=dropped, samples=manifest.samples - dropped

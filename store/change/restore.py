@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
@@ -62,8 +62,7 @@ def restore(place: Path | ObjectFolder, generation: int, *, dry_run: bool = Fals
         earlier = _whole(base, generation)
         if _has_rows_of(base.manifest, earlier):
             return base.manifest
-        unlisted = base.manifest.known_shards - {shard.name for shard in earlier.shards}
-        return replace(earlier, retired=tuple(sorted(unlisted)))
+        return earlier
 
     before, after = commit_change(place, restored)
     return _result(earlier, before, after.generation)

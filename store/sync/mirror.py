@@ -8,16 +8,14 @@ shards are marked by `shards/NAME.remote`; what has no mark was made here.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, StoreError
 from bucketline.files.atomic_write import explaining, write_or_explain
 from bucketline.files.sparse_file import make_sparse
-from bucketline.store.change.commit import ATTEMPTS, drawn_number, overtaken
+from bucketline.store.change.commit import drawn_number
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import (
     MANIFEST,
@@ -32,23 +30,21 @@ from bucketline.store.remote.generations import (
     commit,
     complete_first,
     find_newest,
-    newest_generation,
-    refuse_without_put_if_absent,
 )
 from bucketline.store.transfer.download import Downloader
 from bucketline.store.transfer.sender import forget_sent, lost_objects_of, noted, sent_shards
-from bucketline.store.transfer.upload import Uploader, shard_of
+from bucketline.store.transfer.upload import Uploader
 from bucketline.store.write.describe import sent_note
 from bucketline.store.write.publish import prepare_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
-    T = TypeVar("T")
 
 SIDECARS_AT_ONCE = 16
 
@@ -139,17 +135,6 @@ class Mirror:
         for manifest in found[len(kept) :]:
             generation_path(self.path, manifest.generation).unlink()
 
-    def fetch(self, names: Iterable[str]) -> None:
-        """Get all files of some shards of the newest generation."""
-        assert self.base is not None
-        wanted = set(names)
-        entries = [entry for entry in self.base.shards if entry.name in wanted and not self._is_made_here(entry)]
-        for entry in entries:
-            for path, _ in files_of(self.path, entry):
-                if not _is_copied(path):
-                    path.unlink(missing_ok=True)
-        self._downloader.get(file for entry in entries for file in files_of(self.path, entry))
-
     def commit(self, changed: Manifest) -> Manifest | None:
         """Send what a changed manifest lists and commit it as the next generation; None if another writer has committed first.
 
@@ -228,27 +213,10 @@ class Mirror:
             for path, expected in files_of_column(self.path, entry, column):
                 make_sparse(path, expected.num_bytes)
 
-    def remove_made(self, manifest: Manifest) -> None:
-        """Remove the shards that were made here for a generation that was not committed, here and in the bucket."""
-        listed = {entry.name for entry in self.base.shards} if self.base else set[str]()
-        made = [entry for entry in manifest.shards if entry.name not in listed and self._is_made_here(entry)]
-        for entry in made:
-            for path in (self.path / "shards").glob(f"{entry.name}.*"):
-                path.unlink()
-        names = {entry.name for entry in made}
-        self.objects.remove([file.name for file in self.objects.names("shards") if shard_of(file.name) in names])
-
 
 def _is_copied(path: Path) -> bool:
     """Return whether a mirror has a copy of a file of the bucket's shards, and not only its length."""
     return path.suffix == ".index" or path.suffix.startswith(".dropped-")
-
-
-@contextmanager
-def mirrored(objects: ObjectFolder) -> Iterator[Mirror]:
-    """Yield a mirror in a temporary folder, which is removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
-        yield Mirror(objects, Path(folder) / "store")
 
 
 @contextmanager
@@ -258,35 +226,3 @@ def naming(objects: ObjectFolder, path: Path) -> Iterator[None]:
         yield
     except BucketlineError as error:
         raise type(error)(str(error).replace(str(path), objects.url)) from error
-
-
-def change(
-    objects: ObjectFolder,
-    operation: Callable[[Mirror], T],
-    *,
-    dry_run: bool = False,
-    keep_made: bool = False,
-) -> T:
-    """Change a store in object storage: `operation` changes its mirror, and what came of it is committed.
-
-    If another writer commits first, the operation is repeated with the winner's generation. With `keep_made`, the shards that
-    it made are still there then; it removes those that it cannot use again by `Mirror.remove_made`.
-
-    Raises:
-        StoreError: if there is no store, or it cannot be written; what `operation` raises.
-    """
-    newest_generation(objects, lists=True)  # which raises if there is none
-    if not dry_run:
-        objects.refuse_read_only()
-        refuse_without_put_if_absent(objects)
-    with mirrored(objects) as mirror:
-        for _ in range(ATTEMPTS):
-            base = mirror.refresh()
-            with naming(objects, mirror.path):
-                result = operation(mirror)
-            changed = read_manifest(mirror.path)
-            if base is None or changed.digest == base.digest or dry_run or mirror.commit(changed) is not None:
-                return result
-            if not keep_made:
-                mirror.remove_made(changed)
-    raise overtaken(objects)

@@ -223,7 +223,7 @@ def publish(
                 if buckets.setdefault(bucket.name, bucket) != bucket:
                     raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
             added.append(entry)
-        base = ChangeBase(folder=LocalFolder(store), manifest=manifest, number=next_generation(store, manifest), path=store)
+        base = ChangeBase(LocalFolder(store), manifest, next_generation(store, manifest), store)
         shards = replaced(base, added, dropped)
         rules = manifest.rules if rules is None else rules
         if tuple(shards) == manifest.shards and rules == manifest.rules:

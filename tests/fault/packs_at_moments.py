@@ -29,7 +29,7 @@ MOMENTS = {
     "shorten": ("bucketline.store.transfer.sender", "make_sparse"),
     "url-commit": ("bucketline.store.sync.mirror", "commit"),
     "let-go": ("bucketline.store.sync.mirror", "Mirror.let_go"),
-    "never": ("bucketline.store.sync.mirror", "mirrored"),  # no pack calls it
+    "never": ("bucketline.store.change.compact", "compact"),  # no pack calls it
 }
 
 

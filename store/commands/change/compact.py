@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -55,13 +54,8 @@ class Compact(ChangingArguments):
         older_than_s = duration_s(self.older_than or OLDER_THAN)
         gc_older_than_s, shard_bytes, dry_run = older_than_s if self.gc else None, self.shard_size_mib << 20, self.dry_run
         with byte_progress("compact") as on_bytes:
-            if isinstance(self.store, str):
-                from bucketline.store.sync.compact import compact_objects
-
-                change = partial(compact_objects, self.objects(self.store))
-            else:
-                change = partial(compact, self.store)
-            done = change(shard_bytes=shard_bytes, gc_older_than_s=gc_older_than_s, dry_run=dry_run, on_bytes=on_bytes)
+            place = self.path_or_objects(self.store)
+            done = compact(place, shard_bytes=shard_bytes, gc_older_than_s=gc_older_than_s, dry_run=dry_run, on_bytes=on_bytes)
         if self.json:
             print_json({**asdict(done), "dry_run": self.dry_run})
             return 0

@@ -39,6 +39,7 @@ def test_a_shard_is_dropped_with_all_its_samples_whatever_is_left_of_it(
         (copy / "shards" / f"g0.{suffix}").unlink()
     done = drop_shards(copy, ["g0"])
     assert (done.generation, done.shards, done.dropped, done.samples) == (3, ("g0",), 39, 14)
+    assert read_manifest(copy).retired == (("g0",) if left else ())  # no run adopts it again
     named = {sample.id for sample in samples[0]} if len(left) == 3 else set()
     assert set(done.ids) == named
     assert ids_of(copy) == {sample.id for sample in samples[1]}

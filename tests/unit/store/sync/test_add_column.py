@@ -9,6 +9,7 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store, add_column
+from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import collect
 from bucketline.store.change.restore import restore
@@ -16,7 +17,6 @@ from bucketline.store.format.manifest import read_manifest
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.compact import compact_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.sync.selection import PullSelection
@@ -114,7 +114,7 @@ def test_a_selection_is_pulled_with_it(own: Path, objects: ObjectFolder, tmp_pat
 def test_a_drop_a_compaction_and_gc_at_the_url_keep_it(objects: ObjectFolder, tmp_path: Path, remote: RemoteOptions) -> None:
     added = add_column(objects.url, "mask", mask_of, remote=remote, work=tmp_path / "work")
     drop(objects, ["a/train/64x64/3.png"])
-    compact_objects(objects, shard_bytes=1 << 24)
+    compact(objects, shard_bytes=1 << 24)
     collect(objects, 0)
     expect_masks(objects.url, NUM - 1, remote)
     assert is_clean(objects)
@@ -157,7 +157,7 @@ def test_a_race_with_a_compaction_leaves_its_rows_for_the_next_call(
 
     def value(sample_id: str) -> Any:
         if not compacted:
-            compacted.append(compact_objects(objects, shard_bytes=1 << 24))
+            compacted.append(compact(objects, shard_bytes=1 << 24))
         return mask_of(sample_id)
 
     assert add_column(objects.url, "mask", value, remote=remote, work=tmp_path / "work").rows_without == NUM

@@ -19,8 +19,6 @@ from bucketline.store.change.garbage_collect import UNLISTED_S, collect
 from bucketline.store.change.restore import restore
 from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync import mirror as mirror_module
-from bucketline.store.sync.compact import compact_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.sync.verify import verify_objects
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from bucketline.store.folder import ListedFile
     from tests.object_storage import S3Bucket
 
-COMMITTING = (commit_module, mirror_module)
 DROPPED = ["first/train/64x64/3.png", "second/train/96x64/0.png"]
 
 
@@ -109,9 +106,9 @@ def test_a_drop_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, tmp_pa
 def test_a_compaction_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
     drop(folder, DROPPED)
     drop(own, DROPPED)
-    dry = compact_objects(folder, shard_bytes=1 << 24, dry_run=True)
+    dry = compact(folder, shard_bytes=1 << 24, dry_run=True)
     assert dry.rewritten == ("g0", "g1")
-    done = compact_objects(folder, shard_bytes=1 << 24, gc_older_than_s=0)
+    done = compact(folder, shard_bytes=1 << 24, gc_older_than_s=0)
     compact(own, shard_bytes=1 << 24)
     assert (done.generation, done.rows, done.dropped) == (4, 51, 2)
     assert done.collected is not None
@@ -125,7 +122,7 @@ def test_a_compaction_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, 
 
 def test_an_earlier_generation_is_restored(objects: ObjectFolder, own: Path, tmp_path: Path) -> None:
     drop(objects, DROPPED)
-    compact_objects(objects, shard_bytes=1 << 24)
+    compact(objects, shard_bytes=1 << 24)
     assert restore(objects, 2, dry_run=True).is_changed
     done = restore(objects, 2)
     assert (done.restored, done.generation, done.samples_before, done.samples) == (2, 5, 51, 53)
@@ -157,11 +154,10 @@ def test_of_two_changes_at_once_both_are_made(
             barrier.wait(30)
         return commit(*args, **more)  # type: ignore[arg-type]
 
-    for module in COMMITTING:
-        monkeypatch.setattr(module, "commit", together)
+    monkeypatch.setattr(commit_module, "commit", together)
     threads = [
         threading.Thread(target=lambda: done.append(drop(folder, DROPPED).generation)),
-        threading.Thread(target=lambda: done.append(compact_objects(folder, shard_bytes=1 << 24).generation)),
+        threading.Thread(target=lambda: done.append(compact(folder, shard_bytes=1 << 24).generation)),
     ]
     for thread in threads:
         thread.start()
@@ -186,14 +182,14 @@ def test_a_compaction_that_a_pack_overtakes_copies_nothing_again(
     copied = []
 
     def late(*args: object, **more: object) -> bool:
-        monkeypatch.setattr(mirror_module, "commit", commit)
+        monkeypatch.setattr(commit_module, "commit", commit)
         with store_writer(own) as writer:
             add_samples(writer, samples_of({"val/64x64": 3}, "new/"))
         push(own, objects)
         return commit(*args, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(mirror_module, "commit", late)
-    done = compact_objects(objects, shard_bytes=1 << 24, on_bytes=lambda done, total: copied.append((done, total)))
+    monkeypatch.setattr(commit_module, "commit", late)
+    done = compact(objects, shard_bytes=1 << 24, on_bytes=lambda done, total: copied.append((done, total)))
     assert done.generation == 5
     assert [now == of for now, of in copied].count(True) == 1
     assert [entry.name for entry in newest_generation(objects).shards][:1] == list(done.written)
@@ -225,12 +221,11 @@ def test_a_change_that_dies_before_its_commit_changes_nothing(
     objects: ObjectFolder, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        for module in COMMITTING:
-            patched.setattr(module, "commit", lambda *_, **__: 1 / 0)
+        patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             drop(objects, DROPPED)
         with pytest.raises(ZeroDivisionError):
-            compact_objects(objects, shard_bytes=1 << 24)
+            compact(objects, shard_bytes=1 << 24)
     assert newest_generation(objects).generation == 2
     assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
     assert drop(objects, DROPPED).generation == 3
@@ -259,7 +254,7 @@ def test_only_what_no_generation_lists_is_collected(
 def test_what_a_damaged_generation_listed_goes_with_it_by_the_notes_of_its_successors(
     objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compact_objects(objects, shard_bytes=1 << 30)
+    compact(objects, shard_bytes=1 << 30)
     before = newest_generation(objects)
     assert {"g0", "g1"} <= set(before.retired)
     for number in listed_generations(objects):

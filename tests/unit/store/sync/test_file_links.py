@@ -11,10 +11,10 @@ import pytest
 
 from bucketline.errors import StoreError
 from bucketline.store import Store
+from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import collect
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.compact import compact_objects
 from bucketline.store.sync.push import push
 from bucketline.store.transfer.sender import remove_pending
 from bucketline.store.verify.verify import verify
@@ -60,7 +60,7 @@ def test_collecting_leaves_alone_what_a_link_leads_to(place: Path, outside: Path
     (place / name).symlink_to(target)
     before = tree(outside)
     folder = ObjectFolder.open(f"file://{place}")
-    compact_objects(folder, shard_bytes=1 << 24, gc_older_than_s=0)
+    compact(folder, shard_bytes=1 << 24, gc_older_than_s=0)
     remove_pending(folder, {"g7"})
     assert tree(outside) == before
     assert Store.open(place).manifest.samples == 3
@@ -74,7 +74,7 @@ def test_a_store_whose_own_folder_is_a_link_is_not_changed(place: Path, tmp_path
     before = tree(tmp_path / "elsewhere")
     folder = ObjectFolder.open(f"file://{place}")
     with pytest.raises(StoreError, match=rf"{name} is a link; a store is changed only where its folders are its own"):
-        compact_objects(folder, shard_bytes=1 << 24, gc_older_than_s=0)
+        compact(folder, shard_bytes=1 << 24, gc_older_than_s=0)
     assert tree(tmp_path / "elsewhere") == before
 
 

@@ -13,6 +13,7 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.store import Store
+from bucketline.store.change import commit as commit_module
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import UNLISTED_S, collect
@@ -21,8 +22,6 @@ from bucketline.store.format.hashing import bytes_digest, line_sums
 from bucketline.store.format.manifest import dump_manifest, read_manifest
 from bucketline.store.remote.generations import commit, newest_generation
 from bucketline.store.remote.lines import encode_lines, lines_name
-from bucketline.store.sync import mirror as mirror_module
-from bucketline.store.sync.compact import compact_objects
 from bucketline.store.sync.mirror import Mirror
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.verify import verify_objects
@@ -184,8 +183,8 @@ def test_the_copies_of_a_compaction_are_noted_while_they_are_sent(own: Path, mon
         found.update(pending_shards(folder, UNLISTED_S, time.time())[0])
         return commit(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(mirror_module, "commit", looking)
-    written = compact_objects(folder, shard_bytes=1 << 24).written
+    monkeypatch.setattr(commit_module, "commit", looking)
+    written = compact(folder, shard_bytes=1 << 24).written
     assert len(found) == len(written) == 1
     assert not list(folder.names("pending"))
 
@@ -210,7 +209,7 @@ def test_what_was_superseded_lately_stays_whatever_the_clocks(
     drop(own, [FIRST[0].id])
     push(own, folder)
     with_clock(monkeypatch, ahead_s)
-    done = compact_objects(folder, shard_bytes=1 << 24, gc_older_than_s=86400)
+    done = compact(folder, shard_bytes=1 << 24, gc_older_than_s=86400)
     assert done.collected is not None
     assert (done.collected.generations, done.collected.files) == ((), ())
     assert all(abs(waiting.until - (time.time() + 86400)) < 60 for waiting in done.collected.waiting)

@@ -19,7 +19,6 @@ from bucketline.store.remote import objects as objects_module
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.lines import decode_lines, encode_lines
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.compact import compact_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import PUSHED, push
 from bucketline.store.sync.selection import PullSelection
@@ -147,7 +146,7 @@ def test_ragged_groups_go_there_and_back(tmp_path: Path) -> None:
     pull(folder, tmp_path / "val.store", PullSelection(split="val"))
     expect_read(expect_whole(tmp_path / "val.store"), RAGGED, [item for item in items if item.bucket.startswith("val/")])
     drop(folder, [items[0].id])
-    compact_objects(folder, shard_bytes=1 << 24)
+    compact(folder, shard_bytes=1 << 24)
     pull(folder, tmp_path / "compact.store")
     expect_read(expect_whole(tmp_path / "compact.store"), RAGGED, items[1:])
 
