@@ -26,11 +26,12 @@ from tests.models import write_images, write_model
 from tests.object_storage import new_bucket, s3_on_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from bucketline.store import Store
     from tests.object_storage import S3Bucket
+    from tests.unit.ingest.importers.known import Known
 
 # A shell has its background jobs ignore SIGINT, and so does all that they start: `nohup make test &` must hear Ctrl-C too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -141,3 +142,18 @@ def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(progress, "draw_loss_curve", lambda _, path: path.write_bytes(b"\x89PNG"))
     monkeypatch.setattr(gc, "unfreeze", lambda: None)
+
+
+@pytest.fixture(scope="session")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Known]:
+    """Return the images of a text family whose latents and embeddings are known; they are packed once for all tests."""
+    from tests.unit.ingest.importers.known import make_known
+
+    made: dict[str, Known] = {}
+
+    def of(family: str) -> Known:
+        if family not in made:
+            made[family] = make_known(tmp_path_factory.mktemp(family.replace(" ", "-")), family)
+        return made[family]
+
+    return of

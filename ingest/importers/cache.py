@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import SourceError
+from bucketline.errors import BucketlineError, SourceError
 from bucketline.ingest.images.rejects import Reason, RejectedError
 
 if TYPE_CHECKING:
@@ -178,6 +179,22 @@ def refuse_variant(kind: str, variant: str, why: str) -> SourceError:
 def damaged(what: str) -> RejectedError:
     """Return the error for an entry whose file does not hold what it should."""
     return RejectedError(Reason.CACHE, what)
+
+
+@contextmanager
+def odd_files_rejected(path: str) -> Iterator[None]:
+    """Make a failure that a file causes a reject: the one place for what no trainer writes and an importer meets.
+
+    Raises:
+        RejectedError: if the block raises one, or any other error that does not say what to do.
+    """
+    try:
+        yield
+    except (RejectedError, BucketlineError):
+        raise
+    except Exception as error:
+        what = "is damaged, or not as the trainer writes it"
+        raise damaged(f"{path} {what} ({type(error).__name__}: {error!s:.150}); cache it again") from error
 
 
 def squeezed(latent: Tensor, what: str = "latent") -> Tensor:

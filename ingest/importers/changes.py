@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import damaged
+from bucketline.ingest.importers.cache import odd_files_rejected
 from bucketline.ingest.importers.rows import kept_captions
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.sources.local_files import LEADS_OUT, LinkedOutError, file_stamp
@@ -21,22 +19,6 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.importers.cache import Cached, CacheEntry, CacheListing, Importer
     from bucketline.store import Store
-
-
-BY_A_FILE = (
-    ArithmeticError,
-    AttributeError,
-    BufferError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    struct.error,
-    zlib.error,
-)
 
 
 def unique(listing: CacheListing) -> None:
@@ -86,16 +68,22 @@ def cache_stamp(source: Path, entry: CacheEntry) -> tuple[int, int]:
 
 
 @contextmanager
-def odd_files_rejected(entry: CacheEntry) -> Iterator[None]:
-    """Make a failure that an entry's file causes a reject: the one place for what no trainer writes and an importer meets.
+def rejects_named(entry: CacheEntry) -> Iterator[None]:
+    """Name an entry's file in what it is rejected for in this block, whatever that is.
 
     Raises:
-        RejectedError: if the block raises one, or an error of these kinds.
+        RejectedError: if the block raises one, or an error that the file causes.
     """
     try:
-        yield
-    except BY_A_FILE as error:
-        raise damaged(f"{entry.path} is not as the trainer writes it ({type(error).__name__}: {error!s:.150})") from error
+        with odd_files_rejected(entry.path):
+            yield
+    except LinkedOutError as error:
+        why = f"{entry.path}: {LEADS_OUT}, which an import never follows; put the file itself there"
+        raise RejectedError(error.reason, why) from error
+    except RejectedError as error:
+        if entry.path in error.detail:
+            raise
+        raise RejectedError(error.reason, f"{entry.path}: {error.detail}") from error
 
 
 def read_entry(importer: Importer, source: Path, entry: CacheEntry, variant: str) -> Cached:
@@ -104,12 +92,9 @@ def read_entry(importer: Importer, source: Path, entry: CacheEntry, variant: str
     Raises:
         RejectedError: if it cannot be imported, or the listing has shown that.
     """
-    if entry.problem is not None:
-        raise RejectedError(Reason.CACHE, entry.problem)
-    if entry.caption_problem is not None:
-        raise RejectedError(Reason.CAPTION, entry.caption_problem)
-    try:
-        with odd_files_rejected(entry):
-            return importer.read(source, entry, variant)
-    except LinkedOutError as error:
-        raise RejectedError(error.reason, f"{LEADS_OUT}, which an import never follows; put the file itself there") from error
+    with rejects_named(entry):
+        if entry.problem is not None:
+            raise RejectedError(Reason.CACHE, entry.problem)
+        if entry.caption_problem is not None:
+            raise RejectedError(Reason.CAPTION, entry.caption_problem)
+        return importer.read(source, entry, variant)

@@ -13,7 +13,7 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.account import ImportPlan
 from bucketline.ingest.importers.cache import Crops, ListRequest
 from bucketline.ingest.importers.captions import SOURCE, CaptionSource, most_captions, text_plan
-from bucketline.ingest.importers.changes import not_stored, odd_files_rejected, read_entry, unique
+from bucketline.ingest.importers.changes import not_stored, read_entry, rejects_named, unique
 from bucketline.ingest.importers.columns import ColumnRules, as_frames, named_roles, side_columns, stored_columns
 from bucketline.ingest.importers.origins import named_as_stored, refuse_other_origin
 from bucketline.ingest.importers.registry import importer_of, listed
@@ -208,7 +208,7 @@ def _columns(
         for entry in changed if roles else ():
             try:
                 cached = read_entry(importer, config.source, entry, listing.variant)
-                with odd_files_rejected(entry):
+                with rejects_named(entry):
                     size = vae.unscaled(cached.latent, listing.scaling).shape[-2:]
             except RejectedError:
                 continue
@@ -244,7 +244,7 @@ def _read_some(
     for entry in entries:
         try:
             cached = read_entry(importer, config.source, entry, listing.variant)
-            with odd_files_rejected(entry):
+            with rejects_named(entry):
                 as_frames(cached.latent, is_video=vae.frames_step is not None and cached.latent.ndim == 4)
                 latent = vae.unscaled(cached.latent, listing.scaling)
                 (wide if vae.is_wide(latent) else found).add(cached, latent)

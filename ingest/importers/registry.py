@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bucketline.errors import SourceError, UsageError
+from bucketline.errors import BucketlineError, SourceError, UsageError
 from bucketline.extensions import Extensions
-from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.cache import Importer
-from bucketline.ingest.importers.changes import BY_A_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +63,7 @@ def _named(name: str) -> Importer:
 def _is_here(importer: Importer, source: Path) -> bool:
     try:
         return importer.is_here(source)
-    except (SourceError, *BY_A_FILE):  # a JSON file that is damaged, or of something else
+    except Exception:  # noqa: BLE001 - a JSON file that is damaged, or of something else
         return False
 
 
@@ -77,7 +75,9 @@ def listed(importer: Importer, request: ListRequest) -> CacheListing:
     """
     try:
         return importer.listed(request)
-    except (RejectedError, *BY_A_FILE) as error:
+    except BucketlineError:
+        raise
+    except Exception as error:
         raise SourceError(
             f"{request.source}: the files that list this cache of {importer.kind} are not as the trainer writes them "
             f"({type(error).__name__}: {error!s:.150}); cache it again, or restore them"

@@ -18,7 +18,7 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.account import ImportAccount, ImportPlan, ImportResult, joined_imports
 from bucketline.ingest.importers.cache import Cached, CacheEntry
 from bucketline.ingest.importers.captions import CaptionSource, most_captions
-from bucketline.ingest.importers.changes import cache_stamp, not_stored, odd_files_rejected, read_entry
+from bucketline.ingest.importers.changes import cache_stamp, not_stored, read_entry, rejects_named
 from bucketline.ingest.importers.destination import Destination
 from bucketline.ingest.importers.planning import Planned, plan_import
 from bucketline.ingest.importers.registry import IMPORTERS
@@ -200,7 +200,7 @@ class _Import:
         def read(entry: CacheEntry) -> tuple[ImportedRow, Cached] | RejectedError:
             try:
                 cached = read_entry(importer, config.source, entry, plan.variant)
-                with odd_files_rejected(entry):
+                with rejects_named(entry):
                     return row_of(entry, cached, rules, config, cache_stamp(config.source, entry)), cached
             except RejectedError as error:
                 return error

@@ -18,7 +18,7 @@ import numpy as np
 from bucketline.errors import BucketlineError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.cache import Crops, ListRequest
-from bucketline.ingest.importers.changes import cache_stamp, odd_files_rejected, read_entry
+from bucketline.ingest.importers.changes import cache_stamp, read_entry, rejects_named
 from bucketline.ingest.importers.columns import ColumnRules
 from bucketline.ingest.importers.config import ImportConfig
 from bucketline.ingest.importers.registry import IMPORTERS, _is_here, listed
@@ -112,7 +112,7 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
         for entry in listing.entries:
             try:
                 cached = read_entry(importer, source, entry, listing.variant)
-                with odd_files_rejected(entry):
+                with rejects_named(entry):
                     row_of(entry, cached, rules, config, cache_stamp(source, entry))
                     number += 1
             except RejectedError:

@@ -201,7 +201,7 @@ _unpacked = _Unpacked()
 
 
 def _unpack(data: bytes, path: str, compression: str, num_bytes: int) -> bytes:
-    try:
+    with cache.odd_files_rejected(f"{path}, compressed by {compression},"):
         if compression == "gz":
             found = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(data, num_bytes + 1)
         elif compression == "bz2":
@@ -210,8 +210,6 @@ def _unpack(data: bytes, path: str, compression: str, num_bytes: int) -> bytes:
             import pyarrow as pa
 
             found = pa.decompress(data, decompressed_size=num_bytes, codec=_BY_ARROW[compression], asbytes=True)
-    except (OSError, ValueError, EOFError, zlib.error) as error:  # pyarrow's are among them
-        raise cache.damaged(f"{path} cannot be unpacked as {compression} ({error!s:.100})") from error
     if len(found) != num_bytes:
         raise cache.damaged(f"{path} has {len(found)} bytes uncompressed, its index says {num_bytes}")
     return found

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-import struct
 import zipfile
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import damaged
+from bucketline.ingest.importers.cache import damaged, odd_files_rejected
 from bucketline.ingest.importers.reading.zip_members import stored_members
 from bucketline.ingest.sources.local_files import _opened, open_file, read_small_file, refuse_too_large
 from bucketline.ingest.sources.source import MAX_FILE_BYTES
@@ -54,23 +53,19 @@ def read_torch(source: Path, path: str) -> Any:  # noqa: ANN401 - tensors in wha
 
 def loaded(data: bytes, what: str) -> Any:  # noqa: ANN401 - as above
     """Return what `torch.save` wrote into `data`; as `read_torch`. Its tensors have values of their own, in memory."""
-    if data.startswith(_GZIP):
-        unpacking = zlib.decompressobj(zlib.MAX_WBITS | 16)
-        try:
+    with odd_files_rejected(what):
+        if data.startswith(_GZIP):
+            unpacking = zlib.decompressobj(zlib.MAX_WBITS | 16)
             data = unpacking.decompress(data, MAX_UNPACKED_BYTES)
-        except zlib.error as error:
-            raise damaged(f"{what} is damaged gzip ({error!s:.100})") from error
-        if not unpacking.eof:
-            raise damaged(f"{what} is truncated, or has more than {MAX_UNPACKED_BYTES} bytes uncompressed")
-    if data.startswith(_ZIP):
-        _refuse_packed(data, what)
-    try:
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        first = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), "")
-        raise damaged(f"{what} needs unpickling beyond tensors, which is never done ({first or error!s:.150})") from error
-    except Exception as error:
-        raise damaged(f"{what} is damaged ({type(error).__name__}: {error!s:.100})") from error
+            if not unpacking.eof:
+                raise ValueError(f"truncated gzip, or more than {MAX_UNPACKED_BYTES} bytes uncompressed")
+        if data.startswith(_ZIP):
+            _refuse_packed(data, what)
+        try:
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            first = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), "")
+            raise damaged(f"{what} needs unpickling beyond tensors, which is never done ({first or error!s:.150})") from error
     if isinstance(found, dict):
         return {
             name: _plain(value, f"{what}, {name!s:.80}", len(data)) if isinstance(value, torch.Tensor) else value
@@ -84,16 +79,13 @@ def _refuse_packed(data: bytes, what: str) -> None:
 
     Raises:
         RejectedError: if they have.
+        ValueError, BadZipFile: if it is damaged.
     """
-    try:
-        places = stored_members(data)
-        if places is None:
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                total = sum(info.file_size for info in archive.infolist())
-        else:
-            total = sum(length for _, length, _ in places.values())
-    except (ValueError, struct.error, NotImplementedError, zipfile.BadZipFile) as error:
-        raise damaged(f"{what} is a damaged zip ({error!s:.100})") from error
+    if (places := stored_members(data)) is not None:
+        total = sum(length for _, length, _ in places.values())
+    else:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            total = sum(info.file_size for info in archive.infolist())
     if total > len(data):
         raise damaged(f"{what} has more bytes unpacked, {total}, than it has itself, {len(data)}; save it by torch.save")
 
@@ -126,13 +118,9 @@ def read_safetensors(source: Path, path: str) -> tuple[dict[str, Tensor], dict[s
     from safetensors.torch import load
 
     data = read_whole(source, path)
-    try:
-        tensors = load(data)
+    with odd_files_rejected(path):
         length = int.from_bytes(data[:8], "little")
-        metadata = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
-    except Exception as error:
-        raise damaged(f"{path} is damaged ({error!s:.100})") from error
-    return tensors, metadata
+        return load(data), json.loads(data[8 : 8 + length]).get("__metadata__") or {}
 
 
 def read_metadata(source: Path, path: str) -> dict[str, str]:
@@ -141,13 +129,10 @@ def read_metadata(source: Path, path: str) -> dict[str, str]:
     Raises:
         RejectedError: if it cannot be read or is damaged.
     """
-    with open_file(f"{source}/{path}", source) as file:
+    with open_file(f"{source}/{path}", source) as file, odd_files_rejected(path):
         length = int.from_bytes(file.read(8), "little")
-        try:
-            metadata = json.loads(file.read(min(length, os.fstat(file.fileno()).st_size)))["__metadata__"]
-            return {str(name): str(value) for name, value in metadata.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
-            raise damaged(f"{path} is damaged, or has no metadata ({error!s:.100})") from error
+        metadata = json.loads(file.read(min(length, os.fstat(file.fileno()).st_size)))["__metadata__"]
+        return {str(name): str(value) for name, value in metadata.items()}
 
 
 def read_part(source: Path, path: str, offset: int, length: int) -> bytes:

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from bucketline.ingest.importers.cache import damaged
+from bucketline.ingest.importers.cache import damaged, odd_files_rejected
 from bucketline.ingest.importers.reading.read_files import open_of_any_size
 from bucketline.ingest.sources.parquet_chunks import why_too_large
 
@@ -53,17 +53,14 @@ def _value(scalar: Any) -> Any:  # noqa: ANN401 - any column
 
 
 def _read(file: Any, path: str, group: int, columns: Sequence[str]) -> Any:  # noqa: ANN401 - pyarrow has no types
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with odd_files_rejected(path):
         whole = pq.ParquetFile(file)
         if (size := whole.metadata.row_group(group).total_byte_size) > MAX_GROUP_BYTES:
             raise ValueError(f"a row group of {size} bytes, at most {MAX_GROUP_BYTES} are read")
         there = [name for name in columns if name in whole.schema_arrow.names]
         return whole.read_row_group(group, columns=there, use_threads=False)
-    except (pa.ArrowException, OSError, ValueError, IndexError, RuntimeError) as error:  # the last of Parquet itself
-        raise damaged(f"{path} is damaged ({error!s:.100})") from error
 
 
 def listed_rows(source: Path, path: str, columns: Sequence[str]) -> list[tuple[int, int, dict[str, Any]]]:
@@ -72,21 +69,17 @@ def listed_rows(source: Path, path: str, columns: Sequence[str]) -> list[tuple[i
     Raises:
         RejectedError: if the file cannot be read, is damaged, or lacks the first of the columns.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     found: list[tuple[int, int, dict[str, Any]]] = []
-    with open_of_any_size(source, path) as file:
-        try:
-            whole = pq.ParquetFile(file)
-            there = [name for name in columns if name in whole.schema_arrow.names]
-            if columns[0] not in there:
-                raise damaged(f"{path} has no column {columns[0]}, only {', '.join(whole.schema_arrow.names)[:200]}")
-            if why := why_too_large(whole.metadata, there):
-                raise damaged(f"{path}: {why}")
-            for group in range(whole.num_row_groups):
-                rows = whole.read_row_group(group, columns=there, use_threads=False).to_pylist()
-                found += [(group, number, row) for number, row in enumerate(rows)]
-        except (pa.ArrowException, OSError, ValueError, RuntimeError) as error:
-            raise damaged(f"{path} is damaged ({error!s:.100})") from error
+    with open_of_any_size(source, path) as file, odd_files_rejected(path):
+        whole = pq.ParquetFile(file)
+        there = [name for name in columns if name in whole.schema_arrow.names]
+        if columns[0] not in there:
+            raise damaged(f"{path} has no column {columns[0]}, only {', '.join(whole.schema_arrow.names)[:200]}")
+        if why := why_too_large(whole.metadata, there):
+            raise damaged(f"{path}: {why}")
+        for group in range(whole.num_row_groups):
+            rows = whole.read_row_group(group, columns=there, use_threads=False).to_pylist()
+            found += [(group, number, row) for number, row in enumerate(rows)]
     return found

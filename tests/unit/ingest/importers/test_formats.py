@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -266,16 +265,3 @@ def test_two_files_of_one_image_are_told_apart_by_their_names(known: Callable[[s
         f"{sample.stem}_{width:04d}x{height:04d}_sd",
         f"{sample.stem}_0120x0080_sd",
     }
-
-
-def test_nothing_that_is_known_and_two_formats_at_once_are_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
-    own = known("sdxl")
-    (tmp_path / "empty").mkdir()
-    refused = run_import("auto", tmp_path / "empty", tmp_path / "s.store", own)
-    assert refused.code == 1
-    assert refused.err.count("is not a cache of a known format; name the KIND") == 1
-    source = kohya(tmp_path / "cache", own)
-    shutil.copytree(simpletuner(tmp_path / "other", own) / "cache", source / "st")
-    shutil.copy(tmp_path / "other" / "aspect_ratio_bucket_metadata_my-data.json", source)
-    refused = run_import("auto", source, tmp_path / "s.store", own)
-    assert "looks like the caches of kohya and simpletuner" in refused.err

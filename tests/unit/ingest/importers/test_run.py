@@ -96,7 +96,8 @@ def test_a_link_that_leads_out_of_the_source_is_not_followed(own: Known, source:
     summary = run_import("kohya", source, tmp_path / "s.store", own).json
     assert (summary["imported"], summary["rejected_by_reason"]) == (5, {"unreadable file": 1})
     (reject,) = summary["rejects"]
-    assert reject["detail"] == "a link that leads out of the source, which an import never follows; put the file itself there"
+    assert reject["detail"].startswith(str(path.relative_to(source)))
+    assert "a link that leads out of the source, which an import never follows; put the file itself there" in reject["detail"]
 
 
 def test_a_sample_of_another_model_and_one_that_is_not_finite_are_rejected(own: Known, source: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from bucketline.store import Axis, LatentColumn, RowColumn, Store, StoreWriter
 from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.read.verified_sample import checked_row
 from tests.commands import call
-from tests.unit.ingest.importers.known import Form, assert_as_packed, make_known, run_import
+from tests.unit.ingest.importers.known import Form, assert_as_packed, run_import
 from tests.unit.ingest.importers.writers import FORMS
 
 if TYPE_CHECKING:
@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
 PX = (Axis(name="height_px", step=1), Axis(name="width_px", step=1))
 LATENT = (Axis(name="height_px", step=2), Axis(name="width_px", step=2))
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Known]:
-    made: dict[str, Known] = {}
-
-    def of(family: str) -> Known:
-        if family not in made:
-            made[family] = make_known(tmp_path_factory.mktemp(family), family)
-        return made[family]
-
-    return of
 
 
 def export(known: Known, kind: str, output: Path, *options: Any) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""All formats alike: latents and embeddings as `ingest pack` makes them, and nothing half-imported."""
+"""The contract of every importer: rows and captions are those of the cache, and nothing is half-imported."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from bucketline.train.trainer import train
 from tests.building import tree
 from tests.commands import call
 from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
-from tests.unit.ingest.importers.writers import FORMS, LATENTS, WRITERS
+from tests.unit.ingest.importers.writers import FORMS, LATENTS, WRITERS, kohya, simpletuner
 from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ def ids(kind: str, own: Known) -> dict[str, str] | None:
 def options(kind: str, own: Known) -> tuple[Any, ...]:
     """Return what the user has to say about a cache of this kind."""
     return {"onetrainer": ("--captions", own.images), "mds": ("--variant", "latents_256")}.get(kind, ())
+
+
+def test_each_of_our_importers_has_a_writer_of_its_format() -> None:
+    assert {*WRITERS} == {*IMPORTERS} == {*FORMS} == {*LATENTS}
 
 
 @pytest.fixture(params=list(WRITERS))
@@ -102,7 +107,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("how", ["truncated", pytest.param("damaged", marks=SLOW), pytest.param("empty", marks=SLOW)])
-def test_a_damaged_file_is_rejected_by_name_and_the_others_are_imported(
+def test_a_damaged_file_is_a_reject_that_names_it_and_the_others_are_imported(
     how: str, kind: str, own: Known, source: Path, tmp_path: Path
 ) -> None:
     path = max(source.glob(LATENTS[kind]))
@@ -119,6 +124,7 @@ def test_a_damaged_file_is_rejected_by_name_and_the_others_are_imported(
     assert (ran.json["imported"], ran.json["rejected"]) == (5, 1)
     (reject,) = ran.json["rejects"]
     assert reject["reason"] == "unusable cache entry"
+    assert str(path.relative_to(source)) in reject["detail"]
     assert json.loads((tmp_path / "s.store" / "rejects.jsonl").read_text(encoding="utf-8")) == reject
     assert len(read_store(tmp_path / "s.store")) == 5
     assert call("store", "verify", tmp_path / "s.store").code == 0
@@ -189,6 +195,17 @@ def test_a_sample_of_another_model_among_others_is_rejected_by_name(kind: str, o
     assert len(read_store(tmp_path / "s.store")) == 5
 
 
+def test_one_latent_of_nan_is_a_reject_in_the_first_run_and_in_later_ones(kind: str, own: Known, tmp_path: Path) -> None:
+    first, *others = own.samples
+    bad = replace(first, latent=np.full_like(first.latent, np.nan))
+    source = WRITERS[kind][0](tmp_path / "cache", replace(own, samples=(bad, *others)))
+    for imported, unchanged in ((5, 0), (0, 5)):
+        ran = run_import(kind, source, tmp_path / "s.store", own, *options(kind, own))
+        assert ran.code == 0, ran.err
+        assert (ran.json["imported"], ran.json["unchanged"], ran.json["rejected"]) == (imported, unchanged, 1)
+        assert ran.json["rejected_by_reason"] == {"latent not finite in the stored dtype": 1}
+
+
 def test_entries_reach_other_ranks_as_they_are(kind: str, source: Path) -> None:
     request = ListRequest(source=source, variant="latents_256" if kind == "mds" else None)
     entries = IMPORTERS[kind].listed(request).entries
@@ -218,3 +235,21 @@ def test_a_model_is_trained_on_what_was_imported(kind: str, own: Known, source: 
     losses = [line["loss"] for line in read_metrics(latents) if "loss" in line]
     assert losses
     assert all(isinstance(loss, float) and np.isfinite(loss) for loss in losses)
+
+
+def test_an_unknown_format_no_format_and_two_at_once_are_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own, source = known("sdxl"), kohya(tmp_path / "cache", known("sdxl"))
+    refused = run_import("webdataset", source, tmp_path / "s.store", own)
+    assert refused.code == 2
+    assert f"KIND is 'webdataset', expected auto, {', '.join(IMPORTERS)}; another package's is known" in refused.err
+    (tmp_path / "empty").mkdir()
+    refused = run_import("auto", tmp_path / "empty", tmp_path / "s.store", own)
+    assert refused.code == 1
+    assert refused.err.count("is not a cache of a known format; name the KIND") == 1
+    refused = run_import("auto", tmp_path / "nothing", tmp_path / "s.store", own)
+    assert "nothing is not a folder; expected the folder of a cache" in refused.err
+    shutil.copytree(simpletuner(tmp_path / "other", own) / "cache", source / "st")
+    shutil.copy(tmp_path / "other" / "aspect_ratio_bucket_metadata_my-data.json", source)
+    refused = run_import("auto", source, tmp_path / "s.store", own)
+    assert "looks like the caches of kohya and simpletuner" in refused.err
+    assert not (tmp_path / "s.store").exists()
