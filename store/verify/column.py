@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bucketline.errors import StoreError
-from bucketline.store.format.block import ID, bad_rows, decode_block
+import numpy as np
+
+from bucketline.store.format.block import ID
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.verify.faults import Fault, Faults
+from bucketline.store.verify.faults import Faults
 from bucketline.store.verify.shard import ShardCheck
 from bucketline.store.write.column_shard import ids_by_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import numpy as np
-    from numpy.typing import NDArray
+    from pathlib import Path
 
     from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.read.store import Store
+    from bucketline.store.shard.sidecar import PagedFile
     from bucketline.store.verify.extents import BlockPlace
+    from bucketline.store.write.shard_contents import ShardContents
 
 
 class ColumnCheck(ShardCheck):
@@ -31,39 +32,14 @@ class ColumnCheck(ShardCheck):
         self._specs, self._has_lines = store.manifest.added_specs[column], True
         self._column, self._owner = column, SealedShard(store.path, entry)
         self._faults = Faults(entry.name)
-        self._ids: dict[str, NDArray[np.uint8]] = {}
+        self.bad_row = f"the bytes of the row's {column} do not match their checksum"
 
-    @property
-    def faults(self) -> tuple[Fault, ...]:
-        return self._faults.found
+    def _names(self, place: BlockPlace, rows: list[int]) -> dict[int, str]:
+        return self._owner.names_of(place.group, [place.first_row + k for k in rows])
 
-    def run(self) -> None:
-        """Run the check."""
-        self._sidecar(self._shard.paths.extents, self._shard.entry.extents)
-        with self._faults.guard():
-            self._file()
-            self._tell(self._shard.entry.lmdb.num_bytes)
-
-    def _row_block(self, place: BlockPlace, data: memoryview, item: str) -> None:
-        spec = self._specs[place.group]
-        first_row, columns = decode_block(spec, data, item)
-        self._is_expected(place, first_row, len(columns[ID]))
-        bad = bad_rows(spec, columns)
-        names = self._owner.names_of(place.group, [first_row + k for k in bad])
-        for k in bad:
-            error = f"the bytes of the row's {self._column} do not match their checksum"
-            self._faults.add(error, place.group, place.block, first_row + k, names.get(first_row + k))
-        own = self._own_ids(place.group)
-        for k in range(len(columns[ID])) if own is not None else ():
-            if k not in bad and own is not None and columns[ID][k].tobytes() != own[first_row + k].tobytes():
-                error = f"the {self._column} in the row's place is another sample's"
-                self._faults.add(error, place.group, place.block, first_row + k)
-
-    def _own_ids(self, bucket: str) -> NDArray[np.uint8] | None:
-        """Return the digests of the shard's rows; None if its index is damaged, which is reported elsewhere."""
-        if bucket not in self._ids:
-            try:
-                self._ids[bucket] = ids_by_row(self._owner, bucket)
-            except StoreError:
-                return None
-        return self._ids[bucket]
+    def _compare_rows(self, contents: ShardContents, extents: PagedFile, damaged: set[Path]) -> None:  # noqa: ARG002
+        for bucket in self._shard.entry.groups:
+            with self._faults.guard(bucket):
+                wrong = (contents.digests(bucket, ID) != ids_by_row(self._owner, bucket)).any(axis=1)
+                for row in np.flatnonzero(wrong).tolist():
+                    self._faults.add(f"the {self._column} in the row's place is another sample's", bucket, row=row)

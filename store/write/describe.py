@@ -122,15 +122,27 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
 
 def _described(store: Path, name: str, manifest: Manifest, files: list[FileEntry]) -> tuple[ShardEntry, list[BucketEntry]]:
     """Return what a shard's sidecars and blocks say of it. `files` are its own file, its extents and its index."""
-    paths = shard_paths(store, name)
-    extents = PagedFile(paths.extents, files[1].num_bytes, EXTENTS_FORMAT)
+    extents = PagedFile(shard_paths(store, name).extents, files[1].num_bytes, EXTENTS_FORMAT)
+    entry = entry_of_extents(name, files, extents, manifest)
+    shard = SealedShard(store, entry)
+    record_bytes = int(shard.index.column("record_bytes").sum(dtype=np.int64))
+    buckets = [_bucket_of(shard, group) for group in entry.groups if is_bucket(group)]
+    return dataclasses.replace(entry, record_bytes=record_bytes), buckets
+
+
+def entry_of_extents(name: str, files: list[FileEntry], extents: PagedFile, manifest: Manifest) -> ShardEntry:
+    """Return a shard's manifest entry as its extents describe it, with no dropped row, and 0 for `record_bytes`.
+
+    Raises:
+        CorruptError: if they do not describe a shard.
+    """
     spec = manifest.text.spec()
     try:
         groups = {
             group: decode(GroupEntry, {**place, "dropped": 0}) for group, place in dict(extents.metadata["groups"]).items()
         }
         text = decode(_TextTotals, {"error": None, **dict(extents.metadata["text"])})
-        entry = ShardEntry(
+        return ShardEntry(
             name=name,
             shard_id=str(extents.metadata["shard_id"]),
             lmdb=files[0],
@@ -147,11 +159,7 @@ def _described(store: Path, name: str, manifest: Manifest, files: list[FileEntry
             line_checksums=extents.has(LINE_CHECKSUM),
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"{paths.extents} does not describe a shard ({error!r:.200})") from error
-    shard = SealedShard(store, entry)
-    record_bytes = int(shard.index.column("record_bytes").sum(dtype=np.int64))
-    buckets = [_bucket_of(shard, group) for group in groups if is_bucket(group)]
-    return dataclasses.replace(entry, record_bytes=record_bytes), buckets
+        raise CorruptError(f"{extents.path} does not describe a shard ({error!r:.200})") from error
 
 
 def _bucket_of(shard: SealedShard, group: str) -> BucketEntry:

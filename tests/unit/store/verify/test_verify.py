@@ -216,7 +216,7 @@ def test_a_manifest_with_a_right_digest_and_wrong_counts_is_found(copy: Path) ->
     first, *rest = Store.open(copy).manifest.shards
     groups = {name: replace(group, rows=group.rows + (name == BUCKET)) for name, group in first.groups.items()}
     rewrite_manifest(copy, shards=(replace(first, groups=groups, samples=first.samples + 1), *rest))
-    assert any("the blocks hold 23 rows, the manifest says 24" in fault.error for fault in faults(copy))
+    assert any((fault.bucket, fault.error) == (BUCKET, "rows is 23, the manifest says 24") for fault in faults(copy))
     with pytest.raises(ValueError, match="says it has 38 samples, its buckets hold a different number"):
         rewrite_manifest(copy, shards=(replace(first, samples=first.samples - 1), *rest))
 
@@ -288,10 +288,10 @@ def rewrite_extents(path: Path, change: Callable[[dict[str, NDArray[np.uint64]]]
         ("offset", 1 << 40, "beyond the file"),
         ("offset", (1 << 64) - 1, "beyond the file"),
         ("length", 1 << 63, "beyond the file"),
-        ("length", 4096, "impossible length"),
+        ("length", 4096, "give the block's length as 4096, expected"),
         ("rows", 1 << 62, "rows"),
-        ("rows", 0, "give the block 0 rows"),
-        ("first_row", 5, "begins with row 5, expected"),
+        ("rows", 0, "give the block's rows as 0, expected"),
+        ("first_row", 5, "give the block's first_row as 5, expected"),
     ],
 )
 def test_extents_that_lie_are_named_by_block_and_the_other_blocks_are_read(
