@@ -20,9 +20,8 @@ from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle
-from bucketline.loader.plan.bill import make_bill
+from bucketline.loader.plan.bill import make_bill, store_lines
 from bucketline.loader.plan.cache_needs import ring_of, sidecar_bytes_of
-from bucketline.loader.plan.line_uses import LineUses, groups_read
 from bucketline.loader.plan.make_plan import plan_of
 from bucketline.store import Store
 from bucketline.store.remote.cache import remote_source  # noqa: F401 - to be changed before any process opens it
@@ -125,13 +124,13 @@ def forecast(store: Store, run: Run, cache_bytes: int) -> dict[str, Any]:
     """Return the figures of the bill."""
     plan = plan_of(store, config_of(run, cache_bytes), run.machines)
     bill = make_bill(
-        LineUses(store, plan, "train", run.machines, groups=groups_read(store, run.ragged), line_bytes=LINE_BYTES),
+        store_lines(store, plan, "train", ragged=run.ragged),
         plan,
         machines=run.machines,
         epochs=run.epochs,
         cache_bytes=cache_bytes,
+        ring_bytes=ring_of(store, plan, "train", run.machines, cache_bytes),
         kept_bytes=sidecar_bytes_of(store),
-        ring_of=ring_of(store, plan, "train", run.machines),
     )
     return {
         "bill_bytes": [epoch.store_bytes for epoch in bill.epochs],

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -61,13 +59,9 @@ class PlanCommand(BatchOptions):
     machines: int | None = None
     """Print what this many machines fetch; --world-size is a multiple of it, and by default one rank on each."""
     bandwidth: str | None = None
-    """Each machine's bandwidth, such as 10Gbit: print the first step that waits (with --step-seconds)."""
-    step_seconds: float | None = None
-    """Seconds that a step takes when nothing waits (with --bandwidth)."""
-    prices: Path | None = None
-    """File of prices, TOML or JSON: per_1000_gets, per_gb_out and currency. Without it, no costs are printed."""
-    lines_per_get: int = 1
-    """Neighbouring lines that one request fetches, in counting requests; 1 is the most that there can be."""
+    """Each machine's bandwidth, and the seconds of a step that does not wait, such as 10Gbit,0.4: say whether it waits."""
+    prices: str | None = None
+    """Prices of 1000 requests and of a GB that leaves the store, such as 0.0004,0.09. Without them, no costs are printed."""
     list_batches: Annotated[bool, tyro.conf.arg(name="list")] = False
     """Print each step's sample ids, by rank."""
     store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
@@ -77,18 +71,14 @@ class PlanCommand(BatchOptions):
 
     def __post_init__(self) -> None:
         BatchOptions.__post_init__(self)
-        self._expect_at_least(1, "world_size", "epochs", "machines", "lines_per_get")
+        self._expect_at_least(1, "world_size", "epochs", "machines")
         if self.machines is None:
-            for name in ("bandwidth", "step_seconds", "prices"):
+            for name in ("bandwidth", "prices"):
                 if getattr(self, name) is not None:
                     raise UsageError(f"{self._named(name)} is for a bill; set --machines too")
             return
         if self.cache_bytes is None:
             raise UsageError("--machines is set without --cache-bytes, the size of each machine's cache")
-        if (self.bandwidth is None) != (self.step_seconds is None):
-            raise UsageError("set both of --bandwidth and --step-seconds, or neither")
-        if self.step_seconds is not None and not 0 < self.step_seconds < math.inf:
-            raise UsageError(f"--step-seconds is {self.step_seconds}, expected a number above 0")
         if self.world_size == 1:
             object.__setattr__(self, "world_size", self.machines)
         if self.world_size % self.machines:
@@ -163,9 +153,8 @@ class PlanCommand(BatchOptions):
             entry["column_bytes"] = row_bytes * config.rows_of(bucket)
 
     def _bill(self, store: OpenShards, plan: Plan, machines: int) -> Bill:
-        from bucketline.loader.plan.bill import Speed, make_bill, parse_bandwidth, read_prices
+        from bucketline.loader.plan.bill import make_bill, parse_bandwidth, parse_prices, store_lines
         from bucketline.loader.plan.cache_needs import ring_of, sidecar_bytes_of, why_not, why_too_small
-        from bucketline.loader.plan.line_uses import LineUses, groups_read
 
         cache_bytes = self.remote().cache_bytes
         assert cache_bytes is not None
@@ -176,20 +165,16 @@ class PlanCommand(BatchOptions):
             )
         if (reason := why_too_small(store, plan, cache_bytes, self.split, machines)) is not None:
             raise UsageError(reason)
-        speed = None
-        if self.bandwidth is not None and self.step_seconds is not None:
-            speed = Speed(bytes_per_s=parse_bandwidth(self.bandwidth, "--bandwidth"), step_s=self.step_seconds)
         return make_bill(
-            LineUses(store, plan, self.split, machines, groups=groups_read(store, names_in(self.ragged), self._roles())),
+            store_lines(store, plan, self.split, ragged=names_in(self.ragged), roles=self._roles()),
             plan,
             machines=machines,
             epochs=max(2, self.epochs),
             cache_bytes=cache_bytes,
-            speed=speed,
-            prices=None if self.prices is None else read_prices(self.prices),
-            lines_per_get=self.lines_per_get,
+            ring_bytes=ring_of(store, plan, self.split, machines, cache_bytes),
             kept_bytes=sidecar_bytes_of(store),
-            ring_of=ring_of(store, plan, self.split, machines),
+            step_bytes=None if self.bandwidth is None else parse_bandwidth(self.bandwidth, "--bandwidth"),
+            prices=None if self.prices is None else parse_prices(self.prices, "--prices"),
         )
 
     def _batch(self, store: OpenShards, plan: Plan, step: int) -> dict[str, Any]:
@@ -230,32 +215,28 @@ def _print_report(report: dict[str, Any]) -> None:
 def _print_bill(console: Console, bill: dict[str, Any]) -> None:
     from rich.table import Table
 
-    has_costs = bill["currency"] is not None
-    table = Table("epoch", "requests", "from the store", "times the store", "from the caches", "first step that waits")
-    if has_costs:
-        table.add_column(bill["currency"])
+    first = bill["epochs"][0]
+    has_costs, is_timed = first["cost"] is not None, first["waits"] is not None
+    more = [*(["steps wait"] if is_timed else []), *(["costs"] if has_costs else [])]
+    table = Table("epoch", "requests", "from the store", "times the store", "from the caches", *more)
     for epoch in bill["epochs"]:
-        least = "at least " if epoch["is_least"] else ""
-        waits = "none" if epoch["waits_at"] is None else str(epoch["waits_at"])
         values = [
             str(epoch["epoch"]),
-            f"{least}{epoch['gets']:,}",
-            least + human_bytes(epoch["store_bytes"]),
+            f"{epoch['gets']:,}",
+            human_bytes(epoch["store_bytes"]),
             f"{epoch['times_store']:.3f}",
             human_bytes(epoch["cache_bytes"]),
-            waits if bill["is_timed"] else "",
+            *(["yes" if epoch["waits"] else "no"] if is_timed else []),
+            *([f"{epoch['cost']:.2f}"] if has_costs else []),
         ]
-        table.add_row(*values, *([f"{epoch['cost']:.2f}"] if has_costs else []))
+        table.add_row(*values)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(
         f"{counted(bill['machines'], 'machine')} with {counted(bill['lanes'], 'lane')} together, caches of "
         f"{human_bytes(bill['cache_bytes'])} each, {human_bytes(bill['ring_bytes'])} of it for lines that are not kept"
     )
     console.print(table)
-    most = max(epoch["ring_bytes"] for epoch in bill["epochs"])
-    if any(epoch["is_least"] for epoch in bill["epochs"]):
-        say(f"the lines in use at a time have up to {human_bytes(most)}: a cache that keeps fewer fetches some of them again")
-    goal = "no step waits after the first epoch" if bill["is_timed"] else "no line is fetched twice in an epoch"
+    goal = "no step waits after the first epoch" if is_timed else "no line is fetched twice in an epoch"
     say(f"the smallest cache with which {goal}: {human_bytes(bill['smallest_cache_bytes'])}")
     for line in bill["assumed"]:
         say(f"assumed: {line}")

@@ -24,7 +24,7 @@ from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from bucketline.loader.plan.plan import Plan
     from bucketline.store.read.store import OpenShards
@@ -163,16 +163,10 @@ def bytes_at_once(store: OpenShards, plan: Plan, split: str, machines: int, cach
     return min(needed, num_bytes_of(store))
 
 
-def ring_of(store: OpenShards, plan: Plan, split: str, machines: int) -> Callable[[int], int]:
-    """Return the function from the bytes of a cache to those of its ring, on each of some machines, by `lines`."""
-    share, sidecars = share_of(store, plan.lanes, machines), sidecar_bytes_of(store)
-    in_use = InUse(store, plan, split, machines)
-
-    def ring(cache_bytes: int) -> int:
-        needed = min(in_use.ring(plan.shuffle_window, cache_bytes), share - sidecars)
-        return ring_share(cache_bytes, 0 if cache_bytes >= share else needed)
-
-    return ring
+def ring_of(store: OpenShards, plan: Plan, split: str, machines: int, cache_bytes: int) -> int:
+    """Return the bytes of a cache's ring, on each of some machines, by `lines`."""
+    holds_all = cache_bytes >= share_of(store, plan.lanes, machines)
+    return ring_share(cache_bytes, 0 if holds_all else bytes_at_once(store, plan, split, machines, cache_bytes))
 
 
 def reserve_ring(builder: object, store: OpenShards, plan: Plan, split: str, rank: int, world_size: int) -> None:

@@ -70,9 +70,8 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
             r"--batch-size 16 --world-size 64 --shuffle lines --machines 8",
             "--batch-size 2 --world-size 2 --shuffle lines --machines 2",
         ),
-        (r"^(--bandwidth 10Gbit --step-seconds 0\.4)$", rf"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB \1"),
+        (r"^(--bandwidth 10Gbit,0\.4|--prices 0\.0004,0\.09)$", rf"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB \1"),
         (r"^--ragged NAME,NAME$", "loader plan --help"),
-        (r"^--prices FILE$", f"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB --prices prices.toml"),
         (r"^loader plan --shuffle full", f"{PLAN} --epochs 20 --shuffle full"),
         (r"^--certificate cert\.pem --key key\.pem$", "loader serve --help"),
         (r"^loader top PATH$", "loader top service.sock --every 0.1"),
@@ -168,7 +167,6 @@ BEFORE: dict[str, Callable[[Path], None] | str] = {
     r".*--store sdxl\.store.*": f"ingest pack photos sdxl.store --model {SDXL} --val-fraction 0.3",
     r"(loader serve|bucketline train .*--store) file://.*": f"store push photos.store {URL}",
     r"ingest prompts prompts\.txt .*": lambda folder: write_prompts(folder / "prompts.txt"),
-    r".* --prices prices\.toml": lambda folder: write_prices(folder / "prices.toml"),
     r"loader seen runs/told .* --id .*": f"bucketline train {TRAIN}/told",
     r"loader seen .* --ids withdrawn\.txt": lambda folder: write_ids(folder / "withdrawn.txt"),
     r"loader seen runs/told .* --ids held-out\.txt .*": lambda folder: write_ids(folder / "held-out.txt"),
@@ -402,10 +400,6 @@ def fault_of_option(page: str, option: str) -> str | None:
 
 def option_names(command: Any) -> set[str]:
     return {"--" + field.name.replace("_", "-") for field in fields(command)}
-
-
-def write_prices(path: Path) -> None:
-    path.write_text('per_1000_gets = 0.0004\nper_gb_out = 0.09\ncurrency = "USD"\n', encoding="utf-8")
 
 
 def write_prompts(path: Path) -> None:

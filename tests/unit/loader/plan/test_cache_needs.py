@@ -13,7 +13,6 @@ from bucketline.errors import StateError, UsageError
 from bucketline.loader import Loader, LoaderConfig, Shuffle
 from bucketline.loader.config import SHUFFLE_WINDOW, WINDOW_BLOCKS
 from bucketline.loader.plan import cache_needs
-from bucketline.loader.plan.bill import MachineCache
 from bucketline.loader.plan.cache_needs import (
     InUse,
     bytes_at_once,
@@ -57,11 +56,8 @@ def config(**more: Any) -> LoaderConfig:
 def test_the_lines_at_a_time_are_those_of_the_windows(store: Store, lanes: int, window: int) -> None:
     plan = plan_of(store, config(lanes=lanes, shuffle_window=window), lanes)
     uses = LineUses(store, plan, "train", lanes, line_bytes=LINE)
-    at_once = [
-        MachineCache(uses.num_bytes, uses.shard, 0, 1 << 60).run(uses.of(machine, epoch), None).ring_bytes
-        for machine in range(lanes)
-        for epoch in range(2)
-    ]
+    every = [uses.of(machine, epoch) for machine in range(lanes) for epoch in range(2)]
+    at_once = [one.most_at_once(uses.num_bytes[one.line]) for one in every]
     in_use = InUse(store, plan, "train", lanes)
     assert max(at_once) <= in_use.of(window) <= 1.5 * max(at_once)
     assert in_use.of(window) == InUse(store, replace(plan, shuffle_window=999), "train", lanes).of(window)
