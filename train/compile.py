@@ -22,9 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bucketline.errors import TrainError
 from bucketline.loader.batch import as_fields
 from bucketline.store.format.columns import LATENT, LatentKind
-from bucketline.train.optimizers.stepping import takes_found_inf
 from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
-from bucketline.train.step import loss_of
+from bucketline.train.step import loss_of, takes_found_inf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -31,18 +31,6 @@ Precision = StrEnum("Precision", ["AUTO", "FP32", "BF16", "FP8"])
 """The precision that the model computes in."""
 Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
 """The use of torch.compile."""
-OptimizerName = StrEnum(
-    "OptimizerName",
-    {
-        "ADAMW": "adamw",
-        "ADAMW_BF16": "adamw-bf16",
-        "ADAMW_8BIT": "adamw-8bit",
-        "ADAFACTOR": "adafactor",
-        "MUON": "muon",
-        "PRODIGY": "prodigy",
-        "SCHEDULE_FREE": "schedule-free",
-    },
-)
 WeightDtype = StrEnum("WeightDtype", ["FP32", "BF16"])
 """The dtype of the trained weights."""
 Ema = StrEnum("Ema", ["OFF", "DEVICE", "CPU"])
@@ -117,12 +105,10 @@ class TrainConfig(ReadOptions):
     """With --follow: start as soon as the stores have this many training rows; None: 1."""
     follow_schedule: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """Take up generations at the steps at which another run did, given by its folder or a checkpoint: repeats a --follow."""
-    optimizer: OptimizerName = OptimizerName.ADAMW
+    optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = "adamw"
     """Optimizer: adamw, also with moments in bf16 or 8 bits; adafactor; muon (adamw outside the blocks' matrices); prodigy,
-    which finds its rate; schedule-free. The extra `optimizers` has the libraries of adamw-8bit, prodigy and schedule-free."""
-    optimizer_in_backward: bool = False
-    """Update each weight within the backward pass, so that gradients never stand all at once; for one process, --accumulation 1
-    and --clip-norm None. A gradient that is not finite then leaves out its own weight only."""
+    which finds its rate; schedule-free; or that of a package that you installed. The extra `optimizers` has the libraries of
+    adamw-8bit, prodigy and schedule-free."""
     weights: WeightDtype = WeightDtype.FP32
     """Dtype of the trained weights; bf16, rounded stochastically, halves weights, gradients and EMA; for adamw, adamw-bf16 and
     adamw-8bit."""

@@ -14,7 +14,7 @@ from bucketline.files.run_marker import is_run
 from bucketline.loader.mixture import open_shares, parse_stores
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
-from bucketline.train.optimizers.choice import refuse_combinations
+from bucketline.train.optim import refuse_combinations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,7 +27,7 @@ from bucketline.train.compile import (
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import Compile, Ema, LrSchedule, OptimizerName, Precision, TrainConfig, WeightDtype
+from bucketline.train.config import Compile, Ema, LrSchedule, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import IN_PROCESS, mean_weight, open_loader
 from bucketline.train.ema import Average
 from bucketline.train.float8 import expect_float8, use_float8
@@ -39,8 +39,7 @@ from bucketline.train.models.load import checked, facts_of, load, locate, weight
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise_schedule import Objective, load_schedule
 from bucketline.train.noising import LatentScale, NoisingOptions, Prep
-from bucketline.train.optimizers.choice import KINDS, average_of, expect_possible, make_optimizer
-from bucketline.train.optimizers.stepping import StepInBackward
+from bucketline.train.optim import average_of, expect_possible, kind_of, make_optimizer
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe
 from bucketline.train.outputs.lora_file import start_from
@@ -81,7 +80,7 @@ _FREE = {
     *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with"),
     *("offload_blocks", "activation_memory"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
-    *("sharding", "shard_ranks", "keep_gathered", "image_guidance", "image_prompts", "optimizer_in_backward"),
+    *("sharding", "shard_ranks", "keep_gathered", "image_guidance", "image_prompts"),
     *("export_every", "export_dtype", "push_to_hub", "push_exports"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
@@ -115,7 +114,7 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
     On a GPU, let fp32 use TF32, and cuDNN search for its fastest convolutions.
     """
     if config.learning_rate is None:
-        config = replace(config, learning_rate=KINDS[config.optimizer].learning_rate)
+        config = replace(config, learning_rate=kind_of(config).learning_rate)
     if config.schedule_steps is None and config.lr_schedule is not LrSchedule.CONSTANT:
         horizon = None if start.state is None else start.state.config.get("schedule_steps")
         config = replace(config, schedule_steps=horizon if isinstance(horizon, int) else config.max_steps)
@@ -158,13 +157,13 @@ def build(
         compile_blocks(model)
     if config.offload_blocks:
         offload_blocks(model, config.offload_blocks, device, layout_on(device))
-    kept = Ema.OFF if KINDS[config.optimizer].averages else config.ema
+    kept = config.ema if kind_of(config).average is None else Ema.OFF
     average_of_model = functools.partial(Average, decay=config.ema_decay, place=kept, every=config.ema_every, seed=config.seed)
     average = place_model(model, config, ranks, device, weights, start.checkpoint, average_of_model)
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
         expect_same_optimizer(config, start.state.config, start.checkpoint, weights)
-        checkpoint.load_saved_optimizer(start.checkpoint, optimizer, KINDS[config.optimizer].state)
+        checkpoint.load_saved_optimizer(start.checkpoint, optimizer, kind_of(config).state)
     training = Training(
         config=config,
         family=family,
@@ -180,7 +179,6 @@ def build(
         ),
         autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),
         mean_weight=mean_weight(config, stores),
-        in_backward=StepInBackward(optimizer) if config.optimizer_in_backward else None,
     )
     return training, schedule, weights
 
@@ -270,7 +268,7 @@ def expect_same_optimizer(config: TrainConfig, before: Mapping[str, object], che
     Raises:
         UsageError: if it is another; the message names both.
     """
-    if (name := before.get("optimizer", OptimizerName.ADAMW)) != config.optimizer:
+    if (name := before.get("optimizer", "adamw")) != config.optimizer:
         begun = f"--model {checkpoint}"
         if isinstance(weights, Adapters):
             average = checkpoint / average_folder(weights)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from bucketline.loader import Loader, LoaderConfig
 from tests.commands import BIN, spawn
+from tests.unit.train.tiny_run import as_arguments, config, losses, make_training_store, write_unet
 
 pytestmark = pytest.mark.slow
 PACKAGE = Path(__file__).resolve().parents[2] / "examples" / "own_parts"
@@ -113,3 +116,23 @@ def test_an_installed_packages_family_is_found_by_its_pipeline_and_its_model(env
     )
     ran = spawn([sys.executable, "-c", program], **environment)
     assert (ran.code, ran.out) == (0, "own-chroma own-chroma\n"), ran.err
+
+
+def test_an_installed_packages_optimizer_trains_and_a_run_in_two_parts_equals_one(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    make_training_store(tmp_path / "tiny.store")
+    write_unet(tmp_path / "model")
+    whole = config(tmp_path, output_dir=tmp_path / "whole", max_steps=4, log_every=1, optimizer="lion", learning_rate=None)
+    parts = replace(whole, output_dir=tmp_path / "parts")
+    for asked in (whole, replace(parts, max_steps=2), replace(parts, resume=True)):
+        ran = spawn([sys.executable, "-m", "bucketline.train", *as_arguments(asked)], **environment)
+        assert ran.code == 0, ran.err
+    assert losses(whole.output_dir) == losses(parts.output_dir)
+    files = [one.output_dir / "checkpoints" / "step-00000004" / "optimizer.pt" for one in (whole, parts)]
+    states = [torch.load(file, weights_only=True)["state"] for file in files]
+    assert all(torch.equal(one["exp_avg"], states[1][number]["exp_avg"]) for number, one in states[0].items())
+    ran = spawn([sys.executable, "-m", "bucketline.train", *as_arguments(replace(whole, output_dir=tmp_path / "other"))])
+    assert ran.code == 2
+    assert "--optimizer is 'lion', expected adamw, adamw-bf16, " in ran.err
+    assert not (tmp_path / "other").exists()

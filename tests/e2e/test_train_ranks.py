@@ -17,9 +17,9 @@ import pytest
 from PIL import Image
 
 from bucketline.store import Store
-from bucketline.train.config import Base, Decaying, Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
+from bucketline.train.config import Base, Decaying, Ema, LrSchedule, Precision, Sharding, WeightDtype
 from bucketline.train.noise_schedule import TimestepSampling
-from bucketline.train.optimizers.choice import KINDS
+from bucketline.train.optim import OPTIMIZERS
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
 from tests.building import flip_bit
@@ -147,13 +147,13 @@ def test_two_ranks_with_adapters_equal_one_rank(folder: Path, run: Run) -> None:
     assert_equal_within_floating_point(one.output_dir, two.output_dir)
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name is not OptimizerName.ADAMW])
-def test_two_ranks_equal_one_rank_with_each_optimizer(folder: Path, run: Run, name: OptimizerName) -> None:
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
+def test_two_ranks_equal_one_rank_with_each_optimizer(folder: Path, run: Run, name: str) -> None:
     """Each has half of the model where the optimizer can step on it; then the run is resumed half-way."""
     one = config(folder, output_dir=folder / "one", max_steps=4, optimizer=name, learning_rate=None, warmup_steps=2)
     run(1, one)
     two = replace(one, output_dir=folder / "two", accumulation=1)
-    if KINDS[name].shards:
+    if OPTIMIZERS[name].shards:
         two = replace(two, sharding=Sharding.FSDP)
         run(2, replace(two, max_steps=2))
         two = replace(two, resume=True)
@@ -166,7 +166,7 @@ def test_two_ranks_with_half_of_a_bf16_model_each_learn_as_one_rank_does(folder:
         folder,
         output_dir=folder / "one",
         max_steps=4,
-        optimizer=OptimizerName.ADAMW_BF16,
+        optimizer="adamw-bf16",
         weights=WeightDtype.BF16,
         precision=Precision.BF16,
     )

@@ -8,25 +8,22 @@ import time
 from typing import Any
 
 from bucketline.train.config import Compile, Precision, WeightDtype
-from bucketline.train.optimizers.choice import KINDS
+from bucketline.train.optim import OPTIMIZERS
 from bucketline.train.trainer import train
 from tests.gpu.material import run_folder, tell
 from tests.unit.train.tiny_run import ALONE, config, losses, write_unet
 
 BF16 = {"weights": WeightDtype.BF16, "precision": Precision.BF16}
-IN_BACKWARD = {"optimizer_in_backward": True, "clip_norm": None}
 
 
 def optimizers(*names: str) -> None:
-    """Every optimizer, with what it can be combined with: bf16 weights, the step within the backward pass."""
-    for name, kind in KINDS.items():
+    """Every optimizer, with what it can be combined with: bf16 weights."""
+    for name, kind in OPTIMIZERS.items():
         if names and name not in names:
             continue
         cases: list[dict[str, Any]] = [{}]
         if kind.takes_bf16:
             cases.append(BF16)
-        if kind.is_per_weight:
-            cases.append(IN_BACKWARD | (BF16 if kind.takes_bf16 else {}))
         for case in cases:
             folder = run_folder("optimizers")
             write_unet(folder / "model", block_out_channels=[8, 32])  # moments of 8 bits are for weights of 4096 values

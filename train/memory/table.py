@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 from bucketline.errors import UsageError
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import family_of_model
-from bucketline.train.config import Base, Ema, OptimizerName, Precision, Sharding, TrainConfig, WeightDtype
+from bucketline.train.config import Base, Ema, Precision, Sharding, TrainConfig, WeightDtype
 from bucketline.train.memory.activations import kept_activations, latent_size, recompute
 from bucketline.train.memory.frozen_base import quantise_base
 from bucketline.train.memory.offload import frozen_bytes, offloaded
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.optimizers.choice import KINDS, make_optimizer
+from bucketline.train.optim import OPTIMIZERS, kind_of, make_optimizer
 from bucketline.train.parallel import repeated_blocks
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def choices(rank: int) -> tuple[_Options, ...]:
     return (
         {},
         {"ema": Ema.CPU},
-        *({"optimizer": name} for name in OptimizerName if name is not OptimizerName.ADAMW),
-        {"weights": WeightDtype.BF16, "optimizer": OptimizerName.ADAMW_8BIT, "ema": Ema.OFF},
+        *({"optimizer": name} for name in OPTIMIZERS if name != "adamw"),
+        {"weights": WeightDtype.BF16, "optimizer": "adamw-8bit", "ema": Ema.OFF},
         {"sharding": Sharding.FSDP},
         adapters,
         *({**adapters, "base": base} for base in (Base.INT8, Base.NF4)),
@@ -131,7 +131,7 @@ class CountedModel:
         weights = sum(parameter.nbytes for parameter in trained) // share
         with self._without_memory():
             moments = _moments(asked, model, trained) // share
-        is_averaged = asked.ema is Ema.DEVICE and not KINDS[asked.optimizer].averages
+        is_averaged = asked.ema is Ema.DEVICE and kind_of(asked).average is None
         return Memory(weights=held + weights, gradients=weights, moments=moments, average=weights if is_averaged else 0)
 
     def activations(self, options: _Options) -> int:

@@ -1,1 +1,1 @@
-"""The optimizers that a run can choose: one small file each, and what a run must know of each in `choice`."""
+"""Optimizers besides AdamW, found by their names: a small file each, and their properties in `kinds`."""

@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from torch import nn
 
-    from bucketline.train.optimizers.stepping import Groups, Options
+    from bucketline.train.optim import Groups, Options
 
 
 def make(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from bucketline.train.optimizers.stepping import Groups, Options
+    from bucketline.train.optim import Groups, Options
     from bucketline.train.rounding import Rounding
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # the first has signs

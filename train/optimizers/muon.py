@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from bucketline.train.optimizers.stepping import Groups, Options
+    from bucketline.train.optim import Groups, Options
 
 MATRICES = "of_muon"  # a group's entry
 

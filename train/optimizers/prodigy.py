@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from bucketline.train.optimizers.stepping import Groups, Options
+    from bucketline.train.optim import Groups, Options
 
 SLICE = 11  # of a weight's values, every which one the rate is found from; its authors' choice where memory is short
 

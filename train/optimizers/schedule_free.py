@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from bucketline.train.optimizers.stepping import Groups, Options
+    from bucketline.train.optim import Groups, Options
 
 
 def make(_model: nn.Module, groups: Groups, options: Options) -> Optimizer:

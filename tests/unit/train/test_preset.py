@@ -103,7 +103,7 @@ checkpoint-minutes = "None"
         ("seed = 2026-01-01", "has seed = .*, expected a whole number$"),
         ("batch-size = 2.5", 'has batch-size = 2.5, expected a whole number or "None"$'),
         ('learning-rate = "fast"', "own.toml has learning-rate = 'fast', expected a number or \"None\"$"),
-        ('optimizer = "sgd"', 'has optimizer = \'sgd\', expected "adamw" or .* or "muon" or'),
+        ('ema = "gpu"', 'has ema = \'gpu\', expected "off" or "device" or "cpu"'),
         ('export-dtype = "F8"', "has export-dtype = 'F8', expected \"F32\" or"),
         ('store-weight = [1, "much"]', r"has store-weight = \[1, 'much'\], expected a number, or a list of such$"),
         ('resume = "yes"', "has resume = 'yes', expected true or false"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bucketline.errors import BucketlineError, UsageError
-from bucketline.train.config import Ema, OptimizerName, Precision, WeightDtype
+from bucketline.train.config import Ema, Precision, WeightDtype
 from bucketline.train.refusals import refuse_early
 from bucketline.train.trainer import train
 from tests.building import rewrite_manifest
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Callable[[TrainConfig], TrainConfig], str]] = {
     "store twice": (lambda asked: dataclasses.replace(asked, store=asked.store * 2), "are the same store"),
     "weights": (lambda asked: dataclasses.replace(asked, store_weight=(1.0, 2.0)), "--store-weight is given 2 times"),
     "options": (
-        lambda asked: dataclasses.replace(asked, optimizer=OptimizerName.SCHEDULE_FREE, ema=Ema.OFF),
+        lambda asked: dataclasses.replace(asked, optimizer="schedule-free", ema=Ema.OFF),
         "leave out --ema off and --ema-every",
     ),
 }

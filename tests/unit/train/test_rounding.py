@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bucketline.train import adamw
+from bucketline.train.adamw import make_bf16
 from bucketline.train.config import Ema
 from bucketline.train.ema import Average
-from bucketline.train.optimizers import adamw
-from bucketline.train.optimizers.adamw import make_bf16
-from bucketline.train.optimizers.stepping import Options, begin_step
+from bucketline.train.optim import Options
 from bucketline.train.rounding import Rounding
+from bucketline.train.step import begin_step
 
 
 def rounded(values: torch.Tensor, rounding: Rounding, step: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import FAMILIES, family_of_model
 from bucketline.train.commands.memory import DOCUMENTED_RANK
 from bucketline.train.commands.memory import main as memory
-from bucketline.train.config import OptimizerName, Precision, WeightDtype
+from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.ema import Average
 from bucketline.train.memory.activations import NORMS, NormsIn32Bits, example_batch, latent_size, recompute
 from bucketline.train.memory.frozen_base import quantise_base
@@ -23,7 +23,7 @@ from bucketline.train.memory.offload import frozen_bytes, offload_blocks
 from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.memory.table import RANKS, CountedModel, as_tables, choices, label, run_of, savings
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.optimizers.choice import average_of, make_optimizer
+from bucketline.train.optim import OPTIMIZERS, average_of, make_optimizer
 from bucketline.train.parallel import separate_blocks
 from tests.commands import ROOT
 from tests.family_models import PIPELINES, RECENT_PIPELINES, tiny_model
@@ -109,7 +109,7 @@ def test_shards_are_an_eighth(counting: CountedModel) -> None:
 
 
 def test_the_tables_have_every_optimizer() -> None:
-    assert {options["optimizer"] for options in choices(RANK) if "optimizer" in options} == {*OptimizerName} - {"adamw"}
+    assert {options["optimizer"] for options in choices(RANK) if "optimizer" in options} == {*OPTIMIZERS} - {"adamw"}
 
 
 def held_after(model: torch.nn.Module, family: Family, images: int) -> int:

@@ -12,19 +12,17 @@ import torch
 from torch import nn
 
 from bucketline.train.compile import graphs_compiled
-from bucketline.train.config import Decaying, OptimizerName, TrainConfig
+from bucketline.train.config import Decaying, TrainConfig
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import NoiseSchedule, Objective
 from bucketline.train.noising import LatentScale, Prep
-from bucketline.train.optimizers.choice import KINDS, average_of, make_optimizer
-from bucketline.train.optimizers.learning_rate import learning_rate_at
-from bucketline.train.optimizers.stepping import Options, StepInBackward, begin_step
+from bucketline.train.optim import OPTIMIZERS, Options, average_of, learning_rate_at, make_optimizer
 from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
 from bucketline.train.outputs.weights import WholeModel
 from bucketline.train.parallel import load_optimizer, repeated_blocks
 from bucketline.train.rounding import Rounding
-from bucketline.train.step import Training, loss_of, train_step
+from bucketline.train.step import Training, begin_step, loss_of, train_step
 from tests.unit.train.tiny_run import ALONE, config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
@@ -36,16 +34,15 @@ if TYPE_CHECKING:
 STEPS = 4
 DECAY = 0.1
 # Torchao's steps take longest.
-EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name is OptimizerName.ADAMW_8BIT)) for name in KINDS]
-PER_WEIGHT = [one for one, kind in zip(EVERY, KINDS.values(), strict=True) if kind.is_per_weight]
+EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name == "adamw-8bit")) for name in OPTIMIZERS]
 
 
-def make_training(folder: Path, name: OptimizerName, *, in_backward: bool = False, **changes: Any) -> Training:
+def make_training(folder: Path, name: str, **changes: Any) -> Training:
     asked = config(
         folder,
         **{
             "optimizer": name,
-            "learning_rate": KINDS[name].learning_rate,
+            "learning_rate": OPTIMIZERS[name].learning_rate,
             "accumulation": 1,
             "clip_norm": None,
             "warmup_steps": 2,
@@ -66,7 +63,6 @@ def make_training(folder: Path, name: OptimizerName, *, in_backward: bool = Fals
         average=Average(model, 0.9),
         prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule, objective=Objective.EPSILON),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
-        in_backward=StepInBackward(optimizer) if in_backward else None,
     )
 
 
@@ -120,13 +116,13 @@ def plain_schedule_free(model: nn.Module) -> list[Any]:
     return [optimizer]
 
 
-PLAIN: dict[OptimizerName, Callable[[nn.Module], list[Any]]] = {
-    OptimizerName.ADAMW: plain_adamw,
-    OptimizerName.ADAMW_8BIT: plain_8bit,
-    OptimizerName.ADAFACTOR: plain_adafactor,
-    OptimizerName.MUON: plain_muon,
-    OptimizerName.PRODIGY: plain_prodigy,
-    OptimizerName.SCHEDULE_FREE: plain_schedule_free,
+PLAIN: dict[str, Callable[[nn.Module], list[Any]]] = {
+    "adamw": plain_adamw,
+    "adamw-8bit": plain_8bit,
+    "adafactor": plain_adafactor,
+    "muon": plain_muon,
+    "prodigy": plain_prodigy,
+    "schedule-free": plain_schedule_free,
 }
 
 
@@ -134,7 +130,7 @@ def by_the_library(training: Training, optimizers: list[Any], asked: TrainConfig
     """Train as anybody would with the library."""
     for step, batch in enumerate(batches()):
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            if asked.optimizer is OptimizerName.SCHEDULE_FREE:
+            if asked.optimizer == "schedule-free":
                 continue  # it warms up itself
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(learning_rate_at(step, asked))
@@ -148,7 +144,7 @@ def by_the_library(training: Training, optimizers: list[Any], asked: TrainConfig
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_run_is_that_of_a_plain_loop_with_the_librarys_optimizer(tmp_path: Path, name: OptimizerName) -> None:
+def test_a_run_is_that_of_a_plain_loop_with_the_librarys_optimizer(tmp_path: Path, name: str) -> None:
     own, plain = (make_training(tmp_path, name) for _ in range(2))
     before = copy.deepcopy(own.model.state_dict())
     stream = iter(batches())
@@ -162,7 +158,7 @@ def test_a_run_is_that_of_a_plain_loop_with_the_librarys_optimizer(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_state(tmp_path: Path, name: OptimizerName) -> None:
+def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_state(tmp_path: Path, name: str) -> None:
     plain, spoiled = (make_training(tmp_path, name) for _ in range(2))
     good = batches(3)
     bad = dataclasses.replace(good[1], columns={"target": torch.full_like(good[1].latents, float("inf"))})
@@ -176,7 +172,7 @@ def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_state(tmp_pat
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, name: OptimizerName) -> None:
+def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
     """As in a checkpoint, but in memory; channels_last, as on a GPU."""
     whole, resumed = (make_training(tmp_path, name) for _ in range(2))
     for training in (whole, resumed):
@@ -190,7 +186,7 @@ def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, name: OptimizerName) -
     model, states = (snapshots.gathered(taken, name) for name in (MODEL, OPTIMIZER))
     torch.save(taken.optimizer_state(states), tmp_path / "state")
     resumed.model.load_state_dict(model)
-    load_optimizer(resumed.optimizer, torch.load(tmp_path / "state", weights_only=True), KINDS[name].state)
+    load_optimizer(resumed.optimizer, torch.load(tmp_path / "state", weights_only=True), OPTIMIZERS[name].state)
     for step in (2, 3):
         for training in (whole, resumed):
             train_step(training, iter([stream[step]]), step)
@@ -199,7 +195,7 @@ def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, name: OptimizerName) -
 
 
 def test_a_snapshot_of_an_optimizers_own_average_is_what_it_evaluates(tmp_path: Path) -> None:
-    training = make_training(tmp_path, OptimizerName.SCHEDULE_FREE)
+    training = make_training(tmp_path, "schedule-free")
     average = average_of(training.config, training.model, training.optimizer)
     assert average is not None
     for step, batch in enumerate(batches()[:3]):
@@ -213,20 +209,6 @@ def test_a_snapshot_of_an_optimizers_own_average_is_what_it_evaluates(tmp_path: 
     with average.applied():
         assert all(torch.equal(averages[name], tensor) for name, tensor in training.model.state_dict().items())
     assert not all(torch.equal(averages[name], tensor) for name, tensor in last.items())
-
-
-@pytest.mark.parametrize("name", PER_WEIGHT)
-def test_a_step_in_the_backward_pass_is_the_step_after_it(tmp_path: Path, name: OptimizerName) -> None:
-    after, within = make_training(tmp_path, name), make_training(tmp_path, name, in_backward=True)
-    if name is OptimizerName.ADAMW_BF16:  # each draws its random numbers in the order of its weights
-        for training in (after, within):
-            training.optimizer.rounding = Nearest()  # type: ignore[attr-defined]
-    for step, batch in enumerate(batches()):
-        first, second = train_step(after, iter([batch]), step), train_step(within, iter([batch]), step)
-        torch.testing.assert_close(first.grad_norm, second.grad_norm)
-        assert all(parameter.grad is None for parameter in within.model.parameters())
-    for key, tensor in after.model.state_dict().items():
-        assert torch.equal(within.model.state_dict()[key], tensor)
 
 
 def test_compiled_8_bit_steps_are_compiled_before_the_first_and_equal_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,37 +232,3 @@ def test_compiled_8_bit_steps_are_compiled_before_the_first_and_equal_the_others
         found.append(weight.detach())
     torch.testing.assert_close(found[0], found[1])
     torch.compiler.reset()
-
-
-class Nearest:
-    """Rounding that draws nothing."""
-
-    def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(torch.bfloat16).float()
-
-
-def test_in_the_backward_pass_no_two_blocks_gradients_stand_at_once(tmp_path: Path) -> None:
-    training = make_training(tmp_path, OptimizerName.ADAMW, in_backward=True)
-    parameters, most = list(training.model.parameters()), 0
-
-    def look(_: object) -> None:
-        nonlocal most
-        most = max(most, sum(one.numel() for one in parameters if one.grad is not None))
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
-    train_step(training, iter(batches()), 0)
-    assert most <= max(one.numel() for one in parameters)
-
-
-def test_a_gradient_that_is_not_finite_leaves_out_its_weight_only_in_the_backward_pass(tmp_path: Path) -> None:
-    training = make_training(tmp_path, OptimizerName.ADAMW, in_backward=True)
-    spoiled = next(iter(training.model.parameters()))
-    spoiled.register_hook(lambda gradient: gradient * float("nan"))  # type: ignore[no-untyped-call]
-    before = copy.deepcopy(list(training.model.parameters()))
-    outcome = train_step(training, iter(batches()), 0)
-    assert not outcome.grad_norm.isfinite()
-    same = [torch.equal(one, two) for one, two in zip(before, training.model.parameters(), strict=True)]
-    assert same[0]
-    assert not any(same[1:])
-    assert training.optimizer.state[spoiled]["step"] == 0

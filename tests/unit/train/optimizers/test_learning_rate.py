@@ -13,7 +13,7 @@ from transformers import get_wsd_schedule
 
 from bucketline.errors import UsageError
 from bucketline.train.config import Decaying, LrSchedule
-from bucketline.train.optimizers.learning_rate import decay_groups, learning_rate_at
+from bucketline.train.optim import decay_groups, learning_rate_at
 from tests.unit.train.tiny_run import config
 
 if TYPE_CHECKING:
@@ -105,5 +105,5 @@ def test_biases_and_norms_are_left_out_of_the_decay_and_every_weight_is_in_one_g
     assert (whole["params"], whole["weight_decay"]) == (every, 0.1)
     decaying, others = decay_groups(every, Decaying.MATRICES, 0.1)
     assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert [id(one) for one in decaying["params"]] == [id(model[0].weight), id(model[2].weight)]  # type: ignore[attr-defined]
-    assert len(decaying["params"]) + len(others["params"]) == len(every)  # type: ignore[arg-type]
+    assert [id(one) for one in decaying["params"]] == [id(model[0].weight), id(model[2].weight)]
+    assert len(decaying["params"]) + len(others["params"]) == len(every)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from bucketline.train.config import OptimizerName, WeightDtype
-from bucketline.train.optimizers.choice import KINDS, make_optimizer
+from bucketline.train.config import WeightDtype
+from bucketline.train.optim import OPTIMIZERS, make_optimizer
 from tests.commands import ROOT
 from tests.unit.train.tiny_run import config
 
@@ -26,7 +26,7 @@ class MatrixBlock(nn.Linear):
     """A block of a transformer, by its name."""
 
 
-def counted(folder: Path, name: OptimizerName, weights: nn.Module, dtype: WeightDtype) -> tuple[str, str]:
+def counted(folder: Path, name: str, weights: nn.Module, dtype: WeightDtype) -> tuple[str, str]:
     """Return the bytes a weight of the state, and with weights and gradients."""
     weights = weights.to(torch.bfloat16 if dtype is WeightDtype.BF16 else torch.float32)
     model = nn.Sequential(weights)
@@ -41,13 +41,13 @@ def counted(folder: Path, name: OptimizerName, weights: nn.Module, dtype: Weight
 
 
 def test_the_table_has_every_optimizer() -> None:
-    assert set(TABLE) == set(KINDS)
+    assert set(TABLE) == set(OPTIMIZERS)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_the_bytes_in_the_table_are_those_of_the_tensors(tmp_path: Path, name: OptimizerName) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bytes_in_the_table_are_those_of_the_tensors(tmp_path: Path, name: str) -> None:
     matrix, convolution = MatrixBlock(512, 512, bias=False), nn.Conv2d(128, 128, 3, bias=False)
     state, together = counted(tmp_path, name, matrix, WeightDtype.FP32)
     of_convolution, _ = counted(tmp_path, name, convolution, WeightDtype.FP32)
-    rounded = counted(tmp_path, name, matrix, WeightDtype.BF16)[1] if KINDS[name].takes_bf16 else "—"
+    rounded = counted(tmp_path, name, matrix, WeightDtype.BF16)[1] if OPTIMIZERS[name].takes_bf16 else "—"
     assert TABLE[name] == [state, of_convolution, together, rounded]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from bucketline.train.optimizers.stepping import Groups, Options
+    from bucketline.train.optim import Groups, Options
     from bucketline.train.rounding import Rounding
 
 
