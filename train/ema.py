@@ -40,7 +40,6 @@ class Average:
         self._sources: list[Tensor] = [tensor for tensor in model.parameters() if tensor.requires_grad and self.is_kept]
         self._averages: list[Tensor] = [self._copied(local(tensor.detach())) for tensor in self._sources]
         self._pinned: list[Tensor] = []
-        self._by_id = {id(source): average for source, average in zip(self._sources, self._averages, strict=True)}
 
     def _copied(self, weight: Tensor) -> Tensor:
         if self._place is Ema.DEVICE:
@@ -86,10 +85,6 @@ class Average:
         if not self._pinned:
             self._pinned = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         return self._pinned
-
-    def of(self, tensor: Tensor) -> Tensor | None:
-        """Return the average of a trained parameter, or of its shard, sharing memory; None for any other tensor."""
-        return self._by_id.get(id(tensor))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

@@ -1,77 +1,61 @@
-"""Copy tensors to host memory in a thread, while training continues up to its next update of them."""
+"""Copy tensors to host memory, whole, through pinned chunks if they are on a GPU."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
 
+from bucketline.train.parallel import whole
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from concurrent.futures import Future
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
 CHUNK_BYTES = 128 << 20
 
 
-class HostCopies:
-    """Copies for checkpoints, in host memory that every save uses again: as many bytes as a save copies.
+class HostMemory:
+    """Memory for copies of tensors; by the same name, the next copies take the same, since new memory is slow to fill.
 
-    From a GPU, a second stream fills one of two pinned chunks while the thread empties the other: pageable memory, which the
-    copies are in, takes them at a fraction of the speed. Copying does not hold Python's lock.
+    A GPU fills one of two pinned chunks while the host empties the other: pageable memory, which the copies are in, takes them
+    at a fraction of the speed.
     """
 
     def __init__(self) -> None:
         """Nothing is allocated before the first copies."""
         self._chunks: list[Tensor] = []
-        self._memory: dict[str, Tensor] = {}
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="host-copy")
+        self._memory: dict[tuple[str, str], Tensor] = {}
 
-    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin to make the memory for copies of such tensors; new memory is slow to write for the first time."""
-        on_meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
-        self._pool.submit(lambda: [self._host(name, tensor) for name, tensor in on_meta.items()])
+    def copies(self, name: str, tensors: Mapping[str, Tensor], *, keeps: bool = True) -> dict[str, Tensor]:
+        """Return whole tensors, contiguous, which overwrite the former copies of this name; nothing if this rank `keeps` none.
 
-    def start(self, tensors: Mapping[str, Tensor]) -> Future[dict[str, Tensor]]:
-        """Begin to copy these tensors, overwriting the earlier copies by the same names.
-
-        The result has the copies, contiguous. The tensors must not change before it is there.
+        Shards are gathered a tensor at a time, so every rank that has some must call this with the same tensors.
         """
-        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-        done = None if device is None else torch.cuda.current_stream(device).record_event()
-        return self._pool.submit(self._copy, tensors, device, done)
+        found: dict[str, Tensor] = {}
 
-    def close(self) -> None:
-        """Wait for the thread and end it."""
-        self._pool.shutdown()
+        def from_device() -> Iterator[tuple[Tensor, Tensor]]:
+            for key, tensor in tensors.items():
+                full = whole(tensor.detach())
+                if not keeps:
+                    continue
+                own = self._memory.get((name, key))
+                if own is None or (own.shape, own.dtype) != (full.shape, full.dtype):
+                    own = self._memory[name, key] = torch.empty(full.shape, dtype=full.dtype)
+                found[key] = own
+                if full.is_cuda:
+                    yield full, own
+                else:
+                    own.copy_(full)
 
-    def _host(self, name: str, like: Tensor) -> Tensor:
-        own = self._memory.get(name)
-        if own is None or (own.shape, own.dtype) != (like.shape, like.dtype):
-            own = self._memory[name] = torch.empty(like.shape, dtype=like.dtype).zero_()
-        return own
-
-    def _copy(
-        self, tensors: Mapping[str, Tensor], device: torch.device | None, done: torch.cuda.Event | None
-    ) -> dict[str, Tensor]:
-        copies = {name: self._host(name, tensor) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            if not tensor.is_cuda:
-                copies[name].copy_(tensor)
-        if done is not None:
-            with torch.cuda.device(device):  # pinning memory would begin to use the first one otherwise
-                if not self._chunks:
-                    self._chunks = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                stream.wait_event(done)
-                with torch.cuda.stream(stream):
-                    copy_through(self._chunks, [(tensor, copies[name]) for name, tensor in tensors.items() if tensor.is_cuda])
-        return copies
+        if keeps and not self._chunks and any(tensor.is_cuda for tensor in tensors.values()):
+            self._chunks = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        copy_through(self._chunks, from_device())
+        return found
 
 
 Give = Callable[["Tensor", "Tensor", "Tensor"], object]

@@ -16,7 +16,7 @@ from bucketline.train.parallel import free_gathered, whole, without_sync
 from bucketline.train.rounding import Rounding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -40,7 +40,6 @@ class Training:
     prep: Prep
     autocast: torch.autocast
     mean_weight: float = 1.0  # of the stores' rows in the loss, by --store-weight
-    before_exchange: list[Callable[[], None]] = field(default_factory=list)  # called before `averaged` changes the weights
     trained: tuple[nn.Parameter, ...] = field(init=False)  # of the model, which takes milliseconds to look through
 
     def __post_init__(self) -> None:
@@ -54,8 +53,6 @@ class Training:
     @contextlib.contextmanager
     def averaged(self) -> Iterator[nn.Module]:
         """Return the model for evaluation, with the averaged weights (the last ones without an average) while the body runs."""
-        for wait in self.before_exchange:
-            wait()
         with self.average.applied(), self.evaluating() as model:
             yield model
 

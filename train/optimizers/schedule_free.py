@@ -14,7 +14,7 @@ from bucketline.train.parallel import local
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from bucketline.train.optim import Groups, Options
@@ -36,17 +36,9 @@ class OwnAverage(Average):
         self.is_kept = True
         self._optimizer, self._place = optimizer, place
         self._sources = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        self._groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
 
     def update(self, step: int) -> None:
         """Do nothing: the optimizer's step has updated it."""
-
-    def of(self, tensor: Tensor) -> Tensor | None:
-        """Return the average of a trained parameter in memory of its own, as the library's `eval` computes it."""
-        if (group := self._groups.get(id(tensor))) is None:
-            return None
-        weight, z = local(tensor.detach()), self._optimizer.state.get(tensor, {}).get("z")
-        return weight if z is None else weight.lerp(local(z), 1 - 1 / group["betas"][0])
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

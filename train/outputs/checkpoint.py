@@ -23,10 +23,9 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 
 from bucketline.errors import StateError, TrainError
@@ -35,7 +34,6 @@ from bucketline.files.disk_space import failed_write
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import parallel
 from bucketline.train.outputs.metrics import NotFiniteError, WindowState, has_steps
-from bucketline.train.outputs.snapshot import MODEL, OPTIMIZER
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import whole
 from bucketline.typed_json import Json, decode, encode
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from bucketline.loader import WeightedStore
-    from bucketline.train.outputs.snapshot import Snapshot
     from bucketline.train.outputs.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -84,6 +81,23 @@ class RunState:
     config: dict[str, Json]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """The tensors of a step to be saved, in host memory."""
+
+    config: str  # of the model, or of its adapters
+    last: dict[str, Tensor] | None  # weights; None: only an export is written, of their average
+    averaged: dict[str, Tensor] | None  # None: there is no average
+    optimizer: dict[str, Any] | None  # its state; None: only an export is written
+
+    @property
+    def best(self) -> dict[str, Tensor]:
+        """The averaged weights; without an average, the last ones."""
+        found = self.last if self.averaged is None else self.averaged
+        assert found is not None
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Digest:
     num_bytes: int
@@ -98,25 +112,24 @@ class _Digests:
 def write(
     output_dir: Path,
     weights: Weights,
-    taken: Snapshot,
-    sections: Iterator[dict[str, Tensor]],
+    copies: Copies,
     state: RunState,
     *,
     card: str,
     keep: int,
 ) -> Path:
-    """Write a checkpoint, and remove all but the newest `keep`; `sections`: the whole tensors of a snapshot's, in its order.
+    """Write a checkpoint, and remove all but the newest `keep`.
 
     Raises:
         TrainError: if it cannot be written; earlier checkpoints are unchanged.
     """
     folder = checkpoint_folder(output_dir, state.steps_done)
     with written_aside(folder, card) as aside:
-        for name, tensors in zip(taken.sections, sections, strict=False):
-            if name == OPTIMIZER:
-                torch.save(taken.optimizer_state(tensors), aside / OPTIMIZER_FILE)
-            else:
-                weights.write(aside / (weights.folder if name == MODEL else average_folder(weights)), taken.config, tensors)
+        assert copies.last is not None
+        weights.write(aside / weights.folder, copies.config, copies.last)
+        if copies.averaged is not None:
+            weights.write(aside / average_folder(weights), copies.config, copies.averaged)
+        torch.save(copies.optimizer, aside / OPTIMIZER_FILE)
         (aside / STATE).write_text(json.dumps(encode(state), indent=1), encoding="utf-8")
         paths = sorted(path for path in aside.rglob("*") if path.is_file())
         digests = {path.relative_to(aside).as_posix(): _Digest(*file_digest(path)) for path in paths}
@@ -160,8 +173,6 @@ def written_aside(folder: Path, card: str) -> Iterator[Path]:
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk differently
         said = failed_write(folder.parent.parent, error)  # before that makes room
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, dist.DistError):  # from the ranks that share the tensors
-            raise
         advice = way_on(folder.parent.parent, first="make room, then ")
         raise TrainError(f"{folder} cannot be written: {said}; {advice}") from error
 

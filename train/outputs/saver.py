@@ -1,20 +1,23 @@
-"""Save checkpoints and exports while training continues: copies in host memory, written by a thread."""
+"""Save checkpoints and exports: the loop stops while they are copied to host memory, and a thread writes the copies."""
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+import torch
+from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
 from bucketline.files.run_marker import METRICS
+from bucketline.train.host_copy import HostMemory
 from bucketline.train.outputs import checkpoint
+from bucketline.train.outputs.checkpoint import Copies
 from bucketline.train.outputs.export import write_export
-from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
 from bucketline.train.parallel import from_rank_zero
 
 if TYPE_CHECKING:
@@ -22,9 +25,12 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from bucketline.train.ema import Average
     from bucketline.train.outputs.checkpoint import RunState
     from bucketline.train.outputs.hub import HubUploads
-    from bucketline.train.outputs.snapshot import Snapshot
     from bucketline.train.outputs.weights import Weights
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
@@ -40,24 +46,18 @@ class Output(StrEnum):
 class Saver:
     """Saves one step at a time; every rank has one, and calls it at the same steps.
 
-    The loop stops only while the tensors are named and an earlier save is finished. A thread copies them to host memory
-    during the next step, whose update waits for it, and another thread writes the copies.
+    The loop stops until an earlier save is written and rank 0's host memory has the tensors, gathered from their shards if
+    there are any. Every save takes the same memory: 16 bytes per trained weight with AdamW and a moving average.
     """
 
     def __init__(
         self, training: Training, ranks: TrainRanks, weights: Weights, saved: Path | None, uploads: HubUploads | None = None
     ) -> None:
-        """Start the threads; `saved`: the checkpoint that the run starts from."""
+        """Start the thread; `saved`: the checkpoint that the run starts from."""
         self._training, self._ranks, self._weights, self._uploads = training, ranks, weights, uploads
         self.saved = {} if saved is None else {Output.CHECKPOINT: saved}  # the newest of each kind
         self._saved_s = time.monotonic()
-        self._snapshots = Snapshots(ranks, weights, training.bare_model, training.average, training.optimizer)
-        self._sections = [MODEL, *[AVERAGE] * training.average.is_kept, OPTIMIZER]
-        self._has_reserved = False
-        self._taken: Snapshot | None = None
-        # before all that changes what is still being copied: any optimizer's step, and an exchange of weights and averages
-        self._hook = register_optimizer_step_pre_hook(lambda *_: self._wait_for_copies())
-        training.before_exchange.append(self._wait_for_copies)
+        self._memory = HostMemory()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
 
@@ -71,53 +71,42 @@ class Saver:
         return self._ranks.is_main and minutes is not None and time.monotonic() - self._saved_s >= 60 * minutes
 
     def save(self, cards: Mapping[Output, str], state: RunState) -> None:
-        """Begin to write the outputs of this step that `cards` are of, unless they are written.
+        """Copy the outputs of this step that `cards` are of, unless they are written, and begin to write them.
 
         Raises:
             TrainError: if the save before failed.
         """
-        config, step = self._training.config, state.steps_done
-        folders = {output: config.output_dir / output / checkpoint.folder_of_step(step) for output in cards}
+        output_dir = self._training.config.output_dir
+        folders = {output: output_dir / output / checkpoint.folder_of_step(state.steps_done) for output in cards}
         due = {output: folder for output, folder in folders.items() if self.saved.get(output) != folder}
         if not due:
             return
         self.finish()  # its copies are in the memory that this one's take
-        best = AVERAGE if AVERAGE in self._sections else MODEL
-        taken = self._taken = self._snapshots.take(self._sections if Output.CHECKPOINT in due else [best])
-
-        def write() -> None:
-            taken.copied.result()
-            names = [*self._sections * (Output.CHECKPOINT in due), *[best] * (Output.EXPORT in due)]
-            sections = (self._snapshots.gathered(taken, name) for name in names)
-            try:
-                if self._ranks.is_main and Output.CHECKPOINT in due:
-                    with (config.output_dir / METRICS).open("rb") as lines:
-                        os.fsync(lines.fileno())  # a checkpoint relies on those before it
-                    card, keep = cards[Output.CHECKPOINT], config.keep_checkpoints
-                    checkpoint.write(config.output_dir, self._weights, taken, sections, state, card=card, keep=keep)
-                if self._ranks.is_main and Output.EXPORT in due:
-                    card, dtype = cards[Output.EXPORT], config.export_dtype
-                    write_export(due[Output.EXPORT], self._weights, taken.config, next(sections), dtype=dtype, card=card)
-                    if self._uploads is not None and (config.push_exports or step == config.max_steps):
-                        self._uploads.push(due[Output.EXPORT], counted(step, "step"))
-            finally:
-                for _ in sections:  # the other ranks send them, whether rank 0 can write or not
-                    pass
-
+        training, keeps = self._training, self._ranks.is_main
+        if keeps or isinstance(training.bare_model, FSDPModule):
+            model, optimizer = training.bare_model, training.optimizer if Output.CHECKPOINT in due else None
+            copies = copied(self._memory, self._weights, model, training.average, optimizer, keeps=keeps)
+            if keeps:
+                self._under_way = self._pool.submit(self._write, copies, due, cards, state)
         self.saved |= due
         if Output.CHECKPOINT in due:
             self.restart_clock()
-        self._under_way = self._pool.submit(write)
 
-    def _wait_for_copies(self) -> None:
-        if self._taken is not None:
-            self._taken.copied.result()
+    def _write(self, copies: Copies, due: Mapping[Output, Path], cards: Mapping[Output, str], state: RunState) -> None:
+        config, weights = self._training.config, self._weights
+        if Output.CHECKPOINT in due:
+            with (config.output_dir / METRICS).open("rb") as lines:
+                os.fsync(lines.fileno())  # a checkpoint relies on those before it
+            card, keep = cards[Output.CHECKPOINT], config.keep_checkpoints
+            checkpoint.write(config.output_dir, weights, copies, state, card=card, keep=keep)
+        if (folder := due.get(Output.EXPORT)) is not None:
+            card, dtype = cards[Output.EXPORT], config.export_dtype
+            write_export(folder, weights, copies.config, copies.best, dtype=dtype, card=card)
+            if self._uploads is not None and (config.push_exports or state.steps_done == config.max_steps):
+                self._uploads.push(folder, counted(state.steps_done, "step"))
 
     def poll(self) -> None:
         """Raise the error of the save in progress, if it has failed; never wait. Called after each step."""
-        if not self._has_reserved:  # else the first save takes longer than the others
-            self._snapshots.reserve(self._sections)
-            self._has_reserved = True
         if self._under_way is not None and self._under_way.done():
             self._finish_own()
 
@@ -128,7 +117,6 @@ class Saver:
             TrainError: if it failed.
         """
         from_rank_zero(self._ranks, self._finish_own)
-        self._finish_own()
 
     def _finish_own(self) -> None:
         under_way, self._under_way = self._under_way, None
@@ -136,7 +124,24 @@ class Saver:
             under_way.result()
 
     def close(self) -> None:
-        """Wait for the threads, so that a checkpoint is complete or absent."""
-        self._hook.remove()
-        self._snapshots.copies.close()
+        """Wait for the thread, so that a checkpoint is complete or absent."""
         self._pool.shutdown()
+
+
+def copied(
+    memory: HostMemory, weights: Weights, model: nn.Module, average: Average, optimizer: Optimizer | None, *, keeps: bool = True
+) -> Copies:
+    """Return copies of everything; without an optimizer, of the best weights. A rank that `keeps` none sends its shards."""
+    last, averaged, state = None, None, None
+    if optimizer is not None or not average.is_kept:
+        last = memory.copies("model", weights.tensors(model), keeps=keeps)
+    if average.is_kept:
+        with average.applied():
+            averaged = memory.copies("average", weights.tensors(model), keeps=keeps)
+    if optimizer is not None:
+        state = optimizer.state_dict()
+        each = {f"{number}.{name}": value for number, own in state["state"].items() for name, value in own.items()}
+        tensors = {name: value for name, value in each.items() if isinstance(value, torch.Tensor)}
+        copies = memory.copies("optimizer", tensors, keeps=keeps)
+        state = copy.deepcopy(state, {id(tensors[name]): own for name, own in copies.items()}) if keeps else None
+    return Copies(config=weights.config(model), last=last, averaged=averaged, optimizer=state)

@@ -1,11 +1,11 @@
-"""Copies in host memory, made by a thread, and through chunks that are smaller than the tensors."""
+"""Copies in host memory, which is used again, and through chunks that are smaller than the tensors."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bucketline.train.host_copy import HostCopies, copy_through, in_memory_order
+from bucketline.train.host_copy import HostMemory, copy_through, in_memory_order
 
 SHAPES = ((), (0, 3), (7,), (5, 3, 2, 2), (1000,))
 
@@ -19,11 +19,10 @@ def tensors_of(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_copies_are_the_tensors_and_every_save_takes_the_same_memory(dtype: torch.dtype) -> None:
-    copies, tensors = HostCopies(), tensors_of(dtype)
-    copies.reserve(tensors)
+    memory, tensors = HostMemory(), tensors_of(dtype)
     places = []
     for _ in range(2):
-        found = copies.start(tensors).result()
+        found = memory.copies("a", tensors)
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         for tensor in tensors.values():
             tensor.add_(1)
@@ -32,16 +31,14 @@ def test_copies_are_the_tensors_and_every_save_takes_the_same_memory(dtype: torc
             assert (copy.dtype, copy.shape) == (before[name].dtype, before[name].shape)
             assert torch.equal(copy, before[name])
         places.append([copy.data_ptr() for copy in found.values()])
-    copies.close()
     assert places[0] == places[1]
 
 
 def test_a_tensor_of_another_shape_gets_memory_of_its_own() -> None:
-    copies = HostCopies()
-    copies.start({"a": torch.zeros(3)})
-    found = copies.start({"a": torch.ones(2, 2)}).result()["a"]
-    copies.close()
-    assert torch.equal(found, torch.ones(2, 2))
+    memory = HostMemory()
+    memory.copies("a", {"a": torch.zeros(3)})
+    assert torch.equal(memory.copies("a", {"a": torch.ones(2, 2)})["a"], torch.ones(2, 2))
+    assert memory.copies("a", {"a": torch.zeros(2, 2)}, keeps=False) == {}
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1 << 16])
@@ -64,12 +61,3 @@ def test_parts_of_a_source_are_given_to_its_target_in_the_order_of_memory(chunk_
     pairs = [(in_memory_order(source), in_memory_order(target)) for source, target in zip(sources, targets, strict=True)]
     copy_through(chunks, pairs, lambda _, target, chunk: target.lerp_(chunk, 0.25))
     assert all(torch.equal(*pair) for pair in zip(targets, expected, strict=True))
-
-
-def test_an_error_of_the_thread_is_raised_by_every_wait() -> None:
-    copies = HostCopies()
-    copied = copies.start({"a": torch.empty(3, device="meta")})
-    for _ in range(2):
-        with pytest.raises(NotImplementedError, match="meta"):
-            copied.result()
-    copies.close()

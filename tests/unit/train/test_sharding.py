@@ -17,13 +17,14 @@ from bucketline.errors import UsageError
 from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.train.config import Ema, Precision, Sharding
 from bucketline.train.ema import Average
+from bucketline.train.host_copy import HostMemory
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise_schedule import NoiseSchedule, Objective
 from bucketline.train.noising import LatentScale, Prep
 from bucketline.train.outputs import checkpoint
-from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshot, Snapshots
-from bucketline.train.outputs.weights import Weights, weights_of
+from bucketline.train.outputs.saver import copied
+from bucketline.train.outputs.weights import weights_of
 from bucketline.train.parallel import TrainRanks, free_gathered, repeated_blocks, separate_blocks, without_sync
 from bucketline.train.parallel import whole as whole_tensor
 from bucketline.train.setup import replicated
@@ -40,7 +41,7 @@ from bucketline.train.step import Training, train_step
 from tests.unit.train.forked import fork_ranks
 from tests.unit.train.models.test_families import offered, write_model
 from tests.unit.train.outputs.test_checkpoint import state
-from tests.unit.train.tiny_run import ALONE, config, facts, make_batch, write_unet
+from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,8 +50,23 @@ if TYPE_CHECKING:
 
     from bucketline.families.family import Family
     from bucketline.loader import Batch
+    from bucketline.train.outputs.checkpoint import Copies
 
 CPU = torch.device("cpu")
+
+
+def expect_same(found: Copies, expected: Copies) -> None:
+    assert found.optimizer is not None
+    assert expected.optimizer is not None
+    for one, other in (
+        (found.last, expected.last),
+        (found.averaged, expected.averaged),
+        *zip(found.optimizer["state"].values(), expected.optimizer["state"].values(), strict=True),
+    ):
+        assert one is not None
+        assert other is not None
+        assert one.keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def make_moved(model: nn.Module) -> torch.optim.Optimizer:
@@ -61,19 +77,6 @@ def make_moved(model: nn.Module) -> torch.optim.Optimizer:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     return optimizer
-
-
-Sections = dict[str, dict[str, "Tensor"]]
-
-
-def sections_of(
-    ranks: TrainRanks, weights: Weights, model: nn.Module, average: Average, optimizer: torch.optim.Optimizer
-) -> tuple[Snapshot, Sections]:
-    """Take a snapshot; return it, and on rank 0 the whole tensors of its sections."""
-    snapshots = Snapshots(ranks, weights, model, average, optimizer)
-    taken = snapshots.take((MODEL, AVERAGE, OPTIMIZER))
-    snapshots.copies.close()
-    return taken, {name: snapshots.gathered(taken, name) for name in taken.sections}
 
 
 @pytest.mark.slow
@@ -93,8 +96,8 @@ def test_a_checkpoint_is_the_same_to_the_bit_under_any_sharding(tmp_path: Path, 
     family, model = loaded(on_meta=False)
     frozen = {name: tensor.clone() for name, tensor in tensors_of(model).items() if tensor.dtype is torch.bfloat16}
     weights, average = weights_of(family, adapters=lora_rank is not None), Average(model, 0.9)
-    taken, saved = sections_of(ALONE, weights, model, average, make_moved(model))
-    folder = checkpoint.write(tmp_path, weights, taken, iter(saved.values()), state(1), card="", keep=1)
+    saved = copied(HostMemory(), weights, model, average, make_moved(model))
+    folder = checkpoint.write(tmp_path, weights, saved, state(1), card="", keep=1)
 
     def body(ranks: TrainRanks) -> None:
         for sharding, shard_ranks, part in ((Sharding.DDP, None, 1), (Sharding.FSDP, None, 4), (Sharding.HSDP, 2, 2)):
@@ -108,10 +111,9 @@ def test_a_checkpoint_is_the_same_to_the_bit_under_any_sharding(tmp_path: Path, 
                 assert own.numel() <= -(-parameter.shape[0] // part) * parameter[0].numel()
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
             checkpoint.load_saved_optimizer(folder, optimizer)
-            _, again = sections_of(ranks, weights, model, average, optimizer)
-            for section, tensors in saved.items():
-                assert again[section].keys() == tensors.keys()
-                assert not ranks.is_main or all(torch.equal(again[section][name], own) for name, own in tensors.items())
+            again = copied(HostMemory(), weights, model, average, optimizer, keeps=ranks.is_main)
+            if ranks.is_main:
+                expect_same(again, saved)
             found = tensors_of(model)
             assert all(torch.equal(whole_tensor(found[name]), tensor) for name, tensor in frozen.items())
 

@@ -14,16 +14,17 @@ from torch import nn
 from bucketline.train.compile import graphs_compiled
 from bucketline.train.config import Decaying, TrainConfig
 from bucketline.train.ema import Average
+from bucketline.train.host_copy import HostMemory
 from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import NoiseSchedule, Objective
 from bucketline.train.noising import LatentScale, Prep
 from bucketline.train.optim import OPTIMIZERS, Options, average_of, learning_rate_at, make_optimizer
-from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
+from bucketline.train.outputs.saver import copied
 from bucketline.train.outputs.weights import WholeModel
 from bucketline.train.parallel import load_optimizer, repeated_blocks
 from bucketline.train.rounding import Rounding
 from bucketline.train.step import Training, begin_step, loss_of, train_step
-from tests.unit.train.tiny_run import ALONE, config, facts, make_batch, write_unet
+from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,12 +181,10 @@ def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
     stream = batches()
     for step in range(2):
         train_step(whole, iter([stream[step]]), step)
-    snapshots = Snapshots(ALONE, WholeModel(folder="unet"), whole.model, Average(whole.model, 0.9), whole.optimizer)
-    taken = snapshots.take((MODEL, OPTIMIZER))
-    snapshots.copies.close()
-    model, states = (snapshots.gathered(taken, name) for name in (MODEL, OPTIMIZER))
-    torch.save(taken.optimizer_state(states), tmp_path / "state")
-    resumed.model.load_state_dict(model)
+    copies = copied(HostMemory(), WholeModel(folder="unet"), whole.model, Average(whole.model, 0.9), whole.optimizer)
+    torch.save(copies.optimizer, tmp_path / "state")
+    assert copies.last is not None
+    resumed.model.load_state_dict(copies.last)
     load_optimizer(resumed.optimizer, torch.load(tmp_path / "state", weights_only=True), OPTIMIZERS[name].state)
     for step in (2, 3):
         for training in (whole, resumed):
@@ -194,21 +193,19 @@ def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
         assert torch.equal(resumed.model.state_dict()[key], tensor)
 
 
-def test_a_snapshot_of_an_optimizers_own_average_is_what_it_evaluates(tmp_path: Path) -> None:
+def test_a_copy_of_an_optimizers_own_average_is_what_it_evaluates(tmp_path: Path) -> None:
     training = make_training(tmp_path, "schedule-free")
     average = average_of(training.config, training.model, training.optimizer)
     assert average is not None
     for step, batch in enumerate(batches()[:3]):
         train_step(training, iter([batch]), step)
-    snapshots = Snapshots(ALONE, WholeModel(folder="unet"), training.model, average, training.optimizer)
-    taken = snapshots.take((MODEL, AVERAGE))
-    snapshots.copies.close()
-    model, averages = (snapshots.gathered(taken, name) for name in (MODEL, AVERAGE))
+    copies = copied(HostMemory(), WholeModel(folder="unet"), training.model, average, training.optimizer)
+    assert copies.last is not None
     last = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
-    assert all(torch.equal(model[name], tensor) for name, tensor in last.items())
-    with average.applied():
-        assert all(torch.equal(averages[name], tensor) for name, tensor in training.model.state_dict().items())
-    assert not all(torch.equal(averages[name], tensor) for name, tensor in last.items())
+    assert all(torch.equal(copies.last[name], tensor) for name, tensor in last.items())
+    training.optimizer.eval()  # type: ignore[attr-defined]
+    assert all(torch.equal(copies.best[name], tensor) for name, tensor in training.model.state_dict().items())
+    assert not all(torch.equal(copies.best[name], tensor) for name, tensor in last.items())
 
 
 def test_compiled_8_bit_steps_are_compiled_before_the_first_and_equal_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

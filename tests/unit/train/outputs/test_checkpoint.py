@@ -19,13 +19,14 @@ from diffusers import UNet2DConditionModel
 from bucketline.errors import StateError, TrainError
 from bucketline.store.format.hashing import file_digest
 from bucketline.train.ema import Average
+from bucketline.train.host_copy import HostMemory
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import RunState, TrainedStore, damage, last_whole, read_state
-from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
+from bucketline.train.outputs.saver import copied
 from bucketline.train.outputs.weights import WholeModel
 from tests.building import flip_bit, tree
 from tests.commands import spawn
-from tests.unit.train.tiny_run import ALONE, UNET
+from tests.unit.train.tiny_run import UNET
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,11 +73,8 @@ def state(steps_done: int) -> RunState:
 
 
 def save(output_dir: Path, trained: Trained, kept: RunState, *, keep: int) -> Path:
-    snapshots = Snapshots(ALONE, WEIGHTS, trained.model, trained.average, trained.optimizer)
-    taken = snapshots.take((MODEL, AVERAGE, OPTIMIZER))
-    snapshots.copies.close()
-    sections = (snapshots.gathered(taken, name) for name in taken.sections)
-    return checkpoint.write(output_dir, WEIGHTS, taken, sections, kept, card="# a card", keep=keep)
+    copies = copied(HostMemory(), WEIGHTS, trained.model, trained.average, trained.optimizer)
+    return checkpoint.write(output_dir, WEIGHTS, copies, kept, card="# a card", keep=keep)
 
 
 def load(folder: Path, trained: Trained) -> None:

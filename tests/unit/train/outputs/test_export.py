@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,8 @@ from safetensors.torch import load_file
 from bucketline.errors import UsageError
 from bucketline.train.commands.export_model import main
 from bucketline.train.config import Ema
-from bucketline.train.ema import Average
-from bucketline.train.host_copy import HostCopies
 from bucketline.train.noise_schedule import Objective, load_schedule
 from bucketline.train.outputs.hub import HubUploads
-from bucketline.train.outputs.saver import Saver
 from bucketline.train.trainer import train
 from tests.hub_server import TOKEN, Hub, running_hub
 from tests.unit.train.tiny_run import ALONE, SCHEDULER, config
@@ -78,43 +74,6 @@ def test_an_export_without_a_checkpoint_or_an_average_has_the_last_weights(folde
     assert steps_of(asked.output_dir / "exports") == [3, 6]
     found = load_file(asked.output_dir / "exports" / "step-00000006" / "unet" / FILE)
     saved = load_file(asked.output_dir / "checkpoints" / "step-00000006" / "unet" / FILE)
-    assert all(torch.equal(found[name], saved[name]) for name in saved)
-
-
-def test_a_validation_at_the_end_leaves_the_weights_that_are_being_copied(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start, copy, wait, exchange = HostCopies.start, HostCopies._copy, Saver._wait_for_copies, Average._exchange
-    may_copy = threading.Event()
-    saves: list[Any] = []
-
-    def started(copies: HostCopies, tensors: Any) -> Any:
-        if not saves:  # the export; there was a validation before
-            may_copy.clear()
-        saves.append(tensors)
-        return start(copies, tensors)
-
-    def late(*args: Any) -> Any:
-        assert may_copy.wait(30)
-        return copy(*args)
-
-    def waited(saver: Saver) -> None:
-        may_copy.set()
-        wait(saver)
-
-    def exchanged(*args: Any) -> None:
-        exchange(*args)
-        may_copy.set()
-        time.sleep(0.1)
-
-    monkeypatch.setattr(HostCopies, "start", started)
-    monkeypatch.setattr(HostCopies, "_copy", late)
-    monkeypatch.setattr(Saver, "_wait_for_copies", waited)
-    monkeypatch.setattr(Average, "_exchange", exchanged)
-    asked = config(folder, max_steps=2, export_every=2, export_dtype="F32", validate_every=100)
-    train(asked, ALONE)
-    saved = load_file(asked.output_dir / "checkpoints" / "step-00000002" / "unet_ema" / FILE)
-    found = load_file(asked.output_dir / "exports" / "step-00000002" / "unet" / FILE)
     assert all(torch.equal(found[name], saved[name]) for name in saved)
 
 

@@ -78,29 +78,6 @@ def step(trained: Trained) -> None:
     trained.average.update(0)
 
 
-def test_the_next_update_waits_for_the_copies_and_the_checkpoint_is_of_its_own_step(
-    saver: Saver, trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate()
-    monkeypatch.setattr(host_copy.HostCopies, "_copy", gate.holding(host_copy.HostCopies._copy))
-    before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
-    save(saver, 1)
-    stepping = threading.Thread(target=step, args=(trained,))
-    stepping.start()
-    assert gate.is_reached.wait(WAIT_S)
-    stepping.join(0.05)
-    assert stepping.is_alive(), "nothing is updated that is still being copied"
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trained.model.state_dict().items())
-    gate.open()
-    stepping.join(WAIT_S)
-    saver.finish()
-    assert not all(torch.equal(tensor, before[name]) for name, tensor in trained.model.state_dict().items())
-    loaded = parts(1)
-    load(saver.saved[Output.CHECKPOINT], loaded)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
-    assert {int(entry["step"]) for entry in loaded.optimizer.state_dict()["state"].values()} == {1}
-
-
 def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_save_waits_for_it(
     saver: Saver, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,8 +128,8 @@ def test_a_failure_of_a_copy_ends_the_save_and_leaves_nothing(
     def fail(*_: object) -> None:
         raise RuntimeError("no such memory")
 
-    monkeypatch.setattr(host_copy.HostCopies, "_copy", fail)
-    save(saver, 1)
+    monkeypatch.setattr(host_copy, "copy_through", fail)
     with pytest.raises(RuntimeError, match="no such memory"):
-        saver.finish()
+        save(saver, 1)
+    saver.finish()
     assert not (tmp_path / "run" / "checkpoints").exists()
