@@ -18,7 +18,7 @@ EXTRAS = {
     "optimizers": ("torchao", "prodigyopt", "schedulefree"),
     "tables": ("pyarrow",),
     "datasets": ("datasets",),
-    "report": ("PIL",),
+    "report": ("jinja2", "PIL"),
     "export": ("webdataset", "PIL"),
     "tensorboard": ("tensorboard",),
     "quantised": ("torchao",),

@@ -9,7 +9,7 @@ from bucketline.errors import StateError
 from bucketline.loader.collate.columns import captions_of
 from bucketline.loader.loader import Loader
 from bucketline.pages.image_files import png
-from bucketline.pages.page import Card, Section, document, gallery, table
+from bucketline.pages.page import Card, Section, document, parts
 from bucketline.store.format.columns import TARGET, LatentKind
 from bucketline.store.report.latent_rgb import false_colours, published_for, scaled
 from bucketline.store.report.report import preview, still
@@ -148,9 +148,9 @@ def peek_page(
                 anchor="batch",
                 title="What is delivered",
                 note=f"Latents shown without a VAE{how}." if every else "",
-                body=gallery(groups, "Search ids and captions", "wide"),
+                body=parts.gallery(groups, "Search ids and captions", "wide"),
             ),
-            Section(anchor="step", title="The step", body=table(("", ""), facts, texts=2)),
+            Section(anchor="step", title="The step", body=parts.table(("", ""), facts, texts=2)),
         ],
     )
 

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from bucketline import __version__
-from bucketline.pages.page import Card, Finding, Section, document, gallery
+from bucketline.pages.page import Card, Finding, Section, document, parts
 from bucketline.train.report.page import _frames
 from bucketline.train.report.read_run import Frame
 from tests.commands import ROOT
@@ -26,7 +26,7 @@ def digest_of_page_code() -> str:
     """Return the digest of the style, the script and the markup of every page."""
     code = b"".join((ROOT / "bucketline" / "pages" / name).read_bytes() for name in ("page.css", "page.js"))
     cards = [Card(images=[b"\x89PNG"], title="a", notes=["b"], captions=["c"]), Card(images=[], title="d")]
-    body = gallery([("one", "two", cards), ("three", "four", cards)], "five", "small")
+    body = parts.gallery([("one", "two", cards), ("three", "four", cards)], "five", "small")
     finding = Finding(level="error", title="six", detail="seven", anchor="eight")
     section = Section(anchor="eight", title="nine", body=body, note="ten")
     made: dict[str, Any] = {

@@ -15,7 +15,7 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.ingest.sheet.crops import refuse_sheet
 from bucketline.ingest.sheet.decoded import decode_each, decoding_vae
 from bucketline.pages.image_files import jpeg, png
-from bucketline.pages.page import Card, Section, document, sheet, table
+from bucketline.pages.page import Card, Section, document, parts
 from bucketline.store.report.latent_rgb import LATENT_RGB, fit, published_for, rms_error, scaled
 from bucketline.store.report.latents import drawn_rows, read_latents, vae_of, with_latents
 
@@ -138,20 +138,20 @@ def _page(
                 anchor="samples",
                 title="Side by side",
                 note=f"Of each sample, from left to right: {', '.join(names)}. None of them was used for the fit.",
-                body=sheet(cards, "large"),
+                body=parts.sheet(cards, "large"),
             ),
             Section(
                 anchor="errors",
                 title="Errors",
                 note=f"Root mean square difference from the decoded image at the latent's size, of 0 to 255, over "
                 f"{counted(result.samples, 'sample')}. Factors are published for {known}.",
-                body=table(("preview", "from", "error"), errors, texts=2),
+                body=parts.table(("preview", "from", "error"), errors, texts=2),
             ),
             Section(
                 anchor="factors",
                 title="Fitted factors",
                 note="Of the scaled latent; red, green and blue from -1 to 1.",
-                body=table(("", "red", "green", "blue"), rows),
+                body=parts.table(("", "red", "green", "blue"), rows),
             ),
         ],
     )

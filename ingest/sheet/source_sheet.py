@@ -19,7 +19,7 @@ from bucketline.ingest.sheet.source_images import THUMBNAIL_PX
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.pages.image_files import jpeg
-from bucketline.pages.page import Card, Section, document, gallery, percent
+from bucketline.pages.page import Card, Section, document, parts, percent
 from bucketline.store.format.hashing import draw
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ def source_sheet(place: str, arguments: SourceArguments, options: SheetOptions, 
     shown = sum(map(len, groups.values()))
     rejected = len(groups.get(REJECTED, []))
     ordered = sorted(groups.items(), key=lambda group: (group[0] == REJECTED, -len(group[1]), group[0]))
-    body = gallery([(name, counted(len(cards), "image"), cards) for name, cards in ordered], "Search ids and captions", "wide")
+    shown_groups = [(name, counted(len(cards), "image"), cards) for name, cards in ordered]
+    body = parts.gallery(shown_groups, "Search ids and captions", "wide")
     found = counted(len(listing.items), "image")
     data = document(
         title=redacted(place).rstrip("/").rpartition("/")[2] or "source",

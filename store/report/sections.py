@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.command_line import counted, human_bytes, human_number
-from bucketline.pages.charts import Bar, bars, histogram, scatter
-from bucketline.pages.page import Card, Section, columns, escaped, gallery, percent, sheet, table
+from bucketline.pages.charts import histogram, scatter
+from bucketline.pages.page import Bar, Card, Section, columns, escaped, parts, percent
 from bucketline.store.report.collect import worst_buckets
 from bucketline.store.report.findings import MUCH_CROPPED, spread_of
 from bucketline.store.report.latents import ALIKE, CONSTANT
@@ -65,7 +65,7 @@ def buckets(store: Store, facts: Facts) -> Section:
     largest = sorted(found, key=lambda bucket: -bucket.num_rows)[:_MAX_BARS]
     total = max(1, facts.samples)
     rows = [Bar(label=b.name, value=b.num_rows, note=f"{b.num_rows:,}  ({percent(b.num_rows / total)})") for b in largest]
-    body = f"<h3>Samples by bucket</h3>{bars(rows)}"
+    body = f"<h3>Samples by bucket</h3>{parts.bars(rows)}"
     if len(found) > len(largest):
         body += f'<p class="dim">and {len(found) - len(largest)} smaller buckets</p>'
     sizes = [(height, width) for _, height, width in facts.sizes]
@@ -104,14 +104,14 @@ def crops(facts: Facts, images: Images) -> Section:
         )
         for b in known[:_MAX_BARS]
     ]
-    parts = [bars(rows, most=max(1e-9, min(1.0, max(b.mean_loss for b in known) * 1.25)))]
+    pieces = [parts.bars(rows, most=max(1e-9, min(1.0, max(b.mean_loss for b in known) * 1.25)))]
     for bucket in worst_buckets(facts):
         cards = [_crop_card(images, one) for _, _, one in sorted(bucket.worst, key=lambda entry: (-entry[0], entry[1]))]
-        parts.append(f"<h3>{escaped(bucket.name)} <small>largest losses first</small></h3>{sheet(cards, 'small')}")
+        pieces.append(f"<h3>{escaped(bucket.name)} <small>largest losses first</small></h3>{parts.sheet(cards, 'small')}")
     note = "The share of a source image that is not in its latent."
     if images.sources:
         note += " The orange line is the crop; what is grey and hatched is lost."
-    return Section(anchor="crops", title="Crop loss", note=note, body="".join(parts))
+    return Section(anchor="crops", title="Crop loss", note=note, body="".join(pieces))
 
 
 def _crop_card(images: Images, one: Shown) -> Card:
@@ -146,14 +146,14 @@ def captions(facts: Facts, lists: ListFacts) -> Section:
     lengths = f"<h3>Words in a caption{not_drawn}</h3>{histogram(edges, counts, 'words')}"
     body = (
         columns((lengths, f'<h3>Most frequent words</h3><div class="words">{frequent}</div>'))
-        + f"<h3>Longest</h3>{table(('sample', 'words', 'caption'), _longest(facts), texts=3)}"
+        + f"<h3>Longest</h3>{parts.table(('sample', 'words', 'caption'), _longest(facts), texts=3)}"
     )
     if lists.cuts:
         rows = [(name, encoder, tokens, limit, cut) for name, encoder, tokens, limit, cut in lists.cut_examples]
         body += (
             f"<h3>Cut by a text encoder <small>{counted(lists.cuts.total(), 'caption')}; examples drawn by hash</small></h3>"
         )
-        body += table(("sample", "encoder", "tokens", "limit", "what was cut"), rows, texts=5)
+        body += parts.table(("sample", "encoder", "tokens", "limit", "what was cut"), rows, texts=5)
     return Section(anchor="captions", title="Captions", note=about, body=body)
 
 
@@ -177,14 +177,14 @@ def rejects(lists: ListFacts, images: Images) -> Section:
     if not lists.rejects:
         return Section(anchor="rejects", title="Rejects", body='<p class="dim">No image of the last pack was rejected.</p>')
     rows = [Bar(label=reason, value=count, note=f"{count:,}") for reason, count in lists.rejects.most_common()]
-    parts = [bars(rows)]
+    pieces = [parts.bars(rows)]
     for reason, _ in lists.rejects.most_common():
         cards = [_reject_card(images, name, detail) for name, detail in lists.reject_examples[reason]]
-        parts.append(f"<h3>{escaped(reason)}</h3>{sheet(cards, 'small')}")
+        pieces.append(f"<h3>{escaped(reason)}</h3>{parts.sheet(cards, 'small')}")
     note = "Of the last pack, from the store's rejects.jsonl."
     if not images.sources:
         note += " With <code>--source</code> the page shows the images themselves."
-    return Section(anchor="rejects", title="Rejects", note=note, body="".join(parts))
+    return Section(anchor="rejects", title="Rejects", note=note, body="".join(pieces))
 
 
 def _reject_card(images: Images, name: str, detail: str) -> Card:
@@ -223,8 +223,8 @@ def latents(facts: LatentFacts, vae: Mapping[str, Json], images: Images) -> Sect
         )
     most = max(1.0, *spread.std) if len(spread.std) else 1.0
     chart = [Bar(label=f"channel {n}", value=float(value), note=f"{value:.2f}") for n, value in enumerate(spread.std)]
-    deviations = f"<h3>Standard deviation as fed to a model</h3>{bars(chart, most=float(most))}"
-    body = columns((f"<h3>By channel</h3>{table(head, rows, texts=0)}", deviations))
+    deviations = f"<h3>Standard deviation as fed to a model</h3>{parts.bars(chart, most=float(most))}"
+    body = columns((f"<h3>By channel</h3>{parts.table(head, rows, texts=0)}", deviations))
     for places, what in (
         (facts.not_finite, "with NaN or infinity"),
         (facts.constant, f"constant: within them, a spread below {percent(CONSTANT, 0)} of that of the store"),
@@ -233,27 +233,27 @@ def latents(facts: LatentFacts, vae: Mapping[str, Json], images: Images) -> Sect
         if places:
             more = f", {len(known)} shown" if len(known) < len(places) else ""
             body += f"<h3>{counted(len(places), 'latent')} {what}{more}</h3>"
-            body += sheet((card_of(images, place, place.bucket) for place in known), "small")
+            body += parts.sheet((card_of(images, place, place.bucket) for place in known), "small")
     return Section(anchor="latents", title="Latents", note=about, body=body)
 
 
 def duplicates(facts: LatentFacts, images: Images) -> Section:
     """Return the clusters of near-duplicates."""
-    parts = []
+    pieces = []
     for cluster in facts.clusters[:MAX_CLUSTERS]:
         members = [place for place in cluster if place in images.samples][:MAX_MEMBERS]
         splits = {place.bucket.partition("/")[0] for place in cluster}
         about = f"{len(cluster)} samples" + (" in train and val" if len(splits) > 1 else "")
         more = f", {len(members)} shown" if len(members) < len(cluster) else ""
-        cards = sheet((card_of(images, place, place.bucket) for place in members), "small")
-        parts.append(f'<div class="cluster">{about}{more}{cards}</div>')
+        cards = parts.sheet((card_of(images, place, place.bucket) for place in members), "small")
+        pieces.append(f'<div class="cluster">{about}{more}{cards}</div>')
     if len(facts.clusters) > MAX_CLUSTERS:
-        parts.append(f'<p class="dim">and {len(facts.clusters) - MAX_CLUSTERS} smaller clusters</p>')
+        pieces.append(f'<p class="dim">and {len(facts.clusters) - MAX_CLUSTERS} smaller clusters</p>')
     return Section(
         anchor="duplicates",
         title="Near-duplicates",
         note=f"Samples whose pooled latents have a cosine of {ALIKE:g} or more, of {facts.read:,} read.",
-        body="".join(parts) or '<p class="dim">None found.</p>',
+        body="".join(pieces) or '<p class="dim">None found.</p>',
     )
 
 
@@ -268,7 +268,7 @@ def samples(facts: Facts, images: Images) -> Section:
         anchor="samples",
         title="Samples",
         note=f"Latents {images.how}.",
-        body=gallery(groups, "Search ids and captions"),
+        body=parts.gallery(groups, "Search ids and captions"),
     )
 
 
@@ -278,7 +278,7 @@ def disk(entries: Mapping[str, int], payload: Mapping[str, int]) -> Section:
     for title, found in (("Files", entries), ("Payload", payload)):
         rows = sorted(((name, size) for name, size in found.items() if size), key=lambda one: -one[1])
         total = sum(found.values())
-        chart = bars([Bar(label=name, value=size, note=human_bytes(size)) for name, size in rows])
+        chart = parts.bars([Bar(label=name, value=size, note=human_bytes(size)) for name, size in rows])
         sides.append(f"<h3>{title} <small>{human_bytes(total)}</small></h3>{chart}")
     return Section(anchor="disk", title="Disk", body=columns(sides))
 
@@ -294,7 +294,7 @@ def plan(facts: PlanFacts, batch_size: int) -> Section:
         for bucket in facts.report["buckets"]
     ]
     steps = f"<p>{counted(facts.report['steps'], 'step')}, {counted(facts.report['rows'], 'row')} delivered.</p>"
-    return Section(anchor="plan", title="Plan", note=note, body=steps + table(head, rows))
+    return Section(anchor="plan", title="Plan", note=note, body=steps + parts.table(head, rows))
 
 
 def provenance(store: Store, info: Mapping[str, Any]) -> Section:
@@ -312,10 +312,10 @@ def provenance(store: Store, info: Mapping[str, Any]) -> Section:
     if info["pack_options"]:
         rows.append(("options of ingest pack", shlex.join(info["pack_options"])))
     rows += [(f"rule: {name}", _flat(value)) for name, value in sorted(manifest.rules.items())]
-    body = table(("", ""), rows, texts=2)
+    body = parts.table(("", ""), rows, texts=2)
     for name, encoder in manifest.encoders.items():
         own = encoder if isinstance(encoder, dict) else {"": encoder}
-        body += f"<h3>{escaped(name)}</h3>" + table(
+        body += f"<h3>{escaped(name)}</h3>" + parts.table(
             ("", ""), ((key, _flat(value)) for key, value in sorted(own.items())), texts=2
         )
     return Section(anchor="provenance", title="Provenance", body=body)

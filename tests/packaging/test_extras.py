@@ -58,7 +58,7 @@ def test_scan_serve_and_train_name_their_extras(source: Path, tmp_path: Path) ->
     assert lines[0].endswith("pip install 'bucketline[train]'")
 
 
-@pytest.mark.parametrize("library", ["PIL"])
+@pytest.mark.parametrize("library", ["PIL", "jinja2"])
 def test_a_page_without_a_library_of_its_extra_names_the_extra(library: str, tmp_path: Path) -> None:
     make_store(tmp_path / "s", samples_of({"train/64x64": 2}))
     code, lines = without([library], "bucketline.store.cli", ["report", tmp_path / "s", "-o", tmp_path / "r.html"])

@@ -6,9 +6,9 @@ import statistics
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted, human_number
-from bucketline.pages.charts import COLOURS, Bar, Line, bars, lines
+from bucketline.pages.charts import COLOURS, Line, lines
 from bucketline.pages.image_files import data_url
-from bucketline.pages.page import Finding, Section, columns, document, escaped, percent, table
+from bucketline.pages.page import Bar, Finding, Section, columns, document, escaped, parts, percent
 from bucketline.train.report.read_run import by_timestep, flat, frames_of, run_differences, spread, texts_of
 
 if TYPE_CHECKING:
@@ -114,9 +114,9 @@ def _summary(run: ReportedRun) -> dict[str, str]:
 
 def _overview(runs: Sequence[ReportedRun]) -> str:
     rows = [_summary(run) for run in runs]
-    body = table(("run", *rows[0]), ((run.name, *row.values()) for run, row in zip(runs, rows, strict=True)), texts=2)
+    body = parts.table(("run", *rows[0]), ((run.name, *row.values()) for run, row in zip(runs, rows, strict=True)), texts=2)
     reasons = [(run.name, run.status["reason"]) for run in runs if run.status.get("reason")]
-    return body + (table(("run", "why it ended"), reasons, texts=2) if reasons else "")
+    return body + (parts.table(("run", "why it ended"), reasons, texts=2) if reasons else "")
 
 
 def _line(name: str, series: Series, colour: int, *, is_dashed: bool = False) -> Line:
@@ -151,14 +151,14 @@ def _by_timestep(runs: Sequence[ReportedRun]) -> str:
         found = spread(run.validations, VALIDATIONS)
         drawn = [_line(f"step {line['step']}", by_timestep(line), n) for n, line in enumerate(found)]
         charts[f"Validations of {run.name}"] = drawn
-    parts = (f"<h3>{escaped(name)}</h3>{lines(drawn, 'loss by timestep', 'timestep')}" for name, drawn in charts.items())
-    return columns(parts)
+    pieces = (f"<h3>{escaped(name)}</h3>{lines(drawn, 'loss by timestep', 'timestep')}" for name, drawn in charts.items())
+    return columns(pieces)
 
 
 def _buckets(run: ReportedRun) -> str:
     found = sorted(run.buckets.items(), key=lambda one: (-one[1], one[0]))[:_MAX_BARS]
     total = max(1, run.buckets.total())
-    chart = bars([Bar(label=name, value=count, note=f"{count:,}  ({percent(count / total)})") for name, count in found])
+    chart = parts.bars([Bar(label=name, value=count, note=f"{count:,}  ({percent(count / total)})") for name, count in found])
     return f"<h3>{escaped(run.name)} <small>optimizer steps</small></h3>{chart}"
 
 
@@ -168,10 +168,10 @@ def _images(runs: Sequence[ReportedRun]) -> Section:
     steps = sorted({frame.step for _, frames in drawn for frame in frames})
     if not steps:
         return Section(anchor="images", title="Images", body='<p class="dim">The runs have drawn no images.</p>')
-    parts = []
+    pieces = []
     for run, frames in drawn:
         heading = f"<h3>{escaped(run.name)}</h3>" if len(runs) > 1 else ""
-        parts.append(f"<div>{heading}{''.join(_frames(run.name, frames, steps))}{_texts(run)}</div>")
+        pieces.append(f"<div>{heading}{''.join(_frames(run.name, frames, steps))}{_texts(run)}</div>")
     last = len(steps) - 1
     slider = (
         '<div class="controls"><label for="grid-slider">step</label><input type="range" id="grid-slider" data-slider="grids" '
@@ -181,7 +181,7 @@ def _images(runs: Sequence[ReportedRun]) -> Section:
         "By the averaged weights: prompts of the store, or stored captions below the real images. "
         "<code>--images-every</code> draws them along a run."
     )
-    body = f'{slider}<div class="frames columns" id="grids">{"".join(parts)}</div>'
+    body = f'{slider}<div class="frames columns" id="grids">{"".join(pieces)}</div>'
     return Section(anchor="images", title="Images", note=note, body=body)
 
 
@@ -190,7 +190,7 @@ def _texts(run: ReportedRun) -> str:
     found = texts_of(run)
     if not any("seed" in one for one in found):
         rows = [(one.get("id", ""), one.get("caption", "")) for one in found]
-        return table(("sample", "caption"), rows, texts=2) if rows else ""
+        return parts.table(("sample", "caption"), rows, texts=2) if rows else ""
     prompts = [
         (
             *(one.get(name, "") for name in ("caption", "negative_prompt", "seed")),
@@ -199,7 +199,7 @@ def _texts(run: ReportedRun) -> str:
         )
         for one in found
     ]
-    return table(("prompt", "negative prompt", "seed", "size, px", "guidance"), prompts, texts=2)
+    return parts.table(("prompt", "negative prompt", "seed", "size, px", "guidance"), prompts, texts=2)
 
 
 def _frames(name: str, frames: Sequence[Frame], steps: Sequence[int]) -> Iterator[str]:
@@ -218,11 +218,11 @@ def _configuration(runs: Sequence[ReportedRun]) -> str:
     if len(runs) > 1:
         rows = [(name, *values) for name, values in run_differences(runs)]
         body += "<h3>In which the runs differ</h3>"
-        body += table(("setting", *(run.name for run in runs)), rows, texts=1 + len(runs)) if rows else "<p>Nothing.</p>"
+        body += parts.table(("setting", *(run.name for run in runs)), rows, texts=1 + len(runs)) if rows else "<p>Nothing.</p>"
     for run in runs:
-        options = table(("option", "value"), flat(run.config).items(), texts=2)
+        options = parts.table(("option", "value"), flat(run.config).items(), texts=2)
         rest = {name: value for name, value in run.document.items() if name != "config"}
         title, is_open = (f"All settings of {run.name}", "") if len(runs) > 1 else ("All settings", " open")
-        parts = columns((options, table(("", ""), flat(rest).items(), texts=2)))
-        body += f"<details{is_open}><summary>{escaped(title)}</summary>{parts}</details>"
+        pieces = columns((options, parts.table(("", ""), flat(rest).items(), texts=2)))
+        body += f"<details{is_open}><summary>{escaped(title)}</summary>{pieces}</details>"
     return body

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bucketline.pages.charts import Bar, Line, bars, lines
+from bucketline.pages.charts import Line, lines
 from bucketline.pages.image_files import png
+from bucketline.pages.page import Bar, parts
 from bucketline.store import RowColumn, StoreWriter
 from bucketline.store.report import other_commands
 from bucketline.store.report.collect import MAX_REASONS, OTHER_REASONS, collect_lists
@@ -230,8 +231,8 @@ def test_previews_are_averaged_down(shape: tuple[int, int], small: tuple[int, in
 
 
 def test_charts_take_what_is_degenerate() -> None:
-    assert "width:0.0%" in bars([Bar(label="<a>", value=0.0, note="none")])
-    assert "&lt;a&gt;" in bars([Bar(label="<a>", value=0.0, note="none")])
+    assert "width:0.0%" in parts.bars([Bar(label="<a>", value=0.0, note="none")])
+    assert "&lt;a&gt;" in parts.bars([Bar(label="<a>", value=0.0, note="none")])
     assert "not recorded" in lines([Line(name="a", xs=[], ys=[], colour=0)], "loss")
     assert "<circle" in lines([Line(name="a", xs=[3], ys=[0.0], colour=0)], "loss")
     many = lines([Line(name="a", xs=range(10_000), ys=[float(n) for n in range(10_000)], colour=9)], "loss")

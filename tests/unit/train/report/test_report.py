@@ -88,7 +88,7 @@ def test_the_prompts_of_a_grid_are_on_the_page_in_full(tmp_path: Path) -> None:
     (run / "images" / "step-00000010.json").write_text(json.dumps([{"id": "default/1", "caption": long, **about}, 3]))
 
     def page() -> str:
-        return re.sub(r"(<[^>]*>)+", "|", page_of([read_reported_run(run)])[0].decode())
+        return re.sub(r"(<[^>]*>\s*)+", "|", page_of([read_reported_run(run)])[0].decode())
 
     assert f"|{html.escape(long)}|rain|7|768x512|as the run|" in page()
     grid(run / "images.png", 30)
