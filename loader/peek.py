@@ -141,8 +141,6 @@ def peek_page(
         title=f"Step {step}",
         subtitle=f"{first.bucket}, epoch {first.epoch}, of {', '.join(stores)}",
         made_by="loader peek",
-        findings=(),
-        tiles=(),
         sections=[
             Section(
                 anchor="batch",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -22,8 +21,6 @@ with extra_named("report"):
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-_LEVELS = ("error", "warning", "good")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,23 +45,19 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """One bar, as `parts.bars` takes it: its label, its length, and what is written after it."""
-
-    label: str
-    value: float
-    note: str
-    warns: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of the page. `note` and `body` are texts, or HTML of templates."""
+    """A part of a page that no template has. `body`: HTML of `parts`; anything else is shown as text."""
 
     anchor: str
     title: str
     body: str
     note: str = ""
+    findings: Sequence[Finding] = ()
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings in the order in which a page shows them."""
+    return sorted(findings, key=lambda one: ("error", "warning", "good").index(one.level))
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -91,7 +84,6 @@ _ENVIRONMENT = Environment(
     lstrip_blocks=True,
 )
 _ENVIRONMENT.filters |= {one.__name__: one for one in (data_url, human_bytes, human_number, percent)}
-_ENVIRONMENT.globals["counted"] = counted
 
 
 class Macros(Protocol):
@@ -100,46 +92,40 @@ class Macros(Protocol):
     def __getattr__(self, name: str) -> Callable[..., str]: ...
 
 
-def macros(template: str) -> Macros:
-    """Return the macros of a template below `bucketline/`, such as `store/report/report.html`."""
-    return cast("Macros", _ENVIRONMENT.get_template(template).module)
-
-
-parts = macros("pages/parts.html")
-
-
-def escaped(value: object) -> str:
-    """Return a value on one line, escaped; surrogates, control characters and marks of direction are spelt out."""
-    return html.escape(one_line(str(value)))
-
-
-def columns(pieces: Iterable[str]) -> str:
-    """Return parts of a section next to each other, where there is room; empty ones are left out."""
-    return f'<div class="columns">{"".join(f"<div>{one}</div>" for one in pieces if one)}</div>'
+parts = cast("Macros", _ENVIRONMENT.get_template("pages/parts.html").module)
+_ENVIRONMENT.globals |= {"parts": parts, "counted": counted}
 
 
 def document(
+    template: str = "pages/page.html",
     *,
     title: str,
     subtitle: str,
     made_by: str,
-    sections: Sequence[Section],
     findings: Sequence[Finding] = (),
     tiles: Sequence[tuple[str, str]] = (),
+    sections: Sequence[Section] = (),
+    **values: object,
 ) -> bytes:
-    """Return the page in UTF-8. `tiles`: value and what it is; `made_by`: the command."""
+    """Return a page in UTF-8.
+
+    `template`: its file below `bucketline/`, which extends `pages/page.html` and uses the `values`; by default there is none.
+    `sections`: after those of the template; `made_by`: the command; `tiles`: value and what it is.
+    """
     script, style = ((_FOLDER / "pages" / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
-    text = _ENVIRONMENT.get_template("pages/page.html").render(
+    text = _ENVIRONMENT.get_template(template).render(
         title=title,
         subtitle=subtitle,
         made_by=made_by,
-        sections=sections,
-        findings=sorted(findings, key=lambda one: _LEVELS.index(one.level)),
+        findings=worst_first(findings),
         tiles=tiles,
+        sections=sections,
+        titles={},
         version=bucketline.__version__,
         style=style,
         script=script,
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
+        **values,
     )
     return text.encode("utf-8", "backslashreplace")
 

@@ -131,8 +131,6 @@ def _page(
         title="Previews of latents",
         subtitle=str(store.place),
         made_by="ingest previews",
-        findings=(),
-        tiles=(),
         sections=[
             Section(
                 anchor="samples",

@@ -88,8 +88,6 @@ def source_sheet(place: str, arguments: SourceArguments, options: SheetOptions, 
         title=redacted(place).rstrip("/").rpartition("/")[2] or "source",
         subtitle=f"{shown} of {found} of {redacted(place)}, drawn by hash",
         made_by="ingest peek",
-        findings=(),
-        tiles=(),
         sections=[
             Section(
                 anchor="images",

@@ -57,19 +57,10 @@ class Report(ReadingArguments):
         decoder = None
         if self.model is not None:
             decoder = Decoder(model=self.model, model_config=self.model_config, device=self.device)
-        given = {
-            "--endpoint": self.endpoint,
-            "--cache": self.cache,
-            "--cache-bytes": self.cache_bytes,
-            "--deadline": str(self.deadline),
-        }
-        plan_options = [part for name, value in given.items() if value is not None for part in (name, value)]
-        plan_options += [part for option in self.store_option for part in ("--store-option", option)]
         options = ReportOptions(
             samples=self.samples,
             latents=self.latents,
             batch_size=self.batch_size,
-            plan_options=tuple(plan_options),
             decoder=decoder,
             source=self.source,
             factors=None if self.preview_factors is None else read_factors(self.preview_factors),

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from bucketline.store.report.collect import Facts, ListFacts
     from bucketline.store.report.latents import LatentFacts
-    from bucketline.store.report.other_commands import PlanFacts
     from bucketline.typed_json import Json
 
 SPREAD_WARNS = (0.8, 1.2)  # of latents as a model is fed, where 1 is expected
@@ -50,20 +49,14 @@ def spread_of(facts: LatentFacts, vae: Mapping[str, Json]) -> ChannelSpread:
     return ChannelSpread(mean=fed_mean, std=fed_std, rms=rms)
 
 
-def findings(
-    *, facts: Facts, lists: ListFacts, latents: LatentFacts, vae: Mapping[str, Json], plan: PlanFacts
-) -> list[Finding]:
-    """Return the findings of a store, worst first."""
-    found = [
+def findings(*, facts: Facts, lists: ListFacts, latents: LatentFacts, vae: Mapping[str, Json]) -> list[Finding]:
+    """Return the findings of a store."""
+    return [
         *_of_latents(latents, vae),
         *_of_crops(facts),
         *_of_captions(facts, lists),
         *_of_rejects(facts, lists),
     ]
-    if plan.small_buckets is not None:
-        found.append(Finding(level="warning", title="Small buckets", detail=plan.small_buckets, anchor="plan"))
-    order = ("error", "warning", "good")
-    return sorted(found, key=lambda one: order.index(one.level))
 
 
 def _of_latents(facts: LatentFacts, vae: Mapping[str, Json]) -> Iterator[Finding]:

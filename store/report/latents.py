@@ -36,6 +36,10 @@ class RowPlace:
     bucket: str
     row: int
 
+    @property
+    def split(self) -> str:
+        return self.bucket.partition("/")[0]
+
 
 @dataclass(slots=True, kw_only=True)
 class LatentFacts:

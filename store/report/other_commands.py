@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,15 +30,6 @@ class Decoder:
     device: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanFacts:
-    """The output of `loader plan`; `problem`: why it printed nothing."""
-
-    report: Mapping[str, Any]
-    small_buckets: str | None  # what the plan says of buckets that are too small for a batch
-    problem: str
-
-
 def decoded(latents: Sequence[NDArray[np.float32]], vae: Mapping[str, Json], decoder: Decoder) -> list[bytes]:
     """Return stored latents, each `[C, h, w]`, decoded, as JPEG thumbnails.
 
@@ -53,7 +44,7 @@ def decoded(latents: Sequence[NDArray[np.float32]], vae: Mapping[str, Json], dec
         "shapes": [latent.shape for latent in latents],
     }
     data = b"".join(np.ascontiguousarray(latent, dtype="<f4").tobytes() for latent in latents)
-    out = _run(["bucketline.ingest.sheet.decoded"], json.dumps(job).encode("ascii") + b"\n" + data)
+    out = _run("bucketline.ingest.sheet.decoded", json.dumps(job).encode("ascii") + b"\n" + data)
     return [base64.b64decode(image) for image in json.loads(out)]
 
 
@@ -66,32 +57,18 @@ def spawn_source_images(source: str, boxes: Mapping[str, Sequence[int] | None]) 
         StoreError: if the source cannot be read; the message is that of `ingest`.
     """
     job = {"source": source, "boxes": boxes}
-    found = json.loads(_run(["bucketline.ingest.sheet.source_images"], json.dumps(job).encode("ascii")))
+    found = json.loads(_run("bucketline.ingest.sheet.source_images", json.dumps(job).encode("ascii")))
     return {
         name: base64.b64decode(one["jpeg"]) if one["problem"] is None else str(one["problem"]) for name, one in found.items()
     }
 
 
-def epoch_plan(store: str, batch_size: int, more: Sequence[str] = ()) -> PlanFacts:
-    """Return what `loader plan` says about an epoch."""
-    arguments = ["bucketline.loader.cli", "plan", store, "--batch-size", str(batch_size), "--json", *more]
-    done = _spawn(arguments, b"")
-    if done.returncode:
-        return PlanFacts(report={}, small_buckets=None, problem=_last_line(done.stderr.decode("utf-8", "replace")))
-    report = json.loads(done.stdout)
-    return PlanFacts(report=report, small_buckets=report["small_buckets"], problem="")
-
-
-def _run(arguments: Sequence[str], stdin: bytes) -> bytes:
-    done = _spawn(arguments, stdin)
+def _run(module: str, stdin: bytes) -> bytes:
+    command = [sys.executable, "-P", "-m", module]  # -P: ignore the current folder
+    done = subprocess.run(command, input=stdin, capture_output=True, check=False)
     if done.returncode:
         raise StoreError(_last_line(done.stderr.decode("utf-8", "replace")))
     return done.stdout
-
-
-def _spawn(arguments: Sequence[str], stdin: bytes) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-P", "-m", *arguments]  # -P: ignore the current folder
-    return subprocess.run(command, input=stdin, capture_output=True, check=False)
 
 
 def _last_line(messages: str) -> str:

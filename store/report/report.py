@@ -10,25 +10,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.command_line import human_bytes
-from bucketline.errors import UsageError
-from bucketline.files.atomic_folder import refuse_existing
+from bucketline.extensions import Extensions
 from bucketline.files.atomic_write import write_or_explain
-from bucketline.files.paths import overlap
 from bucketline.files.redact import redacted
 from bucketline.pages.image_files import png
-from bucketline.pages.page import document
+from bucketline.pages.page import Section, document, parts, refuse_page, worst_first
 from bucketline.store.format.block import ID
 from bucketline.store.read.info import info
-from bucketline.store.report import sections
 from bucketline.store.report.collect import MAX_CARDS, Shown, collect_facts, collect_lists, worst_buckets
 from bucketline.store.report.findings import findings
 from bucketline.store.report.latent_rgb import false_colours, grey_image, published_for, scaled
 from bucketline.store.report.latents import check_latents, read_latents, vae_of, with_latents
-from bucketline.store.report.other_commands import decoded, epoch_plan, spawn_source_images
+from bucketline.store.report.other_commands import decoded, spawn_source_images
 from bucketline.store.report.published_vaes import TITLES
+from bucketline.store.report.sections import Cards, places_shown, template_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -58,23 +56,17 @@ class ReportOptions:
     samples: int = 480  # in the gallery, over all buckets
     latents: int = 20_000  # that are read for the checks
     batch_size: int = 16  # of the plan
-    plan_options: tuple[str, ...] = ()  # that reach a store in object storage
     decoder: Decoder | None = None
     source: str | None = None
     factors: LatentRgb | None = None
 
 
-def refuse_page(store: Store, page: Path) -> None:
-    """Check that a page can be written.
-
-    Raises:
-        UsageError: if it exists, its folder does not, it is inside the store, or its name does not end in .html.
-    """
-    if page.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"{page}: the report is written as HTML; name a file that ends in .html")
-    if overlap(page, store.path):
-        raise UsageError(f"{page} is inside the store {store.path}; choose a place outside it")
-    refuse_existing(page, "file")
+SECTIONS: Extensions[Callable[[Store, ReportOptions], Section | None]] = Extensions(
+    "a section of `store report` called",
+    "bucketline.report_sections",
+    {"plan": "bucketline.loader.plan_section:plan_section"},
+    callable,
+)
 
 
 def write_report(store: Store, page: Path, options: ReportOptions) -> list[Finding]:
@@ -85,33 +77,19 @@ def write_report(store: Store, page: Path, options: ReportOptions) -> list[Findi
         StoreError: if a file of the store is missing, or a model or source cannot be read.
         CorruptError: if an index or a record is damaged.
     """
-    refuse_page(store, page)
-    vae = vae_of(store)
+    refuse_page(page, {"store": store.path})
     num_buckets = max(1, len(store.buckets()))
     facts = collect_facts(store, min(MAX_CARDS, max(1, options.samples // num_buckets)))
     lists = collect_lists(store)
     latents = check_latents(store, options.latents)
-    plan = epoch_plan(str(store.absolute), options.batch_size, options.plan_options)
-    known = {one.place: one for one in _kept(facts)}
-    for place in sections.places_shown(latents):
-        if place not in known:
-            known[place] = _look_up(store, place)
-    shown, how = _images(store, known, options)
-    images = sections.Images(shown=shown, samples=known, sources=_sources(facts, lists, options), how=how)
-    found = findings(facts=facts, lists=lists, latents=latents, vae=vae, plan=plan)
+    samples = {one.place: one for one in _kept(facts)}
+    samples |= {place: _look_up(store, place) for place in places_shown(latents) if place not in samples}
+    images, how = _images(store, samples, options)
+    cards = Cards(samples=samples, images=images, sources=_sources(facts, lists, options))
+    more = [section for name in SECTIONS if (section := _section(name, store, options)) is not None]
+    found = findings(facts=facts, lists=lists, latents=latents, vae=vae_of(store))
+    found = worst_first([*found, *(finding for section in more for finding in section.findings)])
     report = info(store)
-    parts = [
-        sections.buckets(store, facts),
-        sections.samples(facts, images),
-        sections.crops(facts, images),
-        sections.captions(facts, lists),
-        sections.rejects(lists, images),
-        sections.latents(latents, vae, images),
-        sections.duplicates(latents, images),
-        sections.plan(plan, options.batch_size),
-        sections.disk(_files(store), _payload(store)),
-        sections.provenance(store, report),
-    ]
     tiles = [
         (f"{facts.samples:,}", "samples"),
         (f"{facts.captions:,}", "captions"),
@@ -122,15 +100,27 @@ def write_report(store: Store, page: Path, options: ReportOptions) -> list[Findi
     ]
     name = str(store.place).rstrip("/").rpartition("/")[2]
     data = document(
+        "store/report/report.html",
         title=redacted(name) or "store",
         subtitle=f"A report of the store {redacted(str(store.place))}",
         made_by="store report",
         findings=found,
         tiles=tiles,
-        sections=parts,
+        sections=more,
+        how=how,
+        disk={"Files": _files(store), "Payload": _payload(store)},
+        **template_values(store, facts, lists, latents, cards, report),
     )
     write_or_explain(page, data)
     return found
+
+
+def _section(name: str, store: Store, options: ReportOptions) -> Section | None:
+    """Return a section that another package makes, or ours of another folder; an error in it is all that it says."""
+    try:
+        return SECTIONS[name](store, options)
+    except Exception as error:  # noqa: BLE001 - of any kind, in code that is not ours: the rest of the page is right without it
+        return Section(anchor=name, title=name.capitalize(), body=parts.dim(str(error)))
 
 
 def _kept(facts: Facts) -> Iterable[Shown]:

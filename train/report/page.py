@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted, human_number
 from bucketline.pages.charts import COLOURS, Line, lines
-from bucketline.pages.image_files import data_url
-from bucketline.pages.page import Bar, Finding, Section, columns, document, escaped, parts, percent
+from bucketline.pages.page import Finding, document, percent
 from bucketline.train.report.read_run import by_timestep, flat, frames_of, run_differences, spread, texts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from bucketline.train.report.read_run import Frame, ReportedRun, Series
 
@@ -20,7 +19,6 @@ MUCH_WAITED = 0.05  # share of the time that steps waited for data
 SLOW_STEPS = 3.0  # the 99th percentile over the median
 WORSE = 1.05  # the last validation over the best one
 VALIDATIONS = 6  # that the chart by timestep shows of a run
-_MAX_BARS = 40
 SPEED = {
     "samples_per_s": "Samples/s",
     "data_wait_fraction": "Share of the time waiting for data",
@@ -38,23 +36,27 @@ def page_of(runs: Sequence[ReportedRun]) -> tuple[bytes, list[Finding]]:
     findings = [finding for run in runs for finding in _findings(run, _of(run, runs))]
     is_one = len(runs) == 1
     names = ", ".join(run.name for run in runs)
-    speed = columns(_chart(runs, title, field) for field, title in SPEED.items())
-    note = "High timesteps have much noise."
+    summaries = [_summary(run) for run in runs]
+    drawn = [(run, frames_of(run)) for run in runs]
+    steps = sorted({frame.step for _, frames in drawn for frame in frames})
     data = document(
+        "train/report/runs.html",
         title=runs[0].name if is_one else f"{len(runs)} runs",
-        subtitle=f"Training: {_summary(runs[0])['state']}" if is_one else f"Training runs {names}",
+        subtitle=f"Training: {summaries[0]['state']}" if is_one else f"Training runs {names}",
         made_by="bucketline train report",
         findings=findings,
-        tiles=[(value, what) for what, value in _summary(runs[0]).items() if value and what != "state"] if is_one else [],
-        sections=[
-            Section(anchor="runs", title="Runs", body=_overview(runs)),
-            Section(anchor="loss", title="Loss", body=_losses(runs)),
-            Section(anchor="timesteps", title="Validation by timestep", note=note, body=_by_timestep(runs)),
-            Section(anchor="speed", title="Throughput", body=speed),
-            Section(anchor="steps-by-bucket", title="Buckets", body=columns(map(_buckets, runs))),
-            _images(runs),
-            Section(anchor="configuration", title="Configuration", body=_configuration(runs)),
-        ],
+        tiles=[(value, what) for what, value in summaries[0].items() if value and what != "state"] if is_one else [],
+        runs=runs,
+        summaries=summaries,
+        overview=[(run.name, *summary.values()) for run, summary in zip(runs, summaries, strict=True)],
+        reasons=[(run.name, run.status["reason"]) for run in runs if run.status.get("reason")],
+        losses=_losses(runs),
+        by_timestep=_by_timestep(runs),
+        speed=_charts(runs, SPEED),
+        steps=steps,
+        images=[(run, *placed(frames, steps), _texts(run)) for run, frames in drawn],
+        differences=[(name, *values) for name, values in run_differences(runs)] if not is_one else [],
+        flat=flat,
     )
     return data, findings
 
@@ -112,85 +114,55 @@ def _summary(run: ReportedRun) -> dict[str, str]:
     }
 
 
-def _overview(runs: Sequence[ReportedRun]) -> str:
-    rows = [_summary(run) for run in runs]
-    body = parts.table(("run", *rows[0]), ((run.name, *row.values()) for run, row in zip(runs, rows, strict=True)), texts=2)
-    reasons = [(run.name, run.status["reason"]) for run in runs if run.status.get("reason")]
-    return body + (parts.table(("run", "why it ended"), reasons, texts=2) if reasons else "")
-
-
 def _line(name: str, series: Series, colour: int, *, is_dashed: bool = False) -> Line:
     return Line(name=name, xs=series.steps, ys=series.values, colour=colour, is_dashed=is_dashed)
 
 
-def _chart(runs: Sequence[ReportedRun], title: str, field: str) -> str:
-    """Return a chart of a value of the windows; nothing if no run has it."""
-    drawn = [_line(run.name, run.series(field), n) for n, run in enumerate(runs)]
-    return f"<h3>{escaped(title)}</h3>{lines(drawn, title, 'optimizer steps')}" if any(line.xs for line in drawn) else ""
+def _charts(runs: Sequence[ReportedRun], fields: Mapping[str, str]) -> dict[str, str]:
+    """Return a chart of each value of the windows by its title, but for those that no run has."""
+    drawn = {title: [_line(run.name, run.series(field), n) for n, run in enumerate(runs)] for field, title in fields.items()}
+    return {title: lines(found, title, "optimizer steps") for title, found in drawn.items() if any(line.xs for line in found)}
 
 
-def _losses(runs: Sequence[ReportedRun]) -> str:
+def _losses(runs: Sequence[ReportedRun]) -> dict[str, str]:
     validation = [_line(f"{_of(run, runs)}averaged weights", run.series("val_loss"), n) for n, run in enumerate(runs)]
     validation.append(_line("predicting zero", runs[0].series("val_zero_loss"), COLOURS - 1, is_dashed=True))
-    return columns(
-        (
-            _chart(runs, "Training, mean of each window", "loss"),
-            f"<h3>Validation</h3>{lines(validation, 'validation loss', 'optimizer steps')}",
-            _chart(runs, "Norm of the gradient", "grad_norm"),
-            _chart(runs, "Learning rate", "lr"),
-        )
-    )
+    return {
+        **_charts(runs, {"loss": "Training, mean of each window"}),
+        "Validation": lines(validation, "validation loss", "optimizer steps"),
+        **_charts(runs, {"grad_norm": "Norm of the gradient", "lr": "Learning rate"}),
+    }
 
 
-def _by_timestep(runs: Sequence[ReportedRun]) -> str:
-    charts: dict[str, list[Line]] = {}
+def _by_timestep(runs: Sequence[ReportedRun]) -> dict[str, str]:
+    found: dict[str, list[Line]] = {}
     if len(runs) > 1:
         last = [_line(run.name, by_timestep(run.validations[-1]), n) for n, run in enumerate(runs) if run.validations]
-        charts["Last validation of each run"] = last
+        found["Last validation of each run"] = last
     for run in runs:
-        found = spread(run.validations, VALIDATIONS)
-        drawn = [_line(f"step {line['step']}", by_timestep(line), n) for n, line in enumerate(found)]
-        charts[f"Validations of {run.name}"] = drawn
-    pieces = (f"<h3>{escaped(name)}</h3>{lines(drawn, 'loss by timestep', 'timestep')}" for name, drawn in charts.items())
-    return columns(pieces)
+        validations = enumerate(spread(run.validations, VALIDATIONS))
+        found[f"Validations of {run.name}"] = [_line(f"step {line['step']}", by_timestep(line), n) for n, line in validations]
+    return {name: lines(drawn, "loss by timestep", "timestep") for name, drawn in found.items()}
 
 
-def _buckets(run: ReportedRun) -> str:
-    found = sorted(run.buckets.items(), key=lambda one: (-one[1], one[0]))[:_MAX_BARS]
-    total = max(1, run.buckets.total())
-    chart = parts.bars([Bar(label=name, value=count, note=f"{count:,}  ({percent(count / total)})") for name, count in found])
-    return f"<h3>{escaped(run.name)} <small>optimizer steps</small></h3>{chart}"
+def placed(frames: Sequence[Frame], steps: Sequence[int]) -> tuple[list[tuple[Frame, str]], str]:
+    """Return a run's grids, each with the places of the slider at which it is the newest one, and the places before the first.
+
+    A run shows its newest grid up to the chosen step.
+    """
+    newest = [max((frame.step for frame in frames if frame.step <= step), default=None) for step in steps]
+
+    def places(step: int | None) -> str:
+        return " ".join(str(at) for at, own in enumerate(newest) if own == step)
+
+    return [(frame, places(frame.step)) for frame in frames], places(None)
 
 
-def _images(runs: Sequence[ReportedRun]) -> Section:
-    """Return the grids of all runs under one slider over the steps; a run shows its newest grid up to the chosen step."""
-    drawn = [(run, frames_of(run)) for run in runs]
-    steps = sorted({frame.step for _, frames in drawn for frame in frames})
-    if not steps:
-        return Section(anchor="images", title="Images", body='<p class="dim">The runs have drawn no images.</p>')
-    pieces = []
-    for run, frames in drawn:
-        heading = f"<h3>{escaped(run.name)}</h3>" if len(runs) > 1 else ""
-        pieces.append(f"<div>{heading}{''.join(_frames(run.name, frames, steps))}{_texts(run)}</div>")
-    last = len(steps) - 1
-    slider = (
-        '<div class="controls"><label for="grid-slider">step</label><input type="range" id="grid-slider" data-slider="grids" '
-        f'data-labels="{" ".join(map(str, steps))}" min="0" max="{last}" value="{last}"><b id="grids-label"></b></div>'
-    )
-    note = (
-        "By the averaged weights: prompts of the store, or stored captions below the real images. "
-        "<code>--images-every</code> draws them along a run."
-    )
-    body = f'{slider}<div class="frames columns" id="grids">{"".join(pieces)}</div>'
-    return Section(anchor="images", title="Images", note=note, body=body)
-
-
-def _texts(run: ReportedRun) -> str:
-    """Return the texts of a run's newest grid in full: the grid itself cuts them."""
+def _texts(run: ReportedRun) -> tuple[Sequence[str], Sequence[tuple[object, ...]]] | None:
+    """Return the head and rows of a table with the texts of a run's newest grid in full: the grid itself cuts them."""
     found = texts_of(run)
     if not any("seed" in one for one in found):
-        rows = [(one.get("id", ""), one.get("caption", "")) for one in found]
-        return parts.table(("sample", "caption"), rows, texts=2) if rows else ""
+        return (("sample", "caption"), [(one.get("id", ""), one.get("caption", "")) for one in found]) if found else None
     prompts = [
         (
             *(one.get(name, "") for name in ("caption", "negative_prompt", "seed")),
@@ -199,30 +171,4 @@ def _texts(run: ReportedRun) -> str:
         )
         for one in found
     ]
-    return parts.table(("prompt", "negative prompt", "seed", "size, px", "guidance"), prompts, texts=2)
-
-
-def _frames(name: str, frames: Sequence[Frame], steps: Sequence[int]) -> Iterator[str]:
-    """Yield a run's grids, each with the places of the slider at which it is the newest one."""
-    newest = [max((frame.step for frame in frames if frame.step <= step), default=None) for step in steps]
-    if early := [at for at, own in enumerate(newest) if own is None]:
-        yield f'<p class="by-choice dim" data-frames="{" ".join(map(str, early))}">no images yet</p>'
-    for frame in frames:
-        places = " ".join(str(at) for at, own in enumerate(newest) if own == frame.step)
-        alt = escaped(f"images of {name} after {counted(frame.step, 'step')}")
-        yield f'<div class="by-choice" data-frames="{places}"><img src="{data_url(frame.image)}" alt="{alt}"></div>'
-
-
-def _configuration(runs: Sequence[ReportedRun]) -> str:
-    body = ""
-    if len(runs) > 1:
-        rows = [(name, *values) for name, values in run_differences(runs)]
-        body += "<h3>In which the runs differ</h3>"
-        body += parts.table(("setting", *(run.name for run in runs)), rows, texts=1 + len(runs)) if rows else "<p>Nothing.</p>"
-    for run in runs:
-        options = parts.table(("option", "value"), flat(run.config).items(), texts=2)
-        rest = {name: value for name, value in run.document.items() if name != "config"}
-        title, is_open = (f"All settings of {run.name}", "") if len(runs) > 1 else ("All settings", " open")
-        pieces = columns((options, parts.table(("", ""), flat(rest).items(), texts=2)))
-        body += f"<details{is_open}><summary>{escaped(title)}</summary>{pieces}</details>"
-    return body
+    return ("prompt", "negative prompt", "seed", "size, px", "guidance"), prompts

@@ -51,6 +51,11 @@ class ReportedRun:
         return found if isinstance(found, dict) else {}
 
     @property
+    def rest(self) -> Mapping[str, Any]:
+        """What the configuration's file has beside the options: stores, versions, the commit."""
+        return {name: value for name, value in self.document.items() if name != "config"}
+
+    @property
     def validations(self) -> list[Mapping[str, Any]]:
         """The lines about validations; the others are about windows of steps."""
         return [line for line in self.lines if "val_loss" in line]

@@ -12,7 +12,6 @@ from bucketline.store.report import collect as collect_module
 from bucketline.store.report.collect import collect_facts, collect_lists
 from bucketline.store.report.findings import findings
 from bucketline.store.report.latents import check_latents, near_duplicates, vae_of
-from bucketline.store.report.other_commands import PlanFacts
 from tests.unit.store.report.conftest import CONSTANT, DUPLICATES, NAME, NAN_ROW, ROWS
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from bucketline.pages.page import Finding
     from bucketline.store import Store
 
-NO_PLAN = PlanFacts(report={}, small_buckets=None, problem="")
-
 
 def found_in(store: Store, most: int = 1000) -> list[Finding]:
     return findings(
@@ -30,7 +27,6 @@ def found_in(store: Store, most: int = 1000) -> list[Finding]:
         lists=collect_lists(store),
         latents=check_latents(store, most),
         vae=vae_of(store),
-        plan=NO_PLAN,
     )
 
 

@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import re
-import subprocess
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,9 +15,8 @@ from PIL import Image
 
 from bucketline.pages.charts import Line, lines
 from bucketline.pages.image_files import png
-from bucketline.pages.page import Bar, parts
+from bucketline.pages.page import parts
 from bucketline.store import RowColumn, StoreWriter
-from bucketline.store.report import other_commands
 from bucketline.store.report.collect import MAX_REASONS, OTHER_REASONS, collect_lists
 from tests.building import make_sample, make_store, samples_of
 from tests.commands import call
@@ -47,7 +45,7 @@ def page(store_with: Callable[..., Store], tmp_path_factory: pytest.TempPathFact
 
 def test_every_section_of_the_report_is_there(page: Path) -> None:
     found = parsed(page)
-    sections = ["buckets", "samples", "crops", "captions", "rejects", "latents", "duplicates", "plan", "disk", "provenance"]
+    sections = ["buckets", "samples", "crops", "captions", "rejects", "latents", "duplicates", "disk", "provenance", "plan"]
     assert [name for name in found.ids if name in sections] == sections
     for words in (
         "Wrong scaling factor, or a broken VAE",
@@ -231,26 +229,11 @@ def test_previews_are_averaged_down(shape: tuple[int, int], small: tuple[int, in
 
 
 def test_charts_take_what_is_degenerate() -> None:
-    assert "width:0.0%" in parts.bars([Bar(label="<a>", value=0.0, note="none")])
-    assert "&lt;a&gt;" in parts.bars([Bar(label="<a>", value=0.0, note="none")])
+    assert '<span>&lt;a&gt;</span><div><i style="width:0.0%"></i></div>' in parts.bar("<a>", 0.0, "none")
     assert "not recorded" in lines([Line(name="a", xs=[], ys=[], colour=0)], "loss")
     assert "<circle" in lines([Line(name="a", xs=[3], ys=[0.0], colour=0)], "loss")
     many = lines([Line(name="a", xs=range(10_000), ys=[float(n) for n in range(10_000)], colour=9)], "loss")
     assert many.count(",") < 1500
-
-
-def test_the_deadline_reaches_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = make_store(tmp_path / "a.store", samples_of({"train/64x64": 4}))
-    ran: list[list[str]] = []
-
-    def spawn(arguments: list[str], stdin: bytes) -> subprocess.CompletedProcess[bytes]:
-        ran.append(arguments)
-        return subprocess.CompletedProcess(arguments, 1, b"", stdin)
-
-    monkeypatch.setattr(other_commands, "_spawn", spawn)
-    out = tmp_path / "report.html"
-    assert call("store", "report", store.path, "-o", out, "--deadline", 2.5, "--store-option", "region=x").code == 0
-    assert ran[0][ran[0].index("--deadline") + 1] == "2.5"
 
 
 def test_lists_without_end_take_little_memory(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_page_has_what_a_run_has_measured(tmp_path: Path) -> None:
     assert ran.code == 0, ran.err
     assert "r.html: " in ran.out
     found = parsed(tmp_path / "r.html")
-    sections = ["runs", "loss", "timesteps", "speed", "steps-by-bucket", "images", "configuration"]
+    sections = ["runs", "loss", "timesteps", "speed", "buckets", "images", "configuration"]
     assert [name for name in found.ids if name in sections] == sections
     for text in ("20.0 %", "train/96x160", "12  (40.0 %)", "learning_rate", "<abc>", "predicting zero", "Peak memory"):
         assert text in found.text
