@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
-from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.dry_run import DryRun, dry_run
 from bucketline.ingest.pack import pack_session, pack_source, ray_workers
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig, ScanConfig
     from bucketline.ingest.packing.finish import PackResult
-    from bucketline.ingest.sheet.page import Sheet
+    from bucketline.pages.page import Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,17 +107,17 @@ def scan_dataset(config: ScanConfig) -> tuple[DatasetFile, list[tuple[DatasetEnt
         for entry in file.sources:
             refuse_sheet(config.output, open_source(entry.path, entry.options(config.alone())).local_paths)
     reports: list[tuple[DatasetEntry, ScanReport]] = []
-    sheets: list[Sheet] = []
+    sections: list[Section] = []
     for entry in file.sources:
         with naming_source(config.source, entry):
             own = replace(config, source=entry.path, val_fraction=entry.val_fraction(config.val_fraction), **entry.overrides())
-            report, sheet = scan_source(own, len(file.sources))
+            report, own_sections = scan_source(own, len(file.sources))
         reports.append((entry, report))
-        sheets += [sheet] if sheet is not None else []
+        sections += own_sections
     if config.output is not None:
-        from bucketline.ingest.sheet.page import sheet_page
+        from bucketline.ingest.sheet.crops import write_sheet
 
-        write_or_explain(config.output, sheet_page(config.source, sheets))
+        write_sheet(config.output, config.source, sections)
     return file, reports
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from bucketline.files.atomic_write import write_or_explain
+from bucketline.command_line import counted
 from bucketline.files.redact import redacted
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.bucket_grid import Grid, parse_grid
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.text.token_statistics import CaptionLengths
     from bucketline.ingest.encoders.text_columns import CaptionLength
     from bucketline.ingest.images.geometry import Placement
-    from bucketline.ingest.sheet.page import Sheet
     from bucketline.ingest.sources.source import Listing, Source, SourceItem, Stamp
+    from bucketline.pages.page import Section
 
 _NAMED = 10
 _BATCH = 1000  # captions measured together
@@ -126,18 +126,16 @@ def scan(config: ScanConfig) -> ScanReport:
     """
     if config.output is None:
         return scan_source(config)[0]
-    from bucketline.ingest.sheet.crops import refuse_sheet
-    from bucketline.ingest.sheet.page import sheet_page
+    from bucketline.ingest.sheet.crops import refuse_sheet, write_sheet
 
     refuse_sheet(config.output, open_source(config.source, config).local_paths)
-    report, sheet = scan_source(config)
-    assert sheet is not None
-    write_or_explain(config.output, sheet_page(sheet.source, [sheet]))
+    report, sections = scan_source(config)
+    write_sheet(config.output, config.source, sections)
     return report
 
 
-def scan_source(config: ScanConfig, num_sources: int = 1) -> tuple[ScanReport, Sheet | None]:
-    """Scan every image of a source; with `output`, also return its part of the sheet, which `num_sources` share.
+def scan_source(config: ScanConfig, num_sources: int = 1) -> tuple[ScanReport, list[Section]]:
+    """Scan every image of a source; with `output`, also return its sections of the sheet, which `num_sources` share.
 
     Raises:
         SourceError, ModelError, UsageError: as `scan`.
@@ -170,7 +168,7 @@ def scan_source(config: ScanConfig, num_sources: int = 1) -> tuple[ScanReport, S
             on_image()
     report = _report(config, shape, listing, seen, account, started)
     if config.output is None:
-        return report, None
+        return report, []
     return report, _sheet(config, report, (source, listing), seen, too_cropped, num_sources)
 
 
@@ -181,25 +179,23 @@ def _sheet(
     seen: list[_Seen],
     too_cropped: list[tuple[str, Placement]],
     num_sources: int,
-) -> Sheet:
-    from bucketline.ingest.sheet.crops import Cropped, sections_of
-    from bucketline.ingest.sheet.page import TOO_CROPPED, Sheet
+) -> list[Section]:
+    from bucketline.ingest.sheet.crops import LEGEND, TOO_CROPPED, Cropped, bucket_sections, reject_section
+    from bucketline.pages.page import Section
 
     images = {TOO_CROPPED: [Cropped(id=one, placement=placed) for one, placed in too_cropped]} if too_cropped else {}
     for image in seen:
         images.setdefault(_bucket(config, image), []).append(Cropped(id=image.item.id, placement=image.placement))
-    sections = sections_of(*place, images, _room(config, place[0]), num_sources)
-    return Sheet(
-        source=redacted(config.source),
-        grid=report.grid,
-        crop=config.crop.value,
-        max_crop=config.max_crop,
-        found=report.found,
-        buckets=[section for section in sections if section.name != TOO_CROPPED],
-        cropped=next((section for section in sections if section.name == TOO_CROPPED), None),
-        rejects=report.rejects,
-        rejected_by_reason=report.rejected_by_reason,
-    )
+    about = f"{counted(report.found, 'image')}, {len(report.rejects)} rejected. Grid {report.grid}, crop: {config.crop.value}"
+    if config.max_crop < 1.0:
+        about += f"; an image that would lose more than {100 * config.max_crop:.1f} % of its area is rejected (--max-crop)"
+    about += f". {LEGEND} Sizes are height x width. Each bucket shows the images that lose most, largest loss first. "
+    about += "Very narrow images are drawn wider than they are."
+    return [
+        Section(anchor="source", title=redacted(config.source), note=about),
+        *bucket_sections(*place, images, _room(config, place[0]), num_sources),
+        *([reject_section(report.rejects, report.rejected_by_reason)] if report.rejects else []),
+    ]
 
 
 def _shape(config: ScanConfig) -> _Shape:

@@ -20,7 +20,7 @@ with extra_named("report"):
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Section:
 
     anchor: str
     title: str
-    body: str
+    body: str = ""
     note: str = ""
     findings: Sequence[Finding] = ()
 
@@ -130,14 +130,15 @@ def document(
     return text.encode("utf-8", "backslashreplace")
 
 
-def refuse_page(page: Path, folders: Mapping[str, Path]) -> None:
-    """Check that a page can be written. `folders`: that it must not be in, by what they are.
+def refuse_page(page: Path, folders: Iterable[tuple[str, Path]] = ()) -> None:
+    """Check that a page can be written. `folders`: what they are, and their paths; it must be in none of them.
 
     Raises:
         UsageError: if it exists, its folder does not, it is in one of the folders, or its name does not end in .html.
     """
     if page.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"{page}: the page is written as HTML; name a file that ends in .html")
-    if inside := next((what for what, folder in folders.items() if overlap(page, folder)), None):
-        raise UsageError(f"{page} is inside the {inside} {folders[inside]}; choose a place outside it")
+    for what, folder in folders:
+        if overlap(page, folder):
+            raise UsageError(f"{page} is inside the {what} {folder}; choose a place outside it")
     refuse_existing(page, "file")

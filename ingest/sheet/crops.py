@@ -1,4 +1,4 @@
-"""Contact sheet of a scan: which images to show, their thumbnails with the crop drawn in, and the checks of its path."""
+"""Contact sheets of a source: which images to show, each with its crop drawn in, and the checks of the page's path."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageDraw
 
+from bucketline.command_line import counted
 from bucketline.errors import UsageError
-from bucketline.files.atomic_folder import refuse_existing
-from bucketline.files.paths import overlap
+from bucketline.files.atomic_write import write_or_explain
+from bucketline.files.redact import redacted
 from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.crop import Framing
 from bucketline.ingest.images.decode import decode_image
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.progress import counting_progress
-from bucketline.ingest.sheet.page import SheetSection, Thumbnail
 from bucketline.pages.image_files import jpeg
+from bucketline.pages.page import Card, Section, document, parts, percent, refuse_page
 from bucketline.store.format.manifest import MANIFEST
 
 if TYPE_CHECKING:
@@ -30,12 +31,16 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.images.geometry import Placement
     from bucketline.ingest.sources.source import Listing, Source, SourceItem
+    from bucketline.ingest.summary import Reject
 
 MAX_PER_BUCKET = 24
 MAX_IN_ALL = 2000  # about 25 MB of thumbnails; with more than 83 buckets, each shows fewer than MAX_PER_BUCKET
+MAX_REJECTS = 1000  # that the page lists
+TOO_CROPPED = "Too much cropped away"  # the images that are rejected for it, in place of a bucket
 _THUMBNAIL_PX = 240  # the longer side
 NARROWEST_PX = 10  # the shorter side; a narrower image is drawn wider than it is
 _LINE = (255, 96, 0)  # of the crop; orange is rare in photographs, and visible on black and on white
+LEGEND = "The orange line is the crop; what is grey and hatched is lost."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +57,26 @@ def refuse_sheet(path: Path, local_paths: Iterable[Path]) -> None:
     Raises:
         UsageError: if it exists, its folder does not, it is in the source or in a store, or its name does not end in .html.
     """
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"{path}: the sheet is written as HTML; name a file that ends in .html")
-    if inside := next((source for source in local_paths if overlap(path, source)), None):
-        raise UsageError(f"{path} is in the source {inside}; choose a place outside it")
     if store := next((folder for folder in path.resolve().parents if (folder / MANIFEST).is_file()), None):
         raise UsageError(f"{path} is in the store {store}; choose a place outside it")
-    refuse_existing(path, "file")
+    refuse_page(path, [("source", source) for source in local_paths])
 
 
-def sections_of(
+def write_sheet(path: Path, source: str, sections: Sequence[Section]) -> None:
+    """Write the sheet of a scan. Sections of several sources have the same anchors, so each gets one of its own.
+
+    Raises:
+        StoreError: if it cannot be written.
+    """
+    shown = [replace(section, anchor=f"section-{number}") for number, section in enumerate(sections)]
+    title = f"Crops of {redacted(source)}"
+    write_or_explain(path, document(title=title, subtitle="", made_by="ingest scan", sections=shown))
+
+
+def bucket_sections(
     source: Source, listing: Listing, images: Mapping[str, Sequence[Cropped]], room: WorkLimits, num_sources: int = 1
-) -> list[SheetSection]:
-    """Decode the images that lose most, and return the sections by the largest loss of an image, largest first.
+) -> list[Section]:
+    """Decode the images that lose most, and return a section of each bucket, by the largest loss of an image, largest first.
 
     `num_sources`: of the page, which share its MAX_IN_ALL images.
 
@@ -73,10 +85,13 @@ def sections_of(
     """
     chosen = worst(images, MAX_IN_ALL // num_sources)
     placements = {image.id: image.placement for shown in chosen.values() for image in shown}
-    thumbnails: dict[str, Thumbnail] = {}
+    cards: dict[str, Card] = {}
 
-    def look(item: SourceItem) -> Thumbnail:
-        return _thumbnail(source, item, placements[item.id])
+    def look(item: SourceItem) -> Card:
+        try:
+            return crop_card(item.id, source.read(item).data, placements[item.id], _THUMBNAIL_PX)
+        except RejectedError as error:
+            return Card(images=[], title=item.id, notes=[_note(placements[item.id])], problem=str(error))
 
     items = [item for item in listing.items if item.id in placements]  # in the listing's order, which a stream needs
     with (
@@ -84,15 +99,31 @@ def sections_of(
         OrderedPool(source.in_turn(items), look, lambda _: 0, room) as ahead,
     ):
         for item, future in ahead.results(lambda: None):
-            thumbnails[item.id] = future.result()
+            cards[item.id] = future.result()
             on_image()
-    sections = [_section(name, images[name], [thumbnails[image.id] for image in shown]) for name, shown in chosen.items()]
-    return sorted(sections, key=lambda section: (-section.most, -section.mean, section.name))
+    found = {name: [image.placement.cropped_away for image in own] for name, own in images.items()}
+    order = sorted(found, key=lambda name: (name == TOO_CROPPED, -max(found[name]), -sum(found[name]) / len(found[name]), name))
+    return [_bucket_section(name, found[name], [cards[image.id] for image in chosen[name]]) for name in order]
 
 
-def _section(name: str, images: Sequence[Cropped], shown: list[Thumbnail]) -> SheetSection:
-    losses = [image.placement.cropped_away for image in images]
-    return SheetSection(name=name, images=len(images), mean=sum(losses) / len(losses), most=max(losses), shown=shown)
+def _bucket_section(name: str, losses: Sequence[float], cards: Sequence[Card]) -> Section:
+    average, most = percent(sum(losses) / len(losses)), percent(max(losses))
+    note = f"{counted(len(losses), 'image')}, {average} lost on average, {most} at most"
+    body = parts.sheet(cards, "medium")
+    if (more := len(losses) - len(cards)) > 0:
+        least = sorted(losses, reverse=True)[len(cards) - 1]
+        body += parts.dim(f"and {more} more, which lose {percent(least)} or less")
+    return Section(anchor=name, title=name, note=note, body=body)
+
+
+def reject_section(rejects: Sequence[Reject], by_reason: Mapping[str, int]) -> Section:
+    """Return the rejected images, counted by reason and listed."""
+    body = parts.table(("reason", "images"), by_reason.items())
+    listed = [(one.id, one.reason, one.detail) for one in rejects[:MAX_REJECTS]]
+    body += parts.table(("image", "reason", "found"), listed, texts=3)
+    if (more := len(rejects) - MAX_REJECTS) > 0:
+        body += parts.dim(f"and {more} more; ingest scan --json names all")
+    return Section(anchor="rejected", title="Rejected", note=counted(len(rejects), "image"), body=body)
 
 
 def worst(images: Mapping[str, Iterable[Cropped]], max_in_all: int) -> dict[str, list[Cropped]]:
@@ -104,23 +135,24 @@ def worst(images: Mapping[str, Iterable[Cropped]], max_in_all: int) -> dict[str,
     }
 
 
-def _thumbnail(source: Source, item: SourceItem, placement: Placement) -> Thumbnail:
-    """Read and decode an image, reduce it, and draw its crop; safe to call from several threads.
+def crop_card(name: str, data: bytes, placement: Placement, longest: int, captions: Sequence[str] = ()) -> Card:
+    """Decode an image's file, reduce it, and draw its crop; safe to call from several threads.
 
     Raises:
-        SourceError: if the source changed during the scan.
+        RejectedError: if packing would reject the image, with the reason.
     """
-    height_px, width_px = placement.source
-    known = Thumbnail(id=item.id, height_px=height_px, width_px=width_px, lost=placement.cropped_away)
-    try:
-        pixels = whole_image(source.read(item).data, placement.source, _THUMBNAIL_PX)
-    except RejectedError as error:
-        return replace(known, problem=str(error))
-    shown = Image.fromarray(pixels)
-    if min(shown.size) < NARROWEST_PX:
-        shown = shown.resize((max(shown.width, NARROWEST_PX), max(shown.height, NARROWEST_PX)))
-    drawn = with_crop(np.asarray(shown), placement)
-    return replace(known, jpeg=jpeg(drawn), shown_px=drawn.shape[:2])
+    pixels = whole_image(data, placement.source, longest)
+    if min(pixels.shape[:2]) < NARROWEST_PX:
+        height, width = (max(side, NARROWEST_PX) for side in pixels.shape[:2])
+        pixels = np.asarray(Image.fromarray(pixels).resize((width, height)))
+    image = jpeg(with_box(pixels, placement.crop_in_source, placement.source))
+    return Card(images=[image], title=name, notes=[_note(placement)], captions=captions)
+
+
+def _note(placement: Placement) -> str:
+    height, width = placement.source
+    enlarged = ", enlarged" if placement.enlarged else ""
+    return f"{height}x{width} px, {percent(placement.cropped_away)} cropped away{enlarged}"
 
 
 def whole_image(data: bytes, source: tuple[int, int], longest: int) -> NDArray[np.uint8]:
@@ -136,17 +168,13 @@ def whole_image(data: bytes, source: tuple[int, int], longest: int) -> NDArray[n
     return decode_image(data, framing, "").pixels
 
 
-def with_crop(pixels: NDArray[np.uint8], placement: Placement) -> NDArray[np.uint8]:
-    """Fade and hatch what the crop loses, and draw a line around what it keeps.
-
-    `pixels` is the whole image in any size, `[h, w, 3]`; so is the result. It is drawn into the pixels, not laid over them by
-    the page, so that it is printed as it is seen.
-    """
-    return with_box(pixels, placement.crop_in_source, placement.source)
-
-
 def with_box(pixels: NDArray[np.uint8], box: Sequence[int], source: Sequence[int]) -> NDArray[np.uint8]:
-    """Return the same as `with_crop`, by the crop (top, left, height, width) in an image of height and width `source`."""
+    """Fade and hatch what a crop loses, and draw a line around what it keeps.
+
+    `pixels` is the whole image in any size, `[h, w, 3]`; so is the result. `box`: the crop (top, left, height, width) in an
+    image of height and width `source`. It is drawn into the pixels, not laid over them by the page, so that it is printed as
+    it is seen.
+    """
     height, width = pixels.shape[:2]
     top, left, crop_height, crop_width = box
     down, across = height / source[0], width / source[1]

@@ -14,12 +14,11 @@ from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Framing, crop_limit
 from bucketline.ingest.images.decode import placed_by_header
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.sheet.crops import refuse_sheet, whole_image, with_crop
+from bucketline.ingest.sheet.crops import LEGEND, crop_card, refuse_sheet
 from bucketline.ingest.sheet.source_images import THUMBNAIL_PX
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
-from bucketline.pages.image_files import jpeg
-from bucketline.pages.page import Card, Section, document, parts, percent
+from bucketline.pages.page import Card, Section, document, parts
 from bucketline.store.format.hashing import draw
 
 if TYPE_CHECKING:
@@ -92,8 +91,7 @@ def source_sheet(place: str, arguments: SourceArguments, options: SheetOptions, 
             Section(
                 anchor="images",
                 title="Images",
-                note=f"By bucket of the grid {framing.grid.name}, with the captions as they would be stored. The orange line "
-                "is the crop; what is grey and hatched is lost.",
+                note=f"By bucket of the grid {framing.grid.name}, with the captions as they would be stored. {LEGEND}",
                 body=body,
             )
         ],
@@ -110,12 +108,6 @@ def _card(source: Source, item: SourceItem, framing: Framing, options: SheetOpti
             raise RejectedError(Reason.CAPTION, item.caption_error)
         data = source.read(item).data
         placement = placed_by_header(io.BytesIO(data), framing, item.id)
-        pixels = whole_image(data, placement.source, THUMBNAIL_PX)
+        return str(placement.bucket), crop_card(item.id, data, placement, THUMBNAIL_PX, captions)
     except RejectedError as error:
         return REJECTED, Card(images=[], title=item.id, problem=str(error), captions=captions)
-    image = jpeg(with_crop(pixels, placement))
-    height, width = placement.source
-    notes = [
-        f"{height}x{width} px, {percent(placement.cropped_away)} cropped away" + (", enlarged" if placement.enlarged else "")
-    ]
-    return str(placement.bucket), Card(images=[image], title=item.id, notes=notes, captions=captions)

@@ -57,18 +57,15 @@ class Peek(BatchOptions):
         self._expect_share("caption_dropout", "flip")
 
     def run(self) -> int:
-        from bucketline.errors import UsageError
-        from bucketline.files.atomic_folder import refuse_existing
         from bucketline.files.atomic_write import write_or_explain
         from bucketline.loader.mixture import open_shares
         from bucketline.loader.peek import peek_page, read_step, with_choices
         from bucketline.loader.seen import read_run
+        from bucketline.pages.page import refuse_page
         from bucketline.store.report.latent_rgb import read_factors
         from bucketline.store.report.latents import vae_of
 
-        if self.output.suffix.lower() not in (".html", ".htm"):
-            raise UsageError(f"{self.output}: the sheet is written as HTML; name a file that ends in .html")
-        refuse_existing(self.output, "file")
+        refuse_page(self.output)
         factors = None if self.preview_factors is None else read_factors(self.preview_factors)
         config = self.for_loader()
         if self.state is not None:

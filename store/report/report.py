@@ -77,7 +77,7 @@ def write_report(store: Store, page: Path, options: ReportOptions) -> list[Findi
         StoreError: if a file of the store is missing, or a model or source cannot be read.
         CorruptError: if an index or a record is damaged.
     """
-    refuse_page(page, {"store": store.path})
+    refuse_page(page, [("store", store.path)])
     num_buckets = max(1, len(store.buckets()))
     facts = collect_facts(store, min(MAX_CARDS, max(1, options.samples // num_buckets)))
     lists = collect_lists(store)

@@ -37,19 +37,15 @@ def main(args: Sequence[str], prog: str) -> int:
     """Parse the command line, write the page and print what is wrong."""
     asked = tyro.cli(TrainReport, args=list(args), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
     from bucketline.errors import UsageError
-    from bucketline.extras import extra_named
-    from bucketline.files.atomic_folder import refuse_existing
     from bucketline.files.atomic_write import write_or_explain
+    from bucketline.pages.page import refuse_page
     from bucketline.train.report.page import page_of
     from bucketline.train.report.read_run import read_runs
 
-    if asked.output.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"{asked.output}: the report is written as HTML; name a file that ends in .html")
     if not asked.runs:
         raise UsageError("no run is given; name the folder of one or more")
-    refuse_existing(asked.output, "file")
-    with extra_named("train"):
-        data, findings = page_of(read_runs(asked.runs))
+    refuse_page(asked.output)
+    data, findings = page_of(read_runs(asked.runs))
     write_or_explain(asked.output, data)
     if asked.json:
         print_json({"page": str(asked.output), "findings": [asdict(one) for one in findings]})

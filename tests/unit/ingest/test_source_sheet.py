@@ -53,7 +53,7 @@ def test_what_does_not_fit_together_is_refused(photos: Path, tmp_path: Path) -> 
         ((tmp_path / "s", "-o", tmp_path / "a.html"), "is a store: give a sample's ID and --model"),
         ((tmp_path / "s", "train/64x64/0.png", "-o", tmp_path / "a.png"), "set --model, whose VAE decodes the latent"),
         ((photos, "-o", tmp_path / "a.html", "--model", "sd"), "it decodes one sample of a store"),
-        ((photos, "-o", photos / "a.html"), "is in the source"),
+        ((photos, "-o", photos / "a.html"), "is inside the source"),
         ((photos, "-o", tmp_path / "a.png"), "name a file that ends in .html"),
         ((photos, "-o", tmp_path / "a.html", "--samples", 0), "--samples is 0, expected 1 or more"),
     ):
