@@ -180,7 +180,7 @@ def _sheet(
     too_cropped: list[tuple[str, Placement]],
     num_sources: int,
 ) -> list[Section]:
-    from bucketline.ingest.sheet.crops import LEGEND, TOO_CROPPED, Cropped, bucket_sections, reject_section
+    from bucketline.ingest.sheet.crops import LEGEND, TOO_CROPPED, Cropped, crop_sections, reject_section
     from bucketline.pages.page import Section
 
     images = {TOO_CROPPED: [Cropped(id=one, placement=placed) for one, placed in too_cropped]} if too_cropped else {}
@@ -191,9 +191,10 @@ def _sheet(
         about += f"; an image that would lose more than {100 * config.max_crop:.1f} % of its area is rejected (--max-crop)"
     about += f". {LEGEND} Sizes are height x width. Each bucket shows the images that lose most, largest loss first. "
     about += "Very narrow images are drawn wider than they are."
+    table, sections = crop_sections(*place, images, _room(config, place[0]), num_sources)
     return [
-        Section(anchor="source", title=redacted(config.source), note=about),
-        *bucket_sections(*place, images, _room(config, place[0]), num_sources),
+        Section(anchor="source", title=redacted(config.source), note=about, body=table),
+        *sections,
         *([reject_section(report.rejects, report.rejected_by_reason)] if report.rejects else []),
     ]
 

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import StateError
 from bucketline.loader.collate.columns import captions_of
 from bucketline.loader.loader import Loader
-from bucketline.pages.image_files import png
 from bucketline.pages.page import Card, Section, document, parts
 from bucketline.store.format.columns import TARGET, LatentKind
-from bucketline.store.report.latent_rgb import false_colours, published_for, scaled
-from bucketline.store.report.report import preview, still
+from bucketline.store.report.latent_rgb import latent_images
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,27 +104,20 @@ def peek_page(
     stores: Sequence[str], step: int, batches: Sequence[PeekedBatch], vae: dict[str, Any], factors: LatentRgb | None
 ) -> bytes:
     """Return the contact sheet; `vae`: what the store records of its VAE."""
-    fed = [[scaled(latent[None], vae)[0] for latent in still_ones(batch)] for batch in batches]
-    every = [latent for own in fed for latent in own]
-    rgb = factors or published_for(vae)
-    how = ""
-    if every and every[0].ndim == 3:
-        how = f", by the RGB factors {rgb.name!r} ({rgb.source})" if rgb is not None else ""
-    if every and every[0].ndim == 3 and (rgb is None or rgb.channels != len(every[0])):
-        rgb = false_colours(every)
-        how = ", in false colours, since no RGB factors are published for this VAE"
+    latents = [latent for batch in batches if batch.latents is not None for latent in batch.latents]
+    made, how = latent_images(latents, vae, factors)
+    images = iter(made)
     groups = []
-    for batch, latents in zip(batches, fed, strict=True):
-        images = [[png(preview(latent, rgb))] for latent in latents]
+    for batch in batches:
         cards = [
             Card(
-                images=images[n] if images else (),
+                images=[next(images)] if batch.latents is not None else (),
                 title=row.id,
                 notes=_notes(row),
                 captions=[row.caption or "(the empty caption)"],
                 problem="no image latent",
             )
-            for n, row in enumerate(batch.rows)
+            for row in batch.rows
         ]
         groups.append((f"rank {batch.rank}, micro-batch {batch.micro_step}", f"{len(batch.rows)} rows", cards))
     first = batches[0]
@@ -145,17 +136,12 @@ def peek_page(
             Section(
                 anchor="batch",
                 title="What is delivered",
-                note=f"Latents shown without a VAE{how}." if every else "",
+                note=f"Latents {how}." if made else "",
                 body=parts.gallery(groups, "Search ids and captions", "wide"),
             ),
             Section(anchor="step", title="The step", body=parts.table(("", ""), facts, texts=2)),
         ],
     )
-
-
-def still_ones(batch: PeekedBatch) -> list[NDArray[Any]]:
-    """Return the latents as images, `[C, h, w]` each."""
-    return [] if batch.latents is None else [still(latent) for latent in batch.latents]
 
 
 def _notes(row: PeekedRow) -> list[str]:

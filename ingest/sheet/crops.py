@@ -73,12 +73,13 @@ def write_sheet(path: Path, source: str, sections: Sequence[Section]) -> None:
     write_or_explain(path, document(title=title, subtitle="", made_by="ingest scan", sections=shown))
 
 
-def bucket_sections(
+def crop_sections(
     source: Source, listing: Listing, images: Mapping[str, Sequence[Cropped]], room: WorkLimits, num_sources: int = 1
-) -> list[Section]:
-    """Decode the images that lose most, and return a section of each bucket, by the largest loss of an image, largest first.
+) -> tuple[str, list[Section]]:
+    """Decode the images that lose most, and return a table of the buckets, and a section of each.
 
-    `num_sources`: of the page, which share its MAX_IN_ALL images.
+    They are ordered by the largest loss of an image, largest first. `num_sources`: of the page, which share its MAX_IN_ALL
+    images.
 
     Raises:
         SourceError: if the source changed during the scan.
@@ -103,12 +104,14 @@ def bucket_sections(
             on_image()
     found = {name: [image.placement.cropped_away for image in own] for name, own in images.items()}
     order = sorted(found, key=lambda name: (name == TOO_CROPPED, -max(found[name]), -sum(found[name]) / len(found[name]), name))
-    return [_bucket_section(name, found[name], [cards[image.id] for image in chosen[name]]) for name in order]
+    rows = [(name, len(own), percent(sum(own) / len(own)), percent(max(own))) for name in order for own in [found[name]]]
+    table = parts.table(("bucket", "images", "lost on average", "lost at most"), rows)
+    return table, [_bucket_section(row, found[row[0]], [cards[image.id] for image in chosen[row[0]]]) for row in rows]
 
 
-def _bucket_section(name: str, losses: Sequence[float], cards: Sequence[Card]) -> Section:
-    average, most = percent(sum(losses) / len(losses)), percent(max(losses))
-    note = f"{counted(len(losses), 'image')}, {average} lost on average, {most} at most"
+def _bucket_section(row: tuple[str, int, str, str], losses: Sequence[float], cards: Sequence[Card]) -> Section:
+    name, num_images, average, most = row
+    note = f"{counted(num_images, 'image')}, {average} lost on average, {most} at most"
     body = parts.sheet(cards, "medium")
     if (more := len(losses) - len(cards)) > 0:
         least = sorted(losses, reverse=True)[len(cards) - 1]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import UsageError
-from bucketline.store.report.published_vaes import number, vae_family_of
+from bucketline.pages.image_files import png
+from bucketline.store.report.published_vaes import TITLES, number, vae_family_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _SOURCE = "ComfyUI, comfy/latent_formats.py (latent_rgb_factors), as of commit 75399d78"
 MAX_FACTORS_BYTES = 1 << 20
+_MANY = 64  # latents that false colours are made from
 _MAX_PIXELS = 1 << 20  # latent positions that a fit or a principal component takes
 
 
@@ -96,6 +98,34 @@ def scaled(latents: NDArray[Any], vae: Mapping[str, Json]) -> NDArray[np.float32
     factor = np.float32(number(vae, "scaling_factor", 1.0))
     fed: NDArray[np.float32] = (latents.astype(np.float32) - shift.reshape(each)) * (factor / spread.reshape(each))
     return fed
+
+
+def still(latent: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return a latent as an image, `[C, h, w]`, of a video the frame in the middle; or a sequence as it is, `[C, length]`."""
+    while latent.ndim > 3:
+        latent = latent[:, latent.shape[1] // 2]
+    return latent
+
+
+def latent_images(
+    latents: Sequence[NDArray[np.float32]], vae: Mapping[str, Json], factors: LatentRgb | None, longest: int | None = None
+) -> tuple[list[bytes], str]:
+    """Return stored latents as PNGs of at most `longest` pixels on their longer side, and in words how they are shown.
+
+    `factors`: otherwise those published for the VAE, or false colours.
+    """
+    fed = [scaled(still(latent)[None], vae)[0] for latent in latents]
+    images = [latent for latent in fed if latent.ndim == 3]
+    rgb, how = factors or published_for(vae), "shown without a VAE"
+    if not images:
+        how += ": time to the right, channels from the bottom to the top"
+    elif rgb is None or any(len(latent) != rgb.channels for latent in images):
+        rgb = false_colours(images[:_MANY])
+        how += ", in false colours: no RGB factors are published for this VAE (`ingest previews` fits some)"
+    else:
+        of = f"published linear RGB factors of {TITLES[rgb.name]}" if rgb.name in TITLES else f"linear RGB factors {rgb.name!r}"
+        how += f", by the {of} ({rgb.source})"
+    return [png(rgb.image(one) if rgb is not None and one.ndim == 3 else grey_image(one), longest) for one in fed], how
 
 
 def published_for(vae: Mapping[str, Json]) -> LatentRgb | None:

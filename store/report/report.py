@@ -13,16 +13,14 @@ from bucketline.command_line import human_bytes
 from bucketline.extensions import Extensions
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.redact import redacted
-from bucketline.pages.image_files import png
 from bucketline.pages.page import Section, document, parts, refuse_page, worst_first
 from bucketline.store.format.block import ID
 from bucketline.store.read.info import info
 from bucketline.store.report.collect import MAX_CARDS, Shown, collect_facts, collect_lists, worst_buckets
 from bucketline.store.report.findings import findings
-from bucketline.store.report.latent_rgb import false_colours, grey_image, published_for, scaled
+from bucketline.store.report.latent_rgb import latent_images, still
 from bucketline.store.report.latents import check_latents, read_latents, vae_of, with_latents
 from bucketline.store.report.other_commands import decoded, spawn_source_images
-from bucketline.store.report.published_vaes import TITLES
 from bucketline.store.report.sections import Cards, places_shown, template_values
 
 if TYPE_CHECKING:
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from bucketline.store.report.other_commands import Decoder
 
 PREVIEW_PX = 48  # longer side of a preview; the browser enlarges it smoothly
-MANY = 64  # latents that false colours are made from
 _KINDS = {  # of a store's files, by the end of the name
     ".lmdb": "shards",
     ".extents": "extents",
@@ -151,34 +148,8 @@ def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOption
     if options.decoder is not None:
         made = decoded([np.nan_to_num(latent) for latent in found.values()], vae, options.decoder)
         return dict(zip(found, made, strict=True)), f"decoded by the VAE of {options.decoder.model}"
-    fed = {place: scaled(latent[None], vae)[0] for place, latent in found.items()}
-    rgb = options.factors or published_for(vae)
-    how = "shown without a VAE"
-    images = [latent for latent in fed.values() if latent.ndim == 3]
-    if not images:
-        how += ": time to the right, channels from the bottom to the top"
-    elif rgb is None or any(len(latent) != rgb.channels for latent in images):
-        rgb = false_colours(images[:MANY])
-        how += ", in false colours: no RGB factors are published for this VAE (--model decodes, ingest previews fits factors)"
-    else:
-        of = f"published linear RGB factors of {TITLES[rgb.name]}" if rgb.name in TITLES else f"linear RGB factors {rgb.name!r}"
-        how += f", by the {of} ({rgb.source})"
-    return {place: png(preview(latent, rgb), PREVIEW_PX) for place, latent in fed.items()}, how
-
-
-def preview(latent: NDArray[np.float32], rgb: LatentRgb | None) -> NDArray[np.uint8]:
-    """Return a scaled latent, `[C, h, w]` or `[C, length]`, as an image; only the latter needs no factors."""
-    if latent.ndim == 2:
-        return grey_image(latent)
-    assert rgb is not None
-    return rgb.image(latent)
-
-
-def still(latent: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return a latent as an image, `[C, h, w]`, of a video the frame in the middle; or a sequence as it is, `[C, length]`."""
-    while latent.ndim > 3:
-        latent = latent[:, latent.shape[1] // 2]
-    return latent
+    made, how = latent_images(list(found.values()), vae, options.factors, PREVIEW_PX)
+    return dict(zip(found, made, strict=True)), how
 
 
 def _sources(facts: Facts, lists: ListFacts, options: ReportOptions) -> dict[str, bytes | str]:

@@ -54,7 +54,7 @@ def page_of(runs: Sequence[ReportedRun]) -> tuple[bytes, list[Finding]]:
         by_timestep=_by_timestep(runs),
         speed=_charts(runs, SPEED),
         steps=steps,
-        images=[(run, *placed(frames, steps), _texts(run)) for run, frames in drawn],
+        images=[(run, *_places(frames, steps), _texts(run)) for run, frames in drawn],
         differences=[(name, *values) for name, values in run_differences(runs)] if not is_one else [],
         flat=flat,
     )
@@ -145,7 +145,7 @@ def _by_timestep(runs: Sequence[ReportedRun]) -> dict[str, str]:
     return {name: lines(drawn, "loss by timestep", "timestep") for name, drawn in found.items()}
 
 
-def placed(frames: Sequence[Frame], steps: Sequence[int]) -> tuple[list[tuple[Frame, str]], str]:
+def _places(frames: Sequence[Frame], steps: Sequence[int]) -> tuple[list[tuple[Frame, str]], str]:
     """Return a run's grids, each with the places of the slider at which it is the newest one, and the places before the first.
 
     A run shows its newest grid up to the chosen step.

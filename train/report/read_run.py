@@ -52,7 +52,7 @@ class ReportedRun:
 
     @property
     def rest(self) -> Mapping[str, Any]:
-        """What the configuration's file has beside the options: stores, versions, the commit."""
+        """The rest of config.json: stores, versions, the commit."""
         return {name: value for name, value in self.document.items() if name != "config"}
 
     @property
