@@ -49,8 +49,6 @@ class LatentFacts:
     live: int = 0  # samples with latents in the store
     mean: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # [C] of the finite values
     std: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # [C]
-    overall_mean: float = 0.0
-    overall_std: float = 0.0  # around the overall mean
     not_finite: list[RowPlace] = field(default_factory=list)
     constant: list[RowPlace] = field(default_factory=list)
     clusters: list[list[RowPlace]] = field(default_factory=list)  # near-duplicates, largest first
@@ -122,7 +120,7 @@ def check_latents(store: Store, most: int) -> LatentFacts:
     facts.read = len(places)
     if not places:
         return facts
-    facts.mean, facts.std, facts.overall_mean, facts.overall_std = sums.moments()
+    facts.mean, facts.std = sums.moments()
     spread = np.concatenate(spreads)
     typical = float(np.sqrt(np.square(facts.std).mean())) if len(facts.std) else 0.0
     is_constant = np.isfinite(spread) & (spread <= CONSTANT * typical)
@@ -157,14 +155,11 @@ class _Sums:
         self._sums = own[0] + (self._sums if len(self._sums) else 0.0)
         self._squares = own[1] + (self._squares if len(self._squares) else 0.0)
 
-    def moments(self) -> tuple[NDArray[np.float64], NDArray[np.float64], float, float]:
-        """Return mean and standard deviation by channel, `[C]`, and of all values."""
+    def moments(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return mean and standard deviation by channel, `[C]`."""
         count = max(1, self._count)
         mean = self._sums / count
-        std = np.sqrt(np.maximum(self._squares / count - np.square(mean), 0.0))
-        overall = float(mean.mean()) if len(mean) else 0.0
-        squares = float(self._squares.mean() / count) if len(mean) else 0.0
-        return mean, std, overall, float(np.sqrt(max(squares - overall**2, 0.0)))
+        return mean, np.sqrt(np.maximum(self._squares / count - np.square(mean), 0.0))
 
 
 def _pooled(latents: NDArray[Any]) -> NDArray[np.float32]:

@@ -14,6 +14,7 @@ import torch
 
 from bucketline.loader import Loader, LoaderConfig
 from tests.commands import BIN, spawn
+from tests.pages import parsed
 from tests.unit.train.tiny_run import as_arguments, config, losses, make_training_store, write_unet
 
 pytestmark = pytest.mark.slow
@@ -84,6 +85,25 @@ def test_an_installed_packages_report_is_a_command_of_its_own(environment: dict[
     assert "caption-lengths" in helped.out
     assert "Count samples by the words of their first caption." in helped.out
     assert spawn([BIN / "store", "caption-lengths", tmp_path / "s"]).code == 2
+
+
+def test_an_installed_packages_section_is_in_the_report(environment: dict[str, str], cache: Path, tmp_path: Path) -> None:
+    imported = [sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]
+    assert spawn([*imported, "--text", "none", "--dtype", "F32"], **environment).code == 0
+    there = spawn([BIN / "store", "report", tmp_path / "s", "-o", tmp_path / "there.html"], **environment)
+    assert there.code == 0, there.err
+    found = parsed(tmp_path / "there.html")
+    assert found.ids[-2:] == ["plan", "caption-lengths"]
+    assert "Caption lengths" in found.text
+    assert "<td>2</td><td>3</td>" in (tmp_path / "there.html").read_text(encoding="utf-8").replace(' class="n"', "")
+    broken = tmp_path / "broken"
+    shutil.copytree(environment["PYTHONPATH"], broken)
+    (broken / "own_report.py").write_text("import a_library_that_is_missing", encoding="utf-8")
+    ran = spawn([BIN / "store", "report", tmp_path / "s", "-o", tmp_path / "broken.html"], PYTHONPATH=str(broken))
+    assert ran.code == 0, ran.err
+    assert "of own-parts 1.0 cannot be imported (ModuleNotFoundError" in parsed(tmp_path / "broken.html").text
+    assert spawn([BIN / "store", "report", tmp_path / "s", "-o", tmp_path / "without.html"]).code == 0
+    assert "caption-lengths" not in parsed(tmp_path / "without.html").ids
 
 
 def test_a_package_whose_command_cannot_be_imported_leaves_the_others_alone(

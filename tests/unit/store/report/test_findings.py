@@ -98,7 +98,7 @@ def test_a_drawn_part_says_that_it_is_one(store_with: Callable[..., Store]) -> N
     facts = check_latents(store_with(), 20)
     assert (facts.live, facts.read) == (total, 20)
     assert any(f"20 latents read (drawn from {total})" in one.detail for one in found_in(store_with(), 20))
-    assert check_latents(store_with(), 20).overall_std == facts.overall_std
+    assert (check_latents(store_with(), 20).std == facts.std).all()
 
 
 def test_rejects_and_cut_captions_are_findings(store_with: Callable[..., Store]) -> None:
