@@ -17,7 +17,6 @@ import tyro
 
 from bucketline.errors import UsageError
 from bucketline.loader.config import ReadOptions
-from bucketline.train.noise_schedule import FlowWeighting, Objective, TimestepSampling
 from bucketline.train.preset import with_preset
 from bucketline.weight_format import WeightFormat
 
@@ -44,6 +43,13 @@ Decaying = StrEnum("Decaying", ["ALL", "MATRICES"])
 """The weights that decay."""
 Sharding = StrEnum("Sharding", ["DDP", "FSDP", "HSDP"])
 """How the model is distributed over several processes."""
+
+Objective = StrEnum("Objective", ["EPSILON", "V_PREDICTION", "FLOW"])
+"""The prediction target; the first two are spelt like `prediction_type` of diffusers' schedulers."""
+TimestepSampling = StrEnum("TimestepSampling", ["UNIFORM", "LOGIT_NORMAL", "MODE"])
+"""The distribution of training timesteps."""
+FlowWeighting = StrEnum("FlowWeighting", ["COSMAP", "SIGMA_SQRT"])
+"""The weight of each sample in a flow's loss, by its noise."""
 
 MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would be the same timestep
 FIRST_RANK_SAYS_S = 5  # torchrun ends all ranks as soon as one has failed: the first has to print its message before

@@ -27,7 +27,7 @@ from bucketline.train.compile import (
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import Compile, Ema, LrSchedule, Precision, TrainConfig, WeightDtype
+from bucketline.train.config import Compile, Ema, LrSchedule, Objective, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import IN_PROCESS, mean_weight, open_loader
 from bucketline.train.ema import Average
 from bucketline.train.float8 import expect_float8, use_float8
@@ -37,8 +37,7 @@ from bucketline.train.memory.offload import offload_blocks
 from bucketline.train.models.encoder_check import refuse_other_configs, refuse_other_encoders
 from bucketline.train.models.load import checked, facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.noise_schedule import Objective, load_schedule
-from bucketline.train.noising import LatentScale, NoisingOptions, Prep
+from bucketline.train.noise import LatentScale, NoisingOptions, Prep, load_schedule
 from bucketline.train.optim import average_of, expect_possible, kind_of, make_optimizer
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe
@@ -67,7 +66,7 @@ if TYPE_CHECKING:
     from bucketline.loader import Batch, Loader, WeightedStore
     from bucketline.store import Bucket, Store
     from bucketline.store.read.store import OpenShards
-    from bucketline.train.noise_schedule import ModelSchedule
+    from bucketline.train.noise import ModelSchedule
     from bucketline.train.outputs.weights import Weights
     from bucketline.typed_json import Json
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bucketline.train.noise_schedule import squared_error, weighted
+from bucketline.train.noise import squared_error, weighted
 from bucketline.train.optim import learning_rate_at
 from bucketline.train.parallel import free_gathered, whole, without_sync
 from bucketline.train.rounding import Rounding
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bucketline.loader import Batch
     from bucketline.train.config import TrainConfig
     from bucketline.train.ema import Average
-    from bucketline.train.noising import Prep
+    from bucketline.train.noise import Prep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

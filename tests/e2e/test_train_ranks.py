@@ -17,8 +17,7 @@ import pytest
 from PIL import Image
 
 from bucketline.store import Store
-from bucketline.train.config import Base, Decaying, Ema, LrSchedule, Precision, Sharding, WeightDtype
-from bucketline.train.noise_schedule import TimestepSampling
+from bucketline.train.config import Base, Decaying, Ema, LrSchedule, Precision, Sharding, TimestepSampling, WeightDtype
 from bucketline.train.optim import OPTIMIZERS
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train

@@ -16,12 +16,11 @@ from bucketline.families.family import StoreFacts
 from bucketline.families.registry import family_named
 from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
-from bucketline.train.config import Compile, Precision, TrainConfig
+from bucketline.train.config import Compile, Objective, Precision, TrainConfig
 from bucketline.train.ema import Average
 from bucketline.train.float8 import use_float8
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.noise_schedule import FlowSchedule, NoiseSchedule, Objective
-from bucketline.train.noising import LatentScale, Prep
+from bucketline.train.noise import FlowSchedule, LatentScale, NoiseSchedule, Prep
 from bucketline.train.step import Training
 from tests.family_models import T5_WIDTH, tiny_model
 from tests.unit.train.tiny_run import make_training_store, write_unet, write_vae

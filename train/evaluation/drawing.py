@@ -24,7 +24,7 @@ from bucketline.train.evaluation.pipeline import draw_latents, guidance_of
 from bucketline.train.evaluation.prompts import DrawingBatch, prompt_batches
 from bucketline.train.models.encoder_check import UNREADABLE, VAE_FOLDER, read_vae
 from bucketline.train.models.load import locate
-from bucketline.train.noising import sample_noise
+from bucketline.train.noise import sample_noise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from bucketline.store import Store
     from bucketline.train.config import TrainConfig
     from bucketline.train.evaluation.prompts import StoredPrompt
-    from bucketline.train.noise_schedule import ModelSchedule
+    from bucketline.train.noise import ModelSchedule
     from bucketline.train.step import Training
 
 log = logging.getLogger(__name__)

@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_map_only
 
 from bucketline.families import vaes
 from bucketline.train.models.load import locate, read_index
-from bucketline.train.noise_schedule import FlowSchedule
+from bucketline.train.noise import FlowSchedule
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from bucketline.loader import Batch
     from bucketline.train.evaluation.prompts import DrawingBatch
-    from bucketline.train.noise_schedule import ModelSchedule
+    from bucketline.train.noise import ModelSchedule
     from bucketline.train.step import Training
 
 

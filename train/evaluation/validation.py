@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.train.noise_schedule import squared_error
-from bucketline.train.noising import sample_noise
+from bucketline.train.noise import sample_noise, squared_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -23,7 +23,7 @@ from bucketline.files.atomic_write import move_durably
 from bucketline.files.disk_space import failed_write
 from bucketline.model_file import PICKLED, SUFFIX, converter, file_shapes, single_file
 from bucketline.torch_dtypes import TORCH_DTYPES
-from bucketline.train.noise_schedule import SCHEDULER_CONFIG as SCHEDULER
+from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.lora_file import read_tensors
 from bucketline.train.outputs.single_file import in_original_layout

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from bucketline.train.noise_schedule import SCHEDULER_CONFIG as SCHEDULER
+from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.outputs.lora_file import LORA_METADATA, PEFT_PREFIX, for_other_tools
 from bucketline.train.parallel import plain_class
 

@@ -23,8 +23,7 @@ from bucketline.train.ema import Average
 from bucketline.train.evaluation.pipeline import draw_latents
 from bucketline.train.evaluation.prompts import DrawingBatch
 from bucketline.train.models.load import load
-from bucketline.train.noise_schedule import NoiseSchedule, load_schedule, squared_error
-from bucketline.train.noising import LatentScale, Prep
+from bucketline.train.noise import LatentScale, NoiseSchedule, Prep, load_schedule, squared_error
 from bucketline.train.step import Training
 from tests.commands import ROOT
 from tests.family_models import FORMS, open_pipeline
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
     from bucketline.families.family import Family
     from bucketline.loader import Batch
-    from bucketline.train.noise_schedule import ModelSchedule
+    from bucketline.train.noise import ModelSchedule
 
 CPU = torch.device("cpu")
 LONG = "a red cat and a blue dog of the house " * 60  # longer than any pipeline's call takes by default

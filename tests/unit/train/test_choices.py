@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 
 from bucketline.allocator import set_up_torch
 from bucketline.errors import UsageError
-from bucketline.train.config import Decaying, Ema, LrSchedule
+from bucketline.train.config import Decaying, Ema, FlowWeighting, LrSchedule, Objective, TimestepSampling
 from bucketline.train.memory.activations import recomputed
-from bucketline.train.noise_schedule import FlowWeighting, Objective, TimestepSampling
 from bucketline.train.outputs import run_dir
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train

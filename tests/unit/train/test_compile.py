@@ -24,8 +24,7 @@ from bucketline.train.ema import Average
 from bucketline.train.evaluation.pipeline import draw_latents
 from bucketline.train.evaluation.prompts import DrawingBatch
 from bucketline.train.evaluation.validation import validate
-from bucketline.train.noise_schedule import load_schedule
-from bucketline.train.noising import Prep, sample_noise
+from bucketline.train.noise import Prep, load_schedule, sample_noise
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import loss_of, train_step
 from bucketline.train.trainer import train

@@ -11,9 +11,9 @@ import torch
 from bucketline.errors import UsageError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
+from bucketline.train.config import TimestepSampling
 from bucketline.train.data import mean_weight
-from bucketline.train.noise_schedule import TimestepSampling, squared_error
-from bucketline.train.noising import NoisingOptions
+from bucketline.train.noise import NoisingOptions, squared_error
 from bucketline.train.step import loss_of
 from bucketline.train.trainer import train
 from tests.unit.train.test_step import make_training

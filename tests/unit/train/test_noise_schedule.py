@@ -10,12 +10,11 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
 
-from bucketline.train.noise_schedule import (
+from bucketline.train.config import FlowWeighting, Objective
+from bucketline.train.noise import (
     DynamicShift,
     FlowSchedule,
-    FlowWeighting,
     NoiseSchedule,
-    Objective,
     Shares,
     add_noise,
     flow_weight,

@@ -12,15 +12,17 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import LatentKind
-from bucketline.train.noise_schedule import (
+from bucketline.train.config import FlowWeighting, Objective, TimestepSampling
+from bucketline.train.noise import (
     FlowSchedule,
-    FlowWeighting,
+    LatentScale,
+    Noised,
     NoiseSchedule,
-    Objective,
-    TimestepSampling,
+    NoisingOptions,
+    Prep,
     min_snr_weight,
+    sample_noise,
 )
-from bucketline.train.noising import LatentScale, Noised, NoisingOptions, Prep, sample_noise
 from tests.unit.train.tiny_run import make_batch
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import UsageError
-from bucketline.train.config import TrainConfig, parse
+from bucketline.train.config import TimestepSampling, TrainConfig, parse
 from bucketline.train.main import main
-from bucketline.train.noise_schedule import TimestepSampling
 from bucketline.train.preset import preset_names
 from tests.commands import ROOT, spawn
 

@@ -13,10 +13,10 @@ from bucketline.loader import Loader, LoaderConfig, TextForm
 from bucketline.loader.dequantise import dequantised
 from bucketline.store import Store
 from bucketline.train import data as data_module
-from bucketline.train import noising
+from bucketline.train import noise as noise_module
+from bucketline.train.config import Objective
 from bucketline.train.models.load import facts_of
-from bucketline.train.noise_schedule import NoiseSchedule, Objective
-from bucketline.train.noising import LatentScale, Prep
+from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
 from bucketline.train.trainer import train
 from tests.quantised import make_quantised
 from tests.unit.train.tiny_run import ALONE, config, encoders, losses, samples, write_unet
@@ -79,7 +79,7 @@ def test_a_run_has_the_losses_of_one_whose_loader_dequantises(folder: Path, monk
         seen.append(tokens.dtype)
         return dequantised(tokens, scale)
 
-    monkeypatch.setattr(noising, "dequantised", noted)
+    monkeypatch.setattr(noise_module, "dequantised", noted)
     asked = config(folder, max_steps=3, validate_every=3, caption_dropout=0.2)
     train(replace(asked, output_dir=folder / "stored"), ALONE)
     assert seen == [torch.int8] * 6  # of three steps of two batches

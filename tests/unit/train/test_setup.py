@@ -17,10 +17,9 @@ from bucketline.store.format.schema import TextEntry, column_entries
 from bucketline.store.format.text_block import TextSpec
 from bucketline.train import setup
 from bucketline.train.compile import share_cores_of_compiler
-from bucketline.train.config import Precision
+from bucketline.train.config import FlowWeighting, Objective, Precision
 from bucketline.train.memory.activations import recomputed
 from bucketline.train.models.load import load
-from bucketline.train.noise_schedule import FlowWeighting, Objective
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.refusals import refuse_unread_columns
 from bucketline.train.setup import latent_scale, start_processes

@@ -15,13 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.errors import UsageError
 from bucketline.families.stable_diffusion import StableDiffusion
-from bucketline.train.config import Ema, Precision, Sharding
+from bucketline.train.config import Ema, Objective, Precision, Sharding
 from bucketline.train.ema import Average
 from bucketline.train.host_copy import HostMemory
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.noise_schedule import NoiseSchedule, Objective
-from bucketline.train.noising import LatentScale, Prep
+from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.saver import copied
 from bucketline.train.outputs.weights import weights_of

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from bucketline.train.config import Objective
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
-from bucketline.train.noise_schedule import NoiseSchedule, Objective, squared_error
-from bucketline.train.noising import LatentScale, NoisingOptions, Prep
+from bucketline.train.noise import LatentScale, NoiseSchedule, NoisingOptions, Prep, squared_error
 from bucketline.train.step import Training, train_step
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 

@@ -15,8 +15,7 @@ from bucketline.families.registry import FAMILIES
 from bucketline.train.evaluation import drawing
 from bucketline.train.evaluation.pipeline import draw_latents
 from bucketline.train.evaluation.prompts import DrawingBatch
-from bucketline.train.noise_schedule import load_schedule
-from bucketline.train.noising import sample_noise
+from bucketline.train.noise import load_schedule, sample_noise
 from bucketline.train.trainer import train
 from tests.family_models import tiny_vae
 from tests.unit.train.test_step import make_training

@@ -13,12 +13,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
 from bucketline.loader import WeightedStore
 from bucketline.store import Store
+from bucketline.train.config import Objective
 from bucketline.train.ema import Average
 from bucketline.train.evaluation import drawing
 from bucketline.train.evaluation.drawing import draw_images
 from bucketline.train.evaluation.joint_pass import NoRoom, NoRoomElsewhere, attempt_jointly
-from bucketline.train.noise_schedule import Objective, load_schedule
-from bucketline.train.noising import LatentScale, Prep
+from bucketline.train.noise import LatentScale, Prep, load_schedule
 from bucketline.train.parallel import free_gathered, whole
 from bucketline.train.sharding import tensors_of
 from bucketline.train.step import Training

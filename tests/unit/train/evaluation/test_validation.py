@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from bucketline.train.config import Objective
 from bucketline.train.ema import Average
 from bucketline.train.evaluation.validation import ValidationResult, spaced_timesteps, validate
 from bucketline.train.models.load import load
-from bucketline.train.noise_schedule import NoiseSchedule, Objective
-from bucketline.train.noising import LatentScale, Prep
+from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
 from bucketline.train.step import Training
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 

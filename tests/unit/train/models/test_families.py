@@ -16,8 +16,9 @@ from diffusers import FluxPipeline
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import StoreFacts
 from bucketline.families.packing import image_ids, pack, unpack
+from bucketline.train.config import Objective
 from bucketline.train.models.load import load
-from bucketline.train.noise_schedule import FlowSchedule, Objective, load_schedule
+from bucketline.train.noise import FlowSchedule, load_schedule
 from tests.family_models import tiny_model
 from tests.unit.train.tiny_run import SCHEDULER, facts, make_batch, write_unet
 

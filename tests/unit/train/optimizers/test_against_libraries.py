@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from bucketline.train.compile import graphs_compiled
-from bucketline.train.config import Decaying, TrainConfig
+from bucketline.train.config import Decaying, Objective, TrainConfig
 from bucketline.train.ema import Average
 from bucketline.train.host_copy import HostMemory
 from bucketline.train.models.load import load
-from bucketline.train.noise_schedule import NoiseSchedule, Objective
-from bucketline.train.noising import LatentScale, Prep
+from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
 from bucketline.train.optim import OPTIMIZERS, Options, average_of, learning_rate_at, make_optimizer
 from bucketline.train.outputs.saver import copied
 from bucketline.train.outputs.weights import WholeModel

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from bucketline.errors import UsageError
 from bucketline.train.commands.export_model import main
-from bucketline.train.config import Ema
-from bucketline.train.noise_schedule import Objective, load_schedule
+from bucketline.train.config import Ema, Objective
+from bucketline.train.noise import load_schedule
 from bucketline.train.outputs.hub import HubUploads
 from bucketline.train.trainer import train
 from tests.hub_server import TOKEN, Hub, running_hub
