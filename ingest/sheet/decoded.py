@@ -1,15 +1,9 @@
-"""Latents decoded by the VAE that made them, as thumbnails for pages.
-
-`python -m bucketline.ingest.sheet.decoded` does it for `store report`, whose folder imports no torch: it reads one line of JSON
-on stdin and then the latents, and prints one line of JSON.
-"""
+"""Latents decoded by the VAE that made them, as thumbnails for pages."""
 
 from __future__ import annotations
 
 import base64
-import json
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -28,7 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
-    from bucketline.typed_json import Json
 
 DECIDING = ("class", "config_hash", "weights_hash")  # fields of a VAE's provenance that determine its decoder's output
 
@@ -57,20 +50,11 @@ def decode_each(vae: VaeEncoder, latents: Sequence[NDArray[Any]]) -> list[NDArra
     return [vae.decode(torch.from_numpy(np.ascontiguousarray(latent))[None].float())[0] for latent in latents]
 
 
-def main() -> int:
-    """Decode the latents on stdin; see `bucketline.store.report.other_commands`."""
-    job: Mapping[str, Any] = json.loads(sys.stdin.buffer.readline())
+def thumbnails(job: Mapping[str, Any], data: BinaryIO) -> list[str]:
+    """Return latents of the job's shapes, F32 in `data`, decoded, as JPEGs in base64: for `store report`."""
     vae = decoding_vae(job["vae"], open_model(job["model"], job["model_config"]), chosen_device(job["device"], 0), "F32")
-    found: list[Json] = []
+    found = []
     for shape in job["shapes"]:
-        data = sys.stdin.buffer.read(4 * int(np.prod(shape)))
-        latent = np.frombuffer(bytearray(data), dtype="<f4").reshape(shape)
+        latent = np.frombuffer(bytearray(data.read(4 * int(np.prod(shape)))), dtype="<f4").reshape(shape)
         found.append(base64.b64encode(jpeg(decode_each(vae, [latent])[0], THUMBNAIL_PX)).decode("ascii"))
-    print(json.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    from bucketline.command_line import guarded
-
-    sys.exit(guarded(main, "ingest"))
+    return found

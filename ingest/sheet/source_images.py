@@ -1,15 +1,10 @@
-"""Thumbnails of images of a source, with their crops drawn in, also of images that were rejected.
-
-`python -m bucketline.ingest.sheet.source_images` makes them for `store report`: one JSON object on stdin, one on stdout.
-"""
+"""Thumbnails of images of a source for `store report`, with their crops drawn in, also of images that were rejected."""
 
 from __future__ import annotations
 
 import base64
 import io
-import json
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -27,31 +22,31 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.typed_json import Json
-
 THUMBNAIL_PX = 160  # the longer side
 _MAX_PIXELS = 200_000_000  # of an image that is decoded only to be shown
 _ANY_SIZE = Framing(grid=Grid(name="1x1", sizes=(Size(1, 1),)))
 _STILL_SHOWN = frozenset({Reason.ANIMATED, Reason.MODE})
 
 
-def source_images(source_name: str, boxes: Mapping[str, Sequence[int] | None]) -> dict[str, Json]:
-    """Return of each id a JPEG in base64, or the problem.
+def source_images(job: Mapping[str, Any], _: BinaryIO | None = None) -> dict[str, tuple[str, str]]:
+    """Return of each id a JPEG in base64, or "" and the problem.
+
+    `job`: the source, and of each id the crop in its image (top, left, height, width), or None.
 
     Raises:
         SourceError: if the source cannot be listed or read.
         UsageError: if it is not a source.
     """
-    source = open_source(source_name)
+    source, boxes = open_source(job["source"]), job["boxes"]
     items = [item for item in source.listing().items if item.id in boxes]
-    found: dict[str, Json] = {name: {"jpeg": "", "problem": "no longer in the source"} for name in boxes}
+    found = dict.fromkeys(boxes, ("", "no longer in the source"))
     for item in source.in_turn(items):
         try:
             shown = _thumbnail(source.read(item).data, boxes[item.id])
         except Exception:  # noqa: BLE001 - any file of a stranger; the reject's own reason is next to it
-            found[item.id] = {"jpeg": "", "problem": "cannot be decoded"}
+            found[item.id] = ("", "cannot be decoded")
             continue
-        found[item.id] = {"jpeg": base64.b64encode(shown).decode("ascii"), "problem": None}
+        found[item.id] = (base64.b64encode(shown).decode("ascii"), "")
     return found
 
 
@@ -86,16 +81,3 @@ def _by_pillow(data: bytes, longest: int) -> tuple[tuple[int, int], NDArray[np.u
         if image.mode in ("RGBA", "LA", "PA"):
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         return (height, width), np.asarray(image.convert("RGB"))
-
-
-def main() -> int:
-    """Answer the request on stdin."""
-    job: dict[str, Any] = json.load(sys.stdin)
-    print(json.dumps(source_images(job["source"], job["boxes"])))
-    return 0
-
-
-if __name__ == "__main__":
-    from bucketline.command_line import guarded
-
-    sys.exit(guarded(main, "ingest"))

@@ -51,8 +51,7 @@ class Report(ReadingArguments):
 
     def run(self) -> int:
         from bucketline.store.report.latent_rgb import read_factors
-        from bucketline.store.report.other_commands import Decoder
-        from bucketline.store.report.report import ReportOptions, write_report
+        from bucketline.store.report.report import Decoder, ReportOptions, write_report
 
         decoder = None
         if self.model is not None:

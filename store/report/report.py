@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from bucketline.store.report.collect import MAX_CARDS, Shown, collect_facts, col
 from bucketline.store.report.findings import findings
 from bucketline.store.report.latent_rgb import latent_images, still
 from bucketline.store.report.latents import check_latents, read_latents, vae_of, with_latents
-from bucketline.store.report.other_commands import decoded, spawn_source_images
+from bucketline.store.report.other_process import call_elsewhere
 from bucketline.store.report.sections import Cards, places_shown, template_values
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from bucketline.store.report.collect import Facts, ListFacts
     from bucketline.store.report.latent_rgb import LatentRgb
     from bucketline.store.report.latents import RowPlace
-    from bucketline.store.report.other_commands import Decoder
 
 PREVIEW_PX = 48  # longer side of a preview; the browser enlarges it smoothly
 _KINDS = {  # of a store's files, by the end of the name
@@ -44,6 +44,15 @@ _KINDS = {  # of a store's files, by the end of the name
     ".dropped": "lists of dropped rows",
     ".jsonl": "the packer's lists",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """The model whose VAE decodes latents, as `ingest pack` takes it."""
+
+    model: str
+    model_config: str | None
+    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +155,10 @@ def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOption
         return {}, "are not shown"
     vae = vae_of(store)
     if options.decoder is not None:
-        made = decoded([np.nan_to_num(latent) for latent in found.values()], vae, options.decoder)
-        return dict(zip(found, made, strict=True)), f"decoded by the VAE of {options.decoder.model}"
+        job = {"vae": vae, **asdict(options.decoder), "shapes": [latent.shape for latent in found.values()]}
+        data = b"".join(np.nan_to_num(latent).astype("<f4").tobytes() for latent in found.values())
+        shown = map(base64.b64decode, call_elsewhere("bucketline.ingest.sheet.decoded:thumbnails", job, data))
+        return dict(zip(found, shown, strict=True)), f"decoded by the VAE of {options.decoder.model}"
     made, how = latent_images(list(found.values()), vae, options.factors, PREVIEW_PX)
     return dict(zip(found, made, strict=True)), how
 
@@ -161,7 +172,9 @@ def _sources(facts: Facts, lists: ListFacts, options: ReportOptions) -> dict[str
     }
     for bucket in worst_buckets(facts):
         boxes |= {one.record.id: one.record.crop_in_source for _, _, one in bucket.worst}
-    return spawn_source_images(options.source, boxes)
+    job = {"source": options.source, "boxes": boxes}
+    images = call_elsewhere("bucketline.ingest.sheet.source_images:source_images", job)
+    return {name: base64.b64decode(jpeg) if jpeg else problem for name, (jpeg, problem) in images.items()}
 
 
 def _files(store: Store) -> dict[str, int]:

@@ -84,11 +84,7 @@ def template_values(
         "lists": lists,
         "latents": latents,
         "vae": vae,
-        "samples": cards.samples,
-        "sources": cards.sources,
-        "card": cards.sample,
-        "crop_card": cards.crop,
-        "reject_card": cards.reject,
+        "cards": cards,
         "largest": sorted((b for b in store.buckets() if b.num_rows), key=lambda one: -one.num_rows),
         "size_charts": _size_charts(store, facts),
         "groups": [

@@ -38,8 +38,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pixels_of(found: Any) -> NDArray[np.uint8]:
-    assert found["problem"] is None
-    with Image.open(io.BytesIO(base64.b64decode(found["jpeg"]))) as image:
+    shown, problem = found
+    assert problem == ""
+    with Image.open(io.BytesIO(base64.b64decode(shown))) as image:
         assert image.format == "JPEG"
         return np.asarray(image.convert("RGB"))
 
@@ -47,7 +48,7 @@ def pixels_of(found: Any) -> NDArray[np.uint8]:
 def test_images_are_shown_with_their_crop_and_rejects_with_their_reason(photos: Path) -> None:
     boxes: dict[str, Any] = {"white.jpg": (0, 0, 200, 200), "tiny.png": None, "clear.png": None}
     boxes |= {"broken.png": None, "empty.png": None, "gone.png": None}
-    found: dict[str, Any] = source_images(str(photos), boxes)
+    found: dict[str, Any] = source_images({"source": str(photos), "boxes": boxes})
     assert list(found) == list(boxes)
     white = pixels_of(found["white.jpg"]).astype(int)
     assert max(white.shape) == THUMBNAIL_PX
@@ -55,8 +56,8 @@ def test_images_are_shown_with_their_crop_and_rejects_with_their_reason(photos: 
     assert white[40, 140].max() < 200  # lost: grey
     assert pixels_of(found["tiny.png"]).shape == (4, 4, 3)
     assert pixels_of(found["clear.png"]).min() > 240  # a transparent pixel has no colour
-    assert found["gone.png"]["problem"] == "no longer in the source"
-    assert found["broken.png"]["problem"] == found["empty.png"]["problem"] == "cannot be decoded"
+    assert found["gone.png"] == ("", "no longer in the source")
+    assert found["broken.png"] == found["empty.png"] == ("", "cannot be decoded")
 
 
 @pytest.mark.slow  # two processes that import torch
