@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import re
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING
+
+from PIL import Image
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +21,7 @@ FETCHING = ("src", "href", "action", "data", "poster", "srcset", "xlink:href")
 
 @dataclass
 class Parsed(HTMLParser):
-    """A page's text, ids, links and scripts."""
+    """A page's text, titles, captions of images, ids, links and scripts."""
 
     open_tags: list[str] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
@@ -27,12 +30,16 @@ class Parsed(HTMLParser):
     scripts: list[str] = field(default_factory=list)
     policy: str = ""
     text: str = ""
+    titles: list[str] = field(default_factory=list)
+    captions: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__(convert_charrefs=True)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        if (within := self._texts_of(tag)) is not None:
+            within.append("")
         if tag not in VOID:
             self.open_tags.append(tag)
         for name, value in attrs:
@@ -58,6 +65,16 @@ class Parsed(HTMLParser):
             self.scripts.append(data)
         elif self.open_tags and self.open_tags[-1] != "style":
             self.text += data
+            for within in filter(None, map(self._texts_of, self.open_tags)):
+                within[-1] += data
+
+    def _texts_of(self, tag: str) -> list[str] | None:
+        return self.captions if tag == "figcaption" else self.titles if tag in ("h1", "h2", "h3") else None
+
+    def images(self) -> list[Image.Image]:
+        """Decode the page's images."""
+        inlined = [link.partition(";base64,")[2] for link in self.links if link.startswith("data:image/")]
+        return [Image.open(io.BytesIO(base64.b64decode(data))) for data in inlined]
 
 
 def parsed(page: Path) -> Parsed:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
-from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,40 +23,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.images.geometry import Placement
 
 SQUARE = parse_grid("square:64", step_px=64, align_px=8)
-
-
-class Page(HTMLParser):
-    """The content of a page as a browser parses it: tags, attributes, and the text of captions and titles."""
-
-    def __init__(self, page: bytes) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.captions: list[str] = []
-        self.titles: list[str] = []
-        self.text = ""
-        self._within: list[str] | None = None
-        self.feed(page.decode("utf-8"))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag in ("figcaption", "h1", "h2", "h3"):
-            self._within = self.captions if tag == "figcaption" else self.titles
-            self._within.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("figcaption", "h1", "h2", "h3"):
-            self._within = None
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if self._within is not None:
-            self._within[-1] += data
-
-    def images(self) -> list[Image.Image]:
-        sources = [attributes["src"] or "" for tag, attributes in self.tags if tag == "img"]
-        prefix = "data:image/jpeg;base64,"
-        assert all(source.startswith(prefix) for source in sources)
-        return [Image.open(io.BytesIO(base64.b64decode(source.removeprefix(prefix)))) for source in sources]
 
 
 def placed(height_px: int, width_px: int) -> Placement:
@@ -139,7 +102,7 @@ def test_a_scan_writes_each_bucket_with_its_worst_crops_first(tmp_path: Path, mo
     ran = scan(photos, tmp_path / "sheet.html")
     assert ran.code == 0, ran.err
     assert "sheet.html: contact sheet" in ran.out
-    page = Page((tmp_path / "sheet.html").read_bytes())
+    page = parsed(tmp_path / "sheet.html")
     assert page.titles == [
         *(f"Crops of {photos}", str(photos), "train/24x16", "train/16x24", "Too much cropped away", "Rejected")
     ]
@@ -165,13 +128,12 @@ def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
     ran = scan(data, tmp_path / "sheet.html")
     assert ran.code == 0, ran.err
     assert ran.out.endswith("sheet.html: contact sheet of the crops that lose most\n")
-    page = Page((tmp_path / "sheet.html").read_bytes())
+    page = parsed(tmp_path / "sheet.html")
     assert page.titles == [
         *(f"Crops of {data}", str(tmp_path / "photos"), "train/16x24", "Too much cropped away", "Rejected"),
         *(str(tmp_path / "dogs"), "train/24x16", "Too much cropped away", "Rejected"),
     ]
     assert len(page.images()) == 4
-    parsed(tmp_path / "sheet.html")
     inside = scan(data, tmp_path / "dogs" / "sheet.html")
     assert (inside.code, inside.out) == (2, "")
     assert "is inside the source" in inside.err
@@ -186,7 +148,7 @@ def test_the_sheet_of_streamed_tars_is_that_of_the_folder(source: Path, tmp_path
     figures = []
     for name, text in (("folder", source), ("stream", f"pipe:cat {tmp_path}/t.tar")):
         assert scan(text, tmp_path / f"{name}.html").code == 0
-        images = Page((tmp_path / f"{name}.html").read_bytes()).images()
+        images = parsed(tmp_path / f"{name}.html").images()
         figures.append(sorted(image.tobytes() for image in images))
     assert len(figures[0]) == 14
     assert figures[0] == figures[1]
@@ -198,7 +160,7 @@ def test_a_random_crop_is_drawn_where_packing_puts_it(tmp_path: Path) -> None:
     pages = []
     for crop in ("center", "random"):
         assert scan(tmp_path / "photos", tmp_path / f"{crop}.html", "--crop", crop).code == 0
-        pages.append(Page((tmp_path / f"{crop}.html").read_bytes()).images()[0].tobytes())
+        pages.append(parsed(tmp_path / f"{crop}.html").images()[0].tobytes())
     assert pages[0] != pages[1]
 
 
