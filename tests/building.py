@@ -15,7 +15,7 @@ from bucketline.store.format.block import fixed_columns
 from bucketline.store.format.hashing import caption_digest, identity
 from bucketline.store.format.manifest import Manifest, sealed, write_manifest
 from bucketline.store.format.schema import Schema, text_entry
-from bucketline.store.format.text_block import Caption, make_caption
+from bucketline.store.format.text_block import TEXT_GROUP, Caption, make_caption
 from bucketline.store.write.publish import new_manifest, prepare_store
 from bucketline.store.write.shard_writer import ShardWriter
 
@@ -127,13 +127,13 @@ def add_samples(writer: PartWriter, samples: Iterable[Sample], *, commit_every: 
 
 
 def open_writer(store: Path, name: str) -> ShardWriter:
-    return ShardWriter(store, name, TEXT, caption_of(""), SHARD_BYTES)
+    return ShardWriter(store, name, {TEXT_GROUP: TEXT}, {TEXT_GROUP: caption_of("")}, SHARD_BYTES)
 
 
 def add(writer: ShardWriter, sample: Sample, dtype: str = "F16") -> None:
     """Put one sample into a shard that is being written."""
     for text in sample.captions:
-        writer.add_caption(caption_of(text))
+        writer.add_caption({TEXT_GROUP: caption_of(text)})
     writer.add(
         spec=spec_of(sample.bucket, dtype),
         latents={"latent": sample.latent},

@@ -31,6 +31,7 @@ from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest, identity
 from bucketline.store.format.sample_record import SampleRecord
 from bucketline.store.format.schema import bucket_name
+from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.store.write.publish import prepare_store
 from bucketline.store.write.shard_writer import ShardWriter
 
@@ -186,9 +187,8 @@ class Stages:
         store = self._folder / f"written-{number}.store"
         prepare_store(store)
         begin = time.perf_counter()
-        writer = ShardWriter(
-            store, "written", self._text.columns, self._caption("", self._empty), self._config.shard_size_mib << 20
-        )
+        groups, empty = {TEXT_GROUP: self._text.columns}, {TEXT_GROUP: self._caption("", self._empty)}
+        writer = ShardWriter(store, "written", groups, empty, self._config.shard_size_mib << 20)
         for batch, (latents, embeddings) in zip(self._batches, self._encoded, strict=True):
             self._write(writer, batch, latents, embeddings)
         writer.seal()
@@ -254,7 +254,7 @@ class Stages:
         columns = self._latents.columns(size.height_px, size.width_px)
         spec = BlockSpec(bucket=batch.bucket, columns=(*fixed_columns(self._config.max_captions), *columns))
         for (item, image), row, embedding in zip(batch.images, latents, embeddings, strict=True):
-            writer.add_caption(self._caption(item.captions[0], embedding))
+            writer.add_caption({TEXT_GROUP: self._caption(item.captions[0], embedding)})
             writer.add(
                 spec=spec,
                 latents=row.columns,

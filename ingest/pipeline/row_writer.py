@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError, StoreError
+from bucketline.store.format.text_block import TEXT_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -153,7 +154,7 @@ class RowWriter:
 
 def _write(shard: ShardWriter, batch: EncodedBatch) -> None:
     for caption in batch.captions:
-        shard.add_caption(caption)
+        shard.add_caption({TEXT_GROUP: caption})
     for row in batch.rows:
         try:
             shard.add(spec=batch.spec, latents=row.latents, record=row.record, captions=row.captions)

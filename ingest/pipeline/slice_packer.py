@@ -29,6 +29,7 @@ from bucketline.ingest.sources.read_ahead import read_ahead
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest
+from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -345,7 +346,7 @@ class SlicePacker:
             raise AssertionError("a shard was begun before a batch was encoded")
         max_bytes = self._config.shard_size_mib << 20
         store, empty = self._store, self._captions.empty
-        return ShardWriter(self._folder, next(self._names), store.text, empty, max_bytes)
+        return ShardWriter(self._folder, next(self._names), store.groups, {TEXT_GROUP: empty}, max_bytes)
 
 
 class ShardFill:

@@ -121,7 +121,7 @@ def _requested_groups(store: OpenShards, config: LoaderConfig) -> tuple[Requeste
                 f"ragged is {list(config.ragged)!s:.200}, and {store.where} has {list(store.ragged)}; expected some of these, "
                 "each once"
             )
-        group, spec = store.ragged[name], store.ragged_specs[name]
+        group, spec = store.ragged[name], store.ragged_spec(name)
         is_of_rows = group.of is EntriesOf.ROWS
         if config.flip and is_of_rows and group.mirrored != SAME:
             raise UsageError(

@@ -16,12 +16,12 @@ import numpy as np
 from bucketline.errors import CorruptError
 from bucketline.store.change.copied_values import CopiedValues
 from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, bad_rows
-from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
+from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, decode_record, encode_record
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
 from bucketline.store.read.blocks import read_block
-from bucketline.store.read.ragged_entries import caption_entries, groups_of, row_entries
+from bucketline.store.read.ragged_entries import caption_entries, row_entries
 from bucketline.store.shard.reader import SealedShard, keys_of
 from bucketline.store.write.column_shard import write_column_shard
 from bucketline.store.write.describe import describe_shard
@@ -142,7 +142,7 @@ class RowCopier:
             writer.add(spec=spec, latents=latents, record=record, captions=captions, entries=entries)
             self._taken.setdefault(group, array("q")).extend((ordinal, first_row + k))
             self._filled += spec.row_bytes + len(encode_record(record))
-            self._filled += sum(self._new_bytes(name, entry) for name, entry in entries.items())
+            self._filled += sum(self._new_bytes(group, entry) for group, entry in entries.items())
         self._on_bytes(len(live) * spec.row_bytes)
 
     def _caption(self, writer: ShardWriter, ordinal: int, row: int, digests: NDArray[np.uint8], record: SampleRecord) -> bytes:
@@ -151,24 +151,19 @@ class RowCopier:
             raise CorruptError(f"sample {record.id!r} in shard {self._store.shards[ordinal].name} has no caption {row}")
         digest: bytes = digests[row].tobytes()
         if not writer.has_caption(digest):
-            caption = self._store.caption(ordinal, row)
-            if caption.digest != digest:
-                raise CorruptError(
-                    f"shard {self._store.shards[ordinal].name}: caption {row} is not the one that the index names"
-                )
             entries = caption_entries(self._store, ordinal, row, digest)
-            writer.add_caption(caption, entries)
+            writer.add_caption(entries)
             if digest not in self._counted:  # not counted again if another new shard needs it: `OVERHEAD` covers that
                 self._counted.add(digest)
-                self._filled += caption.num_bytes + sum(entry.num_bytes for entry in entries.values())
+                self._filled += sum(entry.num_bytes for entry in entries.values())
         return digest
 
-    def _new_bytes(self, name: str, entry: Entry | None) -> int:
+    def _new_bytes(self, group: str, entry: Entry | None) -> int:
         """Return the bytes of a row's entry, or 0 if they are counted already, like a caption's."""
         if entry is None:
             return 0
-        key = name.encode() + entry.digest
-        if self._store.ragged[name].stored_once and key in self._counted:
+        key = group.encode() + entry.digest
+        if self._store.groups[group].stored_once and key in self._counted:
             return 0
         self._counted.add(key)
         return entry.num_bytes
@@ -186,17 +181,8 @@ class RowCopier:
             self._max_bytes, self._filled = self._sizes.pop(0) if self._sizes else self._size, 0
             name = f"{self._prefix}-{self._num_named:04d}"
             self._num_named += 1
-            empty = self._store.caption(ordinal, EMPTY_CAPTION_ROW)
-            self._writer = ShardWriter(
-                self._path,
-                name,
-                self._store.text,
-                empty,
-                self._max_bytes,
-                ragged=self._store.ragged_specs,
-                empty_entries=caption_entries(self._store, ordinal, EMPTY_CAPTION_ROW, empty.digest),
-                stored_once=[name for name in groups_of(self._store, EntriesOf.ROWS) if self._store.ragged[name].stored_once],
-            )
+            empty = caption_entries(self._store, ordinal, EMPTY_CAPTION_ROW)
+            self._writer = ShardWriter(self._path, name, self._store.groups, empty, self._max_bytes)
         if ordinal not in self._sources:
             self._sources.add(ordinal)
             self._writer.note_error(self._store.shards[ordinal].entry.text_error)

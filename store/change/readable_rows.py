@@ -15,9 +15,9 @@ import numpy as np
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.change.copy_rows import caption_digests, compare_with_record
 from bucketline.store.format.block import ID, bad_rows
-from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
+from bucketline.store.format.columns import EntriesOf
 from bucketline.store.format.hashing import caption_digest
-from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
+from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
 from bucketline.store.read.blocks import read_block
 from bucketline.store.read.iter_samples import live_positions
 from bucketline.store.read.ragged_entries import caption_entries, row_entries
@@ -80,8 +80,7 @@ class DamagedStore(Store):
 
     def entry(self, spec: RaggedSpec, shard: int, row: int) -> Entry:
         """Return an entry. The empty caption's, which every shard has, come from any shard where they are readable."""
-        is_of_rows = spec.group != TEXT_GROUP and self.ragged[spec.group.removeprefix(RAGGED_PREFIX)].of is EntriesOf.ROWS
-        if row != EMPTY_CAPTION_ROW or is_of_rows:
+        if row != EMPTY_CAPTION_ROW or spec.of is EntriesOf.ROWS:
             return super().entry(spec, shard, row)
         for ordinal in (shard, *(n for n in range(len(self.shards)) if n != shard)):
             found = if_readable(super().entry, spec, ordinal, row)
@@ -161,14 +160,9 @@ class RowSurvey:
 
     def _is_caption_readable(self, row: int) -> bool:
         if row not in self._captions:
-            readable = False
-            if 0 <= row < len(self._digests):
-                caption = if_readable(self._store.caption, self._ordinal, row)
-                readable = caption is not None and caption.digest == self._digests[row].tobytes()
-            if readable:
-                digest = self._digests[row].tobytes()
-                readable = if_readable(caption_entries, self._store, self._ordinal, row, digest) is not None
-            self._captions[row] = readable
+            self._captions[row] = 0 <= row < len(self._digests) and (
+                if_readable(caption_entries, self._store, self._ordinal, row, self._digests[row].tobytes()) is not None
+            )
         return self._captions[row]
 
 
@@ -187,9 +181,8 @@ def _live_entries(shard: SealedShard, group: str) -> list[IndexEntry]:
 def surveyed(store: DamagedStore, ordinal: int) -> Survey:
     """Return what is readable of a shard: nothing, if the empty caption, with which a new shard begins, is not readable."""
     found = RowSurvey(store, ordinal).run()
-    has_empty = if_readable(store.caption, ordinal, EMPTY_CAPTION_ROW) is not None
-    has_entries = if_readable(caption_entries, store, ordinal, EMPTY_CAPTION_ROW, caption_digest("")) is not None
-    return all_lost(store, ordinal) if found.readable and not (has_empty and has_entries) else found
+    has_empty = if_readable(caption_entries, store, ordinal, EMPTY_CAPTION_ROW, caption_digest("")) is not None
+    return found if has_empty or not found.readable else all_lost(store, ordinal)
 
 
 def all_lost(store: DamagedStore, ordinal: int) -> Survey:

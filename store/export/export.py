@@ -12,7 +12,7 @@ from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import Overlap, overlap
 from bucketline.store.export.exporter import EXPORTERS, ExportedSample
 from bucketline.store.export.sample_file import sample_file
-from bucketline.store.format.columns import EntriesOf
+from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.store.read.iter_samples import buckets_of, live_samples
@@ -94,10 +94,11 @@ def _entry_bytes(store: Store, captions: float) -> float:
         return num_bytes / max(1, sum(shard.groups[group].rows for shard in shards if group in shard.groups))
 
     found = captions * sum(map(_caption_bytes, shards)) / max(1, store.manifest.samples)
-    for name, spec in store.ragged_specs.items():
+    for name, group in store.ragged.items():
+        spec = store.groups[RAGGED_PREFIX + name]
         tokens = sum(shard.ragged[name].tokens for shard in shards if name in shard.ragged)
         each = mean(spec.group, tokens * spec.token_bytes) + spec.fixed_bytes
-        found += each * (captions if store.ragged[name].of is EntriesOf.CAPTIONS else 1)
+        found += each * (captions if group.of is EntriesOf.CAPTIONS else 1)
     return found
 
 

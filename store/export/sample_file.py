@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.store.format.safetensors_header import header_bytes_for, lay_out, write_header
 from bucketline.store.format.sample_record import SampleRecord
-from bucketline.store.format.text_block import delivered
+from bucketline.store.format.text_block import TEXT_GROUP, delivered
 from bucketline.store.read.verified_sample import added_values, checked_captions, checked_entries, checked_row
 
 if TYPE_CHECKING:
@@ -44,15 +44,13 @@ def sample_file(store: Store, shard: int, record: SampleRecord) -> bytes:
         CorruptError: if the row or a caption does not match its checksum.
     """
     row = checked_row(store, shard, record) | added_values(store, shard, record)
-    stored = checked_captions(store, shard, record)
-    of_captions, of_row = checked_entries(store, shard, record, row, stored)
     tensors = [(column.name, column.dtype, column.shape, row[column.name]) for column in store.bucket(record.bucket).columns]
-    for name, entry in of_row.items():
-        tensors += _tensors(f"ragged.{name}", store.ragged_specs[name], entry)
-    for n, (caption, entries) in enumerate(zip(stored, of_captions, strict=True)):
-        tensors += _tensors(f"caption.{n}", store.text.delivered, delivered(store.text, caption))
-        for name, entry in entries.items():
-            tensors += _tensors(f"caption.{n}.ragged.{name}", store.ragged_specs[name], entry)
+    for group, entry in checked_entries(store, shard, record, row).items():
+        tensors += _tensors(group.replace("/", "."), store.groups[group], entry)
+    for n, caption in enumerate(checked_captions(store, shard, record)):
+        for group, entry in caption.items():
+            prefix = f"caption.{n}" if group == TEXT_GROUP else f"caption.{n}.{group.replace('/', '.')}"
+            tensors += _tensors(prefix, store.groups[group], entry)
     placed = lay_out([tensor[:3] for tensor in tensors])
     metadata = {"format": "bucketline.sample/1", "record": json.dumps(record_as_json(record))}
     return write_header(placed, metadata, header_bytes_for(placed, metadata)) + b"".join(tensor[3] for tensor in tensors)
@@ -64,7 +62,8 @@ def record_as_json(record: SampleRecord) -> dict[str, Any]:
 
 
 def _tensors(prefix: str, spec: RaggedSpec, entry: Entry) -> list[tuple[str, str, tuple[int, ...], bytes]]:
-    """Return name, dtype, shape and bytes of an entry's values."""
+    """Return name, dtype, shape and bytes of an entry's values as they are delivered."""
+    entry, spec = delivered(spec, entry), spec.delivered
     fixed = [(f"{prefix}.{own.name}", own.dtype, own.shape, entry.fixed[own.name]) for own in spec.fixed]
     shape = (entry.num_tokens,)
     return fixed + [(f"{prefix}.{own.name}", own.dtype, shape + own.shape, entry.tokens[own.name]) for own in spec.tokens]

@@ -14,7 +14,6 @@ from bucketline.errors import CorruptError, FingerprintError, StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import why_no_store
 from bucketline.files.regular_file import read_regular
-from bucketline.forks import cached_property
 from bucketline.store.format.columns import (
     LATENT,
     RAGGED_PREFIX,
@@ -58,7 +57,7 @@ class Manifest(Schema):
         listed = {shard.name for shard in self.shards}
         if len(listed) != len(self.shards):
             raise ValueError("a shard is listed twice")
-        if not self.text.spec().is_quantised and any(shard.text_error is not None for shard in self.shards):
+        if not self.groups[TEXT_GROUP].is_quantised and any(shard.text_error is not None for shard in self.shards):
             raise ValueError("a shard has an error of quantised text but no such text")
         for name in self.retired:
             if name in listed or not SHARD_NAME.fullmatch(name):
@@ -99,26 +98,26 @@ class Manifest(Schema):
             raise ValueError(f"shard {shard.name} has files of impossible lengths")
         if any(group.dropped for group in shard.groups.values()) != (shard.dropped is not None):
             raise ValueError(f"shard {shard.name} has dropped rows but no list of them, or a list but no dropped rows")
-        text = self.text.spec()
         for name, group in shard.groups.items():
-            if not is_bucket(name) and name not in self._entry_bytes:
+            if not is_bucket(name) and name not in self.groups:
                 raise ValueError(f"shard {shard.name} holds entries of {name!r:.80}, which is not listed as a ragged group")
             if not 0 < group.blocks <= group.rows:
                 raise ValueError(f"shard {shard.name} has {group.rows} rows of {name} in {group.blocks} blocks")
-            row_bytes = self.specs[name].row_bytes if is_bucket(name) else self._entry_bytes[name]
+            row_bytes = self.specs[name].row_bytes if is_bucket(name) else self.groups[name].entry_bytes
             if group.dropped > group.rows or group.rows * row_bytes > shard.lmdb.num_bytes:
                 raise ValueError(f"shard {shard.name} cannot hold {group.rows} rows of {name} in {group.blocks} blocks")
             if (group.first_block + group.blocks) * EXTENT_BYTES > shard.extents.num_bytes:
                 raise ValueError(f"shard {shard.name} has no extents for the blocks of {name}")
         if sum(group.rows for name, group in shard.groups.items() if is_bucket(name)) != shard.samples:
             raise ValueError(f"shard {shard.name} says it has {shard.samples} samples, its buckets hold a different number")
-        if shard.max_tokens * text.token_bytes > shard.caption_bytes or shard.caption_bytes > shard.lmdb.num_bytes:
+        longest_bytes = shard.max_tokens * self.groups[TEXT_GROUP].token_bytes
+        if not longest_bytes <= shard.caption_bytes <= shard.lmdb.num_bytes:
             raise ValueError(f"shard {shard.name} cannot hold a caption of {shard.max_tokens} tokens")
 
     def _check_entries(self, shard: ShardEntry) -> None:
         """Check a shard's numbers of ragged entries, as `_check_shard`."""
         for name, totals in shard.ragged.items():
-            num_bytes = totals.tokens * self.ragged_specs[name].token_bytes if name in self.ragged else -1
+            num_bytes = totals.tokens * self.groups[RAGGED_PREFIX + name].token_bytes if name in self.ragged else -1
             if not 0 <= num_bytes <= shard.lmdb.num_bytes or totals.max_tokens > totals.tokens:
                 raise ValueError(f"shard {shard.name} cannot hold {totals.tokens} tokens of {name!r:.80}")
         if {RAGGED_PREFIX + name for name in shard.ragged} != {name for name in shard.groups if name.startswith(RAGGED_PREFIX)}:
@@ -129,11 +128,6 @@ class Manifest(Schema):
                     raise ValueError(f"shard {shard.name} has no entries of {name}")
             elif own.dropped or (group.of is EntriesOf.CAPTIONS and own.rows != shard.groups[TEXT_GROUP].rows):
                 raise ValueError(f"shard {shard.name} has {own.rows} entries of {name}, {own.dropped} of them dropped")
-
-    @cached_property
-    def _entry_bytes(self) -> dict[str, int]:
-        specs = (self.text.spec(), *self.ragged_specs.values())
-        return {spec.group: spec.entry_bytes for spec in specs}
 
     @property
     def known_shards(self) -> set[str]:
@@ -156,7 +150,8 @@ class Manifest(Schema):
     def ragged_bytes(self, shard: ShardEntry) -> int:
         """Return the bytes of a shard's ragged entries."""
         return sum(
-            totals.tokens * (spec := self.ragged_specs[name]).token_bytes + shard.groups[spec.group].rows * spec.fixed_bytes
+            totals.tokens * (spec := self.groups[RAGGED_PREFIX + name]).token_bytes
+            + shard.groups[spec.group].rows * spec.fixed_bytes
             for name, totals in shard.ragged.items()
         )
 

@@ -169,7 +169,14 @@ class RaggedEntry(GroupRules):
 
     def spec(self, name: str) -> RaggedSpec:
         """Return the columns of the group of this name."""
-        return RaggedSpec(tokens=_columns(self.tokens), fixed=_columns(self.fixed), group=RAGGED_PREFIX + name)
+        return RaggedSpec(
+            tokens=_columns(self.tokens),
+            fixed=_columns(self.fixed),
+            group=RAGGED_PREFIX + name,
+            of=self.of,
+            stored_once=self.stored_once,
+            optional=self.optional,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +206,7 @@ class Schema:
                     f"{name!r:.80} is not the name of a ragged group; expected a to z, 0 to 9 and _, not {TEXT_GROUP!r}"
                 )
             self._check_encoder(f"ragged group {name!r}", group.encoder)
-            if (expected := self.ragged_specs[name].header_bytes) != group.header_bytes:
+            if (expected := self.groups[RAGGED_PREFIX + name].header_bytes) != group.header_bytes:
                 raise ValueError(f"header_bytes of {name} is {group.header_bytes}, expected {expected}")
         if len(self.specs) != len(self.buckets):
             raise ValueError("a bucket is listed twice")
@@ -259,9 +266,9 @@ class Schema:
         return {bucket.name: bucket.spec() for bucket in self.buckets}
 
     @cached_property
-    def ragged_specs(self) -> dict[str, RaggedSpec]:
-        """Return the columns of the ragged groups' blocks, by name."""
-        return {name: group.spec(name) for name, group in self.ragged.items()}
+    def groups(self) -> dict[str, RaggedSpec]:
+        """Return the columns of the blocks of captions, `text`, and of ragged entries, `ragged/NAME`."""
+        return {TEXT_GROUP: self.text.spec(), **{RAGGED_PREFIX + name: group.spec(name) for name, group in self.ragged.items()}}
 
     @cached_property
     def added_specs(self) -> dict[str, dict[str, BlockSpec]]:

@@ -16,7 +16,7 @@ import numpy as np
 from bucketline.errors import CorruptError
 from bucketline.forks import cached_property
 from bucketline.store.format.block import CHECKSUM, MAX_ROWS, Column, as_row
-from bucketline.store.format.columns import RAGGED_PREFIX, TOKENS, TOKENS_ERROR, TOKENS_SCALE
+from bucketline.store.format.columns import RAGGED_PREFIX, TOKENS, TOKENS_ERROR, TOKENS_SCALE, EntriesOf
 from bucketline.store.format.hashing import DIGEST_BYTES, checksum
 from bucketline.store.format.safetensors_header import Tensor, header_bytes_for, lay_out, read_header, write_header
 from bucketline.store.format.text_codec import DELIVERED, dequantise, quantise, quantised_columns
@@ -67,6 +67,9 @@ class RaggedSpec:
     tokens: tuple[Column, ...]
     fixed: tuple[Column, ...] = ()
     group: str = TEXT_GROUP  # or `ragged/NAME`
+    of: EntriesOf = EntriesOf.CAPTIONS
+    stored_once: bool = True  # whether equal entries are stored once per shard
+    optional: bool = False  # whether rows may lack an entry
 
     def __post_init__(self) -> None:
         for name in ("tokens", "fixed"):  # in the order in which a manifest lists them
@@ -95,7 +98,7 @@ class RaggedSpec:
         """Return the columns without `tokens_error`, which only captions in stores of an earlier version have."""
         is_text = self.group == TEXT_GROUP
         fixed = tuple(column for column in self.fixed if not is_text or column.name != TOKENS_ERROR)
-        return RaggedSpec(tokens=self.tokens, fixed=fixed, group=self.group)
+        return replace(self, fixed=fixed)
 
     @cached_property
     def header_bytes(self) -> int:

@@ -23,7 +23,6 @@ from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
 from bucketline.store.format.manifest import Manifest, read_manifest
 from bucketline.store.format.text_block import (
     DIGEST,
-    TEXT_GROUP,
     Caption,
     Entry,
     RaggedSpec,
@@ -238,8 +237,7 @@ class Bucket:
             CorruptError: if the row or the entry is damaged.
         """
         spec, rows = self._store.ragged_spec(name), np.array([row])
-        is_of_captions = self._store.ragged[name].of is EntriesOf.CAPTIONS
-        own = self.read(rows, CAPTIONS if is_of_captions else spec.group, verify=True).reshape(-1)
+        own = self.read(rows, CAPTIONS if spec.of is EntriesOf.CAPTIONS else spec.group, verify=True).reshape(-1)
         number = int(own[caption]) if 0 <= caption < len(own) else -1
         return None if number < 0 else self._store.read_entry(name, int(self.locate(rows).shard[0]), number)
 
@@ -280,7 +278,8 @@ class OpenShards:
         self.text = text
         self.encoders = encoders  # provenance of the columns
         self.ragged = ragged  # by name
-        self.ragged_specs = {name: group.spec(name) for name, group in ragged.items()}
+        specs_of_ragged = (group.spec(name) for name, group in ragged.items())
+        self.groups: dict[str, RaggedSpec] = {spec.group: spec for spec in (text, *specs_of_ragged)}
         self.plain_reads = plain_reads
         files = list(self.shards)
         self.added: dict[str, AddedRows] = {}  # by name
@@ -368,7 +367,7 @@ class OpenShards:
         return self.locate_entries(self.text, shard, rows)
 
     def locate_entries(self, spec: RaggedSpec, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> LocatedEntries:
-        """Locate entries of a group, the captions or one of `ragged_specs`, by shard and number, `[B]` each.
+        """Locate entries of one of the `groups` by shard and number, `[B]` each.
 
         Raises:
             CorruptError: if a shard's sidecars do not cover an entry.
@@ -418,7 +417,7 @@ class OpenShards:
 
         Quantised tokens are returned as they are delivered, in F16.
         """
-        return as_arrays(self.text.delivered, delivered(self.text, self.caption(shard, row)))
+        return self._arrays(self.text, shard, row)
 
     def read_entry(self, name: str, shard: int, row: int) -> dict[str, NDArray[Any]]:
         """Return one entry of a ragged group, read as in `entry`: token columns `[T, …]`, fixed columns in their shape.
@@ -427,16 +426,10 @@ class OpenShards:
             StoreError: if the store has no such group.
             CorruptError: as `entry`.
         """
-        spec = self.ragged_spec(name)
-        return as_arrays(spec, self.entry(spec, shard, row))
+        return self._arrays(self.ragged_spec(name), shard, row)
 
-    def spec_of(self, group: str) -> RaggedSpec:
-        """Return the columns of a group of a shard's blocks that is not a bucket: `text`, or `ragged/NAME`.
-
-        Raises:
-            StoreError: as `ragged_spec`.
-        """
-        return self.text if group == TEXT_GROUP else self.ragged_spec(group.removeprefix(RAGGED_PREFIX))
+    def _arrays(self, spec: RaggedSpec, shard: int, row: int) -> dict[str, NDArray[Any]]:
+        return as_arrays(spec.delivered, delivered(spec, self.entry(spec, shard, row)))
 
     def ragged_spec(self, name: str) -> RaggedSpec:
         """Return the columns of a ragged group.
@@ -444,16 +437,16 @@ class OpenShards:
         Raises:
             StoreError: if there is none of that name.
         """
-        if name not in self.ragged_specs:
+        if name not in self.ragged:
             raise StoreError(f"{self.where} has no ragged group {name!r:.80}; it has {', '.join(self.ragged) or 'none'}")
-        return self.ragged_specs[name]
+        return self.groups[RAGGED_PREFIX + name]
 
     def caption(self, shard: int, row: int) -> Caption:
         """Return one caption's embedding, as `entry`."""
         return self.entry(self.text, shard, row)
 
     def entry(self, spec: RaggedSpec, shard: int, row: int) -> Entry:
-        """Return one entry of a group, the captions or one of `ragged_specs`, with plain reads and its checksum verified.
+        """Return one entry of one of the `groups`, with plain reads and its checksum verified.
 
         Raises:
             CorruptError: if it does not match; the message names shard and entry.

@@ -15,11 +15,11 @@ from bucketline.store.format.hashing import caption_digest, sample_digest
 from bucketline.store.read.ragged_entries import caption_entries, row_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.format.text_block import Caption, Entry
+    from bucketline.store.format.text_block import Entry
     from bucketline.store.read.store import Store
     from bucketline.store.shard.reader import SealedShard
 
@@ -87,39 +87,30 @@ def caption_rows(record: SampleRecord) -> tuple[int, ...]:
     return record.caption_rows
 
 
-def checked_captions(store: Store, shard: int, record: SampleRecord) -> list[Caption]:
-    """Return the embeddings of a sample's captions in record order; of the empty caption if it has none.
+def checked_captions(store: Store, shard: int, record: SampleRecord) -> list[dict[str, Entry]]:
+    """Return the entries of a sample's captions by group, in record order; of the empty caption if it has none.
 
     Raises:
-        CorruptError: if an embedding does not match its checksum, or belongs to another caption.
+        CorruptError: if one does not match its checksum, or belongs to another caption.
     """
-    texts = record.captions or ("",)
+    digests = [caption_digest(text) for text in record.captions or ("",)]
     found = []
     for n, row in enumerate(caption_rows(record)):
         try:
-            caption = store.caption(shard, row)
+            found.append(caption_entries(store, shard, row, digests[n] if n < len(digests) else None))
         except CorruptError as error:
             raise CorruptError(f"sample {record.id!r:.200}, caption {n}: {error}") from error
-        if n < len(texts) and caption.digest != caption_digest(texts[n]):
-            raise CorruptError(f"sample {record.id!r:.200}: its caption {n} is not that of its record; run `store verify`")
-        found.append(caption)
     return found
 
 
-def checked_entries(
-    store: Store, shard: int, record: SampleRecord, row: Mapping[str, bytes], captions: Sequence[Caption]
-) -> tuple[list[dict[str, Entry]], dict[str, Entry]]:
-    """Return the ragged entries of a sample's captions, and those that its row has, by the names of their groups.
-
-    `row` and `captions` as `checked_row` and `checked_captions` return them.
+def checked_entries(store: Store, shard: int, record: SampleRecord, row: Mapping[str, bytes]) -> dict[str, Entry]:
+    """Return the ragged entries that a sample's row has, by group; `row` as `checked_row` returns it.
 
     Raises:
-        CorruptError: if an entry does not match its checksum, or is another caption's.
+        CorruptError: if one does not match its checksum.
     """
     try:
-        numbers = caption_rows(record)
-        own = [caption_entries(store, shard, n, caption.digest) for n, caption in zip(numbers, captions, strict=True)]
         entries = row_entries(store, shard, row)
     except CorruptError as error:
         raise CorruptError(f"sample {record.id!r:.200}: {error}") from error
-    return own, {name: entry for name, entry in entries.items() if entry is not None}
+    return {group: entry for group, entry in entries.items() if entry is not None}

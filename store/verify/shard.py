@@ -164,11 +164,10 @@ class ShardCheck:
             self._users.add(fault.error, place, None)
 
     def _entry_block(self, place: BlockPlace, data: memoryview, item: str) -> None:
-        block = read_text_block(self._store.spec_of(place.group), data, item)
+        block = read_text_block(self._store.groups[place.group], data, item)
         self._is_expected(place, block.first_row, len(block))
-        is_text = place.group == TEXT_GROUP
-        found = dict.fromkeys(block.bad(), _BAD_CAPTION if is_text else _BAD_ENTRY)
-        if is_text and self._store.text.is_quantised:
+        found = dict.fromkeys(block.bad(), _BAD_CAPTION if place.group == TEXT_GROUP else _BAD_ENTRY)
+        if block.spec.is_quantised:
             found = {**dict.fromkeys(strange_captions(block), _STRANGE_CAPTION), **found}
         for n in sorted(found):
             self._users.add(found[n], place, place.first_row + n)
@@ -192,17 +191,18 @@ class ShardCheck:
         """Return which captions and ragged entries a block's rows use, `[K, V]`, and of which rows the shard lacks one."""
         sizes = {group: entry.rows for group, entry in self._shard.entry.groups.items()}
         captions, beyond = columns[CAPTIONS], list[tuple[int, str]]()
-        numbers, has = {TEXT_GROUP: captions}, sizes[TEXT_GROUP]
+        numbers: dict[str, NDArray[np.int32]] = {}
+        has = sizes[TEXT_GROUP]
         wrong = np.flatnonzero(((captions < -1) | (captions >= has)).any(axis=1)).tolist()
         beyond += [(k, f"the row has the captions {captions[k].tolist()}, the shard has {has}") for k in wrong]
-        for name, ragged in self._store.ragged.items():
-            if ragged.of is EntriesOf.CAPTIONS:
-                numbers[RAGGED_PREFIX + name] = captions
+        for group, spec in self._store.groups.items():
+            if spec.of is EntriesOf.CAPTIONS:
+                numbers[group] = captions
                 continue
-            own, has = columns[RAGGED_PREFIX + name], sizes.get(RAGGED_PREFIX + name, 0)
-            wrong = np.flatnonzero((own < (-1 if ragged.optional else 0)) | (own >= has)).tolist()
-            beyond += [(k, f"the row has entry {int(own[k])} of {name}, the shard has {has}") for k in wrong]
-            numbers[RAGGED_PREFIX + name] = own[:, None]
+            own, has = columns[group], sizes.get(group, 0)
+            wrong = np.flatnonzero((own < (-1 if spec.optional else 0)) | (own >= has)).tolist()
+            beyond += [(k, f"the row has {spec.label} {int(own[k])}, the shard has {has}") for k in wrong]
+            numbers[group] = own[:, None]
         return numbers, beyond
 
     def _note_users(self, place: BlockPlace, numbers: Mapping[str, NDArray[np.int32]], bad: list[int]) -> None:
@@ -254,12 +254,11 @@ class ShardCheck:
         if paths.index not in damaged:
             compare_sidecar(self._shard, entry.index, index, self._faults)
         texts = contents.digests(TEXT_GROUP)
-        for name, ragged in self._store.ragged.items():
-            if ragged.of is EntriesOf.CAPTIONS:
-                own = contents.digests(RAGGED_PREFIX + name)
-                self._expect("rows", len(own), len(texts), RAGGED_PREFIX + name)
-                for n in np.flatnonzero((own[: len(texts)] != texts[: len(own)]).any(axis=1)).tolist():
-                    self._faults.add(_OTHER_CAPTION, RAGGED_PREFIX + name, row=n)
+        for group in (spec.group for spec in self._store.groups.values() if spec.of is EntriesOf.CAPTIONS):
+            own = contents.digests(group)
+            self._expect("rows", len(own), len(texts), group)
+            for n in np.flatnonzero((own[: len(texts)] != texts[: len(own)]).any(axis=1)).tolist():
+                self._faults.add(_OTHER_CAPTION, group, row=n)
         again = entry_of_extents(entry.name, [entry.lmdb, entry.extents, entry.index], extents, self._store.manifest)
         for field in ("samples", "caption_bytes", "max_tokens", "text_error"):
             self._expect(field, getattr(again, field), getattr(entry, field))

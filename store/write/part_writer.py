@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.format.text_block import Caption, Entry
+    from bucketline.store.format.text_block import Entry
     from bucketline.store.write.arrays import Arrays
     from bucketline.store.write.row_form import RowForm
 
@@ -148,7 +148,7 @@ class PartWriter:
         spec = self._spec(record.bucket)
         if record.split != spec.bucket.partition("/")[0]:
             raise UsageError(f"{item} has the split {record.split!r}, expected that of its bucket, {record.bucket}; change one")
-        entries = self._form.ragged.of_row(item, ragged)
+        entries = self._form.row_entries(item, ragged)
         with self._turn:
             if digest in self._added:
                 raise UsageError(f"{item} was added before; ids must be unique: give this one another id, or leave it out")
@@ -164,8 +164,8 @@ class PartWriter:
 
     def _new_captions(
         self, item: str, shard: ShardWriter, texts: Sequence[str], captions: Mapping[str, Arrays], *, is_repeat_checked: bool
-    ) -> list[tuple[Caption, Mapping[str, Entry]]]:
-        """Return those of a row's captions that a shard does not have yet."""
+    ) -> list[dict[str, Entry]]:
+        """Return those of a row's captions that a shard does not have yet, as entries by group."""
         new = {}
         for text in texts:
             expect(f"{item}: a caption", text, str, "a str")
@@ -236,16 +236,7 @@ class PartWriter:
             form, name = self._form, self._new_name()
             self._begun.append(name)
             self._sketches = {}
-            self._shard = ShardWriter(
-                self.path,
-                name,
-                form.text,
-                form.empty_caption,
-                self._shard_bytes,
-                ragged=form.schema.ragged_specs,
-                empty_entries=form.empty_entries,
-                stored_once=form.ragged.stored_once,
-            )
+            self._shard = ShardWriter(self.path, name, form.schema.groups, form.empty, self._shard_bytes)
         return self._shard
 
     def _new_name(self) -> str:

@@ -18,10 +18,12 @@ from bucketline.store.format.columns import (
     FLIPPED_SUFFIX,
     LATENT,
     PRESENT_PREFIX,
+    RAGGED_PREFIX,
     ROLE,
     TARGET,
     TOKENS,
     TOKENS_SCALE,
+    EntriesOf,
     role_of,
     stored_name,
 )
@@ -29,7 +31,7 @@ from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.format.sample_record import SampleRecord
 from bucketline.store.format.schema import AXIS_NAME, ColumnRole, bucket_name, bucket_sizes
-from bucketline.store.format.text_block import TextSpec, make_caption, quantised_caption
+from bucketline.store.format.text_block import TEXT_GROUP, make_caption, quantised_caption
 from bucketline.store.write.arrays import checked_arrays
 
 if TYPE_CHECKING:
@@ -38,9 +40,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.schema import Schema
-    from bucketline.store.format.text_block import Caption, Entry
+    from bucketline.store.format.text_block import Entry, TextSpec
     from bucketline.store.write.arrays import Arrays
-    from bucketline.store.write.ragged_form import RaggedForm
+    from bucketline.store.write.ragged_form import RaggedGroup
 
 
 SPLITS = ("train", "val")
@@ -172,10 +174,8 @@ class RowForm:
 
     schema: Schema
     columns: tuple[RowColumn, ...]
-    text: TextSpec
-    empty_caption: Caption
-    ragged: RaggedForm
-    empty_entries: Mapping[str, Entry] = field(default_factory=dict)  # of the empty caption, by the name of their group
+    ragged: Mapping[str, RaggedGroup]  # by name
+    empty: Mapping[str, Entry] = field(default_factory=dict)  # of the empty caption, by group
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -242,19 +242,62 @@ class RowForm:
     def _example(self) -> str:
         return f"{{{self.columns[0].role!r}: array}}"
 
-    def caption(self, item: str, text: str, given: Arrays) -> tuple[Caption, dict[str, Entry]]:
-        """Return a caption's embedding, and its entries of the ragged groups of captions by name.
+    def caption(self, item: str, text: str, given: Arrays) -> dict[str, Entry]:
+        """Return a caption's entries by group: `text`, its embedding, and those of ragged groups of captions.
+
+        Where the text columns are quantised, `tokens` may be given as `[T, D]` F16 or F32 without scale.
 
         Raises:
-            UsageError: as `checked_caption`, or if an entry is missing or does not fit its group.
+            UsageError: if one is missing, or its arrays do not fit its group; the message names the caption and the group.
         """
-        names = [column.name for column in (*self.text.delivered.tokens, *self.text.delivered.fixed)]
-        example = ", ".join(f"{name!r}: array" for name in names)
-        expect(
-            f"{item}: the embedding of caption {text!r:.80}", given, Mapping, f"a mapping from names to arrays, {{{example}}}"
-        )
-        own, ragged = self.ragged.split(given)
-        return checked_caption(self.text, text, own, item), self.ragged.of_caption(item, text, ragged)
+        item, spec = f"{item}, caption {text!r:.80}", self.schema.groups[TEXT_GROUP]
+        example = ", ".join(f"{column.name!r}: array" for column in (*spec.delivered.tokens, *spec.delivered.fixed))
+        expect(f"{item}: its embedding", given, Mapping, f"a mapping from names to arrays, {{{example}}}")
+        of_captions = [name for name, group in self.ragged.items() if group.of == EntriesOf.CAPTIONS]
+        embedding, digest = {k: v for k, v in given.items() if k not in of_captions}, caption_digest(text)
+        entries = {TEXT_GROUP: self._entry(item, TEXT_GROUP, embedding, digest)}
+        return entries | {RAGGED_PREFIX + name: self._ragged(item, name, given.get(name), digest) for name in of_captions}
+
+    def row_entries(self, item: str, given: Mapping[str, Any]) -> dict[str, Entry | None]:
+        """Return a row's entries of all groups of rows, None where it has none; `given` by name.
+
+        Raises:
+            UsageError: if one is missing or strange, or its arrays do not fit the group; the message names the group.
+        """
+        own = [name for name, group in self.ragged.items() if group.of == EntriesOf.ROWS]
+        if strange := sorted(given.keys() - set(own)):
+            where = "what belongs to a caption is given with it" if strange[0] in self.ragged else "leave it out"
+            raise UsageError(f"{item} has the ragged group {strange[0]!r:.80}, the rows of the store have {own}; {where}")
+        lacking = {name for name in own if self.ragged[name].optional and given.get(name) is None}
+        return {
+            RAGGED_PREFIX + name: None if name in lacking else self._ragged(item, name, given.get(name), None) for name in own
+        }
+
+    def _ragged(self, item: str, name: str, given: Any, digest: bytes | None) -> Entry:  # noqa: ANN401 - arrays, or one of them
+        group, item = self.ragged[name], f"{item}, ragged group {name!r}"
+        names = [column.name for column in (*group.columns, *group.fixed)]
+        if given is None:
+            raise UsageError(f"{item} is missing; give its arrays {names}")
+        if not isinstance(given, Mapping):
+            if len(names) > 1:
+                raise UsageError(f"{item} has the columns {names}, got {type(given).__name__}; give an array for each by name")
+            given = {names[0]: given}
+        return self._entry(item, RAGGED_PREFIX + name, given, digest, allow_nonfinite=group.allow_nonfinite)
+
+    def _entry(self, item: str, group: str, values: Arrays, digest: bytes | None, *, allow_nonfinite: bool = False) -> Entry:
+        """Return an entry, checked against its group's columns; `digest`: None for one that is known by its content."""
+        spec = self.schema.groups[group]
+        is_whole = spec.is_quantised and TOKENS_SCALE not in values
+        given = spec.delivered if is_whole else spec
+        columns = (*given.tokens, *given.fixed)
+        finite = set() if allow_nonfinite else {column.name for column in columns}
+        own = checked_arrays(item, [(column.name, column.dtype) for column in columns], values, finite)
+        try:
+            if is_whole and digest is not None:
+                return quantised_caption(spec, digest, _to_quantise(spec, own[TOKENS]), own)
+            return make_caption(spec, digest, own, own)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{item}: {error}; convert it, or write to a store whose columns it fits") from error
 
     def with_presence(self, spec: BlockSpec, values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return a row's arrays with those of its optional columns that say whether it has them; zeros where it does not."""
@@ -358,28 +401,6 @@ def new_record(sample_id: str, bucket: str, captions: tuple[str, ...] = (), axes
         captions=captions,
         caption_rows=(),
     )
-
-
-def checked_caption(spec: TextSpec, text: str, values: Arrays, item: str) -> Caption:
-    """Return a caption's embedding, checked against the store's text columns.
-
-    Where these are quantised, `tokens` may be given as `[T, D]` F16 or F32 without scale, and is quantised here.
-
-    Raises:
-        UsageError: if a column is missing, of another dtype or shape, or not finite; the message names `item` and the caption.
-    """
-    item = f"{item}, caption {text!r:.80}"
-    is_whole = spec.is_quantised and TOKENS_SCALE not in values
-    given = spec.delivered if is_whole else spec
-    columns = (*given.tokens, *given.fixed)
-    own = checked_arrays(item, [(c.name, c.dtype) for c in columns], values, {column.name for column in columns})
-    try:
-        if is_whole:
-            return quantised_caption(spec, caption_digest(text), _to_quantise(spec, own[TOKENS]), own)
-        tokens, fixed = ({column.name: own[column.name] for column in columns} for columns in (spec.tokens, spec.fixed))
-        return make_caption(spec, caption_digest(text), tokens, fixed)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{item}: {error}; convert it, or write to a store whose text columns it fits") from error
 
 
 def _to_quantise(spec: TextSpec, tokens: NDArray[Any]) -> NDArray[np.float32]:

@@ -28,17 +28,16 @@ from bucketline.store.format.block import (
     encode_block,
     make_row,
 )
-from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
 from bucketline.store.format.layout import FORMAT_VERSION, META_KEY, TEXT_ERROR, block_key, pending_path, sample_key
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord, encode_record, refuse_unsealable
-from bucketline.store.format.text_block import TEXT_GROUP, Caption, Entry, RaggedSpec, TextSpec, encode_text_block
+from bucketline.store.format.text_block import TEXT_GROUP, Entry, RaggedSpec, encode_text_block
 from bucketline.store.format.text_error import TextError
 from bucketline.store.write.seal import seal
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -72,18 +71,11 @@ class ShardWriter:
         self,
         store: Path,
         name: str,
-        text: TextSpec,
-        empty_caption: Caption,
+        groups: Mapping[str, RaggedSpec],
+        empty: Mapping[str, Entry],
         max_bytes: int,
-        *,
-        ragged: Mapping[str, RaggedSpec] = MappingProxyType({}),
-        empty_entries: Mapping[str, Entry] = MappingProxyType({}),
-        stored_once: Collection[str] = (),
     ) -> None:
-        """Create the pending shard and lock it.
-
-        `ragged` are the store's ragged groups by name, `empty_entries` the empty caption's entries of those of captions, and
-        `stored_once` those of rows of which equal entries are stored once.
+        """Create the pending shard and lock it. `groups` are those of captions and rows, `empty` is the empty caption.
 
         Raises:
             LockedError: if another process writes this shard.
@@ -116,45 +108,44 @@ class ShardWriter:
         self._blocks: dict[str, int] = {}
         self._rows: dict[str, int] = {}
         self._buffers: dict[str, _Buffer] = {}
-        self._caption_rows: dict[bytes, int] = {}
-        self._specs: dict[str, RaggedSpec] = {spec.group: spec for spec in (text, *ragged.values())}
-        self._new: dict[str, list[Entry]] = {group: [] for group in self._specs}  # by group, not written yet
-        self._entry_rows: dict[str, dict[bytes, int]] = {name: {} for name in stored_once}  # entries by digest
-        self._num_entries = dict.fromkeys(ragged, 0)  # of rows, by the name of their group
+        self._specs = groups
+        self._new: dict[str, list[Entry]] = {group: [] for group in groups}  # not written yet
+        self._num_entries = dict.fromkeys(groups, 0)
+        self._numbers: dict[str, dict[bytes, int]] = {group: {} for group in groups}  # by digest, of entries stored once
         self._error: TextError | None = None  # of the captions that were quantised for this shard
         self._errors: list[NDArray[np.float32]] = []  # of those since, [3] each
         self._new_bytes = 0  # of the ragged entries that are not written yet
         self._taken_bytes = 0  # since the last commit
         self._last_commit = time.monotonic()
         self.num_bytes = 0  # written so far
-        self.add_caption(empty_caption, empty_entries)
+        self.add_caption(empty)
 
     @property
     def is_full(self) -> bool:
         return self.num_bytes + self._taken_bytes >= self._max_bytes
 
     def has_caption(self, digest: bytes) -> bool:
-        return digest in self._caption_rows
+        return digest in self._numbers[TEXT_GROUP]
 
-    def add_caption(self, caption: Caption, entries: Mapping[str, Entry] = MappingProxyType({})) -> None:
-        """Add a caption's embedding, once per shard, with its entries of all ragged groups of captions."""
-        if caption.digest not in self._caption_rows:
-            self._caption_rows[caption.digest] = len(self._caption_rows)
-            self._new[TEXT_GROUP].append(caption)
-            self._taken_bytes += caption.num_bytes
-            if caption.error is not None:
-                self._errors.append(caption.error)
-            for name, entry in entries.items():
-                self._append(name, entry)
+    def add_caption(self, caption: Mapping[str, Entry]) -> None:
+        """Add a caption once per shard: its entries in all groups of captions."""
+        if not self.has_caption(caption[TEXT_GROUP].digest):
+            for group, entry in caption.items():
+                self._append(group, entry)
 
     def note_error(self, error: TextError | None) -> None:
         """Add what quantising captions that are copied here cost; None if it is not known."""
         self._error = TextError.joined([self._error, error])
 
-    def _append(self, name: str, entry: Entry) -> None:
-        self._new[RAGGED_PREFIX + name].append(entry)
+    def _append(self, group: str, entry: Entry) -> None:
+        if self._specs[group].stored_once:
+            self._numbers[group][entry.digest] = self._num_entries[group]
+        self._num_entries[group] += 1
+        self._new[group].append(entry)
         self._taken_bytes += entry.num_bytes
-        self._new_bytes += entry.num_bytes
+        self._new_bytes += 0 if group == TEXT_GROUP else entry.num_bytes
+        if entry.error is not None:
+            self._errors.append(entry.error)
 
     def add(
         self,
@@ -164,42 +155,40 @@ class ShardWriter:
         record: SampleRecord,
         captions: Sequence[bytes],
         entries: Mapping[str, Entry | None] = MappingProxyType({}),
-        new: Sequence[tuple[Caption, Mapping[str, Entry]]] = (),
+        new: Sequence[Mapping[str, Entry]] = (),
     ) -> None:
         """Add a sample. It is written with its block, by `commit` at the latest.
 
         `latents` holds the bucket's own columns, `[C, h, w]` each; they are copied. `captions` are digests of captions in this
         shard (`has_caption`) or of `new` ones, which are added with the row as `add_caption` does; those beyond V are stored
-        only in the record. `entries` are the row's of all ragged groups of rows, None of those of which it has none. Nothing
-        is added if the row is refused.
+        only in the record. `entries` are the row's of all groups of rows, None of those of which it has none. Nothing is added
+        if the row is refused.
 
         Raises:
             ValueError: if a column's shape or dtype differs from the bucket's.
             StoreError: if the record has a value that the index cannot hold.
         """
         refuse_unsealable(record)
-        rows = {caption.digest: row for row, (caption, _) in enumerate(new, len(self._caption_rows))}
-        caption_rows = tuple(self._caption_rows.get(digest, rows.get(digest, -1)) for digest in captions)
+        known, num_known = self._numbers[TEXT_GROUP], self._num_entries[TEXT_GROUP]
+        rows = {caption[TEXT_GROUP].digest: row for row, caption in enumerate(new, num_known)}
+        caption_rows = tuple(known.get(digest, rows.get(digest, -1)) for digest in captions)
         max_captions = spec.column(CAPTIONS).shape[0]
         padded = (caption_rows + (-1,) * max_captions)[:max_captions]
-        numbers = {name: self._number_of(name, entry) for name, entry in entries.items()}
+        numbers = {group: self._number_of(group, entry) for group, entry in entries.items()}
         values = {
             **latents,
-            **{RAGGED_PREFIX + name: np.array(number, dtype="<i4") for name, number in numbers.items()},
+            **{group: np.array(number, dtype="<i4") for group, number in numbers.items()},
             CAPTIONS: np.array(padded, dtype="<i4"),
             ORIGINAL_SIZE: np.array(record.original_size, dtype="<i4"),
             CROP: np.array(record.crop[:2], dtype="<i4"),
             ID: np.frombuffer(sample_digest(record.id), dtype="<u8"),
         }
         sample = _Taken(spec=spec, row=make_row(spec, values), record=replace(record, caption_rows=caption_rows))
-        for caption, of_caption in new:  # not before the row is known to be sound
-            self.add_caption(caption, of_caption)
-        for name, entry in entries.items():
-            if entry is not None and numbers[name] == self._num_entries[name]:
-                self._num_entries[name] += 1
-                if name in self._entry_rows:
-                    self._entry_rows[name][entry.digest] = numbers[name]
-                self._append(name, entry)
+        for caption in new:  # not before the row is known to be sound
+            self.add_caption(caption)
+        for group, entry in entries.items():
+            if entry is not None and numbers[group] == self._num_entries[group]:
+                self._append(group, entry)
         buffer = self._buffers.setdefault(spec.bucket, _Buffer(samples=[], since=time.monotonic()))
         buffer.samples.append(sample)
         self._taken_bytes += spec.row_bytes + len(encode_record(sample.record)) + DIGEST_BYTES
@@ -207,12 +196,9 @@ class ShardWriter:
         if self._taken_bytes >= COMMIT_BYTES or now - self._last_commit > COMMIT_AFTER_S:
             self._commit(whole_only=True)
 
-    def _number_of(self, name: str, entry: Entry | None) -> int:
+    def _number_of(self, group: str, entry: Entry | None) -> int:
         """Return the number that an entry has in its group, or gets if it is new; -1 for none."""
-        if entry is None:
-            return -1
-        known = self._entry_rows.get(name, {})
-        return known.get(entry.digest, self._num_entries[name])
+        return -1 if entry is None else self._numbers[group].get(entry.digest, self._num_entries[group])
 
     def commit(self) -> None:
         """Write all added samples and captions durably."""

@@ -30,8 +30,7 @@ from bucketline.store.write.newest import is_published, newest_manifest
 from bucketline.store.write.one_at_a_time import OneAtATime
 from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter
 from bucketline.store.write.publish import FOLDERS, adopt, lock_store, new_manifest, prepare_store, publish, unlisted
-from bucketline.store.write.ragged_form import RaggedForm
-from bucketline.store.write.row_form import RowForm, checked_caption, roles_of
+from bucketline.store.write.row_form import RowForm, roles_of
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -106,8 +105,7 @@ class StoreWriter(PartWriter):
             )
         check_description(path, columns, encoders, text, empty_caption, ragged)
         spec = text if isinstance(text, TextSpec) else TextSpec(tokens=tuple(text))
-        groups = RaggedForm(groups=dict(ragged))
-        of_captions = groups.named(EntriesOf.CAPTIONS)
+        of_captions = [name for name, group in ragged.items() if group.of == EntriesOf.CAPTIONS]
         if taken := {column.name for column in (*spec.tokens, *spec.fixed)} & set(of_captions):
             raise UsageError(f"{min(taken)!r} is the name of a text column and of a ragged group of captions; rename one")
         if not spec.tokens:
@@ -129,15 +127,8 @@ class StoreWriter(PartWriter):
             )
         except ValueError as error:
             raise UsageError(str(error)) from error
-        own, entries = groups.split(empty_caption)
-        form = RowForm(
-            schema=self._schema,
-            columns=tuple(columns),
-            text=spec,
-            empty_caption=checked_caption(spec, "", own, str(path)),
-            ragged=groups,
-            empty_entries=groups.of_caption(str(path), "", entries),
-        )
+        form = RowForm(schema=self._schema, columns=tuple(columns), ragged=dict(ragged))
+        form = replace(form, empty=form.caption(str(path), "", empty_caption))
         super().__init__(Path(path), form, "", shard_bytes)
         self._wanted_names = shard_names and _checked_names(shard_names)
         self._parts: set[str] = set()  # what the names of their shards begin with
@@ -158,8 +149,12 @@ class StoreWriter(PartWriter):
                 refuse_difference({"buckets": {bucket.name: {"axes": axes[0]}}}, {"buckets": {bucket.name: {"axes": axes[1]}}})
                 stored, own = (encode(entry.columns) for entry in (bucket, bucket_entry(self._spec(bucket.name))))
                 refuse_difference({"buckets": {bucket.name: stored}}, {"buckets": {bucket.name: own}})
-            spec = manifest.text.spec()  # of a store of an earlier version, with a column more
-            self._form = replace(self._form, text=spec, empty_caption=with_error(spec, self._form.empty_caption))
+            schema = replace(self._schema, text=manifest.text)  # of a store of an earlier version, with a column more
+            self._form = replace(
+                self._form,
+                schema=schema,
+                empty={group: with_error(schema.groups[group], entry) for group, entry in self._form.empty.items()},
+            )
             self._take_over(manifest)
             self._forget_added()
             self._turn = OneAtATime(self.path)

@@ -30,7 +30,6 @@ from bucketline.store.write.shard_writer import ShardWriter
 from tests.building import (
     TEXT,
     add,
-    caption_of,
     contents,
     empty_store,
     flip_bit,
@@ -312,5 +311,5 @@ def test_a_writer_that_cannot_begin_leaves_no_lock(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(lmdb, "open", refuse)
     with pytest.raises(StoreError, match=r"cannot create .*a\.lmdb: no space"):
-        ShardWriter(tmp_path, "a", TEXT, caption_of(""), 1 << 20)
+        open_writer(tmp_path, "a")
     assert not list((tmp_path / "pending").glob("a*"))

@@ -75,7 +75,7 @@ def faults(path: Path) -> tuple[Fault, ...]:
 def damage(path: Path, name: str, number: int) -> None:
     """Flip a bit of the digest of an entry, which every entry has."""
     store = Store.open(path)
-    spec = store.ragged_specs[name]
+    spec = store.ragged_spec(name)
     located = store.locate_entries(spec, np.array([0]), np.array([number]))
     block = {own.name: own for own in spec.tensors(int(located.entries[0]), int(located.tokens[0]))}
     at = int(located.data[0]) + block["digest"].begin + 16 * int(located.row_in_block[0])
@@ -360,7 +360,7 @@ def test_a_damaged_entry_is_named_with_its_samples_and_repaired(name: str, copy:
 
 def test_impossible_starts_are_refused_before_they_are_used(copy: Path) -> None:
     store = Store.open(copy)
-    located = store.locate_entries(store.ragged_specs["points"], np.array([0]), np.array([2]))
+    located = store.locate_entries(store.ragged_spec("points"), np.array([0]), np.array([2]))
     path, at = store.shards[0].paths.lmdb, int(located.starts_offsets()[0])
     data = bytearray(path.read_bytes())
     data[at : at + 16] = (1 << 60).to_bytes(8, "little") + (1 << 61).to_bytes(8, "little")
@@ -377,14 +377,14 @@ def test_impossible_starts_are_refused_before_they_are_used(copy: Path) -> None:
 
 def test_a_row_that_names_an_entry_beyond_the_shards_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     number = shard_writer.ShardWriter._number_of
-    wrong = lambda self, name, entry: 99 if name == "audio" and entry is None else number(self, name, entry)  # noqa: E731
+    wrong = lambda self, group, entry: 99 if group == "ragged/audio" and entry is None else number(self, group, entry)  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(shard_writer.ShardWriter, "_number_of", wrong)
         make_ragged(tmp_path / "s", SCHEMA, ITEMS)
     found = [fault.error for fault in faults(tmp_path / "s")]
     lacking = [item.id for item in ITEMS if row_entry("audio", AUDIO, item.id) is None]
     assert len(found) == len(lacking) > 0
-    assert all(error.startswith("the row has entry 99 of audio, the shard has") for error in found)
+    assert all(error.startswith("the row has audio entry 99, the shard has") for error in found)
     with pytest.raises(CorruptError, match="no block of ragged/audio holds row 99"):
         expect_read(Store.open(tmp_path / "s"), SCHEMA, ITEMS)
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from bucketline.store import Store
+from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.read.verified_sample import checked_captions, checked_row
 from tests.commands import Ran, call
@@ -138,7 +139,7 @@ def read_store(path: Path) -> list[Sample]:
         number, record = listed.shard, listed.record
         column = store.manifest.specs[record.bucket].column("latent")
         latent = as_floats(checked_row(store, number, record)["latent"], column.dtype).reshape(column.shape)
-        captions = checked_captions(store, number, record)
+        captions = [own[TEXT_GROUP] for own in checked_captions(store, number, record)]
         fixed = {c.name: (c.dtype, c.shape) for c in store.text.delivered.fixed}
         tokens = store.text.delivered.tokens[0]
         first = captions[0]

@@ -20,7 +20,7 @@ from bucketline.store.change.drop import drop
 from bucketline.store.format.hashing import caption_digest, sample_digest
 from bucketline.store.format.sample_record import MAX_MTIME_NS
 from bucketline.store.format.schema import bucket_entry
-from bucketline.store.format.text_block import make_caption
+from bucketline.store.format.text_block import TEXT_GROUP, make_caption
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import shard_writer
@@ -266,11 +266,11 @@ def test_a_shard_takes_whatever_is_written_to_it_however_long_the_captions_besid
 ) -> None:
     monkeypatch.setattr(shard_writer, "SPARE_MAP_BYTES", 0)
     manifest = empty_store(tmp_path)
-    writer = ShardWriter(tmp_path, "a", TEXT, caption_of(""), 1 << 17)  # 256 KiB of addresses
+    writer = ShardWriter(tmp_path, "a", manifest.groups, {TEXT_GROUP: caption_of("")}, 1 << 17)  # 256 KiB of addresses
     samples = [make_sample(f"{n}.png", "train/8x8", (f"{n} " * (num_bytes // 2),)) for n in range(20)]
     for sample in samples:
         text = sample.captions[0]
-        writer.add_caption(make_caption(TEXT, caption_digest(text), {"tokens": embedding(text[:8])}, {}))
+        writer.add_caption({TEXT_GROUP: make_caption(TEXT, caption_digest(text), {"tokens": embedding(text[:8])}, {})})
         writer.add(
             spec=spec_of(sample.bucket),
             latents={"latent": sample.latent},
