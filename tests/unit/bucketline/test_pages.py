@@ -1,12 +1,43 @@
-"""The record of `python -m tests.e2e.screenshots`: a browser has tried the style and the script of the pages as they are."""
+"""Report pages: texts are no HTML; and the record that a browser has tried their style and script as they are."""
 
 from __future__ import annotations
 
 import json
+import re
+from typing import TYPE_CHECKING
 
+import pytest
+from jinja2 import UndefinedError
+
+from bucketline.pages.page import Finding, Section, document, parts
 from tests.page_checks import RECORD, check_record
+from tests.pages import parsed
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_a_browser_has_tried_the_pages_as_they_are_now() -> None:
     check_record()
     assert "search and buckets" in json.loads(RECORD.read_text(encoding="ascii"))["checked"]["report"]
+
+
+def test_html_that_no_template_made_is_text(tmp_path: Path) -> None:
+    sections = [
+        Section(anchor="a", title="<i>a", note="<i>b", body="<i>c"),
+        Section(anchor="d", title="d", body=parts.table(("<i>e",), [("<i>f\n",)])),
+    ]
+    finding = Finding(level="error", title="<i>g", detail="<i>h", anchor="a")
+    page = document(
+        title="<i>", subtitle="<i>j", made_by="<i>k", findings=[finding], tiles=[("<i>l", "<i>m")], sections=sections
+    )
+    (tmp_path / "page.html").write_bytes(page)
+    found = parsed(tmp_path / "page.html")
+    assert "i" not in found.tags
+    assert {f"<i>{letter}" for letter in "abcefghjklm"} <= set(re.findall("<i>.", found.text))
+    assert r"<i>f\n" in found.text
+
+
+def test_a_name_that_a_template_was_not_given_is_an_error() -> None:
+    with pytest.raises(UndefinedError, match="'losses' is undefined"):
+        document("train/report/runs.html", title="", subtitle="", made_by="", summaries=[{}], overview=[], reasons=[])
