@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
-from bucketline.errors import PlanError
 from bucketline.loader.config import LoaderConfig
-from bucketline.loader.plan.make_plan import make_plan
+from bucketline.loader.plan.make_plan import make_plan, plan_counts
 from bucketline.pages.page import Finding, Section, parts
 
 if TYPE_CHECKING:
@@ -18,20 +17,18 @@ if TYPE_CHECKING:
 def plan_section(store: Store, options: ReportOptions) -> Section:
     """Return the steps and batches of an epoch of the split train, as `loader plan` prints them, and what is wrong."""
     plan = make_plan(store, LoaderConfig(batch_size=options.batch_size))
-    if (steps := plan.steps_before(1)) == 0:
-        raise PlanError(plan.without_step())
-    counts = [plan.count(bucket, 1) for bucket in plan.buckets]
+    counts = plan_counts(plan, 1, "train")
     head = ("bucket", "rows", "global batch", "batches", "carried to the next epoch", "repeats")
     rows = [
-        (one.bucket.name, one.bucket.num_rows, one.bucket.global_batch, one.batches, one.carried, one.repeats) for one in counts
+        [bucket[name] for name in ("name", "rows", "global_batch", "batches", "carried", "repeats")]
+        for bucket in counts["buckets"]
     ]
-    num_rows = sum(one.batches * one.bucket.global_batch for one in counts)
     small = plan.small_buckets(can_drop=False)  # who reads the report may have no --remainder
     return Section(
         anchor="plan",
         title="Plan",
-        note=f"One epoch of the split train by loader plan --batch-size {options.batch_size}: {counted(steps, 'step')}, "
-        f"{counted(num_rows, 'row')} delivered.",
+        note=f"One epoch of the split train by loader plan --batch-size {options.batch_size}: "
+        f"{counted(counts['steps'], 'step')}, {counted(counts['rows'], 'row')} delivered.",
         body=parts.table(head, rows),
         findings=[Finding(level="warning", title="Small buckets", detail=small, anchor="plan")] if small else [],
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from bucketline.command_line import counted, human_bytes, one_line, print_json, printable
-from bucketline.errors import PlanError, UsageError
+from bucketline.errors import UsageError
 from bucketline.loader.config import BatchOptions, Remainder, Shuffle
 from bucketline.typed_json import encode
 
@@ -88,16 +88,13 @@ class PlanCommand(BatchOptions):
 
     def run(self) -> int:
         from bucketline.loader.mixture import join, open_shares
-        from bucketline.loader.plan.make_plan import make_plan
+        from bucketline.loader.plan.make_plan import make_plan, plan_counts
 
         shares = open_shares(self.stores, self.remote())
         store = join(shares)
         config = self.for_loader(epochs=None, columns=self._roles(), ragged=names_in(self.ragged))
         plan = make_plan(store, config, world_size=self.world_size)
-        steps = plan.steps_before(self.epochs)
-        if steps == 0:
-            raise PlanError(plan.without_step())
-        report = self._report(plan, steps)
+        report = plan_counts(plan, self.epochs, self.split)
         if self.columns is not None:
             self._add_bytes(report, store, config)
         report["stores"] = [
@@ -106,7 +103,7 @@ class PlanCommand(BatchOptions):
         ]
         report["small_buckets"] = plan.small_buckets(can_drop=False)  # who reads the report may have no --remainder
         if self.list_batches:
-            report["batches"] = [self._batch(store, plan, step) for step in range(steps)]
+            report["batches"] = [self._batch(store, plan, step) for step in range(report["steps"])]
         if self.machines is not None:
             report["bill"] = encode(self._bill(store, plan, self.machines))
         if self.json:
@@ -116,26 +113,6 @@ class PlanCommand(BatchOptions):
         if (small := plan.small_buckets()) is not None:
             print(f"warning: {printable(small)}", file=sys.stderr)
         return 0
-
-    def _report(self, plan: Plan, steps: int) -> dict[str, Any]:
-        counts = [plan.count(bucket, self.epochs) for bucket in plan.buckets]
-        return {
-            "steps": steps,
-            "rows": sum(count.batches * count.bucket.global_batch for count in counts),
-            "plan": plan.digest,
-            "buckets": [
-                {
-                    "name": count.bucket.name,
-                    "split": self.split,
-                    "rows": count.bucket.num_rows,
-                    "global_batch": count.bucket.global_batch,
-                    "batches": count.batches,
-                    "carried": count.carried,
-                    "repeats": count.repeats,
-                }
-                for count in counts
-            ],
-        }
 
     def _roles(self) -> tuple[str, ...]:
         return ("target",) if self.columns is None else names_in(self.columns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bucketline.command_line import machines_of
 from bucketline.errors import PlanError
@@ -89,3 +89,31 @@ def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:
     if plan.num_steps == 0 or not plan.has_steps:
         raise PlanError(plan.without_step())
     return plan
+
+
+def plan_counts(plan: Plan, epochs: int, split: str) -> dict[str, Any]:
+    """Return the steps and rows of some epochs, and each bucket's batches, as `loader plan --json` prints them.
+
+    Raises:
+        PlanError: if there is no step.
+    """
+    if (steps := plan.steps_before(epochs)) == 0:
+        raise PlanError(plan.without_step())
+    counts = [plan.count(bucket, epochs) for bucket in plan.buckets]
+    return {
+        "steps": steps,
+        "rows": sum(count.batches * count.bucket.global_batch for count in counts),
+        "plan": plan.digest,
+        "buckets": [
+            {
+                "name": count.bucket.name,
+                "split": split,
+                "rows": count.bucket.num_rows,
+                "global_batch": count.bucket.global_batch,
+                "batches": count.batches,
+                "carried": count.carried,
+                "repeats": count.repeats,
+            }
+            for count in counts
+        ],
+    }

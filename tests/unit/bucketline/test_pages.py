@@ -1,4 +1,4 @@
-"""Report pages: texts are no HTML; and the record that a browser has tried their style and script as they are."""
+"""Report pages: texts are escaped; and the record that a browser has tried their style and script as they are."""
 
 from __future__ import annotations
 
