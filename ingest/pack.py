@@ -183,11 +183,9 @@ def _pack_slice(
                 if encoders.may_be_two_phases:
                     with caption_progress(len(own), ranks, lambda: encoders.phases) as (on_item, is_due):
                         packer.encode_captions(own, on_item, check, is_due)
-                with packing_progress(len(own), ranks, packer.stages) as on_image:
+                with packing_progress(len(own), ranks, "pack", lambda: f"slowest: {packer.stages.slowest}") as on_image:
                     packer.run(own, on_image, check)
-                if mine.sender is not None:
-                    with _sending(mine.sender, is_shown=ranks.is_first) as on_bytes:
-                        mine.send(check, on_bytes)
+                send_rest(mine.sender, check, is_shown=ranks.is_first)
             except BaseException:
                 if own_disk is not None:  # which the next run does not see
                     with suppress(BucketlineError):
@@ -218,14 +216,12 @@ def _pack_slice(
         session.num_packed += packer.account.packed
 
 
-@contextmanager
-def _sending(sender: ShardSender, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show the bytes that are still to be sent, and yield what takes those that are."""
-    if is_shown and sender.bytes_left:
-        with bar_of_bytes("send", sender.bytes_left) as on_bytes:
-            yield on_bytes
-    else:
-        yield lambda _: None
+def send_rest(sender: ShardSender | None, check: Callable[[], None], *, is_shown: bool) -> None:
+    """Wait until all shards are sent, if there is a sender, and show the bytes that are left; raises what `finish` does."""
+    if sender is not None:
+        shown = bar_of_bytes("send", sender.bytes_left) if is_shown and sender.bytes_left else nullcontext(lambda _: None)
+        with shown as on_bytes:
+            sender.finish(check, on_bytes)
 
 
 def _pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> PackResult:

@@ -15,19 +15,21 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.parallel.ranks import PackRanks
     from bucketline.ingest.pipeline.model.phases import PhasePlan
-    from bucketline.ingest.pipeline.stage_timer import StageTimer
 
 LINE_EVERY_S = 30.0  # if stderr is not a terminal
 
 
 @contextmanager
-def packing_progress(total: int, ranks: PackRanks, stages: StageTimer) -> Iterator[Callable[[], None]]:
-    """Show progress of rank 0's share and its slowest stage; yield a function to call once per image."""
+def packing_progress(
+    total: int, ranks: PackRanks, what: str, remark: Callable[[], str] = lambda: ""
+) -> Iterator[Callable[[], None]]:
+    """Show progress of rank 0's share and a remark; yield a function to call once per image."""
     if not ranks.is_first:
         yield lambda: None
         return
-    what = "pack" if ranks.world_size == 1 else f"pack (rank 0 of {ranks.world_size})"
-    with counting_progress(what, total, lambda: f"slowest: {stages.slowest}") as advance:
+    with counting_progress(
+        what if ranks.world_size == 1 else f"{what} (rank 0 of {ranks.world_size})", total, remark
+    ) as advance:
         yield advance
 
 

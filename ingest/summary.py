@@ -53,6 +53,8 @@ class RunSummary:
     without_caption: int = 0  # packed with the empty caption
     enlarged: int = 0  # packed images that were enlarged to fill their bucket
     crop_losses: dict[str, CropLoss] = field(default_factory=dict)  # by bucket
+    buckets: dict[str, int] = field(default_factory=dict)  # of images that are imported, or would be packed
+    left_out: dict[str, int] = field(default_factory=dict)  # what imported samples have that a store does not take
     captions_beyond: list[str] = field(default_factory=list)  # ids with more captions than a row holds
     captions_truncated: int = 0  # captions longer than the text encoder's limit
     long_captions: list[LongCaption] = field(default_factory=list)  # the first MAX_LONG_CAPTIONS of this rank
@@ -86,18 +88,18 @@ class RunSummary:
 def joined_summaries(accounts: Iterable[RunSummary]) -> RunSummary:
     """Merge the summaries of all ranks into one."""
     whole = RunSummary()
-    by_key, either = ("crop_losses", "stage_seconds", "num_cut"), ("has_encoded", "on_shared_cores")
-    summed = [field.name for field in fields(RunSummary) if field.name not in (*by_key, *either)]
+    by_key, either = ("stage_seconds", "num_cut", "buckets", "left_out"), ("has_encoded", "on_shared_cores")
+    summed = [field.name for field in fields(RunSummary) if field.name not in ("crop_losses", *by_key, *either)]
     for account in accounts:
         for name in summed:  # counts and lists
             setattr(whole, name, getattr(whole, name) + getattr(account, name))
         for name in either:
             setattr(whole, name, getattr(whole, name) or getattr(account, name))
         add_crop_losses(whole.crop_losses, account.crop_losses)
-        for encoder, number in account.num_cut.items():
-            whole.num_cut[encoder] = whole.num_cut.get(encoder, 0) + number
-        for stage, seconds in account.stage_seconds.items():
-            whole.stage_seconds[stage] = whole.stage_seconds.get(stage, 0.0) + seconds
+        for name in by_key:
+            mine = getattr(whole, name)
+            for key, number in getattr(account, name).items():
+                mine[key] = mine.get(key, 0) + number
     whole.rejects.sort(key=lambda reject: reject.id)
     whole.dropped.sort()
     whole.kept.sort()

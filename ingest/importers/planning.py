@@ -135,7 +135,7 @@ def plan_import(
         crops=crops,
         columns=columns,
         rules={"import": _rules(config, importer, listing, text, crops, columns)},
-        shard_names="" if config.dry_run or (not changed and manifest is not None) else "to be drawn",
+        is_written=not config.dry_run and (manifest is None or bool(changed)),
     )
     if manifest is not None:
         before: Json = {"vae": manifest.encoders.get("vae"), "rules": manifest.rules, "max_captions": manifest.max_captions}

@@ -13,12 +13,12 @@ from bucketline.store.folder import LocalFolder
 from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.lost_files import files_of, refuse_lost_shards
 from bucketline.store.remote.generations import find_newest
+from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import publish
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bucketline.ingest.config import PackConfig
     from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.objects import ObjectFolder
@@ -66,22 +66,17 @@ def newest_store(config: Placed) -> Store | None:
     return None if manifest is None else Store.at(folder, manifest)
 
 
-def working_store(config: Placed) -> WorkingStore | None:
-    """Return the folder that stands for a store in object storage; None for a store on a disk."""
-    if isinstance(config.place, Path):
-        return None
-    from bucketline.store.sync.working import WorkingStore
-
-    return WorkingStore(config.objects(config.place), config.store)
-
-
 class PackTarget:
-    """The store of a pack; `path` is its folder on this machine."""
+    """The store of a pack or an import; `path` is its folder on this machine."""
 
-    def __init__(self, config: PackConfig) -> None:
+    def __init__(self, config: Placed) -> None:
         """Read and request nothing yet."""
-        self.path = config.store
-        self._working = working_store(config)
+        self._config, self.path = config, config.store
+        self._working: WorkingStore | None = None
+        if not isinstance(config.place, Path):
+            from bucketline.store.sync.working import WorkingStore
+
+            self._working = WorkingStore(config.objects(config.place), config.store)
 
     @property
     def is_remote(self) -> bool:
@@ -90,6 +85,17 @@ class PackTarget:
     def held(self) -> AbstractContextManager[None]:
         """Let the folder stand for the store in object storage, for this process only; raises what `WorkingStore.held` does."""
         return nullcontext() if self._working is None else self._working.held()
+
+    def newest(self, *, is_held: bool) -> Store | None:
+        """Return the newest generation of the store, by what `held` has made of the folder if it `is_held`; None if there is none.
+
+        Raises:
+            StoreError: as `newest_store`.
+        """
+        if self._working is None or not is_held:
+            return newest_store(self._config)
+        manifest = newest_manifest(self.path)
+        return None if manifest is None else self._working.open(manifest)
 
     def open(self, manifest: Manifest) -> Store:
         """Return a generation of the store."""

@@ -19,7 +19,8 @@ def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monke
     stages = StageTimer(on_shared_cores=lambda: False)
     stages.add(ENCODE, 1.0)
     stages.add(DECODE, 0.5)
-    with progress.packing_progress(10, PackRanks(rank=0, world_size=2, interrupts=Interrupts()), stages) as on_image:
+    ranks = PackRanks(rank=0, world_size=2, interrupts=Interrupts())
+    with progress.packing_progress(10, ranks, "pack", lambda: f"slowest: {stages.slowest}") as on_image:
         on_image()
         monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
         on_image()
@@ -52,9 +53,8 @@ def test_a_short_run_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[str])
 
 def test_only_the_first_rank_reports(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    with progress.packing_progress(
-        10, PackRanks(rank=1, world_size=2, interrupts=Interrupts()), StageTimer(on_shared_cores=lambda: True)
-    ) as on_image:
+    ranks = PackRanks(rank=1, world_size=2, interrupts=Interrupts())
+    with progress.packing_progress(10, ranks, "pack") as on_image:
         on_image()
     assert capsys.readouterr() == ("", "")
 

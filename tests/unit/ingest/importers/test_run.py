@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bucketline.errors import ModelError
-from bucketline.ingest.importers import run
+from bucketline.ingest.importers import packer
 from bucketline.ingest.importers.rows import row_of
 from bucketline.train.config import TrainConfig
 from bucketline.train.trainer import train
@@ -185,8 +185,8 @@ def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(
         return row_of(entry, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(run, "row_of", interrupted)
-        patched.setattr(run, "TOGETHER", 1)
+        patched.setattr(packer, "row_of", interrupted)
+        patched.setattr(packer, "TOGETHER", 1)
         stopped = run_import("kohya", source, tmp_path / "s.store", own)
     assert stopped.code == 130
     assert "interrupted: what was imported is committed" in stopped.err
