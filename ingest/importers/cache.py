@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -141,6 +142,16 @@ def files_below(folder: Path) -> Iterator[tuple[str, list[str]]]:
         folders.sort()
         inside = os.path.relpath(path, folder)
         yield ("" if inside == "." else f"{inside}/"), sorted(names)
+
+
+def has_file(name: str | re.Pattern[str], folder: str | re.Pattern[str] = ".*") -> Callable[[Path], bool]:
+    """Return the function that tells whether a source has a file of such a name, in a folder of such a path.
+
+    The path is from the source's folder, '' for itself, and ends in a slash.
+    """
+    return lambda source: any(
+        re.fullmatch(name, own) for inside, names in files_below(source) if re.fullmatch(folder, inside) for own in names
+    )
 
 
 def named_image(stem: str, names: set[str]) -> str:

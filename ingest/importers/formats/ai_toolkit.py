@@ -18,9 +18,8 @@ from bucketline.command_line import counted
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
-from bucketline.ingest.importers.reading.read_files import as_tensor, read_metadata, read_safetensors
-from bucketline.ingest.importers.reading.text_layouts import tokens_of
-from bucketline.store.format.columns import POOLED
+from bucketline.ingest.importers.reading.read_files import as_tensor, read_metadata, read_safetensors, side_columns
+from bucketline.ingest.importers.reading.text_layouts import text_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,13 +30,6 @@ _SPACES = ("sd1", "sd2", "sdxl", "sd3", "flux", "flux1", "flux_kontext", "flex1"
 _HASH_CHARS = len("_.safetensors") + 22
 _FAMILIES = {"sd1": "sd", "sd2": "sd", "sdxl": "sdxl", "sd3": "sd3", "flux": "flux", "flux1": "flux"}
 _UNKNOWN = ("flux2", "ltx", "audio", "pixel")  # in the names of latent spaces that are packed, normalised or no latents at all
-
-
-def _is_here(source: Path) -> bool:
-    return any(
-        folder.endswith(_LATENTS) and any(name.endswith(".safetensors") for name in names)
-        for folder, names in cache.files_below(source)
-    )
 
 
 def _listed(request: cache.ListRequest) -> cache.CacheListing:
@@ -70,7 +62,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
         folder = path[: path.rindex(_LATENTS)]
         image = folder + str(fields.get("filename", "")).replace("\\", "/").rpartition("/")[2]
         own, problem = captions.of(image)
-        text_path = _text_path(image, own, texts)
+        text_path = _text_path(image, own or (), texts)
         edited += bool(own) and text_path is None and image.rpartition(".")[0] in with_text
         flips = [name for name in ("flip_x", "flip_y") if fields.get(name)]
         entries.append(
@@ -142,14 +134,11 @@ def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     tensors, _ = read_safetensors(source, entry.path)
     if len(entry.at) != 4:
         raise cache.damaged("its metadata lacks the size that it was resized to, or the crop")
-    first = (
-        {} if "first_frame_latent" not in tensors else {"control/first_frame": cache.squeezed(tensors["first_frame_latent"])}
-    )
     return cache.Cached(
         latent=cache.squeezed(as_tensor(tensors, "latent")),
         geometry=cache.Geometry(resized=cache.pair(entry.at[:2], "scaled size"), crop=cache.pair(entry.at[2:], "crop")),
         texts=_texts(source, entry, variant),
-        columns=first,
+        columns=side_columns(tensors, {"first_frame_latent": "control/first_frame"}),
         leaves_out="audio_latent" if "audio_latent" in tensors else None,
     )
 
@@ -158,8 +147,9 @@ def _texts(source: Path, entry: cache.CacheEntry, variant: str) -> tuple[cache.T
     if entry.text_path is None or not entry.captions or variant not in _FAMILIES:
         return ()
     tensors, _ = read_safetensors(source, entry.text_path)
-    fixed = {POOLED: tensors["pooled_embed"].float().reshape(-1)} if "pooled_embed" in tensors else {}
-    return (cache.Text(caption=entry.captions[0], tokens=tokens_of(as_tensor(tensors, "text_embed").float()), fixed=fixed),)
+    return (text_of(entry.captions[0], as_tensor(tensors, "text_embed"), tensors.get("pooled_embed")),)
 
 
-IMPORTER = cache.Importer(kind="ai-toolkit", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(
+    kind="ai-toolkit", is_here=cache.has_file(r".+\.safetensors", f".*{_LATENTS}"), listed=_listed, read=_read
+)

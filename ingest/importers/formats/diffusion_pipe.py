@@ -14,7 +14,7 @@ import sqlite3
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import torch
@@ -23,7 +23,7 @@ from bucketline.errors import SourceError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.ids import ids_of_paths
-from bucketline.ingest.importers.reading.read_files import as_tensor, loaded, open_of_any_size, read_part
+from bucketline.ingest.importers.reading.read_files import as_tensor, loaded_dict, open_of_any_size, read_part, side_columns
 from bucketline.ingest.sources.byte_window import FileWindow
 
 if TYPE_CHECKING:
@@ -38,12 +38,8 @@ _COLUMNS = {"mask": "mask", "control_latents": "control/image"}
 MAX_VALUE_BYTES = 1 << 30
 
 
-def _is_here(source: Path) -> bool:
-    return any(_LATENTS.fullmatch(folder) and _DB in names for folder, names in cache.files_below(source))
-
-
 def _listed(request: cache.ListRequest) -> cache.CacheListing:
-    captions = None if request.captions is None else CaptionFolder(request)
+    captions = CaptionFolder(request, "the cache")
     found: list[tuple[str, str]] = []  # folder, model
     for folder, names in cache.files_below(request.source):
         if (match := _LATENTS.fullmatch(folder)) and _DB in names:
@@ -59,7 +55,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
     for place, image in zip(places, images, strict=True):
         sample_id = f"{place.folder}{place.number}" if image is None else ids[image]
         taken[sample_id] += 1
-        own, problem = (None, None) if captions is None else captions.of(sample_id)
+        own, problem = captions.of(sample_id)
         size = place.folder.split("/")[-3]
         entries.append(
             cache.CacheEntry(
@@ -82,7 +78,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
         entries=entries,
         variant=model,
         scaling=cache.Scaling.AS_FED,
-        captions_from="the cache" if captions is None else captions.told,
+        captions_from=captions.told,
         notes=notes,
     )
 
@@ -158,20 +154,17 @@ def _images(source: Path, places: Sequence[_Place]) -> Iterator[str | None]:
 
 def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     offset, length = (int(number) for number in entry.at)
-    found: Any = loaded(read_part(source, entry.path, offset, length), entry.path)
-    if not isinstance(found, dict):
-        raise cache.damaged(f"it holds a {type(found).__name__}, expected a dictionary")
+    found = loaded_dict(read_part(source, entry.path, offset, length), entry.path)
     captions = found.get("caption")
     captions = [captions] if isinstance(captions, str) else captions
     if not isinstance(captions, list) or not all(isinstance(text, str) for text in captions):
         raise cache.damaged(f"its caption is {captions!r:.80}, expected a list of texts")
-    columns = {role: found[name] for name, role in _COLUMNS.items() if isinstance(found.get(name), torch.Tensor)}
     return cache.Cached(
         latent=cache.squeezed(as_tensor(found, "latents")),
         geometry=cache.Geometry(),
         captions=tuple(captions),
-        columns={role: cache.squeezed(value, role) if role != "mask" else value for role, value in columns.items()},
+        columns=side_columns(found, _COLUMNS),
     )
 
 
-IMPORTER = cache.Importer(kind="diffusion-pipe", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="diffusion-pipe", is_here=cache.has_file(_DB, _LATENTS), listed=_listed, read=_read)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.row_groups import RowGroups, listed_rows
-from bucketline.ingest.importers.reading.text_layouts import tokens_of
+from bucketline.ingest.importers.reading.text_layouts import text_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +48,7 @@ def _is_here(source: Path) -> bool:
 
 
 def _listed(request: cache.ListRequest) -> cache.CacheListing:
-    captions = None if request.captions is None else CaptionFolder(request)
+    captions = CaptionFolder(request, "the column caption")
     entries: list[cache.CacheEntry] = []
     seen: Counter[str] = Counter()
     has_text = False
@@ -64,7 +65,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
                 seen[sample_id] += 1
                 has_text |= bool(row.get(f"{_TEXT}_shape"))
                 caption = str(row.get("caption") or "")
-                own, problem = ((caption,) if caption else (), None) if captions is None else captions.of(sample_id)
+                own, problem = captions.of(sample_id, in_cache=(caption,) if caption else ())
                 others = [what for name, what in _OTHERS.items() if row.get(name)]
                 entries.append(
                     cache.CacheEntry(
@@ -83,8 +84,8 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
         scaling=cache.Scaling.NONE,
         control_scaling=cache.Scaling.AS_FED,
         latents="mode",
-        family="transformers" if has_text and captions is None else None,
-        captions_from="the column caption" if captions is None else captions.told,
+        family="transformers" if has_text and request.captions is None else None,
+        captions_from=captions.told,
     )
 
 
@@ -95,8 +96,8 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
         raise cache.damaged("its vae_latent is empty")
     texts: tuple[cache.Text, ...] = ()
     if tokens is not None and entry.captions:
-        tokens = tokens_of(tokens.float())
-        texts = (cache.Text(caption=entry.captions[0], tokens=tokens[: _valid(tokens)]),)
+        text = text_of(entry.captions[0], tokens)
+        texts = (replace(text, tokens=text.tokens[: _valid(text.tokens)]),)
     return cache.Cached(
         latent=cache.squeezed(latent),
         geometry=cache.Geometry(),

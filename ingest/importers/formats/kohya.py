@@ -20,9 +20,8 @@ from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.npz import read_npz
 from bucketline.ingest.importers.reading.read_files import as_tensor
-from bucketline.ingest.importers.reading.text_layouts import flux_text, sd3_text, sdxl_text
+from bucketline.ingest.importers.reading.text_layouts import sd3_tokens, sdxl_tokens, text_of
 from bucketline.ingest.sources.local_files import open_file
-from bucketline.store.format.columns import POOLED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,10 +38,6 @@ _TEXT_FILE = re.compile(r".+_(te_outputs|(sd3|flux|lumina|hi|anima)_te)\.npz")
 _SCALED = ("flux", "lumina", "anima")
 _SEVERAL_SIZES = ("sd3", "flux", "lumina", "hi", "anima")
 _KEY = re.compile(r"latents((_\d+x\d+)?)\.npy")
-
-
-def _is_here(source: Path) -> bool:
-    return any(_NAME.fullmatch(name) for _, names in cache.files_below(source) for name in names)
 
 
 def _listed(request: cache.ListRequest) -> cache.CacheListing:
@@ -149,12 +144,12 @@ def _texts(source: Path, entry: cache.CacheEntry, variant: str) -> tuple[cache.T
         return as_tensor(arrays, name).float()
 
     if variant == "sdxl":
-        tokens, pooled = sdxl_text(own("hidden_state1"), own("hidden_state2"), own("pool2"))
+        tokens, pooled = sdxl_tokens(own("hidden_state1"), own("hidden_state2")), own("pool2")
     elif variant == "sd3":
-        tokens, pooled = sd3_text(own("lg_out"), own("t5_out"), own("lg_pooled"))
+        tokens, pooled = sd3_tokens(own("lg_out"), own("t5_out")), own("lg_pooled")
     else:
-        tokens, pooled = flux_text(own("t5_out"), own("l_pooled"))
-    return (cache.Text(caption=entry.captions[0], tokens=tokens, fixed={POOLED: pooled}, is_older=entry.is_text_older),)
+        tokens, pooled = own("t5_out"), own("l_pooled")
+    return (text_of(entry.captions[0], tokens, pooled, is_older=entry.is_text_older),)
 
 
-IMPORTER = cache.Importer(kind="kohya", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="kohya", is_here=cache.has_file(_NAME), listed=_listed, read=_read)

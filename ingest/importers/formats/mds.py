@@ -45,7 +45,7 @@ def _is_here(source: Path) -> bool:
 
 
 def _listed(request: cache.ListRequest) -> cache.CacheListing:
-    captions = None if request.captions is None else CaptionFolder(request)
+    captions = CaptionFolder(request, "the column caption")
     shards = list(listed_shards(request.source))
     columns = Counter[str]()
     for shard in shards:
@@ -73,7 +73,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
             sample_id = _named(request.source, shard.path, packed, (offset, length), of) or name
             seen[sample_id] += 1
             sample_id = sample_id if seen[sample_id] == 1 else f"{sample_id} ({name})"
-            own, problem = (None, None) if captions is None else captions.of(sample_id)
+            own, problem = captions.of(sample_id)
             entries.append(
                 cache.CacheEntry(
                     id=sample_id,
@@ -89,7 +89,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
         variant=variant,
         scaling=cache.Scaling.AS_FED,
         family="sd" if has_text else None,
-        captions_from="the column caption" if captions is None else captions.told,
+        captions_from=captions.told,
     )
 
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.read_files import read_safetensors
-from bucketline.ingest.importers.reading.text_layouts import flux_text, tokens_of
-from bucketline.store.format.columns import POOLED
+from bucketline.ingest.importers.reading.text_layouts import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,12 +51,8 @@ _FLUX2_TEXT = (
 )
 
 
-def _is_here(source: Path) -> bool:
-    return any(_IMAGE.fullmatch(name) for _, names in cache.files_below(source) for name in names)
-
-
 def _listed(request: cache.ListRequest) -> cache.CacheListing:
-    captions = None if request.captions is None else CaptionFolder(request)
+    captions = CaptionFolder(request, "caption1 of the text caches")
     found = [
         (folder, name, match, set(names))
         for folder, names in cache.files_below(request.source)
@@ -73,7 +68,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
             continue
         sample_id, part = folder + match["stem"], _VIDEO.fullmatch(match["stem"])
         text = f"{part['video'] if part else match['stem']}_{arch}_te.safetensors"
-        own, problem = (None, None) if captions is None else captions.of(sample_id, stem=sample_id)
+        own, problem = captions.of(sample_id, stem=sample_id)
         text_path = folder + text if text in names else None
         entries.append(
             cache.CacheEntry(
@@ -92,7 +87,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
         latents="mode" if arch in _MODE else "sample",
         family=_FAMILIES.get(arch) if has_text else None,
         text_refused=_FLUX2_TEXT if _SCALING[arch] is cache.Scaling.PACKED else None,
-        captions_from="caption1 of the text caches" if captions is None else captions.told,
+        captions_from=captions.told,
     )
 
 
@@ -145,11 +140,10 @@ def _texts(tensors: Mapping[str, Tensor], caption: str, arch: str) -> tuple[cach
     if not caption:
         return ()
     if arch == "fk":
-        tokens, pooled = flux_text(own("t5_vec"), own("clip_l_pooler"))
-        return (cache.Text(caption=caption, tokens=tokens, fixed={POOLED: pooled}),)
+        return (text_of(caption, own("t5_vec"), own("clip_l_pooler")),)
     if arch == "wan":
-        return (cache.Text(caption=caption, tokens=tokens_of(own("varlen_t5"))),)
+        return (text_of(caption, own("varlen_t5")),)
     return ()
 
 
-IMPORTER = cache.Importer(kind="musubi", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="musubi", is_here=cache.has_file(_IMAGE), listed=_listed, read=_read)

@@ -6,7 +6,7 @@ model is fed; sizes are width first, the crop is left and top. Source: `preproce
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +14,8 @@ from bucketline.errors import SourceError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.ids import ids_of_paths
-from bucketline.ingest.importers.reading.read_files import as_tensor, read_torch
-from bucketline.ingest.importers.reading.text_layouts import tokens_of
-from bucketline.store.format.columns import POOLED
+from bucketline.ingest.importers.reading.read_files import as_tensor, loaded_dict, read_whole
+from bucketline.ingest.importers.reading.text_layouts import text_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +36,7 @@ def _is_here(source: Path) -> bool:
 
 def _listed(request: cache.ListRequest) -> cache.CacheListing:
     source = request.source
-    captions = None if request.captions is None else CaptionFolder(request)
+    captions = CaptionFolder(request, "the cache")
     whole = cache.read_json(source / _METADATA)
     if not isinstance(whole, dict) or not isinstance(whole.get("shards"), list):
         raise SourceError(f"{source / _METADATA} does not list shards; name the folder that NeMo's preprocessing wrote")
@@ -52,7 +51,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
     ids = ids_of_paths([item["image_path"] for item in items])
     for item in items:
         sample_id = ids[item["image_path"]]
-        own, problem = (None, None) if captions is None else captions.of(sample_id)
+        own, problem = captions.of(sample_id)
         path = _relocated(source, item["cache_file"])
         entries.append(
             cache.CacheEntry(
@@ -70,7 +69,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
         scaling=cache.Scaling.AS_FED,
         family=_FAMILIES[known],
         has_crops=True,
-        captions_from="the cache" if captions is None else captions.told,
+        captions_from=captions.told,
         vae=str(whole.get("model_name", "")) or None,
     )
 
@@ -98,16 +97,13 @@ def _relocated(source: Path, path: str) -> str | None:
 
 
 def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
-    found: Any = read_torch(source, entry.path)
-    if not isinstance(found, dict):
-        raise cache.damaged(f"it holds a {type(found).__name__}, expected a dictionary")
+    found = loaded_dict(read_whole(source, entry.path), entry.path)
     width, height = cache.pair(found.get("original_resolution"), "original_resolution")
     left, top = cache.pair(found.get("crop_offset"), "crop_offset")
     caption = str(found.get("prompt") or "")
     texts: tuple[cache.Text, ...] = ()
     if caption and variant.startswith("flux") and isinstance(pooled := found.get("pooled_prompt_embeds"), torch.Tensor):
-        tokens = tokens_of(as_tensor(found, "prompt_embeds").float())
-        texts = (cache.Text(caption=caption, tokens=tokens, fixed={POOLED: pooled.float().reshape(-1)}),)
+        texts = (text_of(caption, as_tensor(found, "prompt_embeds"), pooled),)
     return cache.Cached(
         latent=cache.squeezed(as_tensor(found, "latent")),
         geometry=cache.Geometry(original=(height, width), crop=(top, left)),

@@ -12,15 +12,13 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.ids import ids_of_paths
-from bucketline.ingest.importers.reading.read_files import as_tensor, read_torch
+from bucketline.ingest.importers.reading.read_files import as_tensor, loaded_dict, read_torch, read_whole, side_columns
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,12 +30,8 @@ _AGGREGATE = "aggregate.pt"
 _COLUMNS = {"latent_mask": "mask", "latent_conditioning_image": "control/conditioning"}
 
 
-def _is_here(source: Path) -> bool:
-    return any(_VARIATION.fullmatch(folder) and _AGGREGATE in names for folder, names in cache.files_below(source))
-
-
 def _listed(request: cache.ListRequest) -> cache.CacheListing:
-    captions = None if request.captions is None else CaptionFolder(request)
+    captions = CaptionFolder(request, "nowhere, since the cache has none (--captions)")
     found: list[tuple[str, int, int, str]] = []  # folder, variation, number, image
     groups: dict[str, set[str]] = {}  # by image
     made_ns: Counter[str] = Counter()  # by group
@@ -69,7 +63,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
     ids = ids_of_paths(sorted({image for *_, image in found}))
     entries = []
     for folder, variation, number, image in found:
-        own, problem = ((), None) if captions is None else captions.of(ids[image])
+        own, problem = captions.of(ids[image], in_cache=())
         entries.append(
             cache.CacheEntry(
                 id=ids[image] if variation == 0 else f"{ids[image]}/variation-{variation}",
@@ -85,7 +79,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
         scaling=cache.Scaling.NONE,
         latents="mode",
         has_crops=True,
-        captions_from="nowhere, since the cache has none (--captions)" if captions is None else captions.told,
+        captions_from=captions.told,
         notes=notes,
     )
 
@@ -111,19 +105,16 @@ def _images(source: Path, folder: str) -> list[str] | None:
 
 
 def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
-    found = read_torch(source, entry.path)
-    if not isinstance(found, dict):
-        raise cache.damaged(f"it holds a {type(found).__name__}, expected a dictionary")
+    found = loaded_dict(read_whole(source, entry.path), entry.path)
     latent = cache.squeezed(as_tensor(found, "latent_image"))
     original, crop = (
         None if name not in found else cache.pair(found[name], name) for name in ("original_resolution", "crop_offset")
     )
-    columns = {role: found[name] for name, role in _COLUMNS.items() if isinstance(found.get(name), torch.Tensor)}
     return cache.Cached(
         latent=latent,
         geometry=cache.Geometry(original=original, crop=crop),
-        columns={role: cache.squeezed(value, role) if role != "mask" else value for role, value in columns.items()},
+        columns=side_columns(found, _COLUMNS),
     )
 
 
-IMPORTER = cache.Importer(kind="onetrainer", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="onetrainer", is_here=cache.has_file(_AGGREGATE, _VARIATION), listed=_listed, read=_read)

@@ -20,8 +20,7 @@ from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.ids import ids_of_paths
 from bucketline.ingest.importers.reading.read_files import read_torch
-from bucketline.ingest.importers.reading.text_layouts import tokens_of
-from bucketline.store.format.columns import POOLED
+from bucketline.ingest.importers.reading.text_layouts import text_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,10 +45,6 @@ _MODELS: dict[str, str | None] = {
     "wan": None,
 }
 _FIELDS = ("original_size", "target_size", "intermediary_size")
-
-
-def _is_here(source: Path) -> bool:
-    return any(_METADATA.fullmatch(name) for _, names in cache.files_below(source) for name in names)
 
 
 def _listed(request: cache.ListRequest) -> cache.CacheListing:
@@ -77,7 +72,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
     for path, fields in metadata.items():
         found, why = _file(path, latents)
         own, problem = captions.of(ids[path])
-        text = next((texts[name] for caption in own[:1] if (name := _text_name(caption, model)) in texts), None)
+        text = next((texts[name] for caption in (own or ())[:1] if (name := _text_name(caption, model)) in texts), None)
         entries.append(
             cache.CacheEntry(
                 id=ids[path],
@@ -189,12 +184,10 @@ def _texts(source: Path, entry: cache.CacheEntry, model: str) -> tuple[cache.Tex
     tokens = found.get("prompt_embeds") if isinstance(found, dict) else None
     if not isinstance(tokens, torch.Tensor):
         raise cache.damaged(f"{entry.text_path} has no prompt_embeds")
-    fixed = {}
-    if _MODELS[model] in ("sdxl", "sd3", "flux"):
-        if not isinstance(pooled := found.get("pooled_prompt_embeds"), torch.Tensor):
-            raise cache.damaged(f"{entry.text_path} has no pooled_prompt_embeds")
-        fixed = {POOLED: pooled.float().reshape(-1)}
-    return (cache.Text(caption=entry.captions[0], tokens=tokens_of(tokens.float()), fixed=fixed),)
+    pooled = found.get("pooled_prompt_embeds") if _MODELS[model] in ("sdxl", "sd3", "flux") else tokens
+    if not isinstance(pooled, torch.Tensor):
+        raise cache.damaged(f"{entry.text_path} has no pooled_prompt_embeds")
+    return (text_of(entry.captions[0], tokens, None if pooled is tokens else pooled),)
 
 
-IMPORTER = cache.Importer(kind="simpletuner", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="simpletuner", is_here=cache.has_file(_METADATA), listed=_listed, read=_read)

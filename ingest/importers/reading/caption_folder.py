@@ -1,4 +1,4 @@
-"""Captions of a cache that does not have them: caption files in a folder of the user's, by the sample's name."""
+"""Captions of a cache's samples: its own, or caption files in a folder of the user's, by the sample's name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ if TYPE_CHECKING:
 
 
 class CaptionFolder:
-    """The caption files below a folder."""
+    """The caption files below a folder, or the captions that a cache has itself."""
 
-    def __init__(self, request: ListRequest) -> None:
-        """List the folder that the user names, else the source.
+    def __init__(self, request: ListRequest, in_cache: str | None = None) -> None:
+        """List the folder that the user names; without one, use those `in_cache`, or list the source if there are none.
 
         Raises:
             SourceError: if it is not a folder or cannot be read.
         """
+        self._files: CaptionFiles | None = None
+        if request.captions is None and in_cache is not None:
+            self.told = in_cache
+            return
         folder = request.captions or request.source
         self.told = "files of the source" if request.captions is None else "--captions"
         if not folder.is_dir():
@@ -36,13 +40,22 @@ class CaptionFolder:
                 if extension in EXTENSIONS:
                     self._files.add(inside + name, extension)
 
-    def of(self, sample_id: str, *, stem: str | None = None) -> tuple[tuple[str, ...], str | None]:
-        """Return a sample's captions, and why they cannot be used if they cannot; `stem`: the id without extension."""
+    def of(
+        self, sample_id: str, *, stem: str | None = None, in_cache: tuple[str, ...] | None = None
+    ) -> tuple[tuple[str, ...] | None, str | None]:
+        """Return a sample's captions, and why they cannot be used if they cannot; `stem`: the id without extension.
+
+        `in_cache`: those that the cache lists, if it lists them and is used.
+        """
+        if self._files is None:
+            return in_cache, None
         (captions, problem), _ = self._files.find(_name(sample_id, stem))
         return captions, problem
 
     def is_newer(self, sample_id: str, path: Path, *, stem: str | None = None) -> bool:
         """Return True if one of a sample's caption files is newer than this file."""
+        if self._files is None:
+            return False
         try:
             made_ns = path.stat().st_mtime_ns
             own = self._files.candidates(_name(sample_id, stem))

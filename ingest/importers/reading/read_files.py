@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import damaged, odd_files_rejected
+from bucketline.ingest.importers.cache import damaged, odd_files_rejected, squeezed
 from bucketline.ingest.importers.reading.zip_members import stored_members
 from bucketline.ingest.sources.local_files import _opened, open_file, read_small_file, refuse_too_large
 from bucketline.ingest.sources.source import MAX_FILE_BYTES
@@ -49,6 +49,14 @@ def read_torch(source: Path, path: str) -> Any:  # noqa: ANN401 - tensors in wha
         RejectedError: if it cannot be read, is damaged, or needs more than tensors and plain containers.
     """
     return loaded(read_whole(source, path), path)
+
+
+def loaded_dict(data: bytes, what: str) -> dict[str, Any]:
+    """Return the dictionary that `torch.save` wrote into `data`; as `read_torch`."""
+    found = loaded(data, what)
+    if not isinstance(found, dict):
+        raise damaged(f"{what} holds a {type(found).__name__}, expected a dictionary")
+    return found
 
 
 def loaded(data: bytes, what: str) -> Any:  # noqa: ANN401 - as above
@@ -166,6 +174,19 @@ def as_tensor(values: Mapping[str, Any], name: str) -> Tensor:
         except (TypeError, ValueError):  # text, other byte orders, long doubles
             raise damaged(f"its {name} is {value.dtype} {list(value.shape)}, expected an array of numbers") from None
     raise damaged(f"it has no array {name!r}, only {', '.join(sorted(map(str, values)))[:200] or 'nothing'}")
+
+
+def side_columns(found: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return what a file has next to the latent by role; `roles` are those of the file's names.
+
+    Raises:
+        RejectedError: if one is not a mask, and not like a latent.
+    """
+    return {
+        role: found[name] if role == "mask" else squeezed(found[name], role)
+        for name, role in roles.items()
+        if isinstance(found.get(name), torch.Tensor)
+    }
 
 
 def open_of_any_size(source: Path, path: str) -> io.BufferedReader:

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import torch
 
-from bucketline.ingest.importers.cache import damaged
+from bucketline.ingest.importers.cache import Text, damaged
+from bucketline.store.format.columns import POOLED
 
 
-def sdxl_text(first: torch.Tensor, second: torch.Tensor, pooled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return SDXL's tokens, both CLIPs' [T, D] and [T, D'] next to each other, and its pooled embedding.
+def text_of(caption: str, tokens: torch.Tensor, pooled: torch.Tensor | None = None, *, is_older: bool = False) -> Text:
+    """Return a caption's embedding: its tokens [T, D], without a batch dimension of 1, and what is pooled of it.
+
+    Raises:
+        RejectedError: if the tokens are anything else.
+    """
+    fixed = {} if pooled is None else {POOLED: pooled.float().reshape(-1)}
+    return Text(caption=caption, tokens=_flat(tokens.float(), "text encoder"), fixed=fixed, is_older=is_older)
+
+
+def sdxl_tokens(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return SDXL's tokens: both CLIPs' [T, D] and [T, D'] next to each other.
 
     Raises:
         RejectedError: if they do not go together.
@@ -19,11 +30,11 @@ def sdxl_text(first: torch.Tensor, second: torch.Tensor, pooled: torch.Tensor) -
     first, second = _flat(first, "first CLIP"), _flat(second, "second CLIP")
     if first.shape[0] != second.shape[0]:
         raise damaged(f"its CLIPs have {first.shape[0]} and {second.shape[0]} tokens, expected as many")
-    return torch.cat([first, second], dim=1), pooled.reshape(-1)
+    return torch.cat([first, second], dim=1)
 
 
-def sd3_text(clips: torch.Tensor, t5: torch.Tensor, pooled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return SD3's tokens, both CLIPs' padded to the T5's width [T, D], then the T5's [T', D], and its pooled embedding.
+def sd3_tokens(clips: torch.Tensor, t5: torch.Tensor) -> torch.Tensor:
+    """Return SD3's tokens: both CLIPs' padded to the T5's width [T, D], then the T5's [T', D].
 
     Raises:
         RejectedError: if they do not go together.
@@ -32,12 +43,7 @@ def sd3_text(clips: torch.Tensor, t5: torch.Tensor, pooled: torch.Tensor) -> tup
     if clips.shape[1] > t5.shape[1]:
         raise damaged(f"its CLIPs' tokens have the width {clips.shape[1]}, the T5's {t5.shape[1]}")
     padded = torch.nn.functional.pad(clips, (0, t5.shape[1] - clips.shape[1]))
-    return torch.cat([padded, t5], dim=0), pooled.reshape(-1)
-
-
-def flux_text(t5: torch.Tensor, pooled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Flux's tokens, the T5's [T, D], and its pooled embedding."""
-    return _flat(t5, "T5"), pooled.reshape(-1)
+    return torch.cat([padded, t5], dim=0)
 
 
 def _flat(tokens: torch.Tensor, what: str) -> torch.Tensor:
@@ -46,12 +52,3 @@ def _flat(tokens: torch.Tensor, what: str) -> torch.Tensor:
     if tokens.ndim != 2:
         raise damaged(f"the tokens of its {what} are {list(tokens.shape)}, expected [T, D]")
     return tokens
-
-
-def tokens_of(tokens: torch.Tensor) -> torch.Tensor:
-    """Return a caption's tokens [T, D], without a batch dimension of 1.
-
-    Raises:
-        RejectedError: if they are anything else.
-    """
-    return _flat(tokens, "text encoder")
