@@ -16,11 +16,13 @@ from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_
 from bucketline.ingest.rules import Check, Phases, SplitBy, prune_limit, reject_limit
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources.source import caption_rest
 from bucketline.store.commands.place import ChangingArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
 
 if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid
+    from bucketline.ingest.sources.source import Listing, Source
 
 
 Dtype = Literal["F16", "BF16", "F32"]
@@ -102,6 +104,12 @@ class SourceArguments(SourceOptions):
             keep_tokens=self.keep_tokens,
             shuffle_seed=self.shuffle_seed,
         )
+
+    def listing_of(self, source: Source) -> Listing:
+        """Return the listing of a source, with the captions that are stored."""
+        listing = source.listing()
+        caption_rest(listing, self.default_caption)
+        return self.caption_rules.applied(listing)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,17 +15,14 @@ from bucketline.ingest.encoders.vae import refuse_latents
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.listing_diff import NAMED_IDS, drops, not_in_source
+from bucketline.ingest.look import look_at, look_limits
 from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.packing.prepare import opened_source, rules_of
 from bucketline.ingest.packing.target import newest_store
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.model.encoder_facts import NOT_COMPARED, facts_without_weights
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.pipeline.packed_index import PackedIndex
-from bucketline.ingest.progress import counting_progress
-from bucketline.ingest.sources.read_ahead import num_header_threads
-from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import RunSummary, by_reason
 from bucketline.store import Store
 from bucketline.store.format.columns import LatentKind
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.sources.source import SourceItem
-
-_AHEAD_BYTES = 256 << 20  # of file contents, if they come from a stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +80,7 @@ def dry_run(config: PackConfig) -> DryRun:
     text_family_of(model, is_plain=config.text is not None)  # refuses a model whose captions a pack could not encode
     grid = model_grid(config.grid, model, downscale)
     store = _store(config, model, grid, existing)
-    listing = source.listing()
-    caption_rest(listing, config.default_caption)
-    outline, (items,) = take_apart(config.caption_rules.applied(listing), 1)
+    outline, (items,) = take_apart(config.listing_of(source), 1)
     reader = ImageReader(source, store, PackedIndex(store), config, grid)
     account, changes, buckets = RunSummary(), Counter[Change](), Counter[str]()
 
@@ -98,21 +91,12 @@ def dry_run(config: PackConfig) -> DryRun:
         size = reader.placed(item, compared).bucket
         return compared.change, bucket_name(compared.split, size.height_px, size.width_px)
 
-    num_threads = config.decode_threads or num_header_threads(source)
-    room = WorkLimits(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=_AHEAD_BYTES)
-    with (
-        counting_progress("compare", len(items)) as on_image,
-        OrderedPool(source.in_turn(items), look, lambda item: len(item.held or b""), room) as ahead,
-    ):
-        for item, future in ahead.results(lambda: None):
-            try:
-                change, bucket = future.result()
-            except RejectedError as error:
-                account.reject(item.id, error, is_stored=reader.has(item.id))
-            else:
-                changes[change] += 1
-                buckets.update([bucket] if bucket is not None else [])
-            on_image()
+    for item, found in look_at("compare", source, items, look, look_limits(source, config.decode_threads)):
+        if isinstance(found, RejectedError):
+            account.reject(item.id, found, is_stored=reader.has(item.id))
+        else:
+            changes[found[0]] += 1
+            buckets.update([found[1]] if found[1] is not None else [])
     dropping = drops(config, store, outline, account)
     return DryRun(
         found=outline.num_items,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,17 +11,14 @@ from bucketline.files.redact import redacted
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.bucket_grid import Grid, parse_grid
 from bucketline.ingest.images.crop import Framing, crop_limit, upscale_limit
-from bucketline.ingest.images.crop_loss import CropLoss, crop_losses_as_json, note_crop_loss
+from bucketline.ingest.images.crop_loss import crop_losses_as_json
 from bucketline.ingest.images.decode import decode_image, placed_by_header
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.look import look_at, look_limits
 from bucketline.ingest.pipeline.image_reader import record_of
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
-from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.rules import split_of
 from bucketline.ingest.sources.open_source import open_source
-from bucketline.ingest.sources.read_ahead import num_header_threads
-from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.ingest.text_cost import TextCost, text_cost
 from bucketline.store.format.block import Column, fixed_columns
@@ -32,7 +28,7 @@ from bucketline.store.format.sample_record import encode_record
 from bucketline.store.format.schema import bucket_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from bucketline.ingest.config import ScanConfig
     from bucketline.ingest.encoders.text.token_statistics import CaptionLengths
@@ -114,6 +110,7 @@ class _Seen:
     item: SourceItem
     stamp: Stamp
     placement: Placement
+    bucket: str
 
 
 def scan(config: ScanConfig) -> ScanReport:
@@ -151,21 +148,24 @@ def scan_source(config: ScanConfig, num_sources: int = 1) -> tuple[ScanReport, l
         max_crop=crop_limit(config.max_crop),
         min_size_px=config.min_size_px,
     )
-    listing = source.listing()
-    caption_rest(listing, config.default_caption)
-    config.caption_rules.applied(listing)
+    listing = config.listing_of(source)
     seen: list[_Seen] = []
     too_cropped: list[tuple[str, Placement]] = []
     account = RunSummary()
-    with counting_progress("scan", len(listing.items)) as on_image:
-        for item, outcome in _looked_at(config, source, listing, framing, shape.lengths):
-            if isinstance(outcome, RejectedError):
-                account.reject(item.id, outcome)
-                if outcome.placement is not None:
-                    too_cropped.append((item.id, outcome.placement))
-            else:
-                seen.append(outcome)
-            on_image()
+
+    def look(item: SourceItem) -> _Seen:
+        found = _look(config, source, item, framing)
+        _refuse_captions(shape.lengths, item.captions[: config.max_captions])
+        return found
+
+    for item, found in look_at("scan", source, listing.items, look, look_limits(source, config.decode_threads)):
+        if isinstance(found, RejectedError):
+            account.reject(item.id, found)
+            if found.placement is not None:
+                too_cropped.append((item.id, found.placement))
+        else:
+            account.count_packed(item.id, item.captions, found.placement, found.bucket, config.max_captions)
+            seen.append(found)
     report = _report(config, shape, listing, seen, account, started)
     if config.output is None:
         return report, []
@@ -185,13 +185,13 @@ def _sheet(
 
     images = {TOO_CROPPED: [Cropped(id=one, placement=placed) for one, placed in too_cropped]} if too_cropped else {}
     for image in seen:
-        images.setdefault(_bucket(config, image), []).append(Cropped(id=image.item.id, placement=image.placement))
+        images.setdefault(image.bucket, []).append(Cropped(id=image.item.id, placement=image.placement))
     about = f"{counted(report.found, 'image')}, {len(report.rejects)} rejected. Grid {report.grid}, crop: {config.crop.value}"
     if config.max_crop < 1.0:
         about += f"; an image that would lose more than {100 * config.max_crop:.1f} % of its area is rejected (--max-crop)"
     about += f". {LEGEND} Sizes are height x width. Each bucket shows the images that lose most, largest loss first. "
     about += "Very narrow images are drawn wider than they are."
-    table, sections = crop_sections(*place, images, _room(config, place[0]), num_sources)
+    table, sections = crop_sections(*place, images, look_limits(place[0], config.decode_threads), num_sources)
     return [
         Section(anchor="source", title=redacted(config.source), note=about, body=table),
         *sections,
@@ -223,29 +223,6 @@ def _shape(config: ScanConfig) -> _Shape:
     return _Shape(grid=grid, downscale=downscale, latent_channels=stored * channels, lengths=lengths)
 
 
-def _looked_at(
-    config: ScanConfig, source: Source, listing: Listing, framing: Framing, lengths: CaptionLengths | None
-) -> Iterator[tuple[SourceItem, _Seen | RejectedError]]:
-    """Scan the images in threads; yield them in order."""
-
-    def look(item: SourceItem) -> _Seen | RejectedError:
-        try:
-            found = _look(config, source, item, framing)
-            _refuse_captions(lengths, item.captions[: config.max_captions])
-        except RejectedError as error:
-            return error
-        return found
-
-    with OrderedPool(source.in_turn(listing.items), look, lambda _: 0, _room(config, source)) as ahead:
-        for item, future in ahead.results(lambda: None):
-            yield item, future.result()
-
-
-def _room(config: ScanConfig, source: Source) -> WorkLimits:
-    num_threads = config.decode_threads or num_header_threads(source)
-    return WorkLimits(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=0)
-
-
 def _look(config: ScanConfig, source: Source, item: SourceItem, framing: Framing) -> _Seen:
     stamp = source.stamp(item)
     if config.full:
@@ -256,7 +233,9 @@ def _look(config: ScanConfig, source: Source, item: SourceItem, framing: Framing
         with source.opened(item) as file:
             _refuse_bad_captions(item)
             placement = placed_by_header(file, framing, item.id)
-    return _Seen(item=replace(item, held=None), stamp=stamp, placement=placement)
+    size, split = placement.bucket, split_of(item, config.val_fraction, config.split_by)
+    bucket = bucket_name(split, size.height_px, size.width_px)
+    return _Seen(item=replace(item, held=None), stamp=stamp, placement=placement, bucket=bucket)
 
 
 def _refuse_bad_captions(item: SourceItem) -> None:
@@ -274,7 +253,7 @@ def _report(
     config: ScanConfig, shape: _Shape, listing: Listing, seen: list[_Seen], account: RunSummary, started: float
 ) -> ScanReport:
     sizes = sorted((image.placement.source for image in seen), key=lambda size: (size[0] * size[1], size))
-    buckets = _buckets(config, seen)
+    buckets = _buckets(account)
     kept = (text for image in seen for text in image.item.captions[: config.max_captions])
     texts = list(dict.fromkeys(("", *kept)))  # every store has the empty caption
     known = shape.lengths
@@ -291,13 +270,13 @@ def _report(
         largest=sizes[-1] if sizes else None,
         grid=shape.grid.name,
         buckets=buckets,
-        enlarged=sum(image.placement.enlarged for image in seen),
-        crop_loss=crop_losses_as_json(_crop_losses(config, seen)),
+        enlarged=account.enlarged,
+        crop_loss=crop_losses_as_json(account.crop_losses),
         rejected=len(account.rejects),
         rejected_by_reason=by_reason(account),
         rejects=sorted(account.rejects, key=lambda reject: reject.id),
         is_full=config.full,
-        without_caption=sum(not image.item.captions for image in seen),
+        without_caption=account.without_caption,
         without_caption_ids=[image.item.id for image in seen if not image.item.captions],
         captions_from=dict(listing.captions_from.most_common()),
         notes=listing.notes,
@@ -308,7 +287,7 @@ def _report(
         max_tokens=None if known is None else known.max_tokens,
         captions_too_long=None if known is None else len(too_long),
         captions_too_long_texts=too_long[:_NAMED],
-        captions_beyond=[image.item.id for image in seen if len(image.item.captions) > config.max_captions],
+        captions_beyond=account.captions_beyond,
         captions_without_image=listing.orphans,
         passed_over=listing.passed_over,
         text_bytes=text_bytes,
@@ -326,31 +305,14 @@ def _example_captions(config: ScanConfig, seen: list[_Seen]) -> dict[str, list[s
     return {item.id: list(item.captions[: config.max_captions])}
 
 
-def _buckets(config: ScanConfig, seen: list[_Seen]) -> list[ScannedBucket]:
-    counts: Counter[tuple[str, int, int]] = Counter()
-    for image in seen:
-        size = image.placement.bucket
-        counts[_split(config, image), size.height_px, size.width_px] += 1
-    return [
-        ScannedBucket(name=bucket_name(split, height, width), height_px=height, width_px=width, split=split, samples=count)
-        for (split, height, width), count in sorted(counts.items())
-    ]
-
-
-def _crop_losses(config: ScanConfig, seen: list[_Seen]) -> dict[str, CropLoss]:
-    losses: dict[str, CropLoss] = {}
-    for image in seen:
-        note_crop_loss(losses, _bucket(config, image), image.placement.cropped_away)
-    return losses
-
-
-def _bucket(config: ScanConfig, image: _Seen) -> str:
-    size = image.placement.bucket
-    return bucket_name(_split(config, image), size.height_px, size.width_px)
-
-
-def _split(config: ScanConfig, image: _Seen) -> str:
-    return split_of(image.item, config.val_fraction, config.split_by)
+def _buckets(account: RunSummary) -> list[ScannedBucket]:
+    """Return the buckets by split, height and width."""
+    found = []
+    for name, count in account.buckets.items():
+        split, _, size = name.partition("/")
+        height, width = map(int, size.split("x"))
+        found.append(ScannedBucket(name=name, height_px=height, width_px=width, split=split, samples=count))
+    return sorted(found, key=lambda bucket: (bucket.split, bucket.height_px, bucket.width_px))
 
 
 def _measured(lengths: CaptionLengths | None, texts: list[str]) -> list[CaptionLength]:
@@ -383,7 +345,8 @@ def _record_bytes(config: ScanConfig, seen: list[_Seen]) -> int:
     """Return the size of the sample records in bytes; exact except for row numbers, whose encoded length varies."""
     total = 0
     for row, image in enumerate(seen):
+        split = image.bucket.partition("/")[0]
         caption_rows = (row,) * min(len(image.item.captions) or 1, config.max_captions)
-        record = record_of(image.item, image.placement, image.stamp, _split(config, image), bytes(DIGEST_BYTES), caption_rows)
+        record = record_of(image.item, image.placement, image.stamp, split, bytes(DIGEST_BYTES), caption_rows)
         total += len(encode_record(replace(record, row=row)))
     return total

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from bucketline.errors import AccountError
-from bucketline.ingest.images.crop_loss import CropLoss, add_crop_losses
+from bucketline.ingest.images.crop_loss import CropLoss, add_crop_losses, note_crop_loss
 from bucketline.typed_json import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from bucketline.ingest.encoders.text_columns import Cut
+    from bucketline.ingest.images.geometry import Placement
     from bucketline.ingest.images.rejects import RejectedError
 
 WITHOUT_CAPTION = "without_caption.jsonl"
@@ -53,7 +54,7 @@ class RunSummary:
     without_caption: int = 0  # packed with the empty caption
     enlarged: int = 0  # packed images that were enlarged to fill their bucket
     crop_losses: dict[str, CropLoss] = field(default_factory=dict)  # by bucket
-    buckets: dict[str, int] = field(default_factory=dict)  # of images that are imported, or would be packed
+    buckets: dict[str, int] = field(default_factory=dict)  # packed images
     left_out: dict[str, int] = field(default_factory=dict)  # what imported samples have that a store does not take
     captions_beyond: list[str] = field(default_factory=list)  # ids with more captions than a row holds
     captions_truncated: int = 0  # captions longer than the text encoder's limit
@@ -65,6 +66,16 @@ class RunSummary:
     stage_seconds: dict[str, float] = field(default_factory=dict)  # see `StageTimer`
     has_encoded: bool = False  # an encoder was needed, and compared with the store's
     on_shared_cores: bool = False  # the encoders ran on the CPU
+
+    def count_packed(self, sample_id: str, captions: Sequence[str], placed: Placement, bucket: str, max_captions: int) -> None:
+        """Count an image that is packed, or would be."""
+        self.packed += 1
+        self.without_caption += not captions
+        self.enlarged += placed.enlarged
+        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+        note_crop_loss(self.crop_losses, bucket, placed.cropped_away)
+        if len(captions) > max_captions:
+            self.captions_beyond.append(sample_id)
 
     def note_cuts(self, sample_id: str, cuts: Iterable[Cut]) -> None:
         """Record which encoders cut a caption of a packed image."""

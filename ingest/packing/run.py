@@ -11,7 +11,6 @@ from bucketline.ingest.packing.prepare import opened_source, prepare
 from bucketline.ingest.packing.target import folder_of, newest_whole
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.slice_worker import PackPlan
-from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json
 from bucketline.ingest.summary import MAX_LONG_CAPTIONS, check_identity, joined_summaries
 from bucketline.store.sync.parts import lists_of
@@ -62,9 +61,8 @@ class PackRun:
         held.enter_context(target.held())
         source = opened_source(config)
         newest_whole(folder_of(config))
-        listing = source.listing()
-        caption_rest(listing, config.default_caption)
-        outline, slices = take_apart(config.caption_rules.applied(listing), num_slices(source, listing))
+        listing = config.listing_of(source)
+        outline, slices = take_apart(listing, num_slices(source, listing))
         return cls(
             config=config,
             target=target,

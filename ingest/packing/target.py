@@ -87,7 +87,7 @@ class PackTarget:
         return nullcontext() if self._working is None else self._working.held()
 
     def newest(self, *, is_held: bool) -> Store | None:
-        """Return the newest generation of the store, by what `held` has made of the folder if it `is_held`; None if there is none.
+        """Return the newest generation of the store, from the folder if that `is_held`; None if there is none.
 
         Raises:
             StoreError: as `newest_store`.

@@ -12,7 +12,6 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import SourceError
-from bucketline.ingest.images.crop_loss import note_crop_loss
 from bucketline.ingest.images.decode import Decoded
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.captions import FreshCaptions
@@ -299,15 +298,10 @@ class SlicePacker:
         record = record_of(item, place, image.stamp, image.split, image.content)
         batch.rows.append(EncodedRow(record=record, latents=latents, captions=digests))
         self._shard.num_bytes += record.text_bytes
-        self.account.packed += 1
+        self.account.count_packed(item.id, item.captions, place, batch.spec.bucket, self._config.max_captions)
         self.account.latents_kept += not isinstance(image.image, Decoded)
-        self.account.without_caption += not item.captions
-        self.account.enlarged += place.enlarged
         for digest in digests:
             self.account.note_cuts(item.id, self._shard.cuts.get(digest, ()))
-        note_crop_loss(self.account.crop_losses, batch.spec.bucket, place.cropped_away)
-        if len(item.captions) > self._config.max_captions:
-            self.account.captions_beyond.append(item.id)
 
     def _kept(self, item: SourceItem) -> tuple[str, ...]:
         return item.captions[: self._config.max_captions]

@@ -17,7 +17,6 @@ from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.sheet.crops import LEGEND, crop_card, refuse_sheet
 from bucketline.ingest.sheet.source_images import THUMBNAIL_PX
 from bucketline.ingest.sources.open_source import open_source
-from bucketline.ingest.sources.source import caption_rest
 from bucketline.pages.page import Card, Section, document, parts
 from bucketline.store.format.hashing import draw
 
@@ -69,9 +68,7 @@ def source_sheet(place: str, arguments: SourceArguments, options: SheetOptions, 
         max_crop=crop_limit(DEFAULT_MAX_CROP),
         min_size_px=options.min_size_px,
     )
-    listing = source.listing()
-    caption_rest(listing, arguments.default_caption)
-    arguments.caption_rules.applied(listing)
+    listing = arguments.listing_of(source)
     drawn = {item.id for item in heapq.nsmallest(options.samples, listing.items, key=lambda item: draw(item.id, "page"))}
     groups: dict[str, list[Card]] = {}
     for item in source.in_turn([item for item in listing.items if item.id in drawn]):

@@ -18,7 +18,7 @@ from bucketline.command_line import counted
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
-from bucketline.ingest.importers.reading.read_files import as_tensor, read_metadata, read_safetensors, side_columns
+from bucketline.ingest.importers.reading.read_files import as_tensor, read_metadata, read_safetensors, values_by_role
 from bucketline.ingest.importers.reading.text_layouts import text_of
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
         latent=cache.squeezed(as_tensor(tensors, "latent")),
         geometry=cache.Geometry(resized=cache.pair(entry.at[:2], "scaled size"), crop=cache.pair(entry.at[2:], "crop")),
         texts=_texts(source, entry, variant),
-        columns=side_columns(tensors, {"first_frame_latent": "control/first_frame"}),
+        columns=values_by_role(tensors, {"first_frame_latent": "control/first_frame"}),
         leaves_out="audio_latent" if "audio_latent" in tensors else None,
     )
 

@@ -23,7 +23,7 @@ from bucketline.errors import SourceError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.ids import ids_of_paths
-from bucketline.ingest.importers.reading.read_files import as_tensor, loaded_dict, open_of_any_size, read_part, side_columns
+from bucketline.ingest.importers.reading.read_files import as_tensor, loaded_dict, open_of_any_size, read_part, values_by_role
 from bucketline.ingest.sources.byte_window import FileWindow
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
         latent=cache.squeezed(as_tensor(found, "latents")),
         geometry=cache.Geometry(),
         captions=tuple(captions),
-        columns=side_columns(found, _COLUMNS),
+        columns=values_by_role(found, _COLUMNS),
     )
 
 

@@ -18,7 +18,7 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.ids import ids_of_paths
-from bucketline.ingest.importers.reading.read_files import as_tensor, loaded_dict, read_torch, read_whole, side_columns
+from bucketline.ingest.importers.reading.read_files import as_tensor, loaded_dict, read_torch, read_whole, values_by_role
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,7 +113,7 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     return cache.Cached(
         latent=latent,
         geometry=cache.Geometry(original=original, crop=crop),
-        columns=side_columns(found, _COLUMNS),
+        columns=values_by_role(found, _COLUMNS),
     )
 
 

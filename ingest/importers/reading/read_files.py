@@ -176,7 +176,7 @@ def as_tensor(values: Mapping[str, Any], name: str) -> Tensor:
     raise damaged(f"it has no array {name!r}, only {', '.join(sorted(map(str, values)))[:200] or 'nothing'}")
 
 
-def side_columns(found: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Tensor]:
+def values_by_role(found: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Tensor]:
     """Return what a file has next to the latent by role; `roles` are those of the file's names.
 
     Raises:
