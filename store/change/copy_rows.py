@@ -2,27 +2,33 @@
 
 A new shard has rows of the same added columns, whose values go to new files next to it.
 
-Rows are read a block at a time, located by the extents; every row and caption is verified against its checksum.
+Rows are read a block at a time, located by the extents. Every row, record and caption is verified: the first that does not
+check is an error, or its row is left out, as in a repair.
 """
 
 from __future__ import annotations
 
+import errno
 import secrets
 from array import array
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from bucketline.errors import CorruptError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.store.change.copied_values import CopiedValues
 from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, bad_rows
 from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
-from bucketline.store.format.sample_record import MAX_RECORD_BYTES, decode_record, encode_record
+from bucketline.store.format.sample_record import MAX_RECORD_BYTES, encode_record
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
 from bucketline.store.read.blocks import read_block
+from bucketline.store.read.iter_samples import live_positions
 from bucketline.store.read.ragged_entries import caption_entries, row_entries
-from bucketline.store.shard.reader import SealedShard, keys_of
+from bucketline.store.read.verified_sample import compare_with_record
+from bucketline.store.shard.reader import SealedShard
 from bucketline.store.write.column_shard import write_column_shard
 from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.shard_writer import ShardWriter
@@ -34,26 +40,93 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.format.text_block import Entry
+    from bucketline.store.format.text_error import TextError
     from bucketline.store.read.store import Store
+    from bucketline.store.shard.reader import IndexEntry
 
+    Columns = Mapping[str, NDArray[Any]]  # of a block, `[K, …]` each, or of one of its rows
+
+T = TypeVar("T")
 _RECREATED = (CHECKSUM, CAPTIONS, ORIGINAL_SIZE, CROP, ID)  # columns that the writer creates itself
+
+
+@dataclass(slots=True)
+class LeftOut:
+    """The live rows that did not check, and were not copied."""
+
+    rows: int = 0
+    ids: list[str] = field(default_factory=list)  # of those whose records can be read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """A block of rows as it was read, or why it cannot be."""
+
+    spec: BlockSpec
+    first_row: int
+    columns: Columns | StoreError
+    bad: frozenset[int] = frozenset()  # rows whose bytes do not match their checksum, numbered within the block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CheckedRow:
+    """A row that checks, and the writer that it goes to."""
+
+    writer: ShardWriter | _Unwritten
+    values: Columns
+    record: SampleRecord
+    captions: list[bytes]  # digests
+    new: dict[bytes, dict[str, Entry]]  # the captions that the writer does not have yet: their entries, by group
+    entries: dict[str, Entry | None]
+
+
+class _Unwritten:
+    """Takes the place of a shard's writer where nothing is to be written, only checked."""
+
+    def __init__(self) -> None:
+        self._captions = set[bytes]()
+
+    def has_caption(self, digest: bytes) -> bool:
+        return digest in self._captions
+
+    def add_caption(self, entries: Mapping[str, Entry]) -> None:
+        self._captions.add(entries[TEXT_GROUP].digest)
+
+    def add(self, **row: object) -> None:
+        """Forget the row."""
+
+    def note_error(self, error: TextError | None) -> None:
+        """Forget the error of quantised captions."""
+
+    def close(self) -> None:
+        """Close nothing."""
 
 
 class RowCopier:
     """Fills new shards with the live rows of a store's shards, in the given order. An exception in `with` discards them."""
 
     def __init__(
-        self, store: Store, generation: int, on_bytes: Callable[[int], None] = lambda _: None, path: Path | None = None
+        self,
+        store: Store,
+        generation: int,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        path: Path | None = None,
+        *,
+        writes: bool = True,
     ) -> None:
         """Read and write nothing yet. The shards' names are unique; `on_bytes` takes the row bytes copied.
 
-        `path` is the folder of the new shards, laid out as a store; by default the store's.
+        `path` is the folder of the new shards, laid out as a store; by default the store's. Without `writes`, only check.
         """
-        self._store, self._on_bytes, self._path = store, on_bytes, path or store.path
+        self._store, self._on_bytes, self._path, self._writes = store, on_bytes, path or store.path, writes
         self._prefix = f"{COPY_PREFIX}{generation:06d}-{secrets.token_hex(4)}"
-        self._writer: ShardWriter | None = None
+        self._writer: ShardWriter | _Unwritten | None = None
+        self._left_out: LeftOut | None = None
+        self._digests: NDArray[np.uint8] = np.empty((0, 16), "u1")  # of the captions of the shard being read
+        self._unreadable: dict[int, StoreError] = {}  # captions of it, by row
         self._columns: set[str] = set()  # the added columns of its rows
         self._sources: set[int] = set()  # the shards of its rows
         self._taken: dict[str, array[int]] = {}  # by bucket, ordinal and row of each of its rows, in turn
@@ -64,26 +137,47 @@ class RowCopier:
         self._num_named = 0
         self._sealed: list[str] = []
 
-    def copy(self, ordinals: range, sizes: tuple[int, ...], last_size: int) -> list[str]:
+    def copy(self, ordinals: range, sizes: tuple[int, ...], last_size: int, left_out: LeftOut | None = None) -> list[str]:
         """Copy all live rows of some shards. Return the names of the new sealed shards.
 
         The new shards are full at `sizes`, in bytes, in turn; any further ones at `last_size`. One ends, too, where the next
-        shard's rows have other added columns.
+        shard's rows have other added columns. With `left_out`, rows that do not check are noted there.
 
         Raises:
-            CorruptError: if a row or caption is damaged, naming it.
+            CorruptError: if a row or caption is damaged, naming it, without `left_out`.
             StoreError: if a file is missing, or the disk is full.
         """
-        self._sealed, self._sizes, self._size = [], [*sizes], last_size
+        self._sealed, self._sizes, self._size, self._left_out = [], [*sizes], last_size, left_out
         self._counted.clear()
         for ordinal in ordinals:
             shard = self._store.shards[ordinal]
-            digests = caption_digests(shard)
+            digests = self._tried(caption_digests, shard)
+            if isinstance(digests, StoreError):
+                self._leave_out(shard.entry.live_samples)
+                continue
+            self._digests, self._unreadable = digests, {}
             for group, num_live in sorted(shard.entry.live.items()):
-                if num_live:
-                    self._group(ordinal, group, digests)
+                positions = self._tried(live_positions, shard, group) if num_live else np.empty(0, "<u4")
+                if isinstance(positions, StoreError):
+                    self._leave_out(num_live)
+                else:
+                    self._group(ordinal, group, positions.astype(np.int64))
         self._seal()
         return self._sealed
+
+    def _leave_out(self, rows: int, *ids: str) -> None:
+        if self._left_out is not None:
+            self._left_out.rows += rows
+            self._left_out.ids += ids
+
+    def _tried(self, read: Callable[..., T], *args: object) -> T | StoreError:
+        """Return what is read, or the error if rows without it are to be left out."""
+        try:
+            return read(*args)
+        except StoreError as error:
+            if self._left_out is None or not is_lost(error):
+                raise
+            return error
 
     def __enter__(self) -> RowCopier:
         return self
@@ -103,60 +197,103 @@ class RowCopier:
             for path in (pending, pending.with_suffix(".sealing"), paths.lmdb, paths.extents, paths.index, *added):
                 path.unlink(missing_ok=True)
 
-    def _group(self, ordinal: int, group: str, digests: NDArray[np.uint8]) -> None:
-        shard = self._store.shards[ordinal]
-        is_live = shard.is_live(group)
-        row = 0
-        while row < len(is_live):
-            ranges = shard.block_ranges(group, np.array([row]))
-            rows = int(ranges.rows[0])
-            if len(live := np.flatnonzero(is_live[row : row + rows])):
-                columns = read_block(shard, self._store.manifest.specs[group], row, ranges)
-                self._rows(ordinal, group, row, live, columns, digests)
-            row += rows
-
-    def _rows(
-        self,
-        ordinal: int,
-        group: str,
-        first_row: int,
-        live: NDArray[np.int64],
-        columns: dict[str, NDArray[Any]],
-        digests: NDArray[np.uint8],
-    ) -> None:
-        """Copy the rows `live` of a block, numbered within it."""
+    def _group(self, ordinal: int, group: str, positions: NDArray[np.int64]) -> None:
+        """Copy a bucket's live rows, given by their positions in the index, in row order."""
         shard, spec = self._store.shards[ordinal], self._store.manifest.specs[group]
-        if bad := set(bad_rows(spec, columns)) & set(live.tolist()):
+        rows = shard.index.take("row", positions).astype(np.int64)
+        first = 0
+        while first < len(rows):
+            ranges = self._tried(shard.block_ranges, group, rows[first : first + 1])
+            if isinstance(ranges, StoreError):
+                end, block = first + 1, _Block(spec=spec, first_row=int(rows[first]), columns=ranges)
+            else:
+                first_row = int(rows[first] - ranges.row_in_block[0])
+                end = int(np.searchsorted(rows, first_row + ranges.rows[0]))
+                columns = self._tried(read_block, shard, spec, first_row, ranges)
+                bad = frozenset[int]() if isinstance(columns, StoreError) else frozenset(bad_rows(spec, columns))
+                block = _Block(spec=spec, first_row=first_row, columns=columns, bad=bad)
+            self._rows(ordinal, block, shard.index_entries(positions[first:end]))
+            self._on_bytes((end - first) * spec.row_bytes)
+            first = end
+
+    def _rows(self, ordinal: int, block: _Block, entries: list[IndexEntry]) -> None:
+        """Copy rows of a block, given by their entries in the index."""
+        for entry, found in zip(entries, self._records(self._store.shards[ordinal], entries), strict=True):
+            self._seal_if_full(ordinal)
+            checked = self._tried(self._checked, ordinal, block, entry, found)
+            if isinstance(checked, StoreError):
+                self._leave_out(1, *([] if isinstance(found, StoreError) else [found.id]))
+                continue
+            values, record = checked.values, checked.record
+            for digest, own in checked.new.items():
+                is_counted = digest in self._counted or checked.writer.has_caption(digest)
+                checked.writer.add_caption(own)
+                if not is_counted:  # not counted again if another new shard needs it: `OVERHEAD` covers that
+                    self._counted.add(digest)
+                    self._filled += sum(one.num_bytes for one in own.values())
+            latents = {name: v for name, v in values.items() if name not in _RECREATED and not name.startswith(RAGGED_PREFIX)}
+            checked.writer.add(
+                spec=block.spec, latents=latents, record=record, captions=checked.captions, entries=checked.entries
+            )
+            self._taken.setdefault(entry.bucket, array("q")).extend((ordinal, entry.row))
+            self._filled += block.spec.row_bytes + len(encode_record(record))
+            self._filled += sum(self._new_bytes(group, one) for group, one in checked.entries.items())
+
+    def _checked(self, ordinal: int, block: _Block, entry: IndexEntry, found: SampleRecord | StoreError) -> _CheckedRow:
+        """Return a row after checking all of it.
+
+        Raises:
+            CorruptError: if something does not check.
+            StoreError: if something cannot be read.
+        """
+        shard, k = self._store.shards[ordinal], entry.row - block.first_row
+        columns, record, digests = _given(block.columns), _given(found), self._digests
+        if k in block.bad:
             raise CorruptError(
-                f"{shard.describe_row(group, first_row + min(bad))}: its bytes do not match their checksum; "
+                f"{shard.describe_row(entry.bucket, entry.row)}: its bytes do not match their checksum; "
                 "`store drop` it, and rerun the command"
             )
-        records = _records(shard, group, first_row + live, columns[ID][live])
-        for k, record in zip(live.tolist(), records, strict=True):
-            values = {name: column[k] for name, column in columns.items()}
-            compare_with_record(record, values, f"sample {record.id!r}, row {first_row + k} of {group} in shard {shard.name}")
-            writer = self._room(ordinal)
-            captions = [self._caption(writer, ordinal, caption_row, digests, record) for caption_row in record.caption_rows]
-            latents = {name: v for name, v in values.items() if name not in _RECREATED and not name.startswith(RAGGED_PREFIX)}
-            entries = row_entries(self._store, ordinal, values)
-            writer.add(spec=spec, latents=latents, record=record, captions=captions, entries=entries)
-            self._taken.setdefault(group, array("q")).extend((ordinal, first_row + k))
-            self._filled += spec.row_bytes + len(encode_record(record))
-            self._filled += sum(self._new_bytes(group, entry) for group, entry in entries.items())
-        self._on_bytes(len(live) * spec.row_bytes)
+        item = f"sample {record.id!r}, row {entry.row} of {entry.bucket} in shard {shard.name}"
+        values = {name: column[k] for name, column in columns.items()}
+        if values[ID].tobytes() != entry.digest:
+            raise CorruptError(f"{item}: the row belongs to another sample; run `store verify`")
+        compare_with_record(record, values, item)
+        if strange := [row for row in record.caption_rows if not 0 <= row < len(digests)]:
+            raise CorruptError(f"sample {record.id!r} in shard {shard.name} has no caption {strange[0]}")
+        captions = {digests[row].tobytes(): row for row in record.caption_rows}
+        new = {
+            digest: self._caption(ordinal, row, digest)
+            for digest, row in captions.items()
+            if self._writer is None or not self._writer.has_caption(digest)
+        }
+        return _CheckedRow(
+            values=values,
+            record=record,
+            captions=[digests[row].tobytes() for row in record.caption_rows],
+            new=new,
+            entries=row_entries(self._store, ordinal, values),
+            writer=self._room(ordinal),  # last: it is never empty
+        )
 
-    def _caption(self, writer: ShardWriter, ordinal: int, row: int, digests: NDArray[np.uint8], record: SampleRecord) -> bytes:
-        """Return a caption's digest, after adding the caption to the current shard if needed."""
-        if not 0 <= row < len(digests):
-            raise CorruptError(f"sample {record.id!r} in shard {self._store.shards[ordinal].name} has no caption {row}")
-        digest: bytes = digests[row].tobytes()
-        if not writer.has_caption(digest):
-            entries = caption_entries(self._store, ordinal, row, digest)
-            writer.add_caption(entries)
-            if digest not in self._counted:  # not counted again if another new shard needs it: `OVERHEAD` covers that
-                self._counted.add(digest)
-                self._filled += sum(entry.num_bytes for entry in entries.values())
-        return digest
+    def _caption(self, ordinal: int, row: int, digest: bytes) -> dict[str, Entry]:
+        """Return a caption's entries by group. One that cannot be read is read once."""
+        if row in self._unreadable:
+            raise self._unreadable[row]
+        try:
+            return caption_entries(self._store, ordinal, row, digest)
+        except StoreError as error:
+            self._unreadable[row] = error
+            raise
+
+    def _records(self, shard: SealedShard, entries: list[IndexEntry]) -> list[SampleRecord | StoreError]:
+        """Return the records of samples, read together if none is unreadable."""
+        data: list[bytes | None] = [None] * len(entries)
+        if all(one.record_bytes <= MAX_RECORD_BYTES and one.record_offset <= shard.entry.lmdb.num_bytes for one in entries):
+            outs = [bytearray(one.record_bytes) for one in entries]
+            with suppress(StoreError):
+                shard.read_into([one.record_offset for one in entries], [memoryview(out) for out in outs])
+                data = [bytes(out) for out in outs]
+        return [self._tried(shard.record, entry, own) for entry, own in zip(entries, data, strict=True)]
 
     def _new_bytes(self, group: str, entry: Entry | None) -> int:
         """Return the bytes of a row's entry, or 0 if they are counted already, like a caption's."""
@@ -168,28 +305,30 @@ class RowCopier:
         self._counted.add(key)
         return entry.num_bytes
 
-    def _room(self, ordinal: int) -> ShardWriter:
-        """Return the writer of the shard for the next row.
-
-        A shard's fill is counted as in `live_bytes`, from which the sizes were chosen.
-        """
-        columns = set(self._store.shards[ordinal].entry.added)
-        if self._writer is not None and (self._filled >= self._max_bytes or columns != self._columns):
+    def _seal_if_full(self, ordinal: int) -> None:
+        """Seal the shard being written if it is full, counted as in `live_bytes`, or has other columns than the next row."""
+        if self._filled >= self._max_bytes or self._columns != self._store.shards[ordinal].entry.added.keys():
             self._seal()
+
+    def _room(self, ordinal: int) -> ShardWriter | _Unwritten:
+        """Return the writer of the shard for the next row."""
+        self._seal_if_full(ordinal)
         if self._writer is None:
-            self._columns, self._taken, self._sources = columns, {}, set()
-            self._max_bytes, self._filled = self._sizes.pop(0) if self._sizes else self._size, 0
-            name = f"{self._prefix}-{self._num_named:04d}"
-            self._num_named += 1
+            columns = set(self._store.shards[ordinal].entry.added)
             empty = caption_entries(self._store, ordinal, EMPTY_CAPTION_ROW)
-            self._writer = ShardWriter(self._path, name, self._store.groups, empty, self._max_bytes)
+            name = f"{self._prefix}-{self._num_named:04d}"
+            self._columns, self._taken, self._sources, self._num_named = columns, {}, set(), self._num_named + 1
+            self._max_bytes, self._filled = self._sizes.pop(0) if self._sizes else self._size, 0
+            self._writer = (
+                ShardWriter(self._path, name, self._store.groups, empty, self._max_bytes) if self._writes else _Unwritten()
+            )
         if ordinal not in self._sources:
             self._sources.add(ordinal)
             self._writer.note_error(self._store.shards[ordinal].entry.text_error)
         return self._writer
 
     def _seal(self) -> None:
-        if self._writer is not None:
+        if isinstance(self._writer, ShardWriter):
             self._writer.seal()
             self._sealed.append(self._writer.name)
             if self._columns:
@@ -198,7 +337,7 @@ class RowCopier:
                 for column in sorted(self._columns):
                     values = CopiedValues(self._store, column, self._taken)
                     write_column_shard(self._path, shard, column, values)
-            self._writer = None
+        self._writer = None
 
 
 def caption_digests(shard: SealedShard) -> NDArray[np.uint8]:
@@ -216,42 +355,14 @@ def caption_digests(shard: SealedShard) -> NDArray[np.uint8]:
     return digests
 
 
-def _records(shard: SealedShard, group: str, rows: NDArray[np.int64], ids: NDArray[np.uint64]) -> list[SampleRecord]:
-    """Return the records of rows, `[B]`, by their id digests, `[B, 2]`."""
-    positions = shard.positions(keys_of(ids))
-    if (positions < 0).any():
-        row = int(rows[np.argmax(positions < 0)])
-        raise CorruptError(f"{shard.paths.index} has no sample for row {row} of {group}; run `store verify`")
-    offsets = shard.index.take("record_offset", positions).astype(np.int64)
-    lengths = shard.index.take("record_bytes", positions).astype(np.int64)
-    if int(lengths.max()) > MAX_RECORD_BYTES:
-        raise CorruptError(f"{shard.paths.index}: a record of {int(lengths.max())} bytes is too long; run `store verify`")
-    data = [bytearray(length) for length in lengths.tolist()]
-    shard.read_into(offsets.tolist(), [memoryview(record) for record in data])
-    records = []
-    for row, encoded in zip(rows.tolist(), data, strict=True):
-        item = f"shard {shard.name}, row {row} of {group}"
-        record = decode_record(bytes(encoded), item)
-        if (record.bucket, record.row) != (group, row):
-            raise CorruptError(f"{item}: its record says row {record.row} of {record.bucket!r}; run `store verify`")
-        records.append(record)
-    return records
+def _given(found: T | StoreError) -> T:
+    if isinstance(found, StoreError):
+        raise found
+    return found
 
 
-def compare_with_record(record: SampleRecord, row: Mapping[str, NDArray[Any]], item: str) -> None:
-    """Compare the columns derived from a record with those stored in the row.
-
-    Raises:
-        CorruptError: if one differs; the message names `item`.
-    """
-    num_captions = len(row[CAPTIONS])
-    expected = {
-        CAPTIONS: (record.caption_rows + (-1,) * num_captions)[:num_captions],
-        ORIGINAL_SIZE: record.original_size,
-        CROP: record.crop[:2],
-    }
-    for name, values in expected.items():
-        if tuple(row[name].tolist()) != values:
-            raise CorruptError(
-                f"{item}: its {name} is {row[name].tolist()}, its record says {list(values)}; run `store verify`"
-            )
+def is_lost(error: StoreError) -> bool:
+    """Return whether bytes cannot be read because the file or the medium has lost them, and not for want of a permission."""
+    cause = error.__cause__
+    is_gone = isinstance(cause, FileNotFoundError) or (isinstance(cause, OSError) and cause.errno == errno.EIO)
+    return isinstance(error, CorruptError) or is_gone

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
 from bucketline.store.change.commit import commit_change, newest_base
-from bucketline.store.change.readable_rows import DamagedStore, all_lost
+from bucketline.store.change.repair import DamagedStore
 from bucketline.store.folder import LocalFolder
 from bucketline.store.read.lost_files import NAMED_SHARDS
 
@@ -68,7 +68,7 @@ def _report(base: ChangeBase, names: tuple[str, ...]) -> DroppedShards:
     ids: list[str] = []
     if isinstance(base.folder, LocalFolder):
         for name in names:
-            ids += all_lost(DamagedStore(base.folder.path, manifest, [name]), ordinals[name]).ids
+            ids += DamagedStore(base.folder.path, manifest, [ordinals[name]]).readable_ids(ordinals[name])
     dropped = sum(manifest.shards[ordinals[name]].live_samples for name in names)
     return DroppedShards(
         generation=manifest.generation, shards=names, ids=tuple(ids), dropped=dropped, samples=manifest.samples - dropped

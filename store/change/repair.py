@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -18,18 +19,21 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.store.change.compact import OVERHEAD, live_bytes
-from bucketline.store.change.copy_rows import RowCopier
-from bucketline.store.change.readable_rows import DamagedStore, Survey, all_lost, surveyed
-from bucketline.store.format.hashing import bytes_digest, file_digest
-from bucketline.store.format.layout import IN_FILE, shard_paths
+from bucketline.store.change.copy_rows import LeftOut, RowCopier, is_lost
+from bucketline.store.format.columns import EntriesOf
+from bucketline.store.format.hashing import bytes_digest, caption_digest, file_digest
+from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import generations, read_manifest
 from bucketline.store.format.manifest_entries import FileEntry
+from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
+from bucketline.store.read.iter_samples import live_positions
 from bucketline.store.read.lost_files import files_of, files_of_column
 from bucketline.store.read.store import Store
 from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT
-from bucketline.store.shard.sidecar import PAGE_CHECKSUM, PagedFile
+from bucketline.store.shard.sidecar import PagedFile
 from bucketline.store.verify.column import ColumnCheck
+from bucketline.store.verify.description import sidecar_differences
 from bucketline.store.verify.shard import ShardCheck
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.describe import describe_shard
@@ -43,12 +47,14 @@ from bucketline.store.write.publish import (
 from bucketline.store.write.seal import rebuilt_sidecars
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import DroppedEntry, ShardEntry
+    from bucketline.store.format.text_block import Entry, RaggedSpec
 
+T = TypeVar("T")
 MIN_SHARD_BYTES = 1 << 20
 
 
@@ -83,9 +89,54 @@ class _Damaged:
     ordinal: int
     entry: ShardEntry  # with entries of the rebuilt sidecars
     bad: set[Path]  # its damaged files
-    rebuilt: dict[Path, bytes]
-    survey: Survey | None  # None if rebuilding the sidecars is enough
     lost_columns: tuple[str, ...]  # added columns with damaged files, which its rows lose
+    rebuilt: dict[Path, bytes] = field(default_factory=dict)
+    left_out: LeftOut | None = None  # None if rebuilding the sidecars is enough
+    written: tuple[ShardEntry, ...] = ()  # the shards that its rows were copied to
+
+
+class DamagedStore(Store):
+    """A store whose damaged shards are read as far as possible."""
+
+    def __init__(self, path: Path, manifest: Manifest, damaged: Iterable[int]) -> None:
+        super().__init__(path, manifest)
+        for ordinal in damaged:
+            self.shards[ordinal].takes_any_length = True
+
+    def entry(self, spec: RaggedSpec, shard: int, row: int) -> Entry:
+        """Return an entry. The empty caption's, which every shard has, come from any shard where they are readable."""
+        if row != EMPTY_CAPTION_ROW or spec.of is EntriesOf.ROWS:
+            return super().entry(spec, shard, row)
+        for ordinal in (shard, *(n for n in range(len(self.shards)) if n != shard)):
+            found = if_readable(super().entry, spec, ordinal, row)
+            if found is not None and found.digest == caption_digest(""):
+                return found
+        raise CorruptError(f"{self.path}: no shard has a readable empty caption")
+
+    def readable_ids(self, ordinal: int) -> list[str]:
+        """Return the ids of a shard's live samples whose records can be read."""
+        shard, found = self.shards[ordinal], list[str]()
+        is_there = if_readable(shard.read, 0, 1) is not None
+        for group, num_live in shard.entry.live.items() if is_there else ():
+            positions = if_readable(live_positions, shard, group) if num_live else None
+            for entry in [] if positions is None else shard.index_entries(positions.astype(np.int64)):
+                if (record := if_readable(shard.record, entry)) is not None:
+                    found.append(record.id)
+        return found
+
+
+def if_readable(read: Callable[..., T], *args: object) -> T | None:
+    """Return the result of `read(*args)`, or None if the file or the medium has lost the bytes.
+
+    Raises:
+        StoreError: if reading failed for a reason unrelated to the bytes, such as missing permission.
+    """
+    try:
+        return read(*args)
+    except StoreError as error:
+        if not is_lost(error):
+            raise
+        return None
 
 
 def repair(
@@ -106,96 +157,74 @@ def repair(
     """
     if dry_run:
         manifest = read_manifest(path)
-        return _report(manifest, _examined(path, manifest, _faulty(path, manifest, threads, on_bytes)), {}, manifest)
+        return _report(manifest, _examined(path, manifest, threads, on_bytes, writes=False), manifest)
     with changing(path, adopting=False) as manifest:
         remove_interrupted_copies(path, manifest)
-        found = _examined(path, manifest, _faulty(path, manifest, threads, on_bytes), writes=True)
-        after, written = manifest, _copied(path, manifest, found)
+        found, after = _examined(path, manifest, threads, on_bytes, writes=True), manifest
         shards = [*manifest.shards]
         for one in reversed(found):
-            shards[one.ordinal : one.ordinal + 1] = [one.entry] if one.survey is None else written.get(one.ordinal, ())
+            shards[one.ordinal : one.ordinal + 1] = [one.entry] if one.left_out is None else one.written
         if tuple(shards) != manifest.shards:
             after = publish_shards(path, manifest, shards, next_generation(path, manifest))
-    return _report(manifest, found, written, after)
+    return _report(manifest, found, after)
 
 
-def _faulty(path: Path, manifest: Manifest, threads: int | None, on_bytes: Callable[[int], None]) -> list[int]:
-    """Return the ordinals of the shards that have a fault."""
-    names = {fault.shard for fault in verify(Store(path, manifest), on_bytes, threads, shards_only=True).corrupt}
-    return [n for n, entry in enumerate(manifest.shards) if entry.name in names]
-
-
-def _examined(path: Path, manifest: Manifest, ordinals: list[int], *, writes: bool = False) -> list[_Damaged]:
-    """Return the planned repair of each shard. With `writes`, write the rebuilt sidecars, which is harmless."""
-    found = []
-    for ordinal in ordinals:
-        entry = manifest.shards[ordinal]
-        lost = tuple(column for column in sorted(entry.added) if _is_damaged(Store(path, manifest), entry, column))
-        entry = dataclasses.replace(entry, added={name: own for name, own in entry.added.items() if name not in lost})
-        bad = {file for file, expected in files_of(path, entry) if not _is_as_written(file, expected)}
-        bad |= _wrong_sidecars(path, entry, bad, is_explained=bool(bad or lost))
-        found.append(_Damaged(ordinal=ordinal, entry=entry, bad=bad, rebuilt={}, survey=None, lost_columns=lost))
-    for one in found:
-        _rebuild_sidecars(path, one)
+def _examined(
+    path: Path, manifest: Manifest, threads: int | None, on_bytes: Callable[[int], None], *, writes: bool
+) -> list[_Damaged]:
+    """Return the repair of each shard that has a fault. With `writes`, write the rebuilt sidecars and the copies of rows."""
+    store = Store(path, manifest)
+    names = {fault.shard for fault in verify(store, on_bytes, threads, shards_only=True).corrupt}
+    found = [_damaged(store, n) for n, entry in enumerate(manifest.shards) if entry.name in names]
+    rebuilt = {file: data for one in found for file, data in one.rebuilt.items()}
     for one in found:  # uses the indexes of newer shards too
-        _rebuild_dropped(path, manifest, one, {file: data for other in found for file, data in other.rebuilt.items()})
+        _rebuild_dropped(path, manifest, one, rebuilt)
+    to_copy = []
     for one in found:
-        if writes:
-            for file, data in one.rebuilt.items():
-                write_or_explain(file, data)
+        for file, data in one.rebuilt.items() if writes else ():
+            write_or_explain(file, data)
         left = one.bad - one.rebuilt.keys()
-        if one.lost_columns and not one.bad and not _has_faults(path, manifest, one):
-            continue
-        if not one.bad or left or (writes and _has_faults(path, manifest, one)):
-            one.survey = _survey(path, manifest, one, left if writes else one.bad)
+        is_doubtful = writes or not one.bad  # unwritten sidecars are taken to be enough
+        if left or (is_doubtful and _has_faults(path, manifest, one)):
+            one.left_out, lmdb = LeftOut(), shard_paths(path, one.entry.name).lmdb
+            if (left if writes else one.bad) <= {lmdb} and lmdb.exists():  # rows are located by the sidecars
+                to_copy.append(one)
+            else:
+                one.left_out = LeftOut(
+                    one.entry.live_samples, DamagedStore(path, manifest, [one.ordinal]).readable_ids(one.ordinal)
+                )
+    if to_copy:
+        _copy(path, manifest, found, to_copy, writes=writes)
     return found
 
 
-def _wrong_sidecars(path: Path, entry: ShardEntry, bad: set[Path], *, is_explained: bool) -> set[Path]:
-    """Return a shard's sidecars that are as the manifest lists them, but not what its file says.
-
-    Without an explanation of the shard's faults, all its files are intact: then the sidecars are compared with rebuilt ones.
-    """
-    paths = shard_paths(path, entry.name)
-    if paths.extents in bad:
-        return set()
-    found = PagedFile(paths.extents, entry.extents.num_bytes, EXTENTS_FORMAT).metadata.get("places")
-    if found != IN_FILE:
-        return {paths.extents, paths.index}
-    if is_explained:
-        return set()
-    try:
-        rebuilt = zip((EXTENTS_FORMAT, INDEX_FORMAT), (paths.extents, paths.index), rebuilt_sidecars(paths.lmdb), strict=True)
-        return {file for kind, file, data in rebuilt if not _says_the_same(file, data, kind)}
-    except CorruptError:
-        return set()
+def _damaged(store: Store, ordinal: int) -> _Damaged:
+    """Return which files of a shard with a fault are damaged, with its sidecars made again if its own file is intact."""
+    entry = store.manifest.shards[ordinal]
+    lost = tuple(column for column in sorted(entry.added) if _is_damaged(store, entry, column))
+    entry = dataclasses.replace(entry, added={name: own for name, own in entry.added.items() if name not in lost})
+    bad = {file for file, expected in files_of(store.path, entry) if not _is_as_written(file, expected)}
+    one, paths = _Damaged(ordinal=ordinal, entry=entry, bad=bad, lost_columns=lost), shard_paths(store.path, entry.name)
+    if paths.lmdb not in bad:
+        with suppress(CorruptError):
+            extents, index = rebuilt_sidecars(paths.lmdb)
+            if paths.extents in bad or not _says_the_same(paths.extents, extents, EXTENTS_FORMAT):
+                one.rebuilt[paths.extents] = extents
+                one.entry = dataclasses.replace(one.entry, extents=_entry_of(extents), line_checksums=True)
+            if paths.index in bad or not _says_the_same(paths.index, index, INDEX_FORMAT):
+                one.rebuilt[paths.index] = index
+                one.entry = dataclasses.replace(one.entry, index=_entry_of(index))
+    one.bad |= one.rebuilt.keys()
+    return one
 
 
 def _says_the_same(path: Path, rebuilt: bytes, kind: str) -> bool:
-    """Return whether all that a sidecar says is in the rebuilt one; those of older versions lack the checksums of lines."""
-    old = PagedFile(path, path.stat().st_size, kind)
-    new = PagedFile.over(path, memoryview(rebuilt), kind)
-    if any(new.metadata.get(key) != value for key, value in old.metadata.items()):
-        return False
-    names = [name for name in old.names if name != PAGE_CHECKSUM]
-    return all(new.has(name) and np.array_equal(old.column(name), new.column(name)) for name in names)
-
-
-def _rebuild_sidecars(path: Path, one: _Damaged) -> None:
-    """Rebuild a shard's damaged extents and index, if the shard's file is intact."""
-    paths = shard_paths(path, one.entry.name)
-    if not {paths.extents, paths.index} & one.bad or paths.lmdb in one.bad:
-        return
+    """Return whether an intact sidecar is as one that was made again."""
     try:
-        extents, index = rebuilt_sidecars(paths.lmdb)
+        found = PagedFile(path, path.stat().st_size, kind)
+        return not any(sidecar_differences(found, PagedFile.over(path, memoryview(rebuilt), kind)))
     except CorruptError:
-        return
-    if paths.extents in one.bad:
-        one.rebuilt[paths.extents] = extents
-        one.entry = dataclasses.replace(one.entry, extents=_entry_of(extents), line_checksums=True)
-    if paths.index in one.bad:
-        one.rebuilt[paths.index] = index
-        one.entry = dataclasses.replace(one.entry, index=_entry_of(index))
+        return False
 
 
 def _rebuild_dropped(path: Path, manifest: Manifest, one: _Damaged, rebuilt: dict[Path, bytes]) -> None:
@@ -243,42 +272,18 @@ def _has_faults(path: Path, manifest: Manifest, one: _Damaged) -> bool:
     return bool(check.faults)
 
 
-def _survey(path: Path, manifest: Manifest, one: _Damaged, bad: set[Path]) -> Survey:
-    """Return what is readable of a shard whose files `bad` are damaged."""
-    lmdb = shard_paths(path, one.entry.name).lmdb
-    store = DamagedStore(path, _with_entry(manifest, one), [one.entry.name])
-    has_sidecars = bad <= {lmdb}
-    if lmdb in bad and not (has_sidecars and lmdb.exists()):
-        return Survey(unnamed=one.entry.live_samples)
-    if has_sidecars:
-        try:
-            return surveyed(store, one.ordinal)
-        except CorruptError:  # the sidecars are intact but contradict each other
-            pass
-    return all_lost(store, one.ordinal)
-
-
-def _copied(path: Path, manifest: Manifest, found: list[_Damaged]) -> dict[int, tuple[ShardEntry, ...]]:
-    """Copy the readable rows of shards to new ones. Return their entries by the damaged shard's ordinal."""
-    to_copy = {one.ordinal: one.survey for one in found if one.survey is not None and one.survey.readable}
-    if not to_copy:
-        return {}
+def _copy(path: Path, manifest: Manifest, found: list[_Damaged], to_copy: list[_Damaged], *, writes: bool) -> None:
+    """Copy the rows of shards that check, or with `writes` false only check them."""
     for one in found:
         manifest = _with_entry(manifest, one)
-    sizes = {n: max(MIN_SHARD_BYTES, int(live_bytes(manifest, manifest.shards[n]) * OVERHEAD)) for n in to_copy}
-    needed = sum(sizes.values()) + max(sizes.values())  # the largest is stored twice while it is sealed
-    refuse_too_little_disk(path, needed, f"repairing {path}")
-    store = DamagedStore(path, manifest, [manifest.shards[n].name for n in to_copy])
-    for n, survey in to_copy.items():
-        store.damaged[n].lost = survey.lost
-    entries = {}
-    with RowCopier(store, next_generation(path, manifest)) as copier:
-        for n, survey in to_copy.items():
-            names = copier.copy(range(n, n + 1), (), 2 * sizes[n])
-            entries[n] = tuple(describe_shard(path, name, manifest)[0] for name in names)
-            if sum(entry.samples for entry in entries[n]) != survey.readable:
-                raise AssertionError(f"{survey.readable} rows were readable, the copies have {entries[n]}")
-    return entries
+    sizes = [max(MIN_SHARD_BYTES, int(live_bytes(manifest, one.entry) * OVERHEAD)) for one in to_copy]
+    if writes:  # the largest is stored twice while it is sealed
+        refuse_too_little_disk(path, sum(sizes) + max(sizes), f"repairing {path}")
+    store = DamagedStore(path, manifest, [one.ordinal for one in to_copy])
+    with RowCopier(store, next_generation(path, manifest), writes=writes) as copier:
+        for one, size in zip(to_copy, sizes, strict=True):
+            names = copier.copy(range(one.ordinal, one.ordinal + 1), (), 2 * size, one.left_out)
+            one.written = tuple(describe_shard(path, name, manifest)[0] for name in names)
 
 
 def _older_list(path: Path, entry: ShardEntry) -> dict[str, set[int]]:
@@ -335,22 +340,21 @@ def _is_as_written(path: Path, expected: FileEntry | DroppedEntry) -> bool:
         ) from error
 
 
-def _report(manifest: Manifest, found: list[_Damaged], written: dict[int, tuple[ShardEntry, ...]], after: Manifest) -> Repaired:
-    shards = tuple(_report_shard(one, written.get(one.ordinal, ())) for one in found)
+def _report(manifest: Manifest, found: list[_Damaged], after: Manifest) -> Repaired:
+    shards = tuple(_report_shard(one) for one in found)
     dropped = sum(shard.dropped for shard in shards)
     return Repaired(generation=after.generation, samples=manifest.samples - dropped, dropped=dropped, shards=shards)
 
 
-def _report_shard(one: _Damaged, written: tuple[ShardEntry, ...]) -> RepairedShard:
-    survey, live = one.survey, one.entry.live_samples
-    kept = live if survey is None else survey.readable
+def _report_shard(one: _Damaged) -> RepairedShard:
+    left_out = one.left_out or LeftOut()
     return RepairedShard(
         shard=one.entry.name,
-        restored=tuple(sorted(file.name for file in one.rebuilt)) if survey is None else (),
-        written=tuple(entry.name for entry in written),
-        is_replaced=survey is not None,
-        kept=kept,
-        dropped=live - kept,
-        dropped_ids=() if survey is None else tuple(survey.ids),
+        restored=tuple(sorted(file.name for file in one.rebuilt)) if one.left_out is None else (),
+        written=tuple(entry.name for entry in one.written),
+        is_replaced=one.left_out is not None,
+        kept=one.entry.live_samples - left_out.rows,
+        dropped=left_out.rows,
+        dropped_ids=tuple(left_out.ids),
         lost_columns=one.lost_columns,
     )

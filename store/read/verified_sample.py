@@ -5,17 +5,19 @@ For samples that leave the store (`get`, `export`, `ingest peek`): damaged bytes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.errors import CorruptError
-from bucketline.store.format.block import CAPTIONS, CHECKSUM, ID, row_checksum
+from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, row_checksum
 from bucketline.store.format.hashing import caption_digest, sample_digest
 from bucketline.store.read.ragged_entries import caption_entries, row_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from numpy.typing import NDArray
 
     from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.sample_record import SampleRecord
@@ -37,10 +39,27 @@ def checked_row(store: Store, shard: int, record: SampleRecord) -> dict[str, byt
         raise CorruptError(f"{item}: the row's bytes do not match their checksum; run `store verify`")
     if row[ID] != sample_digest(record.id):
         raise CorruptError(f"{item}: the row that its record names belongs to another sample; run `store verify`")
-    in_row = np.frombuffer(row[CAPTIONS], dtype="<i4")
-    if tuple(in_row[in_row >= 0].tolist()) != caption_rows(record)[: len(in_row)]:
-        raise CorruptError(f"{item}: row and record name different captions; run `store verify`")
+    compare_with_record(record, {name: np.frombuffer(row[name], "<i4") for name in (CAPTIONS, ORIGINAL_SIZE, CROP)}, item)
     return row
+
+
+def compare_with_record(record: SampleRecord, row: Mapping[str, NDArray[Any]], item: str) -> None:
+    """Compare the columns derived from a record with those stored in the row.
+
+    Raises:
+        CorruptError: if one differs; the message names `item`.
+    """
+    num_captions = len(row[CAPTIONS])
+    expected = {
+        CAPTIONS: (record.caption_rows + (-1,) * num_captions)[:num_captions],
+        ORIGINAL_SIZE: record.original_size,
+        CROP: record.crop[:2],
+    }
+    for name, values in expected.items():
+        if tuple(row[name].tolist()) != values:
+            raise CorruptError(
+                f"{item}: its {name} is {row[name].tolist()}, its record says {list(values)}; run `store verify`"
+            )
 
 
 def added_values(store: Store, shard: int, record: SampleRecord) -> dict[str, bytes]:

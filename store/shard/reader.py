@@ -261,15 +261,15 @@ class SealedShard:
             )
         return entries
 
-    def record(self, entry: IndexEntry) -> SampleRecord:
-        """Return a sample's record, read from the shard's file."""
+    def record(self, entry: IndexEntry, data: bytes | None = None) -> SampleRecord:
+        """Return a sample's record, read from the shard's file unless its `data` are given."""
         if entry.record_bytes > MAX_RECORD_BYTES:
             raise CorruptError(f"{self.paths.index}: a record of {entry.record_bytes} bytes is too long")
         if entry.record_offset > self.entry.lmdb.num_bytes:
             raise CorruptError(
                 f"{self.paths.index}: a record at byte {entry.record_offset} is beyond the end of the shard's file"
             )
-        data = self.read(entry.record_offset, entry.record_bytes)
+        data = self.read(entry.record_offset, entry.record_bytes) if data is None else data
         record = decode_record(data, f"shard {self.name}, row {entry.row} of {entry.bucket}")
         if record.bucket != entry.bucket or record.row != entry.row:
             raise CorruptError(
