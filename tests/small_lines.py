@@ -129,7 +129,7 @@ def forecast(store: Store, run: Run, cache_bytes: int) -> dict[str, Any]:
         machines=run.machines,
         epochs=run.epochs,
         cache_bytes=cache_bytes,
-        ring_bytes=ring_of(store, plan, "train", run.machines, cache_bytes),
+        ring_bytes=ring_of(store, plan, run.machines, cache_bytes),
         kept_bytes=sidecar_bytes_of(store),
     )
     return {

@@ -110,7 +110,7 @@ def bill_of(run: RemoteRun, store: Store) -> Bill:
         machines=machines,
         epochs=run.epochs,
         cache_bytes=cache_bytes,
-        ring_bytes=ring_of(store, plan, config.split, machines, cache_bytes),
+        ring_bytes=ring_of(store, plan, machines, cache_bytes),
         kept_bytes=sidecar_bytes_of(store),
     )
 

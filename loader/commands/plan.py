@@ -131,24 +131,21 @@ class PlanCommand(BatchOptions):
 
     def _bill(self, store: OpenShards, plan: Plan, machines: int) -> Bill:
         from bucketline.loader.plan.bill import make_bill, parse_bandwidth, parse_prices, store_lines
-        from bucketline.loader.plan.cache_needs import ring_of, sidecar_bytes_of, why_not, why_too_small
+        from bucketline.loader.plan.cache_needs import ring_of, sidecar_bytes_of, why_too_small
 
         cache_bytes = self.remote().cache_bytes
         assert cache_bytes is not None
-        if self.shuffle is not Shuffle.LINES:
-            raise UsageError(
-                why_not(Shuffle(self.shuffle), store, cache_bytes, split=self.split)
-                or f"a bill is of --shuffle lines, and the shuffle is {self.shuffle}; set --shuffle lines"
-            )
         if (reason := why_too_small(store, plan, cache_bytes, self.split, machines)) is not None:
             raise UsageError(reason)
+        if self.shuffle is not Shuffle.LINES:
+            raise UsageError(f"a bill is of --shuffle lines, and the shuffle is {self.shuffle}; set --shuffle lines")
         return make_bill(
             store_lines(store, plan, self.split, ragged=names_in(self.ragged), roles=self._roles()),
             plan,
             machines=machines,
             epochs=max(2, self.epochs),
             cache_bytes=cache_bytes,
-            ring_bytes=ring_of(store, plan, self.split, machines, cache_bytes),
+            ring_bytes=ring_of(store, plan, machines, cache_bytes),
             kept_bytes=sidecar_bytes_of(store),
             step_bytes=None if self.bandwidth is None else parse_bandwidth(self.bandwidth, "--bandwidth"),
             prices=None if self.prices is None else parse_prices(self.prices, "--prices"),

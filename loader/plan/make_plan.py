@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.command_line import machines_of
 from bucketline.errors import PlanError
 from bucketline.loader.config import SHUFFLE_WINDOW, Remainder, Shuffle
-from bucketline.loader.plan.cache_needs import chosen_window, most_window
+from bucketline.loader.plan.cache_needs import most_window, window_for
 from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.plan import Plan, PlanBucket
 from bucketline.option_types import expect
@@ -65,7 +65,7 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
         return plan
     window, cache_bytes = plan.shuffle_window, config.remote().cache_bytes
     if config.shuffle_window is None and cache_bytes is not None:
-        window = chosen_window(store, plan, config.split, machines_of(world_size), cache_bytes)
+        window = window_for(store, plan, machines_of(world_size), cache_bytes)
     return replace(plan, shuffle_window=min(window, most_window(store)))
 
 

@@ -77,7 +77,7 @@ def test_two_runs_on_a_cache_for_one_finish_with_the_right_batches(
     for seed, name in enumerate(names):
         asked.append({"batch_size": 4, "epochs": 1, "shuffle": shuffle, "shuffle_window": 16, "seed": seed})
         with Loader(stores[name], LoaderConfig(**asked[-1])) as loader:
-            limit = max(limit, bytes_at_once(loader._rows, loader.plan, "train", 1) + sidecar_bytes_of(loader._rows))
+            limit = max(limit, bytes_at_once(loader._rows, loader.plan, 1) + sidecar_bytes_of(loader._rows))
             expected.append([digest(batch) for batch in loader])
     assert limit < num_bytes_of(stores["a"])
     cache = tmp_path / "cache"
@@ -114,7 +114,7 @@ def test_files_that_are_fetched_whole_take_the_place_of_lines(tmp_path: Path, mo
     options: dict[str, Any] = {"batch_size": 4, "epochs": 1, "shuffle": "none"}
     with Loader(stores["a"], LoaderConfig(**options)) as loader:
         sidecars = sidecar_bytes_of(loader._rows)
-        limit = bytes_at_once(loader._rows, loader.plan, "train", 1) + 2 * sidecars
+        limit = bytes_at_once(loader._rows, loader.plan, 1) + 2 * sidecars
     assert sidecars > LINE_BYTES
     cache = tmp_path / "cache"
     most, reserve = 0, Room.reserve

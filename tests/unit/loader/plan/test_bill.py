@@ -12,12 +12,9 @@ from bucketline.loader import LoaderConfig, Shuffle, WeightedStore
 from bucketline.loader.mixture import join
 from bucketline.loader.plan import bill as bill_module
 from bucketline.loader.plan.bill import Bill, Prices, make_bill, parse_bandwidth, parse_prices, store_lines
-from bucketline.loader.plan.cache_needs import cache_for, num_bytes_of, sidecar_bytes_of, why_not
 from bucketline.loader.plan.make_plan import make_plan
 from bucketline.store import Store, add_column
 from bucketline.store.format.block import CAPTIONS
-from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.remote.cache.folder import ring_share
 from tests.added_columns import mask_of
 from tests.building import make_store, samples_of
 from tests.commands import call
@@ -163,22 +160,6 @@ def test_another_shuffle_or_number_of_machines_has_no_bill(store: Store) -> None
         store_lines(store, make_plan(store, LoaderConfig(batch_size=4)), "train")
     with pytest.raises(PlanError, match="3 machines do not divide 4 lanes"):
         bill_of(store, plan_of(store, 4), 0.5, machines=3)
-
-
-def test_full_is_refused_with_its_factor_unless_the_cache_holds_the_store(store: Store) -> None:
-    num_bytes = num_bytes_of(store)
-    assert why_not(Shuffle.FULL, store, cache_for(num_bytes + sidecar_bytes_of(store))) is None
-    assert why_not(Shuffle.LINES, store, 1) is None
-    words = why_not(Shuffle.FULL, store, num_bytes // 2)
-    rows = sum(bucket.num_rows for bucket in store.buckets("train"))
-    assert words is not None
-    assert f"its {rows} rows" in words
-    factor = float(words.split(" times the store")[0].rpartition(" ")[2])
-    assert factor == pytest.approx(rows * 2 * LINE_BYTES * 0.5 / num_bytes, rel=0.01)
-    assert "use shuffle lines (--shuffle lines)" in words
-    for size in (1 << 20, 5 << 30, 700 << 30):
-        assert cache_for(size) - ring_share(cache_for(size)) >= size
-        assert cache_for(size) <= size + 96 * LINE_BYTES
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,22 @@ from bucketline.loader import Loader, LoaderConfig, Shuffle
 from bucketline.loader.config import SHUFFLE_WINDOW, WINDOW_BLOCKS
 from bucketline.loader.plan import cache_needs
 from bucketline.loader.plan.cache_needs import (
-    InUse,
     bytes_at_once,
     cache_for,
+    in_use,
     num_bytes_of,
+    share_of,
     sidecar_bytes_of,
     why_too_small,
 )
-from bucketline.loader.plan.line_uses import LineUses
 from bucketline.loader.plan.make_plan import plan_of
+from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share
 from tests.building import make_store, samples_of
 
 if TYPE_CHECKING:
+    from bucketline.loader.plan.plan import Plan
     from bucketline.store import Store
+    from bucketline.store.read.store import OpenShards
 
 LINE = 4096
 
@@ -51,26 +54,24 @@ def config(**more: Any) -> LoaderConfig:
     return LoaderConfig(**{"batch_size": 4, "shuffle": Shuffle.LINES, **more})
 
 
+def most_at_once(store: OpenShards, plan: Plan, machines: int) -> int:
+    """Return the most bytes of lines that one machine's rows are in, over as many steps as read two windows of each lane."""
+    parts = [plan.draw([(step, 0)], machines)[0] for step in range(plan.steps_before(1))]
+    lines = list[set[tuple[int, int]]]()
+    for part in parts:
+        located = store.bucket(part.bucket).locate(part.rows)
+        lines.append(set(zip(located.shard.tolist(), (located.data // LINE).tolist(), strict=True)))
+    steps = max(1, 2 * plan.shuffle_window * plan.lanes // machines // len(parts[0].rows))
+    return max(len(set().union(*lines[at : at + steps])) for at in range(len(lines))) * LINE
+
+
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("window", [16, 64, 200])
-def test_the_lines_at_a_time_are_those_of_the_windows(store: Store, lanes: int, window: int) -> None:
+def test_the_lines_in_use_at_a_time_are_about_those_of_two_windows(store: Store, lanes: int, window: int) -> None:
     plan = plan_of(store, config(lanes=lanes, shuffle_window=window), lanes)
-    uses = LineUses(store, plan, "train", lanes, line_bytes=LINE)
-    every = [uses.of(machine, epoch) for machine in range(lanes) for epoch in range(2)]
-    at_once = [one.most_at_once(uses.num_bytes[one.line]) for one in every]
-    in_use = InUse(store, plan, "train", lanes)
-    assert max(at_once) <= in_use.of(window) <= 1.5 * max(at_once)
-    assert in_use.of(window) == InUse(store, replace(plan, shuffle_window=999), "train", lanes).of(window)
-
-
-def test_what_is_in_use_in_a_large_store_is_seen_from_some_of_its_shards(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of(store, config(shuffle_window=16), 1)
-    whole = InUse(store, plan, "train", 1).of(16)
-    monkeypatch.setattr(cache_needs, "MOST_SHARDS", 2)
-    opened = store.__class__.open(store.path)
-    some = InUse(opened, plan, "train", 1)
-    assert some._uses.part == 2 / len(store.shards)
-    assert 0.5 * whole <= some.of(16) <= 1.5 * whole
+    used, share = in_use(store, plan, lanes)(window), share_of(store, lanes, lanes)
+    assert most_at_once(store, plan, lanes) * 0.7 <= min(used, share)
+    assert used <= 2.5 * most_at_once(store, plan, lanes)
 
 
 def test_a_smaller_cache_has_a_smaller_window_and_one_that_holds_all_the_usual(store: Store) -> None:
@@ -86,9 +87,24 @@ def test_a_smaller_cache_has_a_smaller_window_and_one_that_holds_all_the_usual(s
     assert given.shuffle_window == 100
 
 
+def test_full_is_refused_with_its_factor_unless_the_cache_holds_the_store(store: Store) -> None:
+    num_bytes, rows = num_bytes_of(store), sum(bucket.num_rows for bucket in store.buckets("train"))
+    plan = plan_of(store, config(shuffle=Shuffle.FULL), 1)
+    assert why_too_small(store, plan, cache_for(num_bytes + sidecar_bytes_of(store)), "train", 1) is None
+    words = why_too_small(store, plan, num_bytes // 2, "train", 1)
+    assert words is not None
+    assert f"its {rows:,} rows" in words
+    factor = float(words.split(" times the store")[0].rpartition(" ")[2])
+    assert factor == pytest.approx(rows * 2 * LINE * 0.5 / num_bytes, rel=0.1)
+    assert "use shuffle lines (--shuffle lines)" in words
+    for size in (1 << 20, 5 << 30, 700 << 30):
+        assert cache_for(size) - ring_share(cache_for(size)) >= size
+        assert cache_for(size) <= size + USUAL_RING_BYTES
+
+
 def test_what_does_not_fit_is_refused_with_the_cache_and_the_window_that_do(store: Store) -> None:
     plan = plan_of(store, config(shuffle_window=400), 1)
-    needed = bytes_at_once(store, plan, "train", 1)
+    needed = bytes_at_once(store, plan, 1)
     assert why_too_small(store, plan, needed + sidecar_bytes_of(store), "train", 1) is None
     words = why_too_small(store, plan, needed // 2, "train", 1)
     assert words is not None
