@@ -50,6 +50,7 @@ def counts(summary: dict[str, Any]) -> tuple[int, int, int]:
     return summary["packed"], summary["unchanged"], summary["rejected"]
 
 
+@pytest.mark.slow
 def test_they_pack_what_one_process_packs(photos: Path, url: str, tmp_path: Path, model: Path) -> None:
     options = ["--model", model, *SMALL, "--batch-size", 2, "--json"]
     asked = ["pack", photos, f"{url}/{{}}", *options]

@@ -44,6 +44,7 @@ def test_packing_on_ray_without_it_names_the_extra(source: Path, model: Path, tm
     assert lines[0].endswith("needs ray, which is not installed. Install the extra ray: pip install 'bucketline[ray]'")
 
 
+@pytest.mark.slow
 def test_scan_serve_and_train_name_their_extras(source: Path, tmp_path: Path) -> None:
     code, lines = without(["PIL"], "bucketline.ingest.cli", ["scan", source])
     assert (code, lines) == (2, [lines[0]])

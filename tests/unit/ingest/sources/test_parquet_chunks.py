@@ -28,6 +28,7 @@ def table(folder: Path, text: pa.Array) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_one_value_of_half_a_gigabyte_is_refused_without_reading_it(tmp_path: Path) -> None:
     path = table(tmp_path / "images", pa.array(["a" * (2 * MAX_CHUNK_BYTES)]))
     assert path.stat().st_size < 100_000

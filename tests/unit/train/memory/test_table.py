@@ -138,6 +138,7 @@ def test_activations_are_what_torch_keeps(tmp_path: Path, name: str) -> None:
         assert counting.activations(options) + kept == two - one, label(options)
 
 
+@pytest.mark.slow
 def test_the_activations_of_each_familys_model_are_counted_or_refused_with_the_reason_and_another_way() -> None:
     counted, refused = set[str](), dict[str, str]()
     for name in NAMES:
