@@ -13,10 +13,10 @@ from bucketline.command_line import counted
 from bucketline.errors import ModelError, SourceError, UsageError
 from bucketline.families.family import Padding
 from bucketline.families.registry import family_of_pipeline
-from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.encoders.text.registry import is_known, load_caption_encoder, text_family_of
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.pipeline.captions import FreshCaptions
 from bucketline.ingest.pipeline.model.device import chosen_device
 from bucketline.pack_options import PLAIN_FAMILY
 from bucketline.store.format.columns import TOKENS
@@ -139,9 +139,9 @@ class CaptionSource:
             is_plain=plan == PLAIN or (plan == SOURCE and not is_known(model)),
         )
         self._encoder = load_caption_encoder(model, chosen_device(config.device, local_rank), self._settings)
-        self._encode = OomRetry(self._encoder.encode, "caption")
         self.columns, self.provenance = self._encoder.columns, self._encoder.provenance
-        self.empty = self._values(self._encode([""])[0])
+        self._fresh = FreshCaptions(self._encoder, self.columns, config.batch_size)
+        self.empty = self._values(self._fresh.empty_embedding)
 
     def refuse_other_encoders(self, samples: Sequence[Cached]) -> None:
         """Compare a few of the cache's embeddings with what the model's encoders make of their captions.
@@ -180,11 +180,9 @@ class CaptionSource:
         """Encode the captions of the rows that wait, and add these."""
         rows, self._waiting = self._waiting, []
         wanted = {caption: None for one in rows for caption in one.row.record.captions if caption not in self._known}
-        captions = list(wanted)
-        for at in range(0, len(captions), self._config.batch_size):
-            part = captions[at : at + self._config.batch_size]
-            for caption, embedding in zip(part, self._encode(part), strict=True):
-                self._known[caption] = self._checked(caption, embedding)
+        for caption, embedding in zip(wanted, self._fresh.embeddings(list(wanted)) if wanted else (), strict=True):
+            self._known[caption] = values = self._fresh.problem(caption, embedding) or self._values(embedding)
+            self._known_bytes += _bytes_of(values)
         for one in rows:
             found = {caption: self._known[caption] for caption in one.row.record.captions}
             error = next((value for value in found.values() if isinstance(value, RejectedError)), None)
@@ -195,7 +193,7 @@ class CaptionSource:
         self._forget_some()
 
     def _write(self, one: _Waiting, values: Mapping[str, Any]) -> None:
-        # the same caption, encoded in another batch or by another program's cache, may differ in its last bits
+        # the same caption, embedded by another program, may differ in its last bits
         self._part.add_record(one.row.record, one.row.columns, values, is_repeat_checked=False)
         self._on_row(one.row, one.cached)
 
@@ -227,7 +225,7 @@ class CaptionSource:
         return {TOKENS: tokens, **fixed}
 
     def _compare(self, caption: str, tokens: torch.Tensor) -> None:
-        own = self._encode([caption])[0].tokens.float()
+        own = self._fresh.embeddings([caption])[0].tokens.float()
         found = tokens.float()
         same = own.shape == found.shape
         cosine = float(torch.nn.functional.cosine_similarity(own, found, dim=1).mean()) if same else 0.0
@@ -242,20 +240,11 @@ class CaptionSource:
     def _values(self, embedding: Embedding) -> dict[str, Any]:
         return {self._encoder.columns.tokens[0].name: embedding.tokens, **embedding.fixed}
 
-    def _checked(self, caption: str, embedding: Embedding) -> dict[str, Any] | RejectedError:
-        if embedding.refusal is not None:
-            return RejectedError(Reason.REFUSED, embedding.refusal)
-        if not embedding.is_finite:
-            return RejectedError(Reason.TOKENS, f"of the caption {caption[:80]!r} as {self._settings.stored_dtype}")
-        values = self._values(embedding)
-        self._known_bytes += _bytes_of(values)
-        return values
-
     def _forget_some(self) -> None:
         while self._known_bytes > _KEPT_BYTES and self._known:
             _, values = self._known.popitem(last=False)
-            self._known_bytes -= _bytes_of(values) if isinstance(values, dict) else 0
+            self._known_bytes -= _bytes_of(values)
 
 
-def _bytes_of(values: Mapping[str, Any]) -> int:
-    return sum(value.nbytes for value in values.values())
+def _bytes_of(values: Mapping[str, Any] | RejectedError) -> int:
+    return 0 if isinstance(values, RejectedError) else sum(value.nbytes for value in values.values())

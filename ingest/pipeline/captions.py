@@ -49,15 +49,16 @@ class FreshCaptions:
 
         self._encoder, self._spec, self._batch_size = encoder, spec, batch_size
         self._encode = OomRetry(encoder.encode, "caption")
-        (empty,) = self.of([""])
+        (self.empty_embedding,) = self.embeddings([""])
+        empty = self._stored("", self.empty_embedding)
         assert isinstance(empty, EncodedCaption), empty  # or the model would have been refused
         self.empty = empty.caption
 
     def of(self, texts: Sequence[str]) -> list[EncodedCaption | RejectedError]:
-        return [self._stored(text, embedding) for text, embedding in zip(texts, self._embeddings(texts), strict=True)]
+        return [self._stored(text, embedding) for text, embedding in zip(texts, self.embeddings(texts), strict=True)]
 
-    def _embeddings(self, texts: Sequence[str]) -> list[Embedding]:
-        """Encode captions in full batches of one padded length each."""
+    def embeddings(self, texts: Sequence[str]) -> list[Embedding]:
+        """Encode captions in full batches of one padded length each, whether they can be stored or not; see `problem`."""
         by_length: dict[int, list[int]] = {}
         for n, length in enumerate(self._encoder.padded_lengths(texts)):
             by_length.setdefault(length, []).append(n)
@@ -73,9 +74,15 @@ class FreshCaptions:
         from bucketline.ingest.pipeline.batch_encoder import as_caption
         from bucketline.store.format.hashing import caption_digest
 
+        if (problem := self.problem(text, embedding)) is not None:
+            return problem
+        caption = as_caption(self._spec, caption_digest(text), embedding)
+        return EncodedCaption(caption=caption, is_truncated=embedding.is_truncated, cuts=embedding.cuts)
+
+    def problem(self, text: str, embedding: Embedding) -> RejectedError | None:
+        """Return why a caption cannot be stored; None if it can."""
         if embedding.refusal is not None:
             return RejectedError(Reason.REFUSED, embedding.refusal)
         if not embedding.is_finite:
             return RejectedError(Reason.TOKENS, f"of the caption {text[:80]!r} as {self._spec.tokens[0].dtype}")
-        caption = as_caption(self._spec, caption_digest(text), embedding)
-        return EncodedCaption(caption=caption, is_truncated=embedding.is_truncated, cuts=embedding.cuts)
+        return None

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from bucketline.errors import ModelError
-from bucketline.ingest.importers import packer
+from bucketline.ingest.encoders.text.registry import load_caption_encoder
+from bucketline.ingest.importers import captions, packer
 from bucketline.ingest.importers.rows import row_of
 from bucketline.train.config import TrainConfig
 from bucketline.train.trainer import train
@@ -22,9 +23,10 @@ from tests.unit.ingest.importers.writers import FORMS, kohya, kohya_latent, simp
 from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding
     from bucketline.ingest.importers.cache import CacheEntry
     from tests.unit.ingest.importers.known import Known
 
@@ -138,6 +140,29 @@ def test_embeddings_of_another_model_are_refused(
     assert not (tmp_path / "s.store").exists()
     summary = run_import("kohya", source, tmp_path / "s.store", own, "--text", "encode")
     assert summary.code == 0, summary.err
+    assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
+
+
+def test_captions_are_encoded_in_full_batches_so_that_they_have_the_bits_of_pack(
+    own: Known, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = list[int]()
+
+    def noted(*given: Any) -> CaptionEncoder:
+        encoder = load_caption_encoder(*given)
+        encode = encoder.encode
+
+        def counted(texts: Sequence[str]) -> list[Embedding]:
+            sizes.append(len(texts))
+            return encode(texts)
+
+        monkeypatch.setattr(encoder, "encode", counted)
+        return encoder
+
+    monkeypatch.setattr(captions, "load_caption_encoder", noted)
+    ran = run_import("kohya", source, tmp_path / "s.store", own, "--text", "encode", "--batch-size", 4)
+    assert ran.code == 0, ran.err
+    assert set(sizes) == {4}
     assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
 
 
