@@ -1,4 +1,4 @@
-"""`ingest pack` and `ingest scan` of a data set file: each source in turn, into a store of its own."""
+"""`ingest pack` of a data set file: each source in turn, into a store of its own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.dry_run import DryRun, dry_run
 from bucketline.ingest.pack import pack_session, pack_source, ray_workers
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
-from bucketline.ingest.scan import ScanReport, scan_source
-from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile, naming_source, read_dataset_file
+from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile, is_dataset_file, naming_source, read_dataset_file
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.format.mixture_file import MixedStore, write_mixture
@@ -22,9 +21,8 @@ from bucketline.typed_json import decode, encode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bucketline.ingest.config import PackConfig, ScanConfig
+    from bucketline.ingest.config import PackConfig
     from bucketline.ingest.packing.finish import PackResult
-    from bucketline.pages.page import Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,45 +78,21 @@ def pack_dataset(
         return _finish(config, file, results) if session.ranks.is_first else None
 
 
-def dry_run_dataset(config: PackConfig) -> tuple[DatasetFile, list[tuple[DatasetEntry, DryRun]]]:
-    """Compare each source of a data set file with its store, in the file's order.
+def dry_run_each(config: PackConfig) -> tuple[DatasetFile | None, list[tuple[DatasetEntry | None, DryRun]]]:
+    """Compare the source with the store, or each source of a data set file with its store, in the file's order.
 
     Raises:
         BucketlineError: as `dry_run`; or if the file is invalid.
     """
-    file = _checked(config)
-    found = []
-    for entry in file.sources:
+    each: list[tuple[DatasetEntry | None, PackConfig]] = [(None, config)]
+    file = _checked(config) if is_dataset_file(config.source) else None
+    if file is not None:
+        each = [(entry, _pack_config(config, entry)) for entry in file.sources]
+    found: list[tuple[DatasetEntry | None, DryRun]] = []
+    for entry, own in each:
         with naming_source(config.source, entry):
-            found.append((entry, dry_run(_pack_config(config, entry))))
+            found.append((entry, dry_run(own)))
     return file, found
-
-
-def scan_dataset(config: ScanConfig) -> tuple[DatasetFile, list[tuple[DatasetEntry, ScanReport]]]:
-    """Scan each source of a data set file, in the file's order. The sheet shows all of them.
-
-    Raises:
-        SourceError, ModelError, UsageError, StoreError: as `scan`; or if the file is invalid.
-    """
-    file = read_dataset_file(Path(config.source), config.alone())
-    if config.output is not None:
-        from bucketline.ingest.sheet.crops import refuse_sheet
-
-        for entry in file.sources:
-            refuse_sheet(config.output, open_source(entry.path, entry.options(config.alone())).local_paths)
-    reports: list[tuple[DatasetEntry, ScanReport]] = []
-    sections: list[Section] = []
-    for entry in file.sources:
-        with naming_source(config.source, entry):
-            own = replace(config, source=entry.path, val_fraction=entry.val_fraction(config.val_fraction), **entry.overrides())
-            report, own_sections = scan_source(own, len(file.sources))
-        reports.append((entry, report))
-        sections += own_sections
-    if config.output is not None:
-        from bucketline.ingest.sheet.crops import write_sheet
-
-        write_sheet(config.output, config.source, sections)
-    return file, reports
 
 
 def _checked(config: PackConfig) -> DatasetFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
@@ -18,6 +19,7 @@ from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.look import look_at, look_limits
 from bucketline.ingest.pipeline.image_reader import record_of
 from bucketline.ingest.rules import split_of
+from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, read_dataset_file
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.ingest.text_cost import TextCost, text_cost
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.text.token_statistics import CaptionLengths
     from bucketline.ingest.encoders.text_columns import CaptionLength
     from bucketline.ingest.images.geometry import Placement
+    from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile
     from bucketline.ingest.sources.source import Listing, Source, SourceItem, Stamp
     from bucketline.pages.page import Section
 
@@ -113,25 +116,41 @@ class _Seen:
     bucket: str
 
 
-def scan(config: ScanConfig) -> ScanReport:
-    """Scan every image of a source.
+def scan(config: ScanConfig) -> tuple[DatasetFile | None, list[tuple[DatasetEntry | None, ScanReport]]]:
+    """Scan every image of a source, or of each source of a data set file in its order. The sheet shows all of them.
 
     Raises:
-        SourceError: if the source cannot be listed.
+        SourceError: if the file is invalid, or a source cannot be listed.
         ModelError, UsageError: if the model folder or the grid is invalid, or the sheet cannot be written to its path.
         StoreError: if writing the sheet fails.
     """
-    if config.output is None:
-        return scan_source(config)[0]
-    from bucketline.ingest.sheet.crops import refuse_sheet, write_sheet
+    each: list[tuple[DatasetEntry | None, ScanConfig]] = [(None, config)]
+    file = read_dataset_file(Path(config.source), config.alone()) if is_dataset_file(config.source) else None
+    if file is not None:
+        each = [
+            (one, replace(config, source=one.path, val_fraction=one.val_fraction(config.val_fraction), **one.overrides()))
+            for one in file.sources
+        ]
+    if config.output is not None:
+        from bucketline.ingest.sheet.crops import refuse_sheet
 
-    refuse_sheet(config.output, open_source(config.source, config).local_paths)
-    report, sections = scan_source(config)
-    write_sheet(config.output, config.source, sections)
-    return report
+        for _, own in each:
+            refuse_sheet(config.output, open_source(own.source, own).local_paths)
+    reports: list[tuple[DatasetEntry | None, ScanReport]] = []
+    sections: list[Section] = []
+    for entry, own in each:
+        with naming_source(config.source, entry):
+            report, own_sections = _scan_source(own, len(each))
+        reports.append((entry, report))
+        sections += own_sections
+    if config.output is not None:
+        from bucketline.ingest.sheet.crops import write_sheet
+
+        write_sheet(config.output, config.source, sections)
+    return file, reports
 
 
-def scan_source(config: ScanConfig, num_sources: int = 1) -> tuple[ScanReport, list[Section]]:
+def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list[Section]]:
     """Scan every image of a source; with `output`, also return its sections of the sheet, which `num_sources` share.
 
     Raises:

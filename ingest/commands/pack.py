@@ -17,7 +17,7 @@ from bucketline.command_line import (
     printable,
     torchrun_ranks,
 )
-from bucketline.ingest.commands.printing import entry_line, print_captions_and_notes, print_warnings
+from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
 from bucketline.ingest.config import PackConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
@@ -65,25 +65,17 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         if torchrun_ranks()["rank"]:
             return 0  # one process says it for all
         os.environ["HF_HUB_OFFLINE"] = "1"  # a download would write to the hub's cache; read when huggingface_hub is imported
-        from bucketline.ingest.dataset import dry_run_dataset
-        from bucketline.ingest.dry_run import dry_run
-        from bucketline.ingest.sources.dataset_file import is_dataset_file
+        from bucketline.ingest.dataset import dry_run_each
 
-        if not is_dataset_file(self.source):
-            report = dry_run(self)
-            if self.json:
-                print_json_line(asdict(report))
-            else:
-                _print_dry_run(report)
-            return 0
-        file, reports = dry_run_dataset(self)
+        file, reports = dry_run_each(self)
         if self.json:
-            print_json_line({"sources": {entry.name: asdict(report) for entry, report in reports}, "notes": file.notes})
+            sources = {entry.name: asdict(report) for entry, report in reports if entry is not None}
+            print_json_line(asdict(reports[0][1]) if file is None else {"sources": sources, "notes": file.notes})
             return 0
         for entry, report in reports:
-            print(entry_line(entry))
+            print_entry(entry)
             _print_dry_run(report)
-        print_captions_and_notes({}, file.notes, None)
+        print_captions_and_notes({}, [] if file is None else file.notes, None)
         return 0
 
     def _run_each(self) -> int:
@@ -92,7 +84,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
 
         def on_result(entry: DatasetEntry, own: PackConfig, summary: PackResult) -> None:
             if not self.json:
-                print(entry_line(entry))
+                print_entry(entry)
                 _print_summary(summary, own)
             _print_beyond_limits(summary, own)
 

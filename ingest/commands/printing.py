@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from bucketline.ingest.sources.dataset_file import DatasetEntry
 
 
-def entry_line(entry: DatasetEntry) -> str:
-    """Return the line that comes before a source's own, of a data set file with several."""
-    return f"{one_line(str(entry.name))} x {entry.repeats}: {one_line(str(redacted(entry.path)))}"
+def print_entry(entry: DatasetEntry | None) -> None:
+    """Print the line that comes before a source's own, if it is one of a data set file."""
+    if entry is not None:
+        print(f"{one_line(str(entry.name))} x {entry.repeats}: {one_line(str(redacted(entry.path)))}")
 
 
 def print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[str], without: str | None) -> None:

@@ -13,7 +13,7 @@ from bucketline.command_line import (
     print_json,
     printable,
 )
-from bucketline.ingest.commands.printing import entry_line, print_captions_and_notes, print_warnings
+from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
 from bucketline.ingest.config import ScanConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
 from bucketline.store.commands.place import shown
@@ -30,37 +30,21 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
 
     def run(self) -> int:
         from bucketline.ingest.scan import scan
-        from bucketline.ingest.sources.dataset_file import is_dataset_file
 
-        if is_dataset_file(self.source):
-            return self._run_each()
-        report = scan(self)
+        file, reports = scan(self)
         if self.json:
-            print_json(asdict(report))
-        else:
-            _print_scan(report)
-            self._print_sheet()
-        return 0 if report.buckets else 1
-
-    def _run_each(self) -> int:
-        """Scan the sources of a data set file."""
-        from bucketline.ingest.dataset import scan_dataset
-
-        file, reports = scan_dataset(self)
-        if self.json:
-            sources = {entry.name: asdict(report) for entry, report in reports}
-            print_json({"sources": sources, "repeats": {e.name: e.repeats for e, _ in reports}, "notes": file.notes})
+            each = [(entry, asdict(report)) for entry, report in reports if entry is not None]
+            sources, repeats = {entry.name: one for entry, one in each}, {entry.name: entry.repeats for entry, _ in each}
+            found = asdict(reports[0][1]) if file is None else {"sources": sources, "repeats": repeats, "notes": file.notes}
+            print_json(found)
         else:
             for entry, report in reports:
-                print(entry_line(entry))
+                print_entry(entry)
                 _print_scan(report)
-            print_captions_and_notes({}, file.notes, None)
-            self._print_sheet()
+            print_captions_and_notes({}, [] if file is None else file.notes, None)
+            if self.output is not None:
+                print(f"{shown(self.output)}: contact sheet of the crops that lose most")
         return 0 if all(report.buckets for _, report in reports) else 1
-
-    def _print_sheet(self) -> None:
-        if self.output is not None:
-            print(f"{shown(self.output)}: contact sheet of the crops that lose most")
 
 
 def _print_scan(report: ScanReport) -> None:

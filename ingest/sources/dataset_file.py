@@ -134,11 +134,13 @@ def read_dataset_file(path: Path, options: SourceOptions) -> DatasetFile:
 
 
 @contextmanager
-def naming_source(path: Path | str, entry: DatasetEntry) -> Iterator[None]:
-    """Name the file and the entry in errors about a source."""
+def naming_source(path: Path | str, entry: DatasetEntry | None) -> Iterator[None]:
+    """Name the file and the entry in errors about a source, if it is one of a file."""
     try:
         yield
     except (SourceError, UsageError) as error:
+        if entry is None:
+            raise
         raise type(error)(f"{path}, source {entry.name}: {error}") from error
 
 
