@@ -19,7 +19,7 @@ from bucketline.ingest.images.rejects import Reason, RejectedError
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -162,6 +162,22 @@ def named_image(stem: str, names: set[str]) -> str:
     """
     found = [name for extension in _IMAGES for name in (stem + extension, stem + extension.upper()) if name in names]
     return found[0] if len(found) == 1 else stem
+
+
+def ids_of_paths(paths: Sequence[str]) -> dict[str, str]:
+    """Return an id for each path: the path from the folder that all of them are in.
+
+    >>> ids_of_paths(["/data/photos/cats/a.png", "/data/photos/b.png"])
+    {'/data/photos/cats/a.png': 'cats/a.png', '/data/photos/b.png': 'b.png'}
+    """
+    plain = {path: path.replace("\\", "/") for path in paths}
+    folders = {os.path.dirname(path) for path in plain.values()}  # noqa: PTH120 - a path of any machine
+    try:
+        shared = os.path.commonpath(folders) if folders else ""
+    except ValueError:  # some absolute, some not
+        shared = ""
+    start = f"{shared.rstrip('/')}/" if shared else ""
+    return {path: own.removeprefix(start).lstrip("/") for path, own in plain.items()}
 
 
 def chosen_variant(found: Counter[str], request: ListRequest, kind: str, *, variants: str = "models") -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import nsmallest
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bucketline.command_line import counted
 from bucketline.errors import FingerprintError, SourceError, UsageError
@@ -17,18 +18,16 @@ from bucketline.ingest.importers.changes import not_stored, read_entry, rejects_
 from bucketline.ingest.importers.columns import ColumnRules, as_frames, named_roles, side_columns, stored_columns
 from bucketline.ingest.importers.origins import named_as_stored, refuse_other_origin
 from bucketline.ingest.importers.registry import importer_of, listed
-from bucketline.ingest.importers.vae.named_vae import named_vae
+from bucketline.ingest.importers.vae.named_vae import has_weights, named_vae
 from bucketline.ingest.importers.vae.round_trip import SAMPLES, refuse_other_vae
 from bucketline.ingest.importers.vae.spread import refuse_wrong_scale
-from bucketline.ingest.importers.vae.weights import has_weights
 from bucketline.ingest.pipeline.model.device import chosen_device
 from bucketline.store.format.columns import FLIPPED
 from bucketline.store.format.hashing import draw
 from bucketline.store.format.manifest import refuse_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from typing import Any
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -58,16 +57,12 @@ class Planned:
     captions: CaptionSource | None = None  # if its encoders were loaded
 
 
-@dataclass(slots=True, kw_only=True)
-class _Checked:
-    """The samples that are read before anything is written."""
+class _ReadSample(NamedTuple):
+    """A sample that is read before anything is written, and can be imported."""
 
-    samples: list[Cached] = field(default_factory=list)
-    latents: list[NDArray[Any]] = field(default_factory=list)  # [C, h, w] or [C, F, h, w] each, unscaled
-
-    def add(self, cached: Cached, latent: NDArray[Any]) -> None:
-        self.samples.append(cached)
-        self.latents.append(latent)
+    cached: Cached
+    latent: NDArray[Any]  # [C, h, w] or [C, F, h, w], unscaled
+    is_wide: bool  # its spread is so far over the VAE's that the import will reject it
 
 
 def plan_import(
@@ -107,24 +102,20 @@ def plan_import(
     if store is not None and not config.replace:
         refuse_other_origin(changed, store, config.source)
     spread, round_trip, captions, columns = None, None, None, _columns_of(manifest)
-    if changed and (checked := _read_some(config, importer, listing, changed, vae, is_first=manifest is None)):
+    checking = _Checking(config=config, importer=importer, listing=listing, changed=changed, vae=vae)
+    if changed and (checked := checking.samples(is_first=manifest is None)):
+        latents = [sample.latent for sample in checked]
         if not config.trust_scale:
-            spread = refuse_wrong_scale(checked.latents, vae.expected, listing.scaling, str(config.source))
+            spread = refuse_wrong_scale(latents, vae.expected, listing.scaling, str(config.source))
             if model is not None and has_weights(model):
                 device = chosen_device(config.device, local_rank)
-                round_trip = refuse_other_vae(checked.latents[:SAMPLES], model, device, str(config.source))
+                round_trip = refuse_other_vae(latents[:SAMPLES], model, device, str(config.source))
         if text == SOURCE:
             captions = CaptionSource(config, model, text, local_rank)
-            captions.refuse_other_encoders(checked.samples)
+            captions.refuse_other_encoders([sample.cached for sample in checked])
         if manifest is None or roles is not None:
-            columns = _columns(config, importer, listing, changed, vae, checked, roles)
-    columns = ColumnRules(
-        side=columns.side,
-        frames=columns.frames,
-        flip=columns.flip,
-        control_scaling=listing.control_scaling or listing.scaling,
-        declined=roles is not None,
-    )
+            columns = checking.columns(checked, roles)
+    columns = replace(columns, control_scaling=listing.control_scaling or listing.scaling, declined=roles is not None)
     plan = ImportPlan(
         kind=importer.kind,
         variant=listing.variant,
@@ -191,74 +182,65 @@ def _columns_of(manifest: Manifest | None) -> ColumnRules:
     return ColumnRules(side=stored_columns(rules), frames="frames" in axes, flip=FLIPPED in names)
 
 
-def _columns(
-    config: ImportConfig,
-    importer: Importer,
-    listing: CacheListing,
-    changed: list[CacheEntry],
-    vae: NamedVae,
-    checked: _Checked,
-    roles: tuple[str, ...] | None,
-) -> ColumnRules:
-    """Return the columns that some samples have; of those that the user names, all samples are read until each is found."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checking:
+    """Reads some of a cache's samples before anything is written."""
 
-    def sized() -> Iterator[tuple[Cached, tuple[int, int]]]:
-        for cached, latent in zip(checked.samples, checked.latents, strict=True):
-            yield cached, latent.shape[-2:]
-        for entry in changed if roles else ():
+    config: ImportConfig
+    importer: Importer
+    listing: CacheListing
+    changed: list[CacheEntry]
+    vae: NamedVae
+
+    def samples(self, *, is_first: bool) -> list[_ReadSample]:
+        """Return some samples, new ones first; none if none can be read and the store has others.
+
+        Those that the import will reject one by one say nothing about the others: latents that are not finite, and those far
+        out of the VAE's range, unless in a first run most are.
+
+        Raises:
+            SourceError: if none can be read.
+        """
+        is_new = {entry.id for entry in self.changed}
+        others = [entry for entry in self.listing.entries if entry.id not in is_new]
+        rejects: list[tuple[str, RejectedError]] = []
+        # with few new ones, as many of the others: one flat image would not have the spread of a data set
+        read = list(self._readable([*_drawn(self.changed), *_drawn(others)][:CHECKED], rejects))
+        found = [sample for sample in read if not sample.is_wide]
+        if self.config.trust_scale or (is_first and len(read) > 2 * len(found)):
+            found += [sample for sample in read if sample.is_wide]
+        reasons = [(name, error) for name, error in rejects if name in is_new]
+        if found or not is_first:
+            return found
+        (first, reason), number = reasons[0], counted(len(reasons), "sample")
+        raise SourceError(
+            f"{self.config.source}: not one of {number} can be imported; {first}: {reason.reason}: {reason.detail}"
+        )
+
+    def columns(self, checked: list[_ReadSample], roles: tuple[str, ...] | None) -> ColumnRules:
+        """Return the columns that some samples have; of those that are named, all samples are read until each is found."""
+        samples = chain(checked, self._readable(self.changed if roles else (), []))
+        return ColumnRules(
+            side=side_columns(((one.cached, one.latent.shape[-2:]) for one in samples), roles, self.vae),
+            frames=any(sample.latent.ndim == 4 for sample in checked),
+            flip=checked[0].cached.flipped is not None,
+        )
+
+    def _readable(self, entries: Iterable[CacheEntry], rejects: list[tuple[str, RejectedError]]) -> Iterator[_ReadSample]:
+        """Yield the samples that can be imported; add the others to `rejects`."""
+        for entry in entries:
             try:
-                cached = read_entry(importer, config.source, entry, listing.variant)
+                cached = read_entry(self.importer, self.config.source, entry, self.listing.variant)
                 with rejects_named(entry):
-                    size = vae.unscaled(cached.latent, listing.scaling).shape[-2:]
-            except RejectedError:
-                continue
-            yield cached, size
-
-    return ColumnRules(
-        side=side_columns(sized(), roles, vae),
-        frames=any(latent.ndim == 4 for latent in checked.latents),
-        flip=checked.samples[0].flipped is not None,
-    )
+                    as_frames(cached.latent, is_video=self.vae.frames_step is not None and cached.latent.ndim == 4)
+                    latent = self.vae.unscaled(cached.latent, self.listing.scaling)
+                    sample = _ReadSample(cached=cached, latent=latent, is_wide=self.vae.is_wide(latent))
+            except RejectedError as error:
+                rejects.append((entry.id, error))
+            else:
+                yield sample
 
 
-def drawn(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
+def _drawn(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
     """Return the entries that are checked before anything is written, drawn by a hash of their ids."""
     return nsmallest(CHECKED, entries, key=lambda entry: draw(entry.id, "check", "import"))
-
-
-def _read_some(
-    config: ImportConfig, importer: Importer, listing: CacheListing, changed: list[CacheEntry], vae: NamedVae, *, is_first: bool
-) -> _Checked | None:
-    """Read some samples, new ones first; None if none can be read and the store has others.
-
-    Those that the import will reject one by one say nothing about the others: latents that are not finite, and those far out of
-    the VAE's range, unless in a first run most are.
-
-    Raises:
-        SourceError: if none can be read.
-    """
-    found, wide, reasons = _Checked(), _Checked(), []
-    is_new = {entry.id for entry in changed}
-    # with few new ones, as many of the others: one flat image would not have the spread of a data set
-    entries = [*drawn(changed), *drawn([entry for entry in listing.entries if entry.id not in is_new])][:CHECKED]
-    for entry in entries:
-        try:
-            cached = read_entry(importer, config.source, entry, listing.variant)
-            with rejects_named(entry):
-                as_frames(cached.latent, is_video=vae.frames_step is not None and cached.latent.ndim == 4)
-                latent = vae.unscaled(cached.latent, listing.scaling)
-                (wide if vae.is_wide(latent) else found).add(cached, latent)
-        except RejectedError as error:
-            if entry.id in is_new:
-                reasons.append((entry.id, error))
-    if config.trust_scale or (is_first and len(wide.samples) > len(found.samples)):
-        for one in zip(wide.samples, wide.latents, strict=True):
-            found.add(*one)
-    if found.samples:
-        return found
-    if not is_first:
-        return None
-    (first, reason), number = reasons[0], len(reasons)
-    raise SourceError(
-        f"{config.source}: not one of {counted(number, 'sample')} can be imported; {first}: {reason.reason}: {reason.detail}"
-    )

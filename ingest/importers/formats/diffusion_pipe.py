@@ -22,7 +22,6 @@ import torch
 from bucketline.errors import SourceError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
-from bucketline.ingest.importers.reading.ids import ids_of_paths
 from bucketline.ingest.importers.reading.read_files import as_tensor, loaded_dict, open_of_any_size, read_part, values_by_role
 from bucketline.ingest.sources.byte_window import FileWindow
 
@@ -49,7 +48,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
         raise cache.refuse_variant("diffusion-pipe", model, "how they are scaled is unknown")
     places = [place for folder, own in found if own == model for place in _places(request.source, folder)]
     images = list(_images(request.source, places))
-    ids = ids_of_paths([image for image in images if image is not None])
+    ids = cache.ids_of_paths([image for image in images if image is not None])
     entries: list[cache.CacheEntry] = []
     taken: Counter[str] = Counter()
     for place, image in zip(places, images, strict=True):

@@ -13,7 +13,6 @@ import torch
 from bucketline.errors import SourceError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
-from bucketline.ingest.importers.reading.ids import ids_of_paths
 from bucketline.ingest.importers.reading.read_files import as_tensor, loaded_dict, read_whole
 from bucketline.ingest.importers.reading.text_layouts import text_of
 
@@ -48,7 +47,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
     if (total := whole.get("total_items")) != len(items):
         raise SourceError(f"{source / _METADATA} says {total!r:.40} items, its shards list {len(items)}; cache it again")
     entries = []
-    ids = ids_of_paths([item["image_path"] for item in items])
+    ids = cache.ids_of_paths([item["image_path"] for item in items])
     for item in items:
         sample_id = ids[item["image_path"]]
         own, problem = captions.of(sample_id)

@@ -17,7 +17,6 @@ from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
-from bucketline.ingest.importers.reading.ids import ids_of_paths
 from bucketline.ingest.importers.reading.read_files import as_tensor, loaded_dict, read_torch, read_whole, values_by_role
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
     found.sort(key=lambda one: -made_ns[one[0].rpartition("/variation-")[0]])  # stable: the first of an id is imported
     if not found:
         raise SourceError(f"{request.source} has no latents in OneTrainer's format; name the folder of its cache")
-    ids = ids_of_paths(sorted({image for *_, image in found}))
+    ids = cache.ids_of_paths(sorted({image for *_, image in found}))
     entries = []
     for folder, variation, number, image in found:
         own, problem = captions.of(ids[image], in_cache=())

@@ -18,7 +18,6 @@ import torch
 from bucketline.errors import SourceError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
-from bucketline.ingest.importers.reading.ids import ids_of_paths
 from bucketline.ingest.importers.reading.read_files import read_torch
 from bucketline.ingest.importers.reading.text_layouts import text_of
 
@@ -68,7 +67,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
         )
     model = _model(models, request)
     captions = CaptionFolder(request)
-    entries, ids = [], ids_of_paths(list(metadata))
+    entries, ids = [], cache.ids_of_paths(list(metadata))
     for path, fields in metadata.items():
         found, why = _file(path, latents)
         own, problem = captions.of(ids[path])

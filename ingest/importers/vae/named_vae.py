@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.families.vaes import VAES, latent_channels, vae_class
+from bucketline.families.vaes import VAES, batch_norm, latent_channels, vae_class
 from bucketline.fingerprint import config_hash
+from bucketline.ingest.encoders.vae import VaeEncoder, load_vae
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Scaling
 from bucketline.ingest.importers.vae.spread import MAX_FACTOR_OF_ONE, ExpectedLatents, Moments
-from bucketline.ingest.importers.vae.weights import PATCH_PX, has_weights, saved_batch_norm
 from bucketline.store.format.columns import LatentKind
 from bucketline.store.report.published_vaes import PUBLISHED
 from bucketline.torch_dtypes import TORCH_DTYPES, as_stored
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 F16_MAX = 65504.0
+PATCH_PX = 2  # a patch's height and width
 _PART = 1 << 14  # values; of twice as many, torch's threads would each take a part, and wait for one another
 
 
@@ -210,15 +211,36 @@ def _of_model(model: ModelFolder, dtype: str, latents: str) -> NamedVae:
         kind, config_hash(config), _weights_hash(model, kind), dtype, latents, channels, downscale, constants
     )
     if own.has_batch_norm:
-        provenance["batch_norm"] = saved_batch_norm(model)
+        provenance["batch_norm"] = _saved_batch_norm(model)
     frames_step = None if own.frames_field is None else int(config.get(own.frames_field) or own.frames_step)
     return NamedVae(name=f"--model {model.name}", provenance=provenance, frames_step=frames_step)
 
 
+def has_weights(model: ModelFolder) -> bool:
+    """Return True if the model has the weights of its VAE, not only its configuration.
+
+    Raises:
+        ModelError: if they are on a hub that cannot be reached, and not in its cache.
+    """
+    return model.file is not None or model.has_weights("vae")
+
+
+def _saved_batch_norm(model: ModelFolder) -> Json:
+    """Return mean and standard deviation by which a Flux.2 VAE's packed latents are normalised, 4 C numbers each.
+
+    Raises:
+        ModelError: if the model does not have its VAE's weights, among which they are.
+    """
+    if not has_weights(model):
+        raise ModelError(
+            f"{model.name} has only the configuration of its VAE; the statistics that scale Flux.2's latents are among its "
+            "weights: download vae/ completely"
+        )
+    return batch_norm(load_vae(model))
+
+
 def _weights_hash(model: ModelFolder, kind: str) -> str | None:
     """Return the digest of the VAE's weights if the model has them, so that a trainer can compare them."""
-    from bucketline.ingest.encoders.vae import VaeEncoder
-
     if not VAES[kind].is_packed or not has_weights(model):
         return None
     return str(VaeEncoder(model, torch.device("cpu"), "F32").provenance["weights_hash"])

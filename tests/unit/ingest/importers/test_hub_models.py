@@ -10,7 +10,7 @@ import pytest
 
 from bucketline.errors import ModelError
 from bucketline.ingest.encoders.model_folder import ModelFolder
-from bucketline.ingest.importers.vae.weights import has_weights
+from bucketline.ingest.importers.vae.named_vae import has_weights
 from bucketline.store import Store
 from tests.commands import BIN, spawn
 from tests.models import write_model
