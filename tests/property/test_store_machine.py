@@ -37,6 +37,7 @@ from bucketline.store.verify.verify import verify
 from bucketline.store.write.newest import is_published, newest_manifest
 from bucketline.store.write.publish import adopt, changing, lock_store, publish
 from bucketline.store.write.seal import seal
+from bucketline.store.write.shard_writer import ShardWriter
 from tests.building import CAPTIONS, Sample, make_sample
 from tests.loading import loaders_of, rows_of
 from tests.reading import everything
@@ -304,7 +305,9 @@ class StoreMachine(RuleBasedStateMachine):
                 copier.copy(range(len(manifest.shards)), (), LARGE)
             elif manifest.samples:
                 writer = self.form.part(self.path, "copy")
-                writer._shard = copier._room(0)
+                room = copier._room(0)
+                assert isinstance(room, ShardWriter)
+                writer._shard = room
                 self.form.add(writer, self.live.values())
                 writer.commit()
                 killed(writer)

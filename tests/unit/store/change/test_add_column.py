@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,13 +19,15 @@ from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
 from bucketline.store.change.restore import restore
 from bucketline.store.export.sample_file import sample_file
+from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.manifest import parse_manifest, read_manifest
 from bucketline.store.read.info import info
+from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.column_shard import ADDING_LOCK, column_files
 from bucketline.store.write.publish import changing, lock_store
 from tests.added_columns import bucket_of, expect_clean, expect_masks, mask_of, masks_in
-from tests.building import add_samples, make_store, samples_of, store_writer, tree
+from tests.building import add_samples, make_store, rewrite_manifest, samples_of, store_writer, tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -294,6 +297,19 @@ def test_values_of_another_shards_rows_are_found_by_their_ids(path: Path) -> Non
     assert any("the manifest says" in error for error in errors)
     with pytest.raises(CorruptError, match="belongs to another shard"):
         Store.open(path).bucket("train/64x64").read(np.arange(3), "mask")
+
+
+def test_extents_of_a_column_that_are_intact_but_wrong_are_named(path: Path) -> None:
+    add_column(path, "mask", mask_of)
+    first, *rest = read_manifest(path).shards
+    extents = Store.open(path).shards[0].column_shard("mask").extents
+    columns = [(name, "U64", extents.column(name)) for name in extents.names if name != "page_checksum"]
+    data = encode_paged([(name, dtype, v + np.uint64(name == "first_row")) for name, dtype, v in columns], extents.metadata)
+    extents.path.write_bytes(data)
+    mask = replace(first.added["mask"], extents=replace(first.added["mask"].extents, digest=bytes_digest(data)))
+    rewrite_manifest(path, shards=(replace(first, added={"mask": mask}), *rest))
+    errors = [fault.error for fault in verify(Store.open(path), lambda _: None).corrupt]
+    assert "the extents give the block's first_row as 1, expected 0" in errors
 
 
 def test_a_repair_takes_a_damaged_column_away_and_no_sample(path: Path) -> None:

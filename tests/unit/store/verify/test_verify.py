@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -13,10 +13,14 @@ import pytest
 
 from bucketline.errors import CorruptError
 from bucketline.store import Store
-from bucketline.store.format.hashing import bytes_digest
+from bucketline.store.change.repair import repair
+from bucketline.store.format.hashing import bytes_digest, sample_digest
+from bucketline.store.format.sample_record import encode_record
+from bucketline.store.read.verified_sample import checked_row
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify import shard
 from bucketline.store.verify.verify import Fault, verify
+from bucketline.store.write.seal import seal
 from tests.building import edit_json, flip_bit, make_store, rewrite_manifest, samples_of, write_shard
 from tests.commands import call, spawn
 
@@ -26,7 +30,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-seal_module: Any = importlib.import_module("bucketline.store.write.seal")
 BUCKET = "train/64x64"
 
 
@@ -385,3 +388,46 @@ def test_every_fault_of_several_is_named(copy: Path) -> None:
         data[int(bucket.locate(np.array([row])).offsets(bucket.spec, "latent")[0]) + 9] ^= 0x80
     path.write_bytes(data)
     assert [fault.row for fault in faults(copy) if fault.row is not None] == [0, 8, 9, 22]
+
+
+def rewrite_record(path: Path, sample_id: str, **changes: Any) -> None:
+    """Give a sample of the first shard another record of the same length; the manifest has the digest of what is then there."""
+    store = Store.open(path)
+    shard, record = store.sample(sample_id)
+    entry = shard.find(sample_digest(sample_id))
+    assert entry is not None
+    encoded = encode_record(replace(record, **changes))
+    assert len(encoded) == entry.record_bytes
+    data = bytearray(shard.paths.lmdb.read_bytes())
+    data[entry.record_offset : entry.record_offset + entry.record_bytes] = encoded
+    shard.paths.lmdb.write_bytes(data)
+    first, *rest = store.manifest.shards
+    rewrite_manifest(path, shards=(replace(first, lmdb=replace(first.lmdb, digest=bytes_digest(bytes(data)))), *rest))
+
+
+def test_a_row_whose_record_says_otherwise_is_named_refused_by_readers_and_left_out_by_a_repair(copy: Path) -> None:
+    sample_id = f"first/{BUCKET}/5.png"
+    record = Store.open(copy).sample(sample_id)[1]
+    rewrite_record(copy, sample_id, crop=(record.crop[0], record.crop[1] + 1, *record.crop[2:]))
+    (fault,) = [fault for fault in faults(copy) if fault.row is not None]
+    assert (fault.bucket, fault.row) == (BUCKET, 5)
+    assert re.fullmatch(r"the row's crop is \[\d+, \d+\], its sample's record says \[\d+, \d+\]", fault.error)
+    with pytest.raises(CorruptError, match=r"its crop is .*, its record says"):
+        checked_row(Store.open(copy), 0, Store.open(copy).sample(sample_id)[1])
+    assert repair(copy).shards[0].dropped_ids == (sample_id,)
+
+
+@pytest.mark.parametrize("name", ["record", "captions"])
+def test_records_that_lie_are_named_and_their_shard_is_not_sealed_again(copy: Path, name: str) -> None:
+    sample_id = f"first/{BUCKET}/5.png"
+    record = Store.open(copy).sample(sample_id)[1]
+    others: dict[str, dict[str, Any]] = {
+        "record": {"id": sample_id[:-1] + "x"},
+        "captions": {"caption_rows": (99, *record.caption_rows[1:])},
+    }
+    words = {"record": "is not stored under its id", "captions": "names captions that the shard does not have"}[name]
+    rewrite_record(copy, sample_id, **others[name])
+    assert any(words in fault.error and fault.row == 5 for fault in faults(copy))
+    (copy / "shards" / "g0.lmdb").rename(copy / "pending" / "again.lmdb")
+    with pytest.raises(CorruptError, match=f"shard again, row 5 of {BUCKET}: .*{words}"):
+        seal(copy, "again")
