@@ -31,7 +31,7 @@ from bucketline.store.format.text_codec import refuse_strange_form
 from bucketline.typed_json import Json, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 BUCKET_NAME = re.compile(r"(train|val)/([1-9][0-9]{0,8}(?:x[1-9][0-9]{0,8}){0,7})")  # split/sizes of the axes
 AXIS_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -103,8 +103,9 @@ class TextEntry:
     fixed: dict[str, ColumnEntry]
 
     def __post_init__(self) -> None:
-        if not self.tokens or any(column.row_bytes == 0 for column in _columns(self.tokens)):
-            raise ValueError("there is no token column, or one that holds nothing")
+        _check_names("the text", self.spec())
+        if any(column.row_bytes == 0 for column in self.spec().tokens):
+            raise ValueError("there is a token column that holds nothing")
         if self.spec().is_quantised:
             refuse_strange_form(self.spec().tokens)
         if self.spec().header_bytes != self.header_bytes:
@@ -129,7 +130,7 @@ class GroupRules:
     mirrored: str | None = None  # `same` if the entry of a row is also that of its mirror image
     encoder: str | None = None  # the name of its provenance in `encoders`
 
-    def check(self, tokens: Sequence[Column], fixed: Sequence[Column]) -> None:
+    def check(self, spec: RaggedSpec) -> None:
         """Check the rules, and the group's columns.
 
         Raises:
@@ -144,14 +145,11 @@ class GroupRules:
                 "a ragged group of captions has one entry for each caption, stored once, and flips do not concern it; leave "
                 "optional, stored_once and mirrored out (an entry may have no tokens)"
             )
-        names = [column.name for column in (*tokens, *fixed)]
-        strange = [name for name in names if not NAME.fullmatch(name) or name in (STARTS, CHECKSUM, DIGEST)]
-        if strange or not tokens or len(set(names)) != len(names):
-            raise ValueError(
-                f"a ragged group has the columns {names}; expected one token column or more, each name once, of a to z, 0 to "
-                f"9 and _, and none of {STARTS}, {CHECKSUM}, {DIGEST}"
-            )
-        if empty := [column.name for column in (*tokens, *fixed) if column.row_bytes == 0]:
+        _check_names("a ragged group", spec)
+        columns = (*spec.tokens, *spec.fixed)
+        if strange := [column.name for column in columns if not NAME.fullmatch(column.name)]:
+            raise ValueError(f"a ragged group has the column {strange[0]!r:.80}; expected a name of a to z, 0 to 9 and _")
+        if empty := [column.name for column in columns if column.row_bytes == 0]:
             raise ValueError(f"column {empty[0]!r} of a ragged group holds nothing; give it a shape without 0")
 
 
@@ -165,7 +163,7 @@ class RaggedEntry(GroupRules):
     fixed: dict[str, ColumnEntry]
 
     def __post_init__(self) -> None:
-        self.check(_columns(self.tokens), _columns(self.fixed))
+        self.check(self.spec(""))
 
     def spec(self, name: str) -> RaggedSpec:
         """Return the columns of the group of this name."""
@@ -335,6 +333,21 @@ def bucket_entry(spec: BlockSpec) -> BucketEntry:
     )
 
 
+def _check_names(what: str, spec: RaggedSpec) -> None:
+    """Check that each column of a group has a name of its own, which no other tensor of its blocks has."""
+    names = [column.name for column in (*spec.tokens, *spec.fixed)]
+    if not spec.tokens or len(set(names)) != len(names) or {STARTS, CHECKSUM, DIGEST} & set(names):
+        raise ValueError(
+            f"{what} has the columns {names}; expected one token column or more, each name once, and none of {STARTS}, "
+            f"{CHECKSUM}, {DIGEST}"
+        )
+
+
 def text_entry(spec: TextSpec) -> TextEntry:
-    """Return a store's text columns in the manifest's form."""
+    """Return a store's text columns in the manifest's form.
+
+    Raises:
+        ValueError: if there is none, or two have one name.
+    """
+    _check_names("the text", spec)
     return TextEntry(header_bytes=spec.header_bytes, tokens=column_entries(spec.tokens), fixed=column_entries(spec.fixed))

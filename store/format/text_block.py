@@ -61,7 +61,7 @@ Caption = Entry  # of the captions
 class RaggedSpec:
     """The columns of a group's blocks: token columns (a token's shape) and fixed columns (an entry's shape).
 
-    The captions' embeddings are the group `text`.
+    The captions' embeddings are the group `text`; of these, the public name is `TextSpec`.
     """
 
     tokens: tuple[Column, ...]

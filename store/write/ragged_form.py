@@ -35,7 +35,7 @@ class RaggedGroup(GroupRules):
 
     def __post_init__(self) -> None:
         try:
-            self.check(self.columns, self.fixed)
+            self.check(self.spec(""))
         except ValueError as error:
             raise UsageError(str(error)) from error
 

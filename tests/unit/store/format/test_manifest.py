@@ -87,7 +87,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a shard twice": (lambda d: d["shards"].append(d["shards"][0]), "listed twice"),
     "a shard outside of the folder": (shard_edit(name="../../../etc/passwd"), "is not a shard name"),
     "a shard of unknown buckets": (shard_edit(groups={"x": [1, 1, 0, 0]}), "'x'"),
-    "no token column": (lambda d: d["text"].update(tokens={}), "no token column"),
+    "no token column": (lambda d: d["text"].update(tokens={}), "expected one token column or more"),
     "an unknown dtype": (lambda d: d["text"]["tokens"]["tokens"].update(dtype="F8"), "the dtype 'F8'"),
     "an impossible shape": (lambda d: d["text"]["tokens"]["tokens"].update(shape=[1 << 50]), "impossible shape"),
     "more captions than the columns hold": (lambda d: d.update(max_captions=4), "in another form"),

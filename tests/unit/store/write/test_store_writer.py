@@ -502,3 +502,12 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         StoreWriter(tmp_path / "s", encoders={}, columns=(), text=TEXT, empty_caption={"tokens": embedding("")}, max_captions=0)
     with pytest.raises(UsageError, match=r"shard_bytes 0, expected .* 1 or more"):
         store_writer(tmp_path / "s", shard_bytes=0)
+
+
+@pytest.mark.parametrize("names", [("tokens", "digest"), ("tokens", "starts"), ("tokens", "tokens"), ("checksum",)])
+def test_text_columns_whose_blocks_could_not_be_read_are_refused(names: tuple[str, ...], tmp_path: Path) -> None:
+    columns = [Column(name=name, dtype="F16", shape=(3,)) for name in names]
+    empty = {name: np.zeros((2, 3), "<f2") for name in names}
+    for text in (columns, TextSpec(tokens=tuple(columns[:1]), fixed=tuple(columns[1:]))):
+        with pytest.raises(UsageError, match="each name once, and none of starts, checksum, digest"):
+            StoreWriter(tmp_path / "s", columns=[LatentColumn(channels=2)], text=text, empty_caption=empty)
