@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from bucketline.ingest.sources.parquet_chunks import MAX_CHUNK_BYTES, why_too_large
 from tests.commands import call, spawn
