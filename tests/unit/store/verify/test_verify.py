@@ -391,7 +391,7 @@ def test_every_fault_of_several_is_named(copy: Path) -> None:
 
 
 def rewrite_record(path: Path, sample_id: str, **changes: Any) -> None:
-    """Replace the record of a sample of the first shard by one of the same length; the manifest has the digest of what is then there."""
+    """Replace the record of a sample of the first shard by one of equal length; the manifest has the digest of the result."""
     store = Store.open(path)
     shard, record = store.sample(sample_id)
     entry = shard.find(sample_digest(sample_id))
