@@ -1,20 +1,25 @@
-"""Checks of the types of what describes a new store, before anything is made of it."""
+"""Checks of what describes a new store, before anything is made of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import UsageError
 from bucketline.option_types import expect, unlike
-from bucketline.store.format.block import Column
+from bucketline.store.format.block import IMAGE_AXES, Column
+from bucketline.store.format.columns import FLIPPED_SUFFIX, TARGET
+from bucketline.store.format.schema import ColumnRole
 from bucketline.store.format.text_block import TextSpec
 from bucketline.store.write.ragged_form import RaggedGroup
-from bucketline.store.write.row_form import RowColumn
+from bucketline.store.write.row_form import Axis, RowColumn
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from bucketline.typed_json import Json
 
 _COLUMN = "RowColumn(role='target', dtype='F16', shape=(128, 'length'))"
@@ -69,3 +74,40 @@ def description_as_json(item: str, values: Mapping[str, Any]) -> dict[str, Json]
                 "that describe it"
             ) from error
     return found
+
+
+def roles_of(columns: Sequence[RowColumn], encoders: Collection[str]) -> dict[str, ColumnRole]:
+    """Return the manifest's entries of a store's columns; none if they are images' latents.
+
+    Raises:
+        UsageError: if a role is given twice or without its counterpart, or no column has an axis.
+    """
+    by_role = {column.role: column for column in columns}
+    if len(by_role) != len(columns):
+        raise UsageError(f"the columns' roles are {[column.role for column in columns]}; expected each of them once")
+    if not any(column.axes for column in columns):
+        raise UsageError("no column has an axis, by which rows are put into buckets; name one, as shape=(128, 'length')")
+    for column in columns:
+        if column.role.endswith(FLIPPED_SUFFIX):
+            base = by_role.get(column.role.removesuffix(FLIPPED_SUFFIX))
+            if base is None or replace(base, role=column.role, encoder=column.encoder) != column:
+                raise UsageError(
+                    f"column {column.role!r} has no counterpart that is like itself, but for the mirror image; add the column "
+                    f"{column.role.removesuffix(FLIPPED_SUFFIX)!r} with its dtype and shape"
+                )
+    if all(_is_of_version_1(column, encoders) for column in columns) and TARGET in by_role:
+        return {}
+    return {column.name: ColumnRole(role=column.role, encoder=column.encoder, optional=column.optional) for column in columns}
+
+
+def _is_of_version_1(column: RowColumn, encoders: Collection[str]) -> bool:
+    """Return whether a column is one that every reader knows: an image's latent, or its mirror image's."""
+    dimensions = column.dimensions
+    names = tuple(axis.name if isinstance(axis, Axis) else "" for axis in dimensions)
+    return (
+        column.role in (TARGET, TARGET + FLIPPED_SUFFIX)
+        and names == ("", *IMAGE_AXES)
+        and not column.optional
+        and (column.encoder is None or (column.encoder == "vae" and "vae" in encoders))
+        and not column.dtype.startswith(("F8", "C"))
+    )

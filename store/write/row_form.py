@@ -6,7 +6,7 @@ Shape letters: C latent channels, h and w the latent's height and width, T token
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from bucketline.store.format.columns import (
     PRESENT_PREFIX,
     RAGGED_PREFIX,
     ROLE,
-    TARGET,
     TOKENS,
     TOKENS_SCALE,
     EntriesOf,
@@ -30,13 +29,11 @@ from bucketline.store.format.columns import (
 from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.format.sample_record import SampleRecord
-from bucketline.store.format.schema import AXIS_NAME, ColumnRole, bucket_name, bucket_sizes
+from bucketline.store.format.schema import AXIS_NAME, bucket_name, bucket_sizes
 from bucketline.store.format.text_block import TEXT_GROUP, make_caption, quantised_caption
 from bucketline.store.write.arrays import checked_arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     from numpy.typing import NDArray
 
     from bucketline.store.format.schema import Schema
@@ -250,9 +247,12 @@ class RowForm:
         Raises:
             UsageError: if one is missing, or its arrays do not fit its group; the message names the caption and the group.
         """
-        item, spec = f"{item}, caption {text!r:.80}", self.schema.groups[TEXT_GROUP]
+        spec = self.schema.groups[TEXT_GROUP]
         example = ", ".join(f"{column.name!r}: array" for column in (*spec.delivered.tokens, *spec.delivered.fixed))
-        expect(f"{item}: its embedding", given, Mapping, f"a mapping from names to arrays, {{{example}}}")
+        expect(
+            f"{item}: the embedding of caption {text!r:.80}", given, Mapping, f"a mapping from names to arrays, {{{example}}}"
+        )
+        item = f"{item}, caption {text!r:.80}"
         of_captions = [name for name, group in self.ragged.items() if group.of == EntriesOf.CAPTIONS]
         embedding, digest = {k: v for k, v in given.items() if k not in of_captions}, caption_digest(text)
         entries = {TEXT_GROUP: self._entry(item, TEXT_GROUP, embedding, digest)}
@@ -297,7 +297,8 @@ class RowForm:
                 return quantised_caption(spec, digest, _to_quantise(spec, own[TOKENS]), own)
             return make_caption(spec, digest, own, own)
         except (ValueError, TypeError) as error:
-            raise UsageError(f"{item}: {error}; convert it, or write to a store whose columns it fits") from error
+            columns_of = "text columns" if group == TEXT_GROUP else "columns"
+            raise UsageError(f"{item}: {error}; convert it, or write to a store whose {columns_of} it fits") from error
 
     def with_presence(self, spec: BlockSpec, values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return a row's arrays with those of its optional columns that say whether it has them; zeros where it does not."""
@@ -309,43 +310,6 @@ class RowForm:
                     own = spec.column(column.name)
                     found[column.name] = np.zeros(own.shape, dtype=own.numpy_dtype)
         return found
-
-
-def roles_of(columns: Sequence[RowColumn], encoders: Collection[str]) -> dict[str, ColumnRole]:
-    """Return the manifest's entries of a store's columns; none if they are images' latents.
-
-    Raises:
-        UsageError: if a role is given twice or without its counterpart, or no column has an axis.
-    """
-    by_role = {column.role: column for column in columns}
-    if len(by_role) != len(columns):
-        raise UsageError(f"the columns' roles are {[column.role for column in columns]}; expected each of them once")
-    if not any(column.axes for column in columns):
-        raise UsageError("no column has an axis, by which rows are put into buckets; name one, as shape=(128, 'length')")
-    for column in columns:
-        if column.role.endswith(FLIPPED_SUFFIX):
-            base = by_role.get(column.role.removesuffix(FLIPPED_SUFFIX))
-            if base is None or replace(base, role=column.role, encoder=column.encoder) != column:
-                raise UsageError(
-                    f"column {column.role!r} has no counterpart that is like itself, but for the mirror image; add the column "
-                    f"{column.role.removesuffix(FLIPPED_SUFFIX)!r} with its dtype and shape"
-                )
-    if all(_is_of_version_1(column, encoders) for column in columns) and TARGET in by_role:
-        return {}
-    return {column.name: ColumnRole(role=column.role, encoder=column.encoder, optional=column.optional) for column in columns}
-
-
-def _is_of_version_1(column: RowColumn, encoders: Collection[str]) -> bool:
-    """Return whether a column is one that every reader knows: an image's latent, or its mirror image's."""
-    dimensions = column.dimensions
-    names = tuple(axis.name if isinstance(axis, Axis) else "" for axis in dimensions)
-    return (
-        column.role in (TARGET, TARGET + FLIPPED_SUFFIX)
-        and names == ("", *IMAGE_AXES)
-        and not column.optional
-        and (column.encoder is None or (column.encoder == "vae" and "vae" in encoders))
-        and not column.dtype.startswith(("F8", "C"))
-    )
 
 
 def sizes_of(bucket: str, axes: tuple[str, ...]) -> dict[str, int]:

@@ -25,12 +25,12 @@ from bucketline.store.format.schema import Schema, bucket_entry, text_entry
 from bucketline.store.format.text_block import TextSpec, with_error
 from bucketline.store.read.store import Store
 from bucketline.store.remote.urls import is_url
-from bucketline.store.write.description import check_description, description_as_json
+from bucketline.store.write.description import check_description, description_as_json, roles_of
 from bucketline.store.write.newest import is_published, newest_manifest
 from bucketline.store.write.one_at_a_time import OneAtATime
 from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter
 from bucketline.store.write.publish import FOLDERS, adopt, lock_store, new_manifest, prepare_store, publish, unlisted
-from bucketline.store.write.row_form import RowForm, roles_of
+from bucketline.store.write.row_form import RowForm
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
