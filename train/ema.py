@@ -10,7 +10,7 @@ import torch
 
 from bucketline.train.config import Ema
 from bucketline.train.host_copy import CHUNK_BYTES, copy_through, in_memory_order
-from bucketline.train.parallel import local
+from bucketline.train.parallel import local, sharded_like
 from bucketline.train.rounding import Rounding
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Average:
         self._sources: list[Tensor] = [tensor for tensor in model.parameters() if tensor.requires_grad and self.is_kept]
         self._averages: list[Tensor] = [self._copied(local(tensor.detach())) for tensor in self._sources]
         self._pinned: list[Tensor] = []
+        self._by_id = {id(source): average for source, average in zip(self._sources, self._averages, strict=True)}
 
     def _copied(self, weight: Tensor) -> Tensor:
         if self._place is Ema.DEVICE:
@@ -85,6 +86,11 @@ class Average:
         if not self._pinned:
             self._pinned = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         return self._pinned
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the average of a trained parameter, sharded as that is; any other tensor unchanged."""
+        average = self._by_id.get(id(tensor))
+        return tensor if average is None else sharded_like(average, tensor)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 from bucketline.train.parallel import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -31,7 +31,7 @@ class HostMemory:
         self._chunks: list[Tensor] = []
         self._memory: dict[tuple[str, str], Tensor] = {}
 
-    def copies(self, name: str, tensors: Mapping[str, Tensor], *, keeps: bool = True) -> dict[str, Tensor]:
+    def copies(self, name: str, tensors: Iterable[tuple[str, Tensor]], *, keeps: bool = True) -> dict[str, Tensor]:
         """Return whole tensors, contiguous, which overwrite the former copies of this name; nothing if this rank `keeps` none.
 
         Shards are gathered a tensor at a time, so every rank that has some must call this with the same tensors.
@@ -39,7 +39,7 @@ class HostMemory:
         found: dict[str, Tensor] = {}
 
         def from_device() -> Iterator[tuple[Tensor, Tensor]]:
-            for key, tensor in tensors.items():
+            for key, tensor in tensors:
                 full = whole(tensor.detach())
                 if not keeps:
                     continue
@@ -52,7 +52,7 @@ class HostMemory:
                 else:
                     own.copy_(full)
 
-        if keeps and not self._chunks and any(tensor.is_cuda for tensor in tensors.values()):
+        if keeps and not self._chunks and torch.cuda.is_available():
             self._chunks = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         copy_through(self._chunks, from_device())
         return found

@@ -86,6 +86,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def sharded_like(own: Tensor, like: Tensor) -> Tensor:
+    """Return this process's shard as part of a tensor that is sharded as another one is; if that is not, `own` unchanged."""
+    if not isinstance(like, DTensor):
+        return own
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(own.to(like.device), mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], of_groups: Collection[str] = ()) -> None:
     """Load a full, unsharded state into an optimizer: each tensor is sharded and laid out like its parameter.
 

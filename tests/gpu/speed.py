@@ -107,7 +107,7 @@ def stall() -> None:
     found: dict[str, torch.Tensor] = {}
     for save in ("first", "next"):
         begin = time.perf_counter()
-        found = kept.copies("", named)
+        found = kept.copies("", named.items())
         rates[f"{save} checkpoint"] = size / (time.perf_counter() - begin) / 1e9
     same = all(torch.equal(found[name], tensor.cpu()) for name, tensor in named.items())
     tell("stall: device to host, GB/s", ok=same, rates=rates, sdxl_copied_s=41 / rates["next checkpoint"])

@@ -9,12 +9,12 @@ from schedulefree import AdamWScheduleFree
 
 from bucketline.train.config import Ema
 from bucketline.train.ema import Average
-from bucketline.train.parallel import local
+from bucketline.train.parallel import local, sharded_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from bucketline.train.optim import Groups, Options
@@ -39,6 +39,13 @@ class OwnAverage(Average):
 
     def update(self, step: int) -> None:
         """Do nothing: the optimizer's step has updated it."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the average of a trained parameter in memory of its own, as the library's `eval` computes it."""
+        if (z := self._optimizer.state.get(tensor, {}).get("z")) is None:
+            return tensor
+        beta = self._optimizer.param_groups[0]["betas"][0]
+        return sharded_like(local(tensor.detach()).lerp(local(z), 1 - 1 / beta), tensor)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

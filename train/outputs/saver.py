@@ -133,15 +133,16 @@ def copied(
 ) -> Copies:
     """Return copies of everything; without an optimizer, of the best weights. A rank that `keeps` none sends its shards."""
     last, averaged, state = None, None, None
+    trained = weights.tensors(model)
     if optimizer is not None or not average.is_kept:
-        last = memory.copies("model", weights.tensors(model), keeps=keeps)
+        last = memory.copies("model", trained.items(), keeps=keeps)
     if average.is_kept:
-        with average.applied():
-            averaged = memory.copies("average", weights.tensors(model), keeps=keeps)
+        averages = ((name, average.of(tensor)) for name, tensor in trained.items())
+        averaged = memory.copies("average", averages, keeps=keeps)
     if optimizer is not None:
         state = optimizer.state_dict()
         each = {f"{number}.{name}": value for number, own in state["state"].items() for name, value in own.items()}
         tensors = {name: value for name, value in each.items() if isinstance(value, torch.Tensor)}
-        copies = memory.copies("optimizer", tensors, keeps=keeps)
+        copies = memory.copies("optimizer", tensors.items(), keeps=keeps)
         state = copy.deepcopy(state, {id(tensors[name]): own for name, own in copies.items()}) if keeps else None
     return Copies(config=weights.config(model), last=last, averaged=averaged, optimizer=state)

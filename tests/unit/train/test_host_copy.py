@@ -22,7 +22,7 @@ def test_copies_are_the_tensors_and_every_save_takes_the_same_memory(dtype: torc
     memory, tensors = HostMemory(), tensors_of(dtype)
     places = []
     for _ in range(2):
-        found = memory.copies("a", tensors)
+        found = memory.copies("a", tensors.items())
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         for tensor in tensors.values():
             tensor.add_(1)
@@ -36,9 +36,9 @@ def test_copies_are_the_tensors_and_every_save_takes_the_same_memory(dtype: torc
 
 def test_a_tensor_of_another_shape_gets_memory_of_its_own() -> None:
     memory = HostMemory()
-    memory.copies("a", {"a": torch.zeros(3)})
-    assert torch.equal(memory.copies("a", {"a": torch.ones(2, 2)})["a"], torch.ones(2, 2))
-    assert memory.copies("a", {"a": torch.zeros(2, 2)}, keeps=False) == {}
+    memory.copies("a", [("a", torch.zeros(3))])
+    assert torch.equal(memory.copies("a", [("a", torch.ones(2, 2))])["a"], torch.ones(2, 2))
+    assert memory.copies("a", [("a", torch.zeros(2, 2))], keeps=False) == {}
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1 << 16])
