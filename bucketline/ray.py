@@ -19,8 +19,9 @@ import numpy as np
 from bucketline.errors import UsageError
 from bucketline.extras import extra_named
 from bucketline.store import StoreWriter
+from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.parts import AttemptStore, PartStore, take_attempt
-from bucketline.store.sync.place import WritePlace
+from bucketline.store.sync.place import target_at
 from bucketline.store.transfer.sender import PendingNotes
 from bucketline.store.write.attempts import begin_attempts, remove_attempts
 from bucketline.store.write.part_writer import PartWriter
@@ -106,17 +107,18 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         Raises:
             UsageError: as `StoreWriter`; or if the URL cannot be a store's.
         """
-        self._place: WritePlace | None = WritePlace(path, remote, work)
-        self._objects, self._path = self._place.objects, self._place.path
+        self._target = target_at(path, remote, work)
+        self._path, folder = self._target.path, self._target.folder
+        self._objects = folder if isinstance(folder, ObjectFolder) else None
         self._rows_per_task = rows_per_task
-        self._writer: StoreWriter | None = StoreWriter(self._path, **contents)
+        self._writer: StoreWriter | None = StoreWriter.to(self._target, **contents)
         self._form, self._shard_bytes = self._writer._form, self._writer._shard_bytes
         self._empty = new_manifest(self._writer._schema)
         self._run = secrets.token_hex(4)
         self._held: ExitStack | None = None  # during the job
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writer": None, "_place": None, "_held": None}  # the locks stay with the driver
+        return {**self.__dict__, "_writer": None, "_held": None}  # the locks stay with the driver
 
     @property
     def min_rows_per_write(self) -> int | None:
@@ -132,9 +134,9 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         if self._held is not None:
             return
         assert self._writer is not None
-        assert self._place is not None
         with ExitStack() as held:
-            held.enter_context(self._place.held(self._writer))
+            held.enter_context(self._target.held())
+            held.enter_context(self._writer)
             if self._objects is not None:
                 held.enter_context(PendingNotes(self._objects, f"{_RUN}{self._run}-"))
             else:
@@ -151,7 +153,7 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         name = f"t{ctx.task_idx:06d}-{secrets.token_hex(4)}"  # never that of another attempt
         own: AttemptStore | PartStore = AttemptStore(self._path, self._empty, self._run)
         if self._objects is not None:
-            own = PartStore(self._objects, self._path.with_name(f"{self._path.name}.workers"), self._empty, {})
+            own = PartStore(self._objects, self._path.with_name(f"{self._path.name}.workers"), self._empty)
         try:
             folder, sender = own.begin(name if self._objects is None else f"{_RUN}{self._run}-{name}")
             with sender or nullcontext():
@@ -180,13 +182,12 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         """
         self.on_write_start()  # without any task, Ray has not called it
         assert self._writer is not None
-        assert self._place is not None
         assert self._held is not None
         with self._held:
             self._held = None
             for task in write_result.write_returns:
                 take_attempt(self._path, self._run, task.name, task.sealed, task.sent)
-            self._place.publish(self._writer, [name for task in write_result.write_returns for name in task.sealed])
+            self._writer.publish([name for task in write_result.write_returns for name in task.sealed])
 
     def on_write_failed(self, error: Exception) -> None:
         """Leave the store as it was before, and release its lock. Ray calls this on the driver."""

@@ -12,7 +12,7 @@ from bucketline.errors import BucketlineError, UsageError
 from bucketline.ingest.packing.finish import PackResult, finish
 from bucketline.ingest.packing.meanwhile import Meanwhile
 from bucketline.ingest.packing.run import PackRun
-from bucketline.ingest.packing.target import PackTarget
+from bucketline.ingest.packing.target import target_of
 from bucketline.ingest.parallel.item_parts import ItemParts
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
@@ -22,7 +22,7 @@ from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, Slice
 from bucketline.ingest.progress import caption_progress, packing_progress
 from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.folder import LocalFolder
-from bucketline.store.write.newest import newest_manifest
+from bucketline.store.sync.place import sender_to
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
     from bucketline.store.sync.parts import PartStore
     from bucketline.store.transfer.sender import ShardSender
+    from bucketline.store.write.target import StoreTarget
 
 
 def pack_images(
@@ -128,7 +129,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
     """Pack one source; `is_last` tells the other ranks that they may end. Otherwise as `pack_images`."""
     if session.workers is not None:
         return _pack_on_ray(config, session, session.workers)
-    ranks, target, runs = session.ranks, PackTarget(config), list[PackRun]()
+    ranks, target, runs = session.ranks, target_of(config), list[PackRun]()
     with ExitStack() as held:
 
         def listed() -> list[list[bytes]]:
@@ -137,13 +138,12 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
 
         own = ItemParts(ranks.deal(listed))
         encoders = session.encoders = session.encoders or Encoders(config, session.local_rank, session.local_world_size)
-        if ranks.from_first(lambda: newest_manifest(config.store) is None, encode, bool):
+        if ranks.from_first(lambda: target.newest() is None, encode, bool):
             encoders.facts()  # on all ranks at once; those of a store that exists are loaded when there is something to encode
 
         def planned() -> PackPlan:
             num_making = ranks.world_size if ranks.shares_disk else session.local_world_size
-            facts, is_shared = _facts(config, encoders), ranks.shares_disk
-            return runs[0].begin(encoders.model, facts, held, num_making=num_making, is_shared=is_shared)
+            return runs[0].begin(encoders.model, _facts(config, target, encoders), held, num_making=num_making)
 
         plan = ranks.from_first(planned, encode, lambda value: decode(PackPlan, value))
         own_disk = None  # of a rank on another machine
@@ -153,7 +153,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
         def begin(name: str) -> tuple[Path, ShardSender | None]:
             if own_disk is not None:
                 return own_disk.begin(name)
-            return target.path, target.sender(plan.manifest, name, is_first=ranks.is_first)
+            return target.path, sender_to(target, plan.manifest, name, is_first=ranks.is_first)
 
         store = target.open(plan.manifest) if own_disk is None else own_disk.open()
         worker = SliceWorker(config, plan, store, begin, encoders, session.local_world_size)
@@ -237,6 +237,6 @@ def _pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> 
         session.num_packed += run.num_packed
 
 
-def _facts(config: PackConfig, encoders: Encoders) -> EncoderFacts:
-    existing = newest_manifest(config.store)
+def _facts(config: PackConfig, target: StoreTarget, encoders: Encoders) -> EncoderFacts:
+    existing = target.newest()
     return encoders.facts() if existing is None else facts_without_weights(config, encoders.model, existing)

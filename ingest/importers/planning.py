@@ -21,13 +21,14 @@ from bucketline.ingest.importers.registry import importer_of, listed
 from bucketline.ingest.importers.vae.named_vae import has_weights, named_vae
 from bucketline.ingest.importers.vae.round_trip import SAMPLES, refuse_other_vae
 from bucketline.ingest.importers.vae.spread import refuse_wrong_scale
+from bucketline.ingest.packing.target import newest_store
 from bucketline.ingest.pipeline.model.device import chosen_device
 from bucketline.store.format.columns import FLIPPED
 from bucketline.store.format.hashing import draw
 from bucketline.store.format.manifest import refuse_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -65,12 +66,8 @@ class _ReadSample(NamedTuple):
     is_wide: bool  # its spread is so far over the VAE's that the import will reject it
 
 
-def plan_import(
-    config: ImportConfig, model: ModelFolder | None, local_rank: int, newest: Callable[[], Store | None]
-) -> Planned:
+def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int) -> Planned:
     """List the cache, compare it with the store, and check new samples.
-
-    `newest` opens the newest generation of the store, if there is one.
 
     Raises:
         UsageError: if source and store overlap, or options contradict each other or lack the VAE.
@@ -83,7 +80,7 @@ def plan_import(
         if path is not None:
             refuse_overlap(path, config.store)
     roles = named_roles(config.columns)
-    store = newest()
+    store = newest_store(config)
     manifest = None if store is None else store.manifest
     if manifest is not None and "import" not in manifest.rules:
         raise FingerprintError(f"{config.store} was packed, not imported; import into a new store")

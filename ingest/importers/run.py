@@ -21,7 +21,7 @@ from bucketline.ingest.importers.packer import CachePacker, SentPart
 from bucketline.ingest.importers.planning import Planned, plan_import
 from bucketline.ingest.importers.vae.named_vae import named_vae
 from bucketline.ingest.pack import pack_session, send_rest
-from bucketline.ingest.packing.target import PackTarget
+from bucketline.ingest.packing.target import target_of
 from bucketline.ingest.parallel.shares import rank_of
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.pipeline.model.device import share_of_cores
@@ -32,6 +32,7 @@ from bucketline.ingest.rules import reject_limit
 from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
 from bucketline.store import StoreWriter
 from bucketline.store.format.hashing import sample_digest
+from bucketline.store.sync.place import sender_to
 from bucketline.typed_json import Json, decode, encode
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class _Import:
 
     def __init__(self, config: ImportConfig, session: PackSession) -> None:
         """Read and write nothing yet."""
-        self._config, self._session, self._ranks, self._target = config, session, session.ranks, PackTarget(config)
+        self._config, self._session, self._ranks, self._target = config, session, session.ranks, target_of(config)
         self._started = time.monotonic()
         self._model = None if config.model is None else open_model(config.model, config.model_config)
         self._planned: Planned | None = None  # on rank 0
@@ -104,13 +105,13 @@ class _Import:
                 check_identity(len(planned.changed), account)
                 write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
                 published = writer.publish(name for one in found for name in one.sealed)
+                self._target.send_lists()
             return self._result(planned, account, published)
 
     def _plan(self, held: ExitStack) -> ImportPlan:
-        target, is_held = self._target, not self._config.dry_run
-        if is_held:
-            held.enter_context(target.held())
-        self._planned = plan_import(self._config, self._model, self._session.local_rank, lambda: target.newest(is_held=is_held))
+        if not self._config.dry_run:
+            held.enter_context(self._target.held())
+        self._planned = plan_import(self._config, self._model, self._session.local_rank)
         return self._planned.plan
 
     def _writer(self, plan: ImportPlan, vae: NamedVae, captions: CaptionSource) -> StoreWriter:
@@ -118,8 +119,8 @@ class _Import:
         encoders: dict[str, Json] = {"vae": dict(vae.provenance)}
         if captions.provenance is not None:
             encoders["text_encoder"] = dict(captions.provenance)
-        return StoreWriter(
-            config.store,
+        return StoreWriter.to(
+            self._target,
             columns=plan.columns.row_columns(vae, config.dtype),
             encoders=encoders,
             rules=plan.rules,
@@ -133,11 +134,10 @@ class _Import:
         """Adopt what a killed run had committed, and return the generation to continue. On rank 0."""
         planned, manifest = self._planned, writer.manifest
         assert planned is not None
-        self._target.send_left(manifest)
         planned.store = self._target.open(manifest)
         at_most = most_captions(self._config, plan.text)
         planned.changed = not_stored(planned.changed, planned.store, self._config.source, at_most)
-        return PackPlan(source=None, manifest=manifest, token=secrets.token_hex(4), num_slices=self._ranks.world_size, lists={})
+        return PackPlan(source=None, manifest=manifest, token=secrets.token_hex(4), num_slices=self._ranks.world_size)
 
     def _dealt(self) -> list[CacheEntry]:
         """Return the entries that this rank imports."""
@@ -158,7 +158,7 @@ class _Import:
     def _part(self, writer: StoreWriter, rows: PackPlan) -> SentPart:
         """Return what writes this rank's shards, which the store's writer may publish."""
         target, name, is_first = self._target, rows.name_of(f"r{self._ranks.rank:04d}"), self._ranks.is_first
-        sender = target.sender(rows.manifest, name, is_first=is_first)
+        sender = sender_to(target, rows.manifest, name, is_first=is_first)
         size = self._config.shard_size_mib << 20
         return SentPart(target.path, writer._form, f"{name}-{{:04d}}", size, sender, self._ranks.check)
 
@@ -177,13 +177,9 @@ class _Import:
         return PackedSlice(account=packer.account, sealed=[] if output is None else output[1].sealed, sent=[])
 
     def _result(self, planned: Planned, account: RunSummary, published: Manifest | None) -> ImportResult:
-        """Commit what was published, None if nothing was, and sum up. Rank 0 only."""
+        """Sum up; `published` is None if nothing was. Rank 0 only."""
         plan, listing, config, before, target = planned.plan, planned.listing, self._config, planned.store, self._target
         now = published or (None if before is None else before.manifest)
-        if now is not None and not config.dry_run:
-            if published is None:  # an interrupted run may have imported everything, and not committed it
-                target.send_left(now)
-            now = target.commit(now)
         kept = gone = replaced = 0
         if before is not None:
             index = PackedIndex(before)

@@ -18,14 +18,14 @@ from bucketline.ingest.on_ray.pool import RayWorkers
 from bucketline.ingest.on_ray.slices import SliceTable, num_slices
 from bucketline.ingest.packing.finish import finish
 from bucketline.ingest.packing.run import PackRun
-from bucketline.ingest.packing.target import PackTarget
+from bucketline.ingest.packing.target import target_of
 from bucketline.ingest.parallel.ranks import kept
 from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts, facts_without_weights
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.sources.tar.tar_source import TarSource
 from bucketline.store.sync.parts import take_attempt
+from bucketline.store.sync.place import sender_to
 from bucketline.store.write.attempts import begin_attempts, remove_attempts
-from bucketline.store.write.newest import newest_manifest
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class RayRun:
 
     def __init__(self, config: PackConfig, workers: Workers, interrupts: Interrupts) -> None:
         self._config, self._interrupts, self._workers = config, interrupts, workers
-        self._target = PackTarget(config)
+        self._target = target_of(config)
         self._run: PackRun | None = None
         self._num_published = 0  # shards of the run
         self._sender: ShardSender | None = None  # of a store in object storage: keeps what workers have sent
@@ -64,8 +64,8 @@ class RayRun:
         own = self._for_workers()
         pool = RayWorkers(own, self._workers, self._interrupts.check)
         try:
-            plan = run.begin(model, self._facts(pool, model), held, num_making=0, is_shared=not target.is_remote)
-            self._sender = target.sender(plan.manifest, plan.name_of("driver"), is_first=True)
+            plan = run.begin(model, self._facts(pool, model), held, num_making=0)
+            self._sender = sender_to(target, plan.manifest, plan.name_of("driver"), is_first=True)
             with self._sender or nullcontext():
                 self._pack_slices(pool, run, plan)
         finally:
@@ -86,7 +86,7 @@ class RayRun:
 
     def _facts(self, pool: RayWorkers, model: ModelFolder) -> EncoderFacts:
         """Return the facts of the encoders; for a new store, a worker loads them."""
-        if (existing := newest_manifest(self._config.store)) is not None:
+        if (existing := self._target.newest()) is not None:
             return facts_without_weights(self._config, model, existing)
         facts = pool.ask(lambda actor: actor.facts.remote())
         assert isinstance(facts, EncoderFacts)

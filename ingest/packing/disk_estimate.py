@@ -10,7 +10,6 @@ from bucketline.command_line import counted
 from bucketline.families.family import Padding
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.ingest.listing_diff import unknown
-from bucketline.store import Store
 from bucketline.store.format.safetensors_header import DTYPES
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.parallel.item_parts import Outline
     from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
-    from bucketline.store.format.manifest import Manifest
+    from bucketline.store import Store
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
@@ -32,7 +31,7 @@ def refuse_small_disk(
     facts: EncoderFacts,
     grid: Grid,
     outline: Outline,
-    manifest: Manifest | None,
+    store: Store | None,
     most_bytes: int | None,
     *,
     is_recaptioned: bool,
@@ -42,8 +41,8 @@ def refuse_small_disk(
     `most_bytes`: what is on the disk at a time if shards leave it; None if they stay.
     """
     is_new = np.ones(outline.num_items, dtype=bool)
-    if manifest is not None and not is_recaptioned:
-        is_new = unknown(Store(config.store, manifest), outline)
+    if store is not None and not is_recaptioned:
+        is_new = unknown(store, outline)
     num_new = int(is_new.sum())
     caption_chars = outline.caption_chars[np.repeat(is_new, outline.num_captions)]
     needed = estimate_bytes(config, facts, grid, num_new, caption_chars)

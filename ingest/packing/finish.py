@@ -31,6 +31,8 @@ from bucketline.store.read.info import joined_error
 from bucketline.store.shard.reader import as_keys
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.packing.run import PackRun
     from bucketline.store import Store
@@ -102,10 +104,10 @@ def finish(run: PackRun) -> PackResult:
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
     published = target.publish(run.newest, run.sealed, dropped, config.caption_rules.recorded(run.newest.rules))
     store = target.open(published)
-    _write_long_captions(store, run.sealed, account)
+    _write_long_captions(config.store / LONG_CAPTIONS, store, run.sealed, account)
     gone = not_in_source(store, outline)
     gone_ids = gone.ids(NAMED_IDS)
-    published = target.commit(published)
+    target.send_lists()
     remove_kept_captions(config.store)
     kept_beyond_limit = len(account.dropped) - len(rejected)
     change = config.caption_rules.difference(before.rules)
@@ -167,9 +169,8 @@ def _notes_about_encoders(config: PackConfig, before: Manifest, account: RunSumm
     ]
 
 
-def _write_long_captions(store: Store, sealed: list[str], account: RunSummary) -> None:
+def _write_long_captions(path: Path, store: Store, sealed: list[str], account: RunSummary) -> None:
     """Write `long_captions.jsonl`; the lines of samples that this run did not pack stay."""
-    path = store.path / LONG_CAPTIONS
     try:
         listed = read_regular(path, _MAX_LISTED_BYTES)
     except OSError:

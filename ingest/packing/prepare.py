@@ -16,8 +16,6 @@ from bucketline.ingest.sources.objects.source import ObjectSource
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.schema import Schema, text_entry
-from bucketline.store.write.newest import newest_manifest
-from bucketline.store.write.store_writer import writing
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -25,11 +23,11 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.images.bucket_grid import Grid
-    from bucketline.ingest.packing.target import PackTarget
     from bucketline.ingest.parallel.item_parts import Outline
     from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
     from bucketline.ingest.sources.source import Source
     from bucketline.store.format.manifest import Manifest
+    from bucketline.store.write.target import StoreTarget
     from bucketline.typed_json import Json
 
 
@@ -49,7 +47,7 @@ def prepare(
     facts: EncoderFacts,
     outline: Outline,
     held: ExitStack,
-    target: PackTarget,
+    target: StoreTarget,
     *,
     num_making: int,
 ) -> Manifest:
@@ -59,7 +57,7 @@ def prepare(
     published, in the same generation. `num_making`: processes that make shards on this disk; they send them if the store
     is in object storage.
     """
-    existing = newest_manifest(config.store)
+    existing = target.newest()
     if facts.text.get("family") == CLASS_LABELS:
         from bucketline.ingest.encoders.text.class_labels import refuse_text_dtype
 
@@ -76,11 +74,10 @@ def prepare(
     if existing is not None:
         refuse_other_options(config, existing, contents)
         is_recaptioned = config.caption_rules.difference(existing.rules) is not None
-    most_bytes = num_making * SHARDS_ON_DISK * (config.shard_size_mib << 20) if target.is_remote else None
-    refuse_small_disk(config, facts, grid, outline, existing, most_bytes, is_recaptioned=is_recaptioned)
-    manifest = held.enter_context(writing(config.store, contents))
-    target.send_left(manifest)
-    return manifest
+    most_bytes = num_making * SHARDS_ON_DISK * (config.shard_size_mib << 20) if isinstance(config.place, str) else None
+    store = None if existing is None else target.open(existing)
+    refuse_small_disk(config, facts, grid, outline, store, most_bytes, is_recaptioned=is_recaptioned)
+    return held.enter_context(target.writing(contents))
 
 
 def rules_of(config: PackConfig, grid: Grid, existing: Manifest | None) -> dict[str, Json]:

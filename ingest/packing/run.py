@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.packing.prepare import opened_source, prepare
-from bucketline.ingest.packing.target import folder_of, newest_whole
+from bucketline.ingest.packing.target import newest_whole
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.slice_worker import PackPlan
 from bucketline.ingest.sources.source_json import source_as_json
 from bucketline.ingest.summary import MAX_LONG_CAPTIONS, check_identity, joined_summaries
-from bucketline.store.sync.parts import lists_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.encoders.model_folder import ModelFolder
-    from bucketline.ingest.packing.target import PackTarget
     from bucketline.ingest.parallel.item_parts import ItemParts, Outline
     from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
     from bucketline.ingest.pipeline.slice_worker import PackedSlice
     from bucketline.ingest.sources.source import Listing, Source
     from bucketline.ingest.summary import RunSummary
     from bucketline.store.format.manifest import Manifest
+    from bucketline.store.write.target import StoreTarget
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class PackRun:
     """One run: its source, its plan, and what was packed of it so far. Use it under the store's lock."""
 
     config: PackConfig
-    target: PackTarget
+    target: StoreTarget
     source: Source
     outline: Outline
     slices: list[ItemParts]
@@ -51,16 +50,16 @@ class PackRun:
     def listed(
         cls,
         config: PackConfig,
-        target: PackTarget,
+        target: StoreTarget,
         held: ExitStack,
         num_slices: Callable[[Source, Listing], int],
         num_workers: int,
     ) -> PackRun:
-        """List the source, and cut it into slices; the store's folder stands for the store until `held` is closed."""
+        """List the source, and cut it into slices; the store's folder is this process's until `held` is closed."""
         started = time.monotonic()
         held.enter_context(target.held())
         source = opened_source(config)
-        newest_whole(folder_of(config))
+        newest_whole(target.folder)
         listing = config.listing_of(source)
         outline, slices = take_apart(listing, num_slices(source, listing))
         return cls(
@@ -73,8 +72,8 @@ class PackRun:
             num_listed=num_workers * MAX_LONG_CAPTIONS,
         )
 
-    def begin(self, model: ModelFolder, facts: EncoderFacts, held: ExitStack, *, num_making: int, is_shared: bool) -> PackPlan:
-        """Open or create the store, and return the plan; see `prepare`. `is_shared`: all workers see the folder's disk."""
+    def begin(self, model: ModelFolder, facts: EncoderFacts, held: ExitStack, *, num_making: int) -> PackPlan:
+        """Open or create the store, and return the plan; see `prepare`."""
         manifest = prepare(self.config, model, facts, self.outline, held, self.target, num_making=num_making)
         self.newest = manifest
         self.plan = PackPlan(
@@ -82,14 +81,13 @@ class PackRun:
             manifest=manifest,
             token=secrets.token_hex(4),
             num_slices=len(self.slices),
-            lists={} if is_shared else lists_of(self.config.store, manifest),
         )
         return self.plan
 
     def publish(self, sealed: Sequence[str]) -> None:
         """Publish a generation with shards that are sealed, and sent if that is needed, before the end of the run."""
         assert self.newest is not None
-        self.newest = self.target.commit(self.target.publish(self.newest, sealed))
+        self.newest = self.target.publish(self.newest, sealed)
         self.num_meanwhile += 1
 
     def take(self, number: int, packed: PackedSlice) -> None:

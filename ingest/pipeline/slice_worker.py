@@ -42,7 +42,6 @@ class PackPlan:
     manifest: Manifest  # of the generation that the run continues
     token: str  # in the names of the run's shards, never used before
     num_slices: int
-    lists: dict[str, str]  # see `lists_of`; for workers that make shards on a disk of their own
 
     def name_of(self, part: str) -> str:
         """Return what the names of the shards begin with that a rank or an attempt makes."""
@@ -51,7 +50,7 @@ class PackPlan:
     def parts(self, config: PackConfig) -> PartStore:
         """Return where a worker makes shards on a disk of its own, and sends them."""
         parent = config.store.with_name(f"{config.store.name}.workers")
-        return PartStore(config.objects(config.place), parent, self.manifest, self.lists)
+        return PartStore(config.objects(config.place), parent, self.manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

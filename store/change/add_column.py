@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bucketline.errors import LockedError, StoreError, UsageError
@@ -24,13 +25,12 @@ from bucketline.store.change.column_values import (
     UnknownFormError,
     named,
 )
+from bucketline.store.change.commit import commit_change, newest_base
 from bucketline.store.change.drop import NAMED_SAMPLES
 from bucketline.store.format.columns import FLIPPED_SUFFIX, ROLE, role_of, stored_name
-from bucketline.store.format.manifest import generations, read_manifest
 from bucketline.store.format.schema import AddedColumn
 from bucketline.store.read.lost_files import files_of_column
-from bucketline.store.read.store import Store
-from bucketline.store.shard.reader import SealedShard
+from bucketline.store.remote.generations import listed_generations, read_generation
 from bucketline.store.write.column_shard import (
     ADDING_LOCK,
     MAKING,
@@ -40,15 +40,18 @@ from bucketline.store.write.column_shard import (
     digest_of_dropped,
     write_column_shard,
 )
-from bucketline.store.write.newest import existing_manifest
-from bucketline.store.write.publish import changing, next_generation, prepare_store, publish_shards
+from bucketline.store.write.publish import prepare_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+    from bucketline.store.change.commit import WorkFolder
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.read.store import Store
+    from bucketline.store.remote.objects import ObjectFolder
+    from bucketline.store.shard.reader import SealedShard
+    from bucketline.store.write.change_base import ChangeBase
 
 Values: TypeAlias = Mapping[str, Any] | Iterable[tuple[str, Any]] | Callable[[str], Any]
 
@@ -113,22 +116,30 @@ class ColumnRequest:
             )
 
 
-def add_to_folder(path: Path, request: ColumnRequest) -> ColumnAdded:
-    """Add a column to a store on a disk; see `store.sync.add_column`."""
-    existing_manifest(path)
-    prepare_store(path)
+def add_to(place: Path | ObjectFolder, request: ColumnRequest, work: WorkFolder | None = None) -> ColumnAdded:
+    """Add a column to a store; see `store.sync.add_column`. `work`: of a store in object storage."""
+    path = work.made if work is not None else place
+    assert isinstance(path, Path)
+    with newest_base(place, work):
+        prepare_store(path)
     with FileLock(path / "pending" / ADDING_LOCK):
-        made = make_column(Store(path, existing_manifest(path)), request)
+        with newest_base(place, work) as base:
+            made = make_column(base.store, path, request)
         try:
-            with changing(path, adopting=False) as manifest:
-                after = publish_column(path, manifest, made)
+            _, after = commit_change(place, lambda base: with_column(base, made), adopting=False, work=work)
         except LockedError as error:
             raise LockedError(f"{error}; the values are kept: the same call publishes them then") from error
+        if work is not None:  # they are in the bucket
+            for entry in after.shards:
+                for file, _ in files_of_column(path, entry, made.name) if made.name in entry.added else ():
+                    file.unlink(missing_ok=True)
     return made.result(after)
 
 
-def make_column(store: Store, request: ColumnRequest) -> MadeColumn:
+def make_column(store: Store, path: Path, request: ColumnRequest) -> MadeColumn:
     """Write the files of a column for the shards that lack it, and publish nothing. Call under `ADDING_LOCK`.
+
+    `path` is the folder of the files, laid out as a store: on a disk the store's.
 
     Raises:
         UsageError: if the column cannot be added, a value does not fit, or an id is given twice.
@@ -148,23 +159,24 @@ def make_column(store: Store, request: ColumnRequest) -> MadeColumn:
         raise UsageError(
             f"{request.role!r} is the mirror image of {role_of(base)!r}, which {store.place} lacks; add that first"
         )
-    for left in (store.path / "pending").glob(f"*{MAKING}"):
+    for left in (path / "pending").glob(f"*{MAKING}"):
         left.unlink()
     forms = ColumnForms(store.manifest, name)
-    files = _left_by_a_killed_call(store, name, forms)
+    files = _left_by_a_killed_call(store, path, name, forms)
     lacking = [n for n, shard in enumerate(store.shards) if name not in shard.entry.added and shard.entry.live_samples]
     wanted = [n for n in lacking if store.shards[n].name not in files]
     if callable(request.values):
-        return _written(store, request, forms, files, wanted, None)
-    with closing(Spool(store, wanted, forms)) as spool:
+        return _written(store, path, request, forms, files, wanted, None)
+    with closing(Spool(store, path, wanted, forms)) as spool:
         spool.take(request.values.items() if isinstance(request.values, Mapping) else request.values)
         if not request.ignore_unknown:
             spool.refuse_unknown()
-        return _written(store, request, forms, files, wanted, spool)
+        return _written(store, path, request, forms, files, wanted, spool)
 
 
 def _written(
     store: Store,
+    path: Path,
     request: ColumnRequest,
     forms: ColumnForms,
     files: dict[str, FoundColumn],
@@ -178,7 +190,7 @@ def _written(
     for n in wanted:
         shard = store.shards[n]
         own = SpooledValues(shard, forms, spool, n) if spool else CalledValues(shard, forms, request.called)
-        found = _write_one(store, shard, forms.name, own, is_filled=request.fill is not None)
+        found = _write_one(path, shard, forms.name, own, is_filled=request.fill is not None)
         rows, filled = rows + shard.entry.live_samples, filled + own.num_missing
         if found is None:
             missing.append(own)
@@ -196,21 +208,23 @@ def _written(
     )
 
 
-def _left_by_a_killed_call(store: Store, name: str, forms: ColumnForms) -> dict[str, FoundColumn]:
+def _left_by_a_killed_call(store: Store, path: Path, name: str, forms: ColumnForms) -> dict[str, FoundColumn]:
     """Return the intact files of a column that no generation has listed, by shard, and note the forms of their values.
 
     What an earlier generation lists was taken back, or damaged, and is not taken again; nor is what was made while other rows
     were dropped: if a restore brought them back, they have no value there.
     """
+    if not (there := column_files(path)):
+        return {}
     listed = {entry.column_shard(column).name for entry in _every_entry(store) for column in entry.added}
     entries = {entry.name: entry for entry in store.manifest.shards if name not in entry.added and entry.live_samples}
-    left = {}
-    for file in column_files(store.path):
+    left = dict[str, FoundColumn]()
+    for file in there:
         entry = entries.get(file.partition(".")[0])
         if file in listed or entry is None:
             continue
         try:
-            found = describe_column_shard(store.path, file)
+            found = describe_column_shard(path, file)
         except StoreError:
             continue  # it is damaged, and made again
         made_for = (found.column, found.rows_of, found.dropped)
@@ -223,15 +237,15 @@ def _left_by_a_killed_call(store: Store, name: str, forms: ColumnForms) -> dict[
 def _every_entry(store: Store) -> Iterator[ShardEntry]:
     """Yield the shards of all generations that can be read."""
     yield from store.manifest.shards
-    for generation in generations(store.path):
+    for generation in listed_generations(store.folder):
         with suppress(StoreError):
-            yield from read_manifest(store.path, generation).shards
+            yield from read_generation(store.folder, generation, store.manifest).shards
 
 
-def _write_one(store: Store, shard: SealedShard, name: str, values: ShardValues, *, is_filled: bool) -> FoundColumn | None:
+def _write_one(path: Path, shard: SealedShard, name: str, values: ShardValues, *, is_filled: bool) -> FoundColumn | None:
     """Write a column's file for a shard; None, and no file, if rows have no value and are not filled."""
     try:
-        found = write_column_shard(store.path, shard, name, values)
+        found = write_column_shard(path, shard, name, values)
     except UnknownFormError:
         if is_filled:
             raise
@@ -240,8 +254,8 @@ def _write_one(store: Store, shard: SealedShard, name: str, values: ShardValues,
     if is_filled or not values.num_missing:
         return found
     with_file = dataclasses.replace(shard.entry, added={name: found.entry})
-    for path, _ in reversed(list(files_of_column(store.path, with_file, name))):
-        path.unlink()
+    for file, _ in reversed(list(files_of_column(path, with_file, name))):
+        file.unlink()
     return None
 
 
@@ -254,18 +268,19 @@ def _refuse_missing(store: Store, role: str, missing: list[ShardValues]) -> None
         )
 
 
-def publish_column(path: Path, manifest: Manifest, made: MadeColumn) -> Manifest:
-    """Publish a generation in which the shards that a column's files were made for have it; unchanged if there are none.
+def with_column(base: ChangeBase, made: MadeColumn) -> Manifest:
+    """Return the base's manifest with a column for the shards that its files were made for; the same one if there are none.
 
-    Call under the store's lock. Shards that have it meanwhile, are not listed any more, or have rows again that were dropped
-    when their values were requested, stay as they are.
+    Shards that have it meanwhile, are not listed any more, or have rows again that were dropped when their values were
+    requested, stay as they are.
 
     Raises:
         StoreError: if another writer has added a column of that name and another form, or a file is gone.
     """
+    manifest = base.manifest
     shards = tuple(
         dataclasses.replace(entry, added={**entry.added, made.name: found.entry})
-        if (found := made.files.get(entry.name)) and made.name not in entry.added and _fits(path, entry, made, found)
+        if (found := made.files.get(entry.name)) and made.name not in entry.added and _fits(base, entry, made, found)
         else entry
         for entry in manifest.shards
     )
@@ -273,19 +288,21 @@ def publish_column(path: Path, manifest: Manifest, made: MadeColumn) -> Manifest
         return manifest
     before = manifest.added.get(made.name, AddedColumn(role=role_of(made.name), buckets={})).buckets
     if other := [bucket for bucket, form in made.forms.found.items() if before.get(bucket, form) != form]:
-        raise StoreError(f"{path}: another writer has added {made.name!r} in another form to {other[0]}; choose another name")
-    for entry in shards:
-        for file, _ in files_of_column(path, entry, made.name) if made.name in entry.added else ():
+        raise StoreError(
+            f"{base.folder.place('')}: another writer has added {made.name!r} in another form to {other[0]}; choose "
+            "another name"
+        )
+    for entry, without in zip(shards, manifest.shards, strict=True):
+        for file, _ in files_of_column(base.made, entry, made.name) if entry is not without else ():
             if not file.exists():
                 raise StoreError(f"{file} is gone; nothing was added: rerun the call")
     column = AddedColumn(role=role_of(made.name), buckets={**before, **made.forms.found})
-    changed = dataclasses.replace(manifest, added={**manifest.added, made.name: column})
-    return publish_shards(path, changed, shards, next_generation(path, manifest))
+    return dataclasses.replace(manifest, added={**manifest.added, made.name: column}, shards=shards)
 
 
-def _fits(path: Path, entry: ShardEntry, made: MadeColumn, found: FoundColumn) -> bool:
+def _fits(base: ChangeBase, entry: ShardEntry, made: MadeColumn, found: FoundColumn) -> bool:
     """Return whether a column's file is of a shard as it is now: every live row was live when the file was made."""
     if found.rows_of != entry.shard_id or found.dropped == digest_of_dropped(entry):
         return found.rows_of == entry.shard_id
-    then, now = made.shards[entry.name], SealedShard(path, entry)
+    then, now = made.shards[entry.name], base.shard(entry)
     return all(bool((then.is_live(bucket) | ~now.is_live(bucket)).all()) for bucket in entry.live)

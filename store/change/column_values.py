@@ -25,6 +25,7 @@ from bucketline.store.write.arrays import as_array, checked_arrays, dtype_of, is
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -224,9 +225,9 @@ class SpooledValues(ShardValues):
 class Spool:
     """Values by their rows' places: of each bucket a temporary file, which has no name and so ends with the process."""
 
-    def __init__(self, store: Store, ordinals: list[int], forms: ColumnForms) -> None:
-        """Read the indexes of all shards. Values of shards that are not among `ordinals` are not kept."""
-        self._store, self._forms = store, forms
+    def __init__(self, store: Store, path: Path, ordinals: list[int], forms: ColumnForms) -> None:
+        """Read the indexes of all shards. Values of shards that are not among `ordinals` are not kept. `path`: for files."""
+        self._store, self._path, self._forms = store, path, forms
         self._files: dict[str, IO[bytes]] = {}
         self._names = [bucket.name for bucket in store.manifest.buckets]
         self._first: dict[tuple[int, str], int] = {}  # place of a shard's first row in a bucket's file
@@ -281,10 +282,10 @@ class Spool:
         data = self._forms.bytes_of(sample_id, bucket, value)
         try:
             if bucket not in self._files:
-                self._files[bucket] = tempfile.TemporaryFile(dir=self._store.path / "pending")  # noqa: SIM115 - see `close`
+                self._files[bucket] = tempfile.TemporaryFile(dir=self._path / "pending")  # noqa: SIM115 - see `close`
             os.pwrite(self._files[bucket].fileno(), data, place * len(data))
         except OSError as error:
-            raise StoreError(f"{self._store.path / 'pending'} cannot be written: {error.strerror}; make room there") from error
+            raise StoreError(f"{self._path / 'pending'} cannot be written: {error.strerror}; make room there") from error
         self._has[bucket][place] = True
 
     def refuse_unknown(self) -> None:

@@ -6,14 +6,22 @@ import dataclasses
 import secrets
 import tempfile
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, CorruptError, StoreError
 from bucketline.store.folder import DeniedError, LocalFolder
 from bucketline.store.format.manifest import finished
-from bucketline.store.remote.generations import commit, complete_first, newest_generation, refuse_without_put_if_absent
-from bucketline.store.transfer.sender import noted
+from bucketline.store.remote.generations import (
+    commit,
+    complete_first,
+    find_newest,
+    newest_generation,
+    refuse_without_put_if_absent,
+)
+from bucketline.store.transfer.sender import forget_sent, noted, sent_shards
 from bucketline.store.transfer.upload import Uploader, shard_of
 from bucketline.store.write.change_base import ChangeBase
 from bucketline.store.write.newest import existing_manifest
@@ -29,14 +37,9 @@ ATTEMPTS = 50  # of a change that other writers get ahead of each time
 FIRST_DRAWN, END_DRAWN = 1 << 32, 1 << 52  # numbers in names of lists of dropped rows; below are generations' numbers
 
 
-def drawn_number() -> int:
-    """Return a number for lists of dropped rows: another writer may be preparing a generation of the same number."""
-    return FIRST_DRAWN + secrets.randbelow(END_DRAWN - FIRST_DRAWN)
-
-
 @contextmanager
-def newest_base(place: Path | ObjectFolder) -> Iterator[ChangeBase]:
-    """Yield the newest generation, to be looked at only.
+def newest_base(place: Path | ObjectFolder, work: WorkFolder | None = None) -> Iterator[ChangeBase]:
+    """Yield the newest generation, to be looked at only. `work`: of a store in object storage, by default a temporary one.
 
     Raises:
         StoreError: if there is no store, or it cannot be read.
@@ -44,22 +47,32 @@ def newest_base(place: Path | ObjectFolder) -> Iterator[ChangeBase]:
     if isinstance(place, Path):
         yield _local_base(place, existing_manifest(place))
         return
-    with _work_for(place) as work:
-        yield _base_there(place, work)
+    with _working(work) as held:
+        yield _base_there(place, newest_generation(place, lists=True), held)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkFolder:
+    """The folders that a change of a store in object storage uses on this disk."""
+
+    made: Path  # folder of the shards that are made, laid out as a store
+    cache: Path | None  # of the store's sidecars; None: the usual one
 
 
 @contextmanager
-def _work_for(place: ObjectFolder) -> Iterator[Path]:
-    """Yield a temporary folder for what is read of a store in object storage, and made for it. Errors name the URL instead."""
+def _working(work: WorkFolder | None) -> Iterator[WorkFolder]:
+    """Yield `work`, or a temporary one."""
+    if work is not None:
+        yield work
+        return
     with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
-        try:
-            yield Path(folder)
-        except BucketlineError as error:
-            raise type(error)(str(error).replace(f"{folder}/made", place.url)) from error
+        yield WorkFolder(made=Path(folder) / "made", cache=Path(folder) / "cache")
 
 
-def _base_there(place: ObjectFolder, work: Path) -> ChangeBase:
-    return ChangeBase(place, newest_generation(place, lists=True), drawn_number(), work / "made", work / "cache")
+def _base_there(place: ObjectFolder, newest: Manifest, work: WorkFolder) -> ChangeBase:
+    """Return a base with a drawn number: another writer may be preparing a generation of the same number."""
+    number = FIRST_DRAWN + secrets.randbelow(END_DRAWN - FIRST_DRAWN)
+    return ChangeBase(place, newest, number, work.made, work.cache)
 
 
 def commit_change(
@@ -68,13 +81,16 @@ def commit_change(
     *,
     adopting: bool = True,
     finish: Callable[[], None] = lambda: None,
+    work: WorkFolder | None = None,
+    first: Manifest | None = None,
 ) -> tuple[Manifest, Manifest]:
     """Commit what `change` makes of the newest generation. Return the generation before, and the newest afterwards.
 
     `change` returns a manifest with other shards or buckets; the same one changes nothing. It is called again if another writer
     has committed first; the shards that it made are still there then. On a disk, what an interrupted run left becomes a
     generation first, if `adopting`. Shards that are no longer listed become retired as long as they have files. `finish` is
-    called at the end, on a disk under the lock.
+    called at the end, on a disk under the lock. Of a store in object storage, `work` may have shards that were made for it,
+    and is a temporary folder by default. `first` is the empty generation of a store that is not there yet.
 
     Raises:
         StoreError: if there is no store, or it cannot be changed; what `change` raises.
@@ -88,39 +104,63 @@ def commit_change(
                 changed = publish_shards(place, _retiring(manifest, changed), changed.shards, base.number)
             finish()
             return manifest, changed
-    newest_generation(place, lists=True)  # which raises if there is none
     place.refuse_read_only()
+    if first is None:
+        newest_generation(place, lists=True)  # which raises if there is none
     refuse_without_put_if_absent(place)
-    with _work_for(place) as work:
-        prepare_store(work / "made")
+    with _working(work) as held, _naming(held.made, place):
+        prepare_store(held.made)
         sent = set[str]()  # shards, by all attempts
         for _ in range(ATTEMPTS):
-            base = _base_there(place, work)
-            complete_first(place, base.manifest)
+            newest = find_newest(place, lists=True) or first or newest_generation(place, lists=True)
+            base = _base_there(place, newest, held)
+            if newest is not first:
+                complete_first(place, newest)
             changed = change(base)
-            after = changed if changed is base.manifest else _committed(place, base, changed, sent)
+            after = changed if changed is newest else _committed(place, base, changed, sent, is_first=newest is first)
             if after is not None:
                 _remove(place, sent - {entry.name for entry in after.shards})
                 finish()
-                return base.manifest, after
-    raise overtaken(place)
+                return newest, after
+    raise StoreError(f"{place.url}: {ATTEMPTS} times another writer committed first; rerun the command when fewer are at work")
 
 
-def _committed(place: ObjectFolder, base: ChangeBase, after: Manifest, sent: set[str]) -> Manifest | None:
+@contextmanager
+def _naming(path: Path, place: ObjectFolder) -> Iterator[None]:
+    """Let errors name the URL, not the folder on this disk."""
+    try:
+        yield
+    except BucketlineError as error:
+        raise type(error)(str(error).replace(str(path), place.url)) from error
+
+
+def _committed(place: ObjectFolder, base: ChangeBase, after: Manifest, sent: set[str], *, is_first: bool) -> Manifest | None:
     """Send the files that a changed manifest lists and commit it; None if another writer has committed first.
 
     The names of the shards that it sends are added to `sent`. Lists of dropped rows have been written.
+
+    Raises:
+        StoreError: if a shard that had been sent is gone; what is left of it here is removed, so that it is made again.
     """
     before = {entry.name: entry for entry in base.manifest.shards}
     new = [entry for entry in after.shards if entry.name not in before or entry.added != before[entry.name].added]
-    with noted(place, "change", {entry.name for entry in new}):
+    earlier = sent_shards(base.made) if new else {}
+    with noted(place, "change", {entry.name for entry in new} - earlier.keys()):
         if new:
-            sent |= {entry.name for entry in new} - before.keys()
+            sent |= {entry.name for entry in new} - before.keys() - earlier.keys()
             uploader = Uploader(place)
-            uploader.look(base.manifest, sent)
-            uploader.send(base.made, [dataclasses.replace(entry, dropped=None) for entry in new])
+            uploader.look(None if is_first else base.manifest, {*sent, *earlier})
+            new = [dataclasses.replace(entry, dropped=None) for entry in new]
+            if lost := [entry.name for entry in new if entry.name in earlier and uploader.lacking(base.made, [entry])]:
+                forget_sent(base.made, lost)
+                raise StoreError(
+                    f"{place.url}: {counted(len(lost), 'shard')} that had been sent is no longer there, {lost[0]} first: "
+                    "somebody has removed what no generation listed; nothing was committed: rerun the command, which packs it "
+                    "again"
+                )
+            uploader.send(base.made, new)
         after, data = finished(_next(place, base.manifest, after), place.url)
-        return after if commit(place, after.generation, data, is_first=False) else None
+        return after if commit(place, after.generation, data, is_first=is_first) else None
 
 
 def _remove(place: ObjectFolder, shards: set[str]) -> None:
@@ -128,11 +168,6 @@ def _remove(place: ObjectFolder, shards: set[str]) -> None:
     if shards:
         with suppress(DeniedError):  # garbage collection removes them once they are old
             place.remove([file.name for file in place.names("shards") if shard_of(file.name) in shards])
-
-
-def overtaken(place: ObjectFolder) -> StoreError:
-    """Return the error of a change that other writers have got ahead of each time."""
-    return StoreError(f"{place.url}: {ATTEMPTS} times another writer committed first; rerun the command when fewer are at work")
 
 
 def _local_base(place: Path, manifest: Manifest) -> ChangeBase:

@@ -89,7 +89,7 @@ def _whole(base: ChangeBase, generation: int) -> Manifest:
             f"changed; there are {', '.join(map(str, there))}"
         )
     earlier = read_generation(folder, generation, newest)
-    if lost := lost_shards(folder, earlier):
+    if lost := lost_shards(folder, earlier.shards):
         more = f", and {counted(len(lost) - NAMED_SHARDS, 'shard')} more" if len(lost) > NAMED_SHARDS else ""
         raise StoreError(
             f"generation {generation} of {place} cannot be restored: files of {counted(len(lost), 'shard')} are gone, "

@@ -42,7 +42,7 @@ class Info(ReadingArguments):
         from bucketline.store.read.lost_files import lost_shards
 
         store = self.open_store(self.store)
-        lost = lost_shards(store.folder, store.manifest)
+        lost = lost_shards(store.folder, store.manifest.shards)
         report = info(store, lost, list(describe_sets(store.folder, store.manifest)))
         if self.json:
             print_json(report)

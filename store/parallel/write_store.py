@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -18,7 +19,7 @@ from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.parallel.part_worker import Task
 from bucketline.store.parallel.worker_pool import StartMethod, WorkerPool, encode_here
-from bucketline.store.sync.place import WritePlace
+from bucketline.store.sync.place import sender_to, target_at
 from bucketline.store.write.publish import unlisted
 from bucketline.store.write.store_writer import StoreWriter
 
@@ -89,32 +90,30 @@ def write_store(
         raise unlike("encode", encode, "a function of an item, or an object with __call__")
     if start not in get_args(StartMethod):
         raise UsageError(f"start is {start!r:.80}, expected {' or '.join(map(repr, get_args(StartMethod)))}")
-    place = WritePlace(path, remote, work)
-    writer = StoreWriter(place.path, **contents)
-    with place.held(writer, lambda total: bar_of_bytes("send", total)), ExitStack() as held:
+    target = target_at(path, remote, work, partial(bar_of_bytes, "send"))
+    writer = StoreWriter.to(target, **contents)
+    with target.held(), writer, ExitStack() as held:
         total = len(items) if isinstance(items, Sized) else None
         update = held.enter_context(progress_bar("write", total))
-        sender = None
-        if place.working is not None:
-            name = f"write-{secrets.token_hex(4)}"
-            sender = held.enter_context(place.working.sender(writer.manifest, name, is_first=True))
-        run = _Run(place, writer, sender, lambda: update(advance=1))
+        sender = sender_to(target, writer.manifest, f"write-{secrets.token_hex(4)}", is_first=True)
+        held.enter_context(sender or nullcontext())
+        run = _Run(writer, sender, lambda: update(advance=1))
         tasks = run.missing(_identified(items, ids))
         run.write(tasks, encode, workers, start)
         return WriteSummary(
             num_written=run.num_written,
             num_unchanged=run.num_unchanged,
             num_left_out=run.num_left_out,
-            manifest=place.publish(writer),
+            manifest=writer.publish(),
         )
 
 
 class _Run:
     """One call: counts, and sends shards of a store at a URL."""
 
-    def __init__(self, place: WritePlace, writer: StoreWriter, sender: ShardSender | None, on_item: Callable[[], None]) -> None:
+    def __init__(self, writer: StoreWriter, sender: ShardSender | None, on_item: Callable[[], None]) -> None:
         self.num_written = self.num_unchanged = self.num_left_out = 0
-        self._place, self._writer, self._sender, self._on_item = place, writer, sender, on_item
+        self._writer, self._sender, self._on_item = writer, sender, on_item
         self._put = set[str]()  # names of the shards that are to be sent
 
     def missing(self, tasks: Iterable[Task]) -> Iterator[Task]:
@@ -166,7 +165,7 @@ class _Run:
             with suppress(BucketlineError):  # the first error is the one to raise; what is not published now stays pending
                 stop()
                 self._send_rest()
-                self._place.publish(self._writer)
+                self._writer.publish()
             raise
 
     def _take(self, outcome: Outcome) -> None:

@@ -12,7 +12,7 @@ from bucketline.store.format.layout import shard_paths
 from bucketline.store.remote.generations import listed_generations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import Manifest
@@ -64,13 +64,13 @@ def files_of_column(store: Path, entry: ShardEntry, column: str) -> Iterator[tup
     yield from ((paths.extents, own.extents), (paths.lmdb, own.lmdb))
 
 
-def lost_shards(folder: Folder, manifest: Manifest, *, sidecars: bool = True) -> tuple[LostShard, ...]:
-    """Return a generation's shards that have lost a file, in order; without `sidecars`, check only `.lmdb` files.
+def lost_shards(folder: Folder, shards: Iterable[ShardEntry], *, sidecars: bool = True) -> tuple[LostShard, ...]:
+    """Return those of some shards that have lost a file, in order; without `sidecars`, check only `.lmdb` files.
 
     Raises:
         StoreError: if a file cannot be looked up, except for a missing one.
     """
-    files = [(entry, path, expected) for entry in manifest.shards for path, expected in files_of(Path(), entry)]
+    files = [(entry, path, expected) for entry in shards for path, expected in files_of(Path(), entry)]
     files = [file for file in files if sidecars or file[1].suffix == ".lmdb"]
     sizes = folder.sizes([path.as_posix() for _, path, _ in files])
     lost: dict[str, tuple[ShardEntry, list[LostFile]]] = {}
@@ -88,7 +88,7 @@ def refuse_lost_shards(folder: Folder, manifest: Manifest, *, sidecars: bool = T
         CorruptError: if one has; the message names the first few and the command that fixes it.
         StoreError: if a file cannot be looked up for another reason.
     """
-    lost = lost_shards(folder, manifest, sidecars=sidecars)
+    lost = lost_shards(folder, manifest.shards, sidecars=sidecars)
     if not lost:
         return
     place = folder.place("")

@@ -127,6 +127,11 @@ def working_folder(place: Path | str, work: Path | str | None) -> Path:
     return Path(work) if work else cache.with_name(f"{cache.name}-pack") / working_name(place)
 
 
+def working_cache(work: Path | str | None) -> Path | None:
+    """Return the cache for a store at a URL that is written: in the folder `work`; None for the usual one."""
+    return Path(work) / "cache" if work else None
+
+
 _DECIDING: dict[Kind, tuple[tuple[str, ...], ...]] = {  # settings that decide what a URL names, each with its other names
     "s3": (("endpoint", "endpoint_url", "endpoint_url_s3"), ("region", "default_region")),
     "gcs": (("base_url",),),

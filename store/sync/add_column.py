@@ -5,19 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bucketline.files.locks import FileLock
 from bucketline.option_types import expect
-from bucketline.store.change.add_column import ColumnRequest, add_to_folder, make_column, publish_column
-from bucketline.store.format.manifest import read_manifest
-from bucketline.store.remote.generations import newest_generation
-from bucketline.store.sync.mirror import naming
-from bucketline.store.sync.place import WritePlace
-from bucketline.store.write.column_shard import ADDING_LOCK
-from bucketline.store.write.publish import changing
+from bucketline.store.change.add_column import ColumnRequest, add_to
+from bucketline.store.sync.place import target_at
+from bucketline.store.write.target import LocalTarget
 
 if TYPE_CHECKING:
     from bucketline.store.change.add_column import ColumnAdded, Values
-    from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.urls import RemoteOptions
 
 
@@ -53,16 +47,8 @@ def add_column(
     expect("a store's place", place or None, str | Path, "a path or a URL, such as 'photos.store'")
     request = ColumnRequest(role=name, values=values, fill=fill, ignore_unknown=ignore_unknown)
     expect("ignore_unknown", ignore_unknown, bool, "True or False")
-    target = WritePlace(place, remote, work)
-    if target.objects is None or target.working is None:
-        return add_to_folder(target.path, request)
-    path, working = target.path, target.working
-    newest_generation(target.objects)  # which raises if there is none
-    with working.held(), naming(target.objects, path), FileLock(path / "pending" / ADDING_LOCK):
-        made = make_column(working.open(read_manifest(path)), request)
-
-        def publish() -> Manifest:
-            with changing(path, adopting=False) as manifest:
-                return publish_column(path, manifest, made)
-
-        return made.result(working.change(publish))
+    target = target_at(place, remote, work)
+    if isinstance(target, LocalTarget):
+        return add_to(target.path, request)
+    with target.held():
+        return add_to(target.folder, request, target.work)

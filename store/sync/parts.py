@@ -1,9 +1,9 @@
 """Make shards in several processes, of which one publishes: each in a folder of its own, from which that one takes them.
 
 On a disk that all of them share, each attempt has a folder in the store's (`AttemptStore`). Otherwise the store is in object
-storage, and a machine has a folder of its own (`PartStore`), which stands for a generation and may be removed at any time. Its
-shards are sent as they are sealed. The process that publishes takes their sidecars and descriptions into its own folder; from
-then on they are as if they had been made and sent there.
+storage, and a process has a folder of its own (`PartStore`), which may be removed at any time. Its shards
+are sent as they are sealed. The process that publishes takes their sidecars and descriptions into its own folder; from then on
+they are as if they had been made and sent there.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from bucketline.files.locks import FileLock
 from bucketline.files.regular_file import read_regular
 from bucketline.files.sparse_file import make_sparse
 from bucketline.store.format.layout import shard_paths
-from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
-from bucketline.store.sync.mirror_source import MirroredStore, MirrorSource
 from bucketline.store.transfer.sender import ShardSender
 from bucketline.store.write.attempts import attempt_path, begin_attempt, take_shards
 from bucketline.store.write.describe import noted_description, sent_note
 from bucketline.store.write.publish import prepare_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
@@ -48,17 +46,6 @@ class SentShard:
     note: str  # its description
     extents: str
     index: str
-
-
-def lists_of(store: Path, manifest: Manifest) -> dict[str, str]:
-    """Return the lists of dropped rows of a generation in base 64, by their files' names: the newest may be in no bucket yet.
-
-    Raises:
-        StoreError: if one cannot be read.
-    """
-    with explaining(store):
-        paths = [path for entry in manifest.shards for path, _ in list(files_of(store, entry))[3:]]
-        return {path.name: _encoded(path) for path in paths}
 
 
 class AttemptStore:
@@ -85,10 +72,10 @@ class AttemptStore:
 
 
 class PartStore:
-    """A folder in `parent` that stands for a generation of the store in `objects`, for this process only."""
+    """A folder in `parent` for shards of the store in `objects`, for this process only."""
 
-    def __init__(self, objects: ObjectFolder, parent: Path, manifest: Manifest, lists: Mapping[str, str]) -> None:
-        """Make the folder, and remove those of processes that have ended. `lists` are those of `lists_of`.
+    def __init__(self, objects: ObjectFolder, parent: Path, manifest: Manifest) -> None:
+        """Make the folder, and remove those of processes that have ended. `manifest` is the generation that the run continues.
 
         Raises:
             StoreError: if the folder cannot be made.
@@ -99,18 +86,11 @@ class PartStore:
             _remove_left(parent)
             self.path = parent / secrets.token_hex(8)
             self._lock = FileLock(self.path.with_suffix(_LOCK), parent)
-            self._store = self.path / "store"
-            prepare_store(self._store)
-            for entry in manifest.shards:
-                paths = shard_paths(self._store, entry.name)
-                make_sparse(paths.lmdb, entry.lmdb.num_bytes)
-                (paths.folder / f"{entry.name}.remote").touch()
-                for path, _ in list(files_of(self._store, entry))[3:]:
-                    path.write_bytes(b64decode(lists[path.name]))
+            self.path.mkdir()
 
     def open(self) -> Store:
-        """Return the generation; what is only in the bucket is got when it is read."""
-        return MirroredStore(self._store, self._manifest, MirrorSource(self._objects, self._store))
+        """Return the generation; what is read of it comes through a cache in the folder."""
+        return Store.at(self._objects, self._manifest, self.path / "cache")
 
     def close(self) -> None:
         """Remove the folder."""

@@ -173,7 +173,7 @@ def _own_generation(store: Path, manifest: Manifest, number: int) -> Manifest | 
         return manifest
     try:
         own = read_manifest(store, number)
-        return own if own.store_id == manifest.store_id and not lost_shards(LocalFolder(store), own) else None
+        return own if own.store_id == manifest.store_id and not lost_shards(LocalFolder(store), own.shards) else None
     except StoreError:
         return None
 

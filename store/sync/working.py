@@ -1,165 +1,177 @@
-"""A store in object storage that is packed into: shards are made in a folder on a disk, sent, and committed."""
+"""A store in object storage as those who write it see it: shards are made in a folder on a disk, sent, and committed."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from bucketline.errors import StoreError
+from bucketline.files.atomic_write import explaining
 from bucketline.files.locks import FileLock
-from bucketline.store.change.commit import ATTEMPTS, overtaken
+from bucketline.store.change.commit import WorkFolder, commit_change
 from bucketline.store.change.merge import fingerprint_of
-from bucketline.store.remote.generations import refuse_without_put_if_absent
-from bucketline.store.shard.reader import SealedShard
-from bucketline.store.sync.mirror import Mirror
-from bucketline.store.sync.mirror_source import MirroredStore, MirrorSource
+from bucketline.store.format.manifest import MANIFEST, check_fingerprint, generation_path, generations, write_manifest
+from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
+from bucketline.store.read.lost_files import files_of, lost_shards
+from bucketline.store.read.store import Store
+from bucketline.store.remote.generations import find_newest, refuse_without_put_if_absent
 from bucketline.store.sync.pull import get_lists
-from bucketline.store.transfer.sender import ShardSender, remove_pending, send_shard, sent_shards
-from bucketline.store.transfer.upload import Uploader, send_lists
-from bucketline.store.write.publish import prepare_store, publish
+from bucketline.store.transfer.sender import (
+    ShardSender,
+    forget_sent,
+    remove_pending,
+    send_shard,
+    sent_shards,
+)
+from bucketline.store.transfer.upload import Uploader, send_lists, shard_of
+from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.publish import adopt, lock_store, new_manifest, prepare_store, with_shards
 from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
+    from typing import TypeAlias
 
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.read.store import Store
+    from bucketline.store.format.schema import Schema
     from bucketline.store.remote.objects import ObjectFolder
+    from bucketline.store.write.change_base import ChangeBase
+    from bucketline.typed_json import Json
+
+    BarOfBytes: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 _TURN = "mirror.lock"  # in pending/, held by the process that packs
 
 
-class WorkingStore:
-    """The folder `path`, which stands for the store in `objects` while it is packed into.
+def no_bar(_: int) -> AbstractContextManager[Callable[[int], None]]:
+    """Return what shows nothing."""
+    return nullcontext(lambda _: None)
 
-    A shard that was made there is sent as soon as it is sealed; only its sidecars stay. An interrupted run is continued by the
-    next one with the same folder.
+
+class WorkingStore:
+    """The store in `folder`, and the folder `path` on this disk in which its shards are made; see `StoreTarget`.
+
+    A shard is sent as soon as it is sealed; only its sidecars and its description stay until it is committed. An interrupted
+    run is continued by the next one with the same folder. A store that is not in the bucket yet has its first, empty generation
+    in the folder, so that the next run continues that. What the bucket has is read there, through the cache.
     """
 
-    def __init__(self, objects: ObjectFolder, path: Path) -> None:
-        """Request nothing yet."""
-        self.objects, self.path = objects, path
-        self._mirror = Mirror(objects, path)
-        self._source = MirrorSource(objects, path)
+    def __init__(self, folder: ObjectFolder, path: Path, cache: Path | None = None, show: BarOfBytes = no_bar) -> None:
+        """Request nothing yet. `show` shows the bytes of what an interrupted run has left, given their number."""
+        self.folder, self.path = folder, path
+        self.work, self._show = WorkFolder(made=path, cache=cache), show
+        self._newest: Manifest | None = None  # in the bucket
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let the folder stand for the newest generation, for this process only.
+        """Let this process be the only one that uses the folder, and remove what is there of shards that are committed.
 
         Raises:
             LockedError: if another process packs in the folder.
             StoreError: if the bucket cannot be read or written, or the storage does not honour put-if-absent.
         """
-        self.objects.refuse_read_only()
-        refuse_without_put_if_absent(self.objects)
+        self.folder.refuse_read_only()
+        refuse_without_put_if_absent(self.folder)
         prepare_store(self.path)
         lock = FileLock(self.path / "pending" / _TURN)
         try:
-            self._mirror.refresh()
-            self._mirror.forget_lost()
-            if self._mirror.base is not None:
-                self._mirror.let_go()  # of what an interrupted run had committed
-                remove_pending(self.objects, self._mirror.base.known_shards)
-            get_lists(self.objects, self.path)
+            self._newest = find_newest(self.folder, lists=True)
+            self._tidy()
+            get_lists(self.folder, self.path)
             yield
         finally:
             lock.release()
 
+    def _tidy(self) -> None:
+        """Remove what is not of a shard that was made here and is neither committed nor lost."""
+        shards = self.path / "shards"
+        with explaining(self.path):
+            if self._newest is not None:
+                self._let_go(self._newest)
+            forget_sent(self.path, [path.stem for path in shards.glob("*.remote")])  # stand-ins of earlier versions
+            sent = sent_shards(self.path).values()
+            forget_sent(self.path, [lost.shard for lost in lost_shards(self.folder, sent)])  # garbage collection took them
+            made = {path.stem for path in shards.glob("*.lmdb")}
+            for path in shards.iterdir():
+                if shard_of(path.name) not in made and not COLUMN_SHARD_NAME.fullmatch(path.stem) and not path.is_dir():
+                    path.unlink()
+
+    def _let_go(self, newest: Manifest) -> None:
+        """Remove what is here of shards that are in the bucket's newest generation, and the notes of those who sent them."""
+        known = newest.known_shards
+        with explaining(self.path):
+            forget_sent(self.path, {path.stem for path in (self.path / "shards").glob("*.lmdb")} & known)
+            for number in generations(self.path):
+                generation_path(self.path, number).unlink()
+            (self.path / MANIFEST).unlink(missing_ok=True)
+        remove_pending(self.folder, known)
+
+    def newest(self) -> Manifest | None:
+        """Return the newest generation as of `held`, or of the last one that was published here; see `StoreTarget`."""
+        if self._newest is None:
+            self._newest = find_newest(self.folder, lists=True)
+        return self._newest or newest_manifest(self.path)
+
+    @contextmanager
+    def writing(self, schema: Schema) -> Iterator[Manifest]:
+        """Yield the newest generation, after what a killed run left here was sent and committed; see `StoreTarget`."""
+        with lock_store(self.path):
+            manifest = self.newest()
+            if manifest is None:
+                manifest = write_manifest(self.path, new_manifest(schema))
+            check_fingerprint(manifest, schema)
+            left = adopt(self.path, manifest)
+            sent = sent_shards(self.path)
+            if unsent := [name for name in left if name not in sent]:
+                with self._show(sum((self.path / "shards" / f"{name}.lmdb").stat().st_size for name in unsent)) as on_bytes:
+                    uploader = Uploader(self.folder, on_bytes=on_bytes)
+                    uploader.look(self._newest, set(sent))
+                    for name in unsent:
+                        send_shard(uploader, self.path, manifest, name)
+            yield self.publish(manifest, left)
+
     def open(self, manifest: Manifest) -> Store:
-        """Return a generation of the folder; what is only in the bucket is got when it is read."""
-        return MirroredStore(self.path, manifest, self._source)
-
-    def send_left(self, local: Manifest, progress: Callable[[int], AbstractContextManager[Callable[[int], None]]]) -> None:
-        """Send the shards of a generation of the folder that an interrupted run made and did not send.
-
-        Call it before the generation is read. `progress` shows the bytes, given their number.
-        """
-        known = {entry.name for entry in self._mirror.base.shards} if self._mirror.base else set[str]()
-        sent = sent_shards(self.path)
-        left = [entry for entry in local.shards if entry.name not in known and entry.name not in sent]
-        if left:
-            with progress(sum(entry.lmdb.num_bytes for entry in left)) as on_bytes:
-                uploader = Uploader(self.objects, on_bytes=on_bytes)
-                uploader.look(self._mirror.base, set(sent))
-                for entry in left:
-                    send_shard(uploader, self.path, local, entry.name)
+        """Return a generation of the store; what is read of it comes through the cache."""
+        return Store.at(self.folder, manifest, self.work.cache)
 
     def sender(self, manifest: Manifest, run: str, *, is_first: bool) -> ShardSender:
         """Return what sends the shards that a process makes. `run` is a name of its own; one process `is_first`."""
-        return ShardSender(self.objects, self.path, manifest, run, sent_shards(self.path) if is_first else ())
+        return ShardSender(self.folder, self.path, manifest, run, sent_shards(self.path) if is_first else ())
 
-    def commit(self, local: Manifest) -> Manifest:
-        """Commit what the folder's generation `local` has and the bucket lacks. Return the bucket's newest generation.
+    def publish(
+        self, manifest: Manifest, sealed: Iterable[str], dropped: Iterable[bytes] = (), rules: dict[str, Json] | None = None
+    ) -> Manifest:
+        """Commit sealed shards that `manifest` does not list. Return the bucket's newest generation; see `StoreTarget`.
 
-        Its shards have been sent. If another writer commits first, the new ones are added to the winner's generation by the
-        rules of `publish`: a sample of theirs replaces an older one, and what was dropped from older shards is dropped.
-
-        Raises:
-            FingerprintError: if the winner has changed how samples are made.
-            StoreError: if the bucket cannot be written. What was made is kept for the next run.
-        """
-        base = self._mirror.base
-        if local.digest == (base.digest if base else "") or (base is None and not local.shards):
-            if base is not None:
-                send_lists(self.objects, self.path)
-            return local
-        added = sorted({entry.name for entry in local.shards} - ({entry.name for entry in base.shards} if base else set()))
-        dropped = self._dropped(base, local, added)
-        changed = local
-        for _ in range(ATTEMPTS):
-            if (committed := self._mirror.commit(changed)) is not None:
-                send_lists(self.objects, self.path)
-                self._mirror.let_go()
-                remove_pending(self.objects, committed.known_shards)
-                return committed
-            newest = self._mirror.refresh(keeps_copies=True)
-            if newest is None:
-                raise StoreError(f"{self.objects.url} was removed while it was packed into; rerun the command")
-            _refuse_other(base or local, newest, self.objects.url)
-            new = [name for name in added if name not in newest.known_shards]
-            changed = publish(self.path, newest, new, dropped, local.rules)
-            if changed.digest == newest.digest:
-                return newest
-        raise overtaken(self.objects)
-
-    def change(self, operation: Callable[[], Manifest]) -> Manifest:
-        """Commit the generation that `operation` publishes in the folder. Return the bucket's newest generation.
-
-        If another writer commits first, it is repeated on the winner's generation.
+        If another writer commits first, they are added to its generation: a sample of theirs replaces an older one. Without a
+        shard, a new store is not committed.
 
         Raises:
-            StoreError: if the bucket cannot be written; what `operation` raises.
+            StoreError: if the winner has changed how samples are made, or the bucket cannot be written.
         """
-        for _ in range(ATTEMPTS):
-            base, changed = self._mirror.base, operation()
-            if base is not None and changed.digest == base.digest:
-                return base
-            if (committed := self._mirror.commit(changed)) is not None:
-                for entry in committed.shards:
-                    self._mirror.let_columns_go(entry)
-                return committed
-            self._mirror.refresh(keeps_copies=True)
-        raise overtaken(self.objects)
+        new, dropped = set(sealed) - {entry.name for entry in manifest.shards}, list(dropped)
+        is_first = self._newest is None
+        if not new and (is_first or (not dropped and rules in (None, manifest.rules))):
+            return manifest
 
-    def _dropped(self, base: Manifest | None, local: Manifest, added: list[str]) -> list[bytes]:
-        """Return the digests of samples that were live in `base` and are in no shard of `local`."""
-        after = {entry.name: entry for entry in local.shards}
-        gone = [np.empty(0, dtype="S16")]
-        for entry in base.shards if base else ():
-            if (now := after.get(entry.name)) is None or now.dropped == entry.dropped:
-                continue
-            before, shard = SealedShard(self.path, entry), SealedShard(self.path, now)
-            gone.append(before.keys()[before.live_entries() & ~shard.live_entries()])
-        if not any(map(len, gone)):
-            return []
-        shards = [SealedShard(self.path, after[name]) for name in added]
-        kept = np.concatenate([np.empty(0, dtype="S16"), *(shard.keys()[shard.live_entries()] for shard in shards)])
-        missing = np.setdiff1d(np.concatenate(gone), kept)
-        return [bytes(key) for key in missing.view("V16").tolist()]
+        def change(base: ChangeBase) -> Manifest:
+            _refuse_other(manifest, base.manifest, self.folder.url)
+            is_same = base.manifest.digest == manifest.digest
+            return with_shards(base, new if is_same else new - base.manifest.known_shards, dropped, rules)
+
+        first = manifest if is_first else None
+        _, self._newest = commit_change(self.folder, change, work=self.work, first=first)
+        self._let_go(self._newest)
+        return self._newest
+
+    def send_lists(self) -> None:
+        """Send what the packer notes next to a store."""
+        send_lists(self.folder, self.path)
+
+    def disk_bytes(self, manifest: Manifest) -> int:
+        """Return the bytes of the shards' files."""
+        return sum(file.num_bytes for entry in manifest.shards for _, file in files_of(self.path, entry))
 
 
 def _refuse_other(own: Manifest, newest: Manifest, url: str) -> None:

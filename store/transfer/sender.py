@@ -14,7 +14,6 @@ import secrets
 import threading
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoppedError, StoreError
@@ -22,12 +21,12 @@ from bucketline.files.sparse_file import make_sparse
 from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest_entries import SHARD_NAME
-from bucketline.store.read.lost_files import files_of
 from bucketline.store.transfer.upload import FRESH_S, Uploader
 from bucketline.store.write.describe import SENT, Described, describe_shard, note_description, noted_description
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
+    from pathlib import Path
     from types import TracebackType
 
     from bucketline.store.folder import ListedFile
@@ -199,23 +198,6 @@ def sent_shards(store: Path) -> dict[str, ShardEntry]:
     """Return the shards that were sent and are not known to be committed, by name."""
     names = (path.name.removesuffix(SENT) for path in (store / "shards").glob(f"*{SENT}"))
     return {name: found.entry for name in names if (found := noted_description(store, name)) is not None}
-
-
-def lost_objects_of(objects: ObjectFolder, sent: Iterable[ShardEntry]) -> list[str]:
-    """Return the names of those sent shards that are no longer in the bucket: garbage collection removes what nobody lists.
-
-    An object that the list does not show is looked up by its name: a list may be older than an object.
-    """
-    there: dict[str, int] | None = None
-    lost = []
-    for entry in sent:
-        there = {file.name: file.num_bytes for file in objects.names("shards")} if there is None else there
-        for path, expected in list(files_of(Path(), entry))[:3]:
-            name = path.as_posix()
-            if (there[name] if name in there else objects.size(name)) != expected.num_bytes:
-                lost.append(entry.name)
-                break
-    return lost
 
 
 def forget_sent(store: Path, names: Iterable[str]) -> None:

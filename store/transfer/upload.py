@@ -76,7 +76,6 @@ class Uploader:
         self._stopped = threading.Event()
         self._seen = dict[str, int]()  # all objects of the last look, with their lengths
         self._there = dict[str, int]()  # those that need not be sent
-        self._shards = set[str]()  # of which any object was there
         self._kept = set[str]()  # shards that garbage collection leaves alone
         self._listed: dict[str, ShardEntry] = {}  # by the bucket's newest generation
         self._sent, self._compared = set[str](), set[str]()  # objects; shards
@@ -97,7 +96,7 @@ class Uploader:
         found = list(self._folder.names("shards"))
         is_any_left = any(shard_of(entry.name) not in self._kept for entry in found)
         fresh = folder_time(self._folder) - FRESH_S if is_any_left else 0.0
-        self._seen, self._shards = {entry.name: entry.num_bytes for entry in found}, {shard_of(entry.name) for entry in found}
+        self._seen = {entry.name: entry.num_bytes for entry in found}
         self._there = {
             entry.name: entry.num_bytes for entry in found if shard_of(entry.name) in self._kept or entry.modified_s > fresh
         }
@@ -110,19 +109,13 @@ class Uploader:
         """Return whether an object was there at the last look, or has been sent since."""
         return name in self._there
 
-    def has_any_of(self, shard: str) -> bool:
-        """Return whether an object of a shard was there at the last look."""
-        return shard in self._shards
-
-    def lacking(self, store: Path, shards: Iterable[ShardEntry], *, lists: bool = True) -> list[str]:
+    def lacking(self, store: Path, shards: Iterable[ShardEntry]) -> list[str]:
         """Return the objects of some shards that are not there. One that the last look did not show is looked up by its name.
 
-        A list may be older than an object. Without `lists`, lists of dropped rows do not count.
+        A list may be older than an object.
         """
         lacking = []
         for file in _files(store, shards):
-            if file.is_list and not lists:
-                continue
             for name in (file.name, *([lines_name(file.entry.name)] if file.needs_lines else [])):
                 if name not in self._seen and (num_bytes := self._folder.size(name)) is not None:
                     self._seen[name] = self._there[name] = num_bytes

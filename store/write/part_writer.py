@@ -10,11 +10,11 @@ from bucketline.errors import UsageError
 from bucketline.option_types import expect
 from bucketline.store.format.hashing import caption_digest, sample_digest
 from bucketline.store.format.layout import pending_path, shard_paths
-from bucketline.store.read.store import Store
 from bucketline.store.write.caption_sketch import CaptionSketch
 from bucketline.store.write.one_at_a_time import OneAtATime
 from bucketline.store.write.row_form import new_record
 from bucketline.store.write.shard_writer import ShardWriter
+from bucketline.store.write.target import LocalTarget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.format.text_block import Entry
+    from bucketline.store.read.store import Store
     from bucketline.store.write.arrays import Arrays
     from bucketline.store.write.row_form import RowForm
+    from bucketline.store.write.target import StoreTarget
 
 SHARD_BYTES = 2 << 30
 
@@ -46,6 +48,7 @@ class PartWriter:
         self.path = path
         self.sealed: list[str] = []  # names of the shards that this object has sealed
         self._known = manifest
+        self._target: StoreTarget = LocalTarget(path)
         self._published: Store | None = None  # opened by the first question
         self._form = form
         self._shard_names = shard_names
@@ -79,7 +82,7 @@ class PartWriter:
         if digest in self._added:
             return True
         if self._published is None and self._known is not None:
-            self._published = Store(self.path, self._known)
+            self._published = self._target.open(self._known)
         return self._published is not None and any(shard.find(digest) for shard in reversed(self._published.shards))
 
     def add(

@@ -204,32 +204,40 @@ def publish(
     dropped: Iterable[bytes],
     rules: dict[str, Json] | None = None,
 ) -> Manifest:
-    """Publish the next generation: with the sealed shards `new`, without the samples whose digests are `dropped`.
+    """Publish what `with_shards` makes of `manifest`, in a store on a disk. If nothing changes, nothing is written."""
+    with explaining(store):
+        base = ChangeBase(LocalFolder(store), manifest, next_generation(store, manifest), store)
+        after = with_shards(base, new, dropped, rules)
+        return manifest if after is manifest else publish_shards(store, after, after.shards, base.number)
 
-    `rules` replaces the manifest's; None keeps them.
 
-    A sample in a new shard replaces one with the same id in an older shard. If nothing changes, nothing is written and
-    `manifest` is returned.
+def with_shards(
+    base: ChangeBase, new: Iterable[str], dropped: Iterable[bytes], rules: dict[str, Json] | None = None
+) -> Manifest:
+    """Return the base's manifest with the sealed shards `new`, without the samples whose digests are `dropped`.
+
+    `rules` replaces the manifest's; None keeps them. A sample in a new shard replaces one with the same id in an older shard.
+    If nothing changes, it is the same manifest.
 
     Raises:
         StoreError: if a shard's files are missing, or its columns differ from those of the store's bucket.
     """
-    with explaining(store):
-        buckets = {bucket.name: bucket for bucket in manifest.buckets}
-        added: list[ShardEntry] = []
-        for name in sorted(new):
-            entry, own = describe_shard(store, name, manifest)
-            for bucket in own:
-                if buckets.setdefault(bucket.name, bucket) != bucket:
-                    raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
-            added.append(entry)
-        base = ChangeBase(LocalFolder(store), manifest, next_generation(store, manifest), store)
-        shards = replaced(base, added, dropped)
-        rules = manifest.rules if rules is None else rules
-        if tuple(shards) == manifest.shards and rules == manifest.rules:
-            return manifest
-        ordered = tuple(buckets[name] for name in sorted(buckets))
-        return publish_shards(store, dataclasses.replace(manifest, buckets=ordered, rules=rules), shards, base.number)
+    manifest = base.manifest
+    buckets = {bucket.name: bucket for bucket in manifest.buckets}
+    added: list[ShardEntry] = []
+    for name in sorted(new):
+        entry, own = describe_shard(base.made, name, manifest)
+        for bucket in own:
+            if buckets.setdefault(bucket.name, bucket) != bucket:
+                raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
+        added.append(entry)
+    shards = tuple(replaced(base, added, dropped))
+    rules = manifest.rules if rules is None else rules
+    if shards == manifest.shards and rules == manifest.rules:
+        return manifest
+    ordered = tuple(buckets[name] for name in sorted(buckets))
+    retired = tuple(name for name in manifest.retired if name not in {entry.name for entry in added})
+    return dataclasses.replace(manifest, buckets=ordered, rules=rules, shards=shards, retired=retired)
 
 
 def replaced(base: ChangeBase, added: Sequence[ShardEntry], dropped: Iterable[bytes]) -> list[ShardEntry]:

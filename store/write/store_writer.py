@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.command_line import counted
-from bucketline.errors import StoreError, UsageError
+from bucketline.errors import UsageError
 from bucketline.files.redact import redacted
 from bucketline.option_types import expect_int, unlike
 from bucketline.store.format.block import Column
 from bucketline.store.format.columns import TOKENS, EntriesOf
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
-from bucketline.store.format.manifest import MANIFEST, check_fingerprint, newest_intact, refuse_difference, write_manifest
+from bucketline.store.format.manifest import refuse_difference
 from bucketline.store.format.manifest_entries import SHARD_NAME
 from bucketline.store.format.schema import Schema, bucket_entry, text_entry
 from bucketline.store.format.text_block import TextSpec, with_error
-from bucketline.store.read.store import Store
 from bucketline.store.remote.urls import is_url
 from bucketline.store.write.description import check_description, description_as_json, roles_of
-from bucketline.store.write.newest import is_published, newest_manifest
 from bucketline.store.write.one_at_a_time import OneAtATime
 from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter
-from bucketline.store.write.publish import FOLDERS, adopt, lock_store, new_manifest, prepare_store, publish, unlisted
+from bucketline.store.write.publish import unlisted
 from bucketline.store.write.row_form import RowForm
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
 
     from bucketline.store.format.manifest import Manifest
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
     from bucketline.store.write.ragged_form import RaggedGroup
     from bucketline.store.write.row_form import RowColumn
     from bucketline.store.write.shard_writer import ShardWriter
+    from bucketline.store.write.target import StoreTarget
     from bucketline.typed_json import Json
 
 MAX_CAPTIONS = 1 << 12  # of a sample
@@ -134,6 +133,16 @@ class StoreWriter(PartWriter):
         self._parts: set[str] = set()  # what the names of their shards begin with
         self._held = ExitStack()
 
+    @classmethod
+    def to(cls, target: StoreTarget, **contents: Any) -> StoreWriter:  # noqa: ANN401
+        """Return the writer of a store that may be in object storage, from the keyword arguments of `StoreWriter`.
+
+        Enter `target.held()` before the writer.
+        """
+        writer = cls(target.path, **contents)
+        writer._target = target
+        return writer
+
     def __enter__(self) -> StoreWriter:
         """Lock the store, create it if there is none, and adopt what a killed writer had committed.
 
@@ -143,7 +152,7 @@ class StoreWriter(PartWriter):
             StoreError: if the path is not a store and not empty, or cannot be written.
         """
         with ExitStack() as held:
-            manifest = held.enter_context(writing(self.path, self._schema))
+            manifest = held.enter_context(self._target.writing(self._schema))
             for bucket in manifest.buckets:
                 axes: list[Json] = [[axis.name for axis in bucket.axes], list(self._form.axes)]
                 refuse_difference({"buckets": {bucket.name: {"axes": axes[0]}}}, {"buckets": {bucket.name: {"axes": axes[1]}}})
@@ -199,7 +208,7 @@ class StoreWriter(PartWriter):
             self.seal()
             self._begun = []  # even if publishing fails, the new generation may have been written: these shards must stay
             theirs = unlisted(self.path, self.manifest, tuple(self._parts))
-            self._take_over(publish(self.path, self.manifest, {*self.sealed, *sealed, *theirs}, ()))
+            self._take_over(self._target.publish(self.manifest, {*self.sealed, *sealed, *theirs}))
             self._forget_added()
             return self.manifest
 
@@ -228,7 +237,9 @@ class StoreWriter(PartWriter):
             self._refuse_outside()
             names = _checked_names(self._shard_names.replace("{", f"{name}-{{"))
             self._parts.add(names.partition("{")[0])
-        return PartWriter(self.path, self._form, names, self._shard_bytes, self.manifest)
+        part = PartWriter(self.path, self._form, names, self._shard_bytes, self.manifest)
+        part._target = self._target
+        return part
 
     def _shard_with_room(self) -> ShardWriter:
         self._refuse_outside()
@@ -255,7 +266,7 @@ class StoreWriter(PartWriter):
 
     def _take_over(self, manifest: Manifest) -> None:
         self.manifest = self._known = manifest
-        self._published = Store(self.path, manifest)
+        self._published = self._target.open(manifest)
 
 
 def _checked_names(pattern: str) -> str:
@@ -273,41 +284,3 @@ def _checked_names(pattern: str) -> str:
             f"{pattern!r} is not a pattern of shards' names; expected letters, digits, - and _, as 'mine-{{:04d}}'"
         )
     return pattern
-
-
-@contextmanager
-def writing(store: Path, schema: Schema) -> Iterator[Manifest]:
-    """Lock a store, create it if there is none, and yield its newest generation after adopting what a killed writer left.
-
-    Raises:
-        LockedError: if another process writes to the store.
-        StoreError, FingerprintError: as `stored_manifest`; or if the store cannot be written, or a left shard not be sealed.
-    """
-    stored_manifest(store, schema)  # before the folder is touched
-    prepare_store(store)
-    with lock_store(store):
-        manifest = stored_manifest(store, schema)  # read again under the lock
-        if manifest is None or not is_published(store, manifest):  # new, or a crash between two writes
-            manifest = write_manifest(store, manifest or new_manifest(schema))
-        yield publish(store, manifest, adopt(store, manifest), ())
-
-
-def stored_manifest(store: Path, schema: Schema) -> Manifest | None:
-    """Return the newest generation of the store that is to be continued; None if there is no store yet.
-
-    Raises:
-        StoreError: if the path is a file, or a folder that is neither empty nor a store.
-        FingerprintError: if the store was made with other contents.
-    """
-    if store.exists() and not store.is_dir():
-        raise StoreError(f"{store} is a file; expected a store's folder, or a path where there is nothing")
-    if store.is_dir() and not (store / MANIFEST).exists():
-        strange = sorted(path.name for path in store.iterdir() if path.name not in FOLDERS and path.suffix != ".tmp")
-        if strange and newest_intact(store) is None:
-            raise StoreError(
-                f"{store} is not a store and not empty (it has {strange[0]!r}); choose a path where there is nothing"
-            )
-    manifest = newest_manifest(store)
-    if manifest is not None:
-        check_fingerprint(manifest, schema)
-    return manifest

@@ -79,7 +79,7 @@ def test_a_call_killed_while_pairs_wait_leaves_nothing_but_a_lock(path: Path) ->
 
 def test_a_call_killed_between_its_files_and_its_generation_is_published_by_the_next(path: Path) -> None:
     def killed() -> int:
-        publishing = "bucketline.store.change.add_column.publish_shards"
+        publishing = "bucketline.store.change.commit.publish_shards"
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(publishing, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             return add_column(path, "mask", mask_of).rows

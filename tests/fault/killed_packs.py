@@ -31,7 +31,7 @@ from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import shard_writer
 from bucketline.store.write.newest import newest_manifest
-from bucketline.store.write.store_writer import writing
+from bucketline.store.write.target import LocalTarget
 from tests.building import Sample, make_sample
 from tests.fault.packs_in_a_row import InARow, adopt_orphans, kill_in_a_row, wait_for_orphans
 from tests.fault.same_store import TOLERANCE
@@ -134,7 +134,7 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result, fo
         shutil.rmtree(copy, ignore_errors=True)
         if store.exists():
             shutil.copytree(store, copy)
-        with writing(copy, newest_manifest(copy) or form.writer(copy)._schema):
+        with LocalTarget(copy).writing(newest_manifest(copy) or form.writer(copy)._schema):
             pass  # what a killed writer left is adopted
         _verify(copy)
         if missing := _missing(copy, committed, form):

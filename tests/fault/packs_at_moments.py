@@ -22,13 +22,13 @@ MOMENTS = {
     "compact": ("bucketline.store.write.seal", "_write_anew"),
     "sidecar": ("bucketline.store.write.seal", "write_durably"),
     "move": ("bucketline.store.write.seal", "move_durably"),
-    "publish": ("bucketline.ingest.packing.target", "publish"),
+    "publish": ("bucketline.store.write.target", "publish"),
     "manifest": ("bucketline.store.format.manifest", "write_or_explain"),
     "send": ("bucketline.store.transfer.upload", "Uploader._send"),
     "note": ("bucketline.store.transfer.sender", "note_description"),
     "shorten": ("bucketline.store.transfer.sender", "make_sparse"),
-    "url-commit": ("bucketline.store.sync.mirror", "commit"),
-    "let-go": ("bucketline.store.sync.mirror", "Mirror.let_go"),
+    "url-commit": ("bucketline.store.change.commit", "commit"),
+    "let-go": ("bucketline.store.sync.working", "WorkingStore._let_go"),
     "never": ("bucketline.store.change.compact", "compact"),  # no pack calls it
 }
 

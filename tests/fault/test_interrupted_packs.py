@@ -41,7 +41,7 @@ MOMENTS = [
     "move:1",
     "move:1+",  # in shards/, not yet listed, and still pending
     "move:2+",
-    "publish:1",
+    "publish:2",
     "manifest:1+",
     "manifest:2",  # the generation's own file is there, manifest.json is not
     "manifest:3+",  # the same, with everything packed

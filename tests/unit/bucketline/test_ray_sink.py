@@ -19,7 +19,6 @@ from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.remote.generations import find_newest
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
-from bucketline.store.sync.working import WorkingStore
 from bucketline.store.transfer import sender
 from bucketline.store.transfer.sender import PendingNotes, pending_shards
 from bucketline.store.verify.verify import verify
@@ -193,11 +192,11 @@ def test_a_job_that_fails_leaves_a_url_as_it_was_and_one_that_ends_before_its_co
     failed.on_write_failed(ValueError("a task failed"))
     assert find_newest(place) is None
 
-    def gone(*_: object) -> None:
+    def gone(*_: object, **__: object) -> None:
         raise OSError("the plug was pulled")
 
     with monkeypatch.context() as patched:
-        patched.setattr(WorkingStore, "commit", gone)
+        patched.setattr("bucketline.store.change.commit.commit", gone)
         with pytest.raises(OSError, match="pulled"):
             run_tasks(sink_at(place), block(3, 4))
     assert find_newest(place) is None

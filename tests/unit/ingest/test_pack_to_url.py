@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,11 +13,11 @@ from bucketline.files.locks import FileLock
 from bucketline.ingest.pipeline import slice_packer
 from bucketline.ingest.pipeline.row_writer import BATCHES_WAITING
 from bucketline.store import Store
+from bucketline.store.change import commit as commit_module
 from bucketline.store.change.drop import drop
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync import mirror as mirror_module
-from bucketline.store.sync.mirror import Mirror
+from bucketline.store.sync import working
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.verify import verify_objects
 from bucketline.store.transfer import upload
@@ -89,7 +89,7 @@ def test_a_pack_into_a_url_is_the_same_as_on_a_disk(place: ObjectFolder, source:
     assert [json.loads(line)["id"] for line in place.read("rejects.jsonl").splitlines()] == ["damaged.png"]
     work = next((tmp_path / "cache-pack").iterdir())
     assert work.name.startswith("photos.store-")
-    assert all(path.stat().st_blocks == 0 for path in (work / "shards").glob("*.lmdb"))  # what was sent has left
+    assert not list((work / "shards").iterdir())  # what was committed has left
     printed = call("ingest", "pack", source, place.url, "--model", model, *SMALL)
     assert printed.code == 0
     assert f"{place.url}: generation 1, " in printed.out
@@ -147,7 +147,7 @@ def test_an_interrupted_pack_is_continued(
     place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:  # it ends after its shards were sent, before the commit
-        patched.setattr(mirror_module, "commit", lambda *_, **__: 1 / 0)
+        patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pack(source, place, model)
     uploaded = sent(place)
@@ -161,7 +161,7 @@ def test_an_interrupted_pack_is_continued(
     assert newest_generation(place).samples == 14
     add_images(source, 18, tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(mirror_module, "commit", lambda *_, **__: 1 / 0)
+        patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pack(source, place, model)
     assert newest_generation(place).samples == 14
@@ -192,7 +192,7 @@ def interrupt_before_the_commit(
     monkeypatch: pytest.MonkeyPatch, source: Path, place: ObjectFolder, model: Path, work: Path
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(mirror_module, "commit", lambda *_, **__: 1 / 0)
+        patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pack_in_pairs(source, place, model, "--work", work)
 
@@ -240,16 +240,14 @@ def test_what_was_sent_and_then_removed_is_packed_again(
     assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
 
     add_images(source, 18, tmp_path)
-    commit = Mirror.commit
+    listed = sent(in_memory)
 
-    def removing(mirror: Mirror, changed: Manifest) -> Manifest | None:
-        assert mirror.base is not None
-        listed = {f"shards/{entry.name}.lmdb" for entry in mirror.base.shards}
+    def removing(*args: Any, **more: Any) -> tuple[Manifest, Manifest]:
         in_memory.remove([min(sent(in_memory) - listed)])
-        return commit(mirror, changed)
+        return commit_module.commit_change(*args, **more)
 
     with monkeypatch.context() as patched:  # while the run is at work
-        patched.setattr(Mirror, "commit", removing)
+        patched.setattr(working, "commit_change", removing)
         done = pack_in_pairs(source, in_memory, model, "--work", work)
     assert (done.code, "is no longer there" in done.err) == (1, True)
     assert newest_generation(in_memory).samples == 14
@@ -261,14 +259,14 @@ def test_of_a_new_store_only_what_was_removed_before_the_commit_is_packed_again(
     in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rule of a bucket may remove what was sent; the run fails, and the next one makes only that again."""
-    work, commit = tmp_path / "work", Mirror.commit
+    work = tmp_path / "work"
 
-    def removing(mirror: Mirror, changed: Manifest) -> Manifest | None:
+    def removing(*args: Any, **more: Any) -> tuple[Manifest, Manifest]:
         in_memory.remove([min(sent(in_memory))])
-        return commit(mirror, changed)
+        return commit_module.commit_change(*args, **more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Mirror, "commit", removing)
+        patched.setattr(working, "commit_change", removing)
         done = pack_in_pairs(source, in_memory, model, "--work", work)
     assert (done.code, "is no longer there" in done.err) == (1, True)
     again = pack_in_pairs(source, in_memory, model, "--work", work)
@@ -326,12 +324,12 @@ def test_a_pack_that_another_one_overtakes_is_added_to_it(
     rival: list[Ran] = []
 
     def late(*args: object, **more: object) -> bool:
-        monkeypatch.setattr(mirror_module, "commit", commit)
+        monkeypatch.setattr(commit_module, "commit", commit)
         rival.append(pack(tmp_path / "other", place, model, "--work", tmp_path / "another machine"))
         return commit(*args, **more)  # type: ignore[arg-type]
 
     for generation in (0, 2):  # into a new store, and into one that is there
-        monkeypatch.setattr(mirror_module, "commit", late)
+        monkeypatch.setattr(commit_module, "commit", late)
         done = pack(source, place, model)
         assert (done.code, rival[-1].code) == (0, 0)
         assert (rival[-1].json["generation"], done.json["generation"]) == (generation + 1, generation + 2)
@@ -351,11 +349,11 @@ def test_a_drop_of_another_writer_is_kept(
     from bucketline.store.remote.generations import commit
 
     def late(*args: object, **more: object) -> bool:
-        monkeypatch.setattr(mirror_module, "commit", commit)
+        monkeypatch.setattr(commit_module, "commit", commit)
         drop(place, [dropped])
         return commit(*args, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(mirror_module, "commit", late)
+    monkeypatch.setattr(commit_module, "commit", late)
     done = pack(source, place, model)
     assert done.json["generation"] == 3
     found = ids_in(pulled(place, tmp_path / "pulled.store"))

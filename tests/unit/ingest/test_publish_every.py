@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bucketline.ingest.packing import meanwhile
-from bucketline.ingest.packing.target import PackTarget
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.sync.pull import pull
+from bucketline.store.sync.working import WorkingStore
 from bucketline.store.verify.verify import verify
+from bucketline.store.write.target import LocalTarget
 from tests.commands import Ran, call, forked_ranks
 from tests.fault.same_store import compare
 from tests.models import SMALL
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
+    from bucketline.store.write.target import StoreTarget
 
 ALWAYS = ("--batch-size", "2", "--publish-every", "0.001s")  # at each look between images
 
@@ -49,16 +51,16 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meanwhile._OwnShards, "told_at", waiting)
 
 
-def on_commit(monkeypatch: pytest.MonkeyPatch, look: Callable[[PackTarget, Manifest], None]) -> None:
-    """Have `look` called after each commit of a generation."""
-    commit = PackTarget.commit
+def on_publish(monkeypatch: pytest.MonkeyPatch, kind: type[StoreTarget], look: Callable[[StoreTarget, Manifest], None]) -> None:
+    """Have `look` called after each generation that is published."""
+    publish = kind.publish
 
-    def looking(target: PackTarget, manifest: Manifest) -> Manifest:
-        committed = commit(target, manifest)
-        look(target, committed)
-        return committed
+    def looking(target: StoreTarget, *args: Any) -> Manifest:
+        published = publish(target, *args)
+        look(target, published)
+        return published
 
-    monkeypatch.setattr(PackTarget, "commit", looking)
+    monkeypatch.setattr(kind, "publish", looking)
 
 
 @pytest.mark.usefixtures("in_turn")
@@ -68,13 +70,13 @@ def test_readers_see_each_generation_while_packing_goes_on(
     (source / "damaged.png").write_bytes(b"nothing")
     seen: list[int] = []
 
-    def look(target: PackTarget, manifest: Manifest) -> None:
+    def look(target: StoreTarget, manifest: Manifest) -> None:
         store = Store.open(target.path)
         assert store.manifest == manifest
         assert not verify(store, lambda _: None, 1).corrupt
         seen.append(manifest.samples)
 
-    on_commit(monkeypatch, look)
+    on_publish(monkeypatch, LocalTarget, look)
     done = pack(source, tmp_path / "s", model, *ALWAYS)
     assert done.code == 0
     report = done.json
@@ -115,9 +117,9 @@ def test_a_store_in_object_storage_gets_generations_too(
 ) -> None:
     place, seen, dropped = in_memory(), list[int](), list[str]()
 
-    def look(target: PackTarget, manifest: Manifest) -> None:
-        if not target.is_remote:
-            return
+    def look(_: StoreTarget, manifest: Manifest) -> None:
+        if not manifest.shards:
+            return  # of the new store
         newest = newest_generation(place)
         assert newest == manifest
         seen.append(newest.samples)
@@ -127,7 +129,7 @@ def test_a_store_in_object_storage_gets_generations_too(
             dropped.append(next(iter(held.values()))[0].record.id)
             drop(place, dropped)
 
-    on_commit(monkeypatch, look)
+    on_publish(monkeypatch, WorkingStore, look)
     done = pack(source, place.url, model, *ALWAYS, "--work", tmp_path / "work").json
     assert (done["packed"], done["generation"]) == (14, newest_generation(place).generation)
     assert done["generations_meanwhile"] > 3

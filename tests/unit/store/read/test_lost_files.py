@@ -81,7 +81,7 @@ def test_info_names_what_is_lost_and_ends_with_one(
 def test_a_store_that_lost_nothing_is_said_to_have_lost_nothing(store: Store) -> None:
     ran = call("store", "info", store.path, "--json")
     assert (ran.code, ran.json["lost_shards"]) == (0, [])
-    assert lost_shards(LocalFolder(store.path), store.manifest) == ()
+    assert lost_shards(LocalFolder(store.path), store.manifest.shards) == ()
 
 
 def test_a_lost_list_of_dropped_rows_is_seen(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_lost_list_of_dropped_rows_is_seen(tmp_path: Path) -> None:
     store = make_store(tmp_path, samples, samples[:3])
     (path,) = (tmp_path / "shards").glob("g0.dropped-*")
     path.unlink()
-    (lost,) = lost_shards(LocalFolder(tmp_path), store.manifest)
+    (lost,) = lost_shards(LocalFolder(tmp_path), store.manifest.shards)
     assert (lost.shard, lost.samples, [file.name for file in lost.files]) == ("g0", 6, [path.name])
 
 
@@ -106,7 +106,7 @@ def test_a_file_that_may_not_be_looked_at_is_not_taken_for_a_lost_one(tmp_path: 
     (tmp_path / "s" / "shards").rename(tmp_path / "moved")
     (tmp_path / "s" / "shards").symlink_to("shards")
     with pytest.raises(StoreError, match=r"cannot look up .*: Too many levels of symbolic links"):
-        lost_shards(LocalFolder(tmp_path / "s"), store.manifest)
+        lost_shards(LocalFolder(tmp_path / "s"), store.manifest.shards)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, cut])

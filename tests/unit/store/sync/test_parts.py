@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.store.read.store import Store
-from bucketline.store.sync.parts import PartStore, lists_of, take_sent
+from bucketline.store.sync.parts import PartStore, take_sent
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.working import WorkingStore
 from bucketline.store.write.part_writer import PartWriter
-from bucketline.store.write.publish import publish
-from bucketline.store.write.store_writer import writing
 from tests.building import samples_of
 from tests.object_storage import in_memory
 from tests.reading import everything
@@ -40,8 +38,8 @@ def sent_by_a_part(part: PartStore, form: Form, name: str, rows: dict[str, int])
 def pack_by_parts(objects: ObjectFolder, work: Path, form: Form, *names: str, is_ended: bool = True) -> None:
     """Pack as a driver does whose shards are made elsewhere; without `is_ended`, it ends before it commits."""
     working = WorkingStore(objects, work)
-    with working.held(), writing(work, form.writer(work)._schema) as manifest:
-        part = PartStore(objects, work.with_name("workers"), manifest, lists_of(work, manifest))
+    with working.held(), working.writing(form.writer(work)._schema) as manifest:
+        part = PartStore(objects, work.with_name("workers"), manifest)
         assert part.open().manifest == manifest
         sealed = []
         for name in names:
@@ -50,7 +48,7 @@ def pack_by_parts(objects: ObjectFolder, work: Path, form: Form, *names: str, is
             sealed += [shard.name for shard in sent]
         part.close()
         if is_ended:
-            working.commit(publish(work, manifest, sealed, ()))
+            working.publish(manifest, sealed)
 
 
 def ids_of(objects: ObjectFolder, path: Path) -> set[str]:
@@ -76,13 +74,11 @@ def test_what_was_taken_before_the_driver_ended_is_adopted_by_the_next(tmp_path:
 
 def test_a_part_removes_what_killed_ones_left_and_leaves_living_ones_alone(tmp_path: Path) -> None:
     objects, parent = in_memory(), tmp_path / "workers"
-    with (
-        WorkingStore(objects, tmp_path / "work").held(),
-        writing(tmp_path / "work", IMAGES.writer(tmp_path / "s")._schema) as m,
-    ):
-        living = PartStore(objects, parent, m, {})
-        killed = PartStore(objects, parent, m, {})
+    working = WorkingStore(objects, tmp_path / "work")
+    with working.held(), working.writing(IMAGES.writer(tmp_path / "s")._schema) as m:
+        living = PartStore(objects, parent, m)
+        killed = PartStore(objects, parent, m)
         killed._lock.release()  # as the kernel does
-        PartStore(objects, parent, m, {}).close()
+        PartStore(objects, parent, m).close()
     assert living.path.exists()
     assert not killed.path.exists()

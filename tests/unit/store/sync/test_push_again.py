@@ -22,7 +22,6 @@ from bucketline.store.format.hashing import bytes_digest, line_sums
 from bucketline.store.format.manifest import dump_manifest, read_manifest
 from bucketline.store.remote.generations import commit, newest_generation
 from bucketline.store.remote.lines import encode_lines, lines_name
-from bucketline.store.sync.mirror import Mirror
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.verify import verify_objects
 from bucketline.store.transfer.sender import pending_shards
@@ -277,17 +276,6 @@ def test_an_unfinished_pull_does_not_keep_another_shard_of_a_name(
     use_a_name_again(own)
     push_by_names_alone(own, folder)
     expect_sound(folder, own, out)
-
-
-def test_a_mirror_does_not_keep_another_shard_of_a_name(own: Path, tmp_path: Path) -> None:
-    folder = in_memory()
-    push(own, folder)
-    mirror = Mirror(folder, tmp_path / "mirror")
-    mirror.refresh()
-    use_a_name_again(own)
-    push_by_names_alone(own, folder)
-    mirror.refresh()
-    assert (tmp_path / "mirror" / "shards" / "g0.index").read_bytes() == (own / "shards" / "g0.index").read_bytes()
 
 
 @pytest.mark.parametrize("ends_after", ["the note", "the commit"])
