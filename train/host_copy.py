@@ -12,7 +12,7 @@ import torch
 from bucketline.train.parallel import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -31,6 +31,17 @@ class HostMemory:
         self._chunks: list[Tensor] = []
         self._memory: dict[tuple[str, str], Tensor] = {}
 
+    def reserve(self, name: str, like: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Make the memory for copies of tensors of such shapes and dtypes."""
+        for key, (shape, dtype) in like.items():
+            self._of(name, key, shape, dtype).zero_()  # which has the system provide it
+
+    def _of(self, name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        own = self._memory.get((name, key))
+        if own is None or (own.shape, own.dtype) != (shape, dtype):
+            own = self._memory[name, key] = torch.empty(shape, dtype=dtype)
+        return own
+
     def copies(self, name: str, tensors: Iterable[tuple[str, Tensor]], *, keeps: bool = True) -> dict[str, Tensor]:
         """Return whole tensors, contiguous, which overwrite the former copies of this name; nothing if this rank `keeps` none.
 
@@ -43,10 +54,7 @@ class HostMemory:
                 full = whole(tensor.detach())
                 if not keeps:
                     continue
-                own = self._memory.get((name, key))
-                if own is None or (own.shape, own.dtype) != (full.shape, full.dtype):
-                    own = self._memory[name, key] = torch.empty(full.shape, dtype=full.dtype)
-                found[key] = own
+                own = found[key] = self._of(name, key, full.shape, full.dtype)
                 if full.is_cuda:
                     yield full, own
                 else:

@@ -7,7 +7,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from bucketline.train.ema import Average
@@ -60,6 +60,7 @@ class Saver:
         self._memory = HostMemory()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
+        self._has_memory = not ranks.is_main
 
     def restart_clock(self) -> None:
         """Count the age of the last checkpoint from now on."""
@@ -82,6 +83,7 @@ class Saver:
         if not due:
             return
         self.finish()  # its copies are in the memory that this one's take
+        self._has_memory = True
         training, keeps = self._training, self._ranks.is_main
         if keeps or isinstance(training.bare_model, FSDPModule):
             model, optimizer = training.bare_model, training.optimizer if Output.CHECKPOINT in due else None
@@ -107,8 +109,26 @@ class Saver:
 
     def poll(self) -> None:
         """Raise the error of the save in progress, if it has failed; never wait. Called after each step."""
+        if not self._has_memory:  # the first step has made the optimizer's state; new memory would make the first save slow
+            self._has_memory, self._under_way = True, self._pool.submit(self._reserve, self._sections())
         if self._under_way is not None and self._under_way.done():
             self._finish_own()
+
+    def _sections(self) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
+        """Return the shapes and dtypes of what `copied` copies, by section."""
+        training = self._training
+        trained, average = self._weights.tensors(training.bare_model), training.average
+        sections = {"model": trained, "optimizer": tensors_of(training.optimizer.state_dict())}
+        if average.is_kept:
+            sections["average"] = {name: average.of(tensor) for name, tensor in trained.items()}
+        return {
+            section: {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+            for section, tensors in sections.items()
+        }
+
+    def _reserve(self, sections: Mapping[str, Mapping[str, tuple[torch.Size, torch.dtype]]]) -> None:
+        for section, like in sections.items():
+            self._memory.reserve(section, like)
 
     def finish(self) -> None:
         """Wait for the save in progress, on every rank.
@@ -141,8 +161,13 @@ def copied(
         averaged = memory.copies("average", averages, keeps=keeps)
     if optimizer is not None:
         state = optimizer.state_dict()
-        each = {f"{number}.{name}": value for number, own in state["state"].items() for name, value in own.items()}
-        tensors = {name: value for name, value in each.items() if isinstance(value, torch.Tensor)}
+        tensors = tensors_of(state)
         copies = memory.copies("optimizer", tensors.items(), keeps=keeps)
         state = copy.deepcopy(state, {id(tensors[name]): own for name, own in copies.items()}) if keeps else None
     return Copies(config=weights.config(model), last=last, averaged=averaged, optimizer=state)
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of an optimizer's state, by the parameter's number and the name."""
+    each = {f"{number}.{name}": value for number, own in state["state"].items() for name, value in own.items()}
+    return {name: value for name, value in each.items() if isinstance(value, torch.Tensor)}

@@ -122,6 +122,17 @@ def test_a_failure_of_the_writer_is_raised_between_steps_and_once(
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
+def test_the_memory_of_the_first_save_is_made_after_the_first_step_and_taken_by_it(saver: Saver) -> None:
+    saver.poll()
+    saver.finish()
+    made = dict(saver._memory._memory)
+    assert {section for section, _ in made} == {"model", "average", "optimizer"}
+    save(saver, 1)
+    saver.finish()
+    assert saver._memory._memory.keys() == made.keys()
+    assert all(saver._memory._memory[key] is tensor for key, tensor in made.items())
+
+
 def test_a_failure_of_a_copy_ends_the_save_and_leaves_nothing(
     saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
