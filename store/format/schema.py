@@ -31,7 +31,7 @@ from bucketline.store.format.text_codec import refuse_strange_form
 from bucketline.typed_json import Json, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 BUCKET_NAME = re.compile(r"(train|val)/([1-9][0-9]{0,8}(?:x[1-9][0-9]{0,8}){0,7})")  # split/sizes of the axes
 AXIS_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -208,8 +208,9 @@ class Schema:
                 raise ValueError(f"header_bytes of {name} is {group.header_bytes}, expected {expected}")
         if len(self.specs) != len(self.buckets):
             raise ValueError("a bucket is listed twice")
+        common = column_entries(self.common_columns)
         for bucket in self.buckets:
-            self._check_bucket(bucket)
+            self._check_bucket(bucket, common)
         self._check_added()
 
     def _check_encoder(self, what: str, encoder: str | None) -> None:
@@ -218,26 +219,25 @@ class Schema:
                 f"{what} names the encoder {encoder!r:.80}, encoders has {sorted(self.encoders)}; add it there, or leave it out"
             )
 
-    def row_columns(self, own: Iterable[Column]) -> tuple[Column, ...]:
-        """Return all columns of a row whose roles have the columns `own`."""
+    @cached_property
+    def common_columns(self) -> tuple[Column, ...]:
+        """Return the columns that all rows have in addition to those of roles."""
         present = (Column(name=PRESENT_PREFIX + name, dtype="U8", shape=()) for name, c in self.columns.items() if c.optional)
         of_rows = (name for name, group in self.ragged.items() if group.of is EntriesOf.ROWS)
         numbers = (Column(name=RAGGED_PREFIX + name, dtype="I32", shape=()) for name in of_rows)
-        return (*fixed_columns(self.max_captions), *own, *present, *numbers)
+        return (*fixed_columns(self.max_captions), *present, *numbers)
 
-    def _check_bucket(self, bucket: BucketEntry) -> None:
+    def _check_bucket(self, bucket: BucketEntry, common: Mapping[str, ColumnEntry]) -> None:
         """Check that a bucket's rows have exactly the columns of this schema, and mirror images the form of their images."""
-        if not self.columns and bucket.spec().axes != IMAGE_AXES:
+        if not self.columns and self.specs[bucket.name].axes != IMAGE_AXES:
             raise ValueError(f"bucket {bucket.name} is not one of images")
         roles = self.columns.keys() or {LATENT, FLIPPED} & bucket.columns.keys()
-        own = _columns({name: form for name, form in bucket.columns.items() if name in roles})
-        expected = column_entries(self.row_columns(own))
-        for name in sorted({*roles, *expected, *bucket.columns}):
+        for name in sorted({*roles, *common, *bucket.columns}):
             if name not in bucket.columns:
                 raise ValueError(f"bucket {bucket.name} lacks the column {name!r:.80}")
-            if name not in expected:
+            if name not in common and name not in roles:
                 raise ValueError(f"bucket {bucket.name} has the column {name!r:.80}, which has no role")
-            if bucket.columns[name] != expected[name]:
+            if common.get(name, bucket.columns[name]) != bucket.columns[name]:
                 raise ValueError(f"bucket {bucket.name} has the column {name!r} in another form")
         for name in roles:
             base = stored_name(role_of(name).removesuffix(FLIPPED_SUFFIX))

@@ -187,7 +187,7 @@ class RowForm:
         """
         sizes = sizes_of(bucket, self.axes)
         own = [column.in_sizes(bucket, sizes) for column in self.columns]
-        return BlockSpec(bucket=bucket, columns=self.schema.row_columns(own), axes=self.axes)
+        return BlockSpec(bucket=bucket, columns=(*self.schema.common_columns, *own), axes=self.axes)
 
     def bucket(self, item: str, split: str, columns: Mapping[str, NDArray[Any]]) -> str:
         """Return the bucket of a row of these arrays, by their columns' names.
