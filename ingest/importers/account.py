@@ -54,7 +54,6 @@ class ImportPlan:
     variant: str
     scaling: Scaling
     latents: str
-    family: str | None
     text: str
     crops: Crops
     columns: ColumnRules

@@ -79,11 +79,6 @@ def text_plan(config: ImportConfig, model: ModelFolder | None, listing: CacheLis
     return config.text or _ENCODE
 
 
-def most_captions(config: ImportConfig, plan: str) -> int:
-    """Return how many captions a sample has at most: of a cache's embeddings one, since it has no other."""
-    return 1 if plan == SOURCE else config.max_captions
-
-
 def _family_of(model: ModelFolder, asked: str | None, of_cache: str | None, *, has_captions: bool) -> str | None:
     """Return the name of a model's text family; None if it has no text encoder, or none is needed.
 

@@ -35,8 +35,7 @@ class ImportConfig(ChangingArguments):
     """
 
     kind: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="KIND")]
-    """auto, kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, nemo, fastvideo, or that of a package that
-    you installed."""
+    """One of those above, or that of a package that you installed."""
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     """Folder of the cache; of kohya and ai-toolkit, that of the images."""
     place: tyro.conf.Positional[StorePlace]
@@ -118,6 +117,10 @@ class ImportConfig(ChangingArguments):
             raise UsageError(f"--prefix {self.prefix!r:.80}: expected the name of a folder, such as photos")
         if self.text in ("source", "encode", "plain") and self.model is None:
             raise UsageError(f"--text {self.text} needs --model, whose encoders make the empty caption; add it")
+
+    def most_captions(self, text: str) -> int:
+        """Return how many captions a sample has at most: of a cache's embeddings one, since it has no other."""
+        return 1 if text == "source" else self.max_captions
 
     @property
     def store(self) -> Path:

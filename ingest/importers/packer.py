@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers.captions import most_captions
 from bucketline.ingest.importers.changes import cache_stamp, read_entry, rejects_named
 from bucketline.ingest.importers.registry import IMPORTERS
-from bucketline.ingest.importers.rows import RowRules, row_of
+from bucketline.ingest.importers.rows import row_of
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.write.part_writer import PartWriter
@@ -36,16 +35,7 @@ class CachePacker:
     """Reads entries, and counts each in the summary as a row or a reject."""
 
     def __init__(self, config: ImportConfig, plan: ImportPlan, vae: NamedVae, num_threads: int) -> None:
-        self._config, self._plan, self._num_threads = config, plan, num_threads
-        self._rules = RowRules(
-            vae=vae,
-            scaling=plan.scaling,
-            crops=plan.crops,
-            columns=plan.columns,
-            dtype=config.dtype,
-            max_captions=most_captions(config, plan.text),
-            may_be_off=config.trust_scale,
-        )
+        self._config, self._plan, self._vae, self._num_threads = config, plan, vae, num_threads
         self.account = RunSummary()
 
     def run(
@@ -102,7 +92,8 @@ class CachePacker:
         try:
             cached = read_entry(IMPORTERS[self._plan.kind], config.source, entry, self._plan.variant)
             with rejects_named(entry):
-                return row_of(entry, cached, self._rules, config, cache_stamp(config.source, entry)), cached
+                stamp = cache_stamp(config.source, entry)
+                return row_of(entry, cached, self._vae, self._plan, config, stamp), cached
         except RejectedError as error:
             return error
 

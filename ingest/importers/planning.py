@@ -13,7 +13,7 @@ from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.account import ImportPlan
 from bucketline.ingest.importers.cache import Crops, ListRequest
-from bucketline.ingest.importers.captions import SOURCE, CaptionSource, most_captions, text_plan
+from bucketline.ingest.importers.captions import SOURCE, CaptionSource, text_plan
 from bucketline.ingest.importers.changes import not_stored, read_entry, rejects_named, unique
 from bucketline.ingest.importers.columns import ColumnRules, as_frames, named_roles, side_columns, stored_columns
 from bucketline.ingest.importers.origins import named_as_stored, refuse_other_origin
@@ -92,7 +92,7 @@ def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int
     vae = named_vae(model, config.vae, config.dtype, listing.latents)
     vae.refuse_scaling(listing.scaling, str(config.source))
     text = text_plan(config, model, listing)
-    at_most = most_captions(config, text)
+    at_most = config.most_captions(text)
     if at_most < max((len(entry.captions or ()) for entry in listing.entries), default=0):
         listing.notes.append(f"of a sample's captions at most {at_most} can be stored, the first")
     changed = not_stored(listing.entries, store, config.source, at_most)
@@ -118,7 +118,6 @@ def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int
         variant=listing.variant,
         scaling=listing.scaling,
         latents=listing.latents,
-        family=listing.family,
         text=text,
         crops=crops,
         columns=columns,

@@ -13,7 +13,7 @@ from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.geometry import Placement, bucket_placement
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Crops, damaged
-from bucketline.ingest.importers.columns import ColumnRules, as_frames
+from bucketline.ingest.importers.columns import as_frames
 from bucketline.ingest.importers.origins import origin_of
 from bucketline.ingest.rules import held_out
 from bucketline.store import SampleRecord
@@ -26,24 +26,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.ingest.importers.cache import Cached, CacheEntry, Geometry, Scaling
+    from bucketline.ingest.importers.account import ImportPlan
+    from bucketline.ingest.importers.cache import Cached, CacheEntry, Geometry
     from bucketline.ingest.importers.config import ImportConfig
     from bucketline.ingest.importers.vae.named_vae import NamedVae
 
 ROUNDING_PX = 1  # by which another trainer's resized size may differ from ours, which rounds half up
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowRules:
-    """The rules by which samples become rows."""
-
-    vae: NamedVae
-    scaling: Scaling
-    crops: Crops
-    columns: ColumnRules
-    dtype: str
-    max_captions: int
-    may_be_off: bool = False  # whether a latent far out of the VAE's range is imported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,21 +43,28 @@ class ImportedRow:
     left_out: tuple[str, ...] = ()  # roles that the cache has and the store does not
 
 
-def row_of(entry: CacheEntry, cached: Cached, rules: RowRules, config: ImportConfig, stamp: tuple[int, int]) -> ImportedRow:
+def row_of(
+    entry: CacheEntry, cached: Cached, vae: NamedVae, plan: ImportPlan, config: ImportConfig, stamp: tuple[int, int]
+) -> ImportedRow:
     """Return a sample's row.
 
     Raises:
         RejectedError: if its latent is not one of the VAE, or its geometry is impossible.
     """
-    target = _unscaled(cached.latent, rules)  # [C, h, w] or [C, F, h, w]
+
+    def unscaled(latent: Tensor) -> NDArray[Any]:
+        framed = as_frames(latent, is_video=plan.columns.frames)
+        return vae.stored(framed, plan.scaling, config.dtype, may_be_off=config.trust_scale)
+
+    target = unscaled(cached.latent)  # [C, h, w] or [C, F, h, w]
     columns = {TARGET: target}
-    if rules.columns.flip:
-        columns[TARGET + FLIPPED_SUFFIX] = _flipped(cached, rules)
-    columns |= rules.columns.side_values(cached, target.shape[-2:], rules.vae, rules.dtype)
-    bucket = Size(*(length * rules.vae.downscale for length in target.shape[-2:]))
-    frames = [1 + (number - 1) * (rules.vae.frames_step or 1) for number in target.shape[1:-2]]
+    if plan.columns.flip:
+        columns[TARGET + FLIPPED_SUFFIX] = unscaled(_flipped(cached))
+    columns |= plan.columns.side_values(cached, target.shape[-2:], vae, config.dtype)
+    bucket = Size(*(length * vae.downscale for length in target.shape[-2:]))
+    frames = [1 + (number - 1) * (vae.frames_step or 1) for number in target.shape[1:-2]]
     split = "val" if held_out(entry.id, config.val_fraction, config.split_by) else "train"
-    original, resized, crop, crop_in_source = _boxes(cached.geometry, bucket, rules.crops)
+    original, resized, crop, crop_in_source = _boxes(cached.geometry, bucket, plan.crops)
     num_bytes, mtime_ns = stamp
     record = SampleRecord(
         id=entry.id,
@@ -85,10 +80,10 @@ def row_of(entry: CacheEntry, cached: Cached, rules: RowRules, config: ImportCon
         resized=resized,
         crop=crop,
         crop_in_source=crop_in_source,
-        captions=kept_captions(cached.captions if entry.captions is None else entry.captions, rules.max_captions),
+        captions=kept_captions(cached.captions if entry.captions is None else entry.captions, config.most_captions(plan.text)),
         caption_rows=(),
     )
-    return ImportedRow(record=record, columns=columns, left_out=rules.columns.left_out(cached))
+    return ImportedRow(record=record, columns=columns, left_out=plan.columns.left_out(cached))
 
 
 def kept_captions(found: tuple[str, ...] | None, at_most: int) -> tuple[str, ...]:
@@ -96,18 +91,13 @@ def kept_captions(found: tuple[str, ...] | None, at_most: int) -> tuple[str, ...
     return tuple(dict.fromkeys(text for text in found or () if text))[:at_most]
 
 
-def _flipped(cached: Cached, rules: RowRules) -> NDArray[Any]:
+def _flipped(cached: Cached) -> Tensor:
     if cached.flipped is None:
         raise damaged("it has no latent of the mirrored image, other samples do; cache it again with the same options")
     if cached.flipped.shape != cached.latent.shape:
         shapes = f"{list(cached.latent.shape)} and {list(cached.flipped.shape)}"
         raise damaged(f"its latents of the image and of the mirrored image are {shapes}, expected one shape")
-    return _unscaled(cached.flipped, rules)
-
-
-def _unscaled(latent: Tensor, rules: RowRules) -> NDArray[Any]:
-    framed = as_frames(latent, is_video=rules.columns.frames)
-    return rules.vae.stored(framed, rules.scaling, rules.dtype, may_be_off=rules.may_be_off)
+    return cached.flipped
 
 
 Box = tuple[int, int, int, int]

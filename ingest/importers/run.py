@@ -15,7 +15,7 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.importers.account import ImportPlan, ImportResult
 from bucketline.ingest.importers.cache import CacheEntry
-from bucketline.ingest.importers.captions import CaptionSource, most_captions
+from bucketline.ingest.importers.captions import CaptionSource
 from bucketline.ingest.importers.changes import not_stored
 from bucketline.ingest.importers.packer import CachePacker, SentPart
 from bucketline.ingest.importers.planning import Planned, plan_import
@@ -135,7 +135,7 @@ class _Import:
         planned, manifest = self._planned, writer.manifest
         assert planned is not None
         planned.store = self._target.open(manifest)
-        at_most = most_captions(self._config, plan.text)
+        at_most = self._config.most_captions(plan.text)
         planned.changed = not_stored(planned.changed, planned.store, self._config.source, at_most)
         return PackPlan(source=None, manifest=manifest, token=secrets.token_hex(4), num_slices=self._ranks.world_size)
 

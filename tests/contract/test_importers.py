@@ -17,6 +17,7 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import run
 from bucketline.ingest.importers.cache import ListRequest
 from bucketline.ingest.importers.changes import read_entry
+from bucketline.ingest.importers.config import ImportConfig
 from bucketline.ingest.importers.registry import IMPORTERS
 from bucketline.train.config import TrainConfig
 from bucketline.train.outputs.metrics import read_metrics
@@ -49,8 +50,9 @@ def options(kind: str, own: Known) -> tuple[Any, ...]:
     return {"onetrainer": ("--captions", own.images), "mds": ("--variant", "latents_256")}.get(kind, ())
 
 
-def test_each_of_our_importers_has_a_writer_of_its_format() -> None:
+def test_each_of_our_importers_has_a_writer_of_its_format_and_is_named_by_the_help_text() -> None:
     assert {*WRITERS} == {*IMPORTERS} == {*FORMS} == {*LATENTS}
+    assert all(f"{name} " in str(ImportConfig.__doc__) or f"{name}," in str(ImportConfig.__doc__) for name in IMPORTERS)
 
 
 @pytest.fixture(params=list(WRITERS))

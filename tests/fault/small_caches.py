@@ -17,12 +17,13 @@ import numpy as np
 
 from bucketline.errors import BucketlineError
 from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.importers.account import ImportPlan
 from bucketline.ingest.importers.cache import Crops, ListRequest
 from bucketline.ingest.importers.changes import cache_stamp, read_entry, rejects_named
 from bucketline.ingest.importers.columns import ColumnRules
 from bucketline.ingest.importers.config import ImportConfig
 from bucketline.ingest.importers.registry import IMPORTERS, _is_here, listed
-from bucketline.ingest.importers.rows import RowRules, row_of
+from bucketline.ingest.importers.rows import row_of
 from bucketline.ingest.importers.vae.named_vae import named_vae
 from bucketline.store import SampleRecord
 from tests.models import png
@@ -99,21 +100,23 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
     try:
         listing = listed(importer, ListRequest(source=source, variant=_VARIANTS.get(kind)))
         vae = named_vae(None, "sd", "F16", listing.latents)
-        rules = RowRules(
-            vae=vae,
+        plan = ImportPlan(
+            kind=kind,
+            variant=listing.variant,
             scaling=listing.scaling,
+            latents=listing.latents,
+            text="none",
             crops=Crops.UNKNOWN,
             columns=ColumnRules(declined=True),
-            dtype="F16",
-            max_captions=8,
-            may_be_off=True,
+            rules={},
+            is_written=False,
         )
-        config = ImportConfig(kind=kind, source=source, place=folder / "s", vae="sd")
+        config = ImportConfig(kind=kind, source=source, place=folder / "s", vae="sd", trust_scale=True)
         for entry in listing.entries:
             try:
                 cached = read_entry(importer, source, entry, listing.variant)
                 with rejects_named(entry):
-                    row_of(entry, cached, rules, config, cache_stamp(source, entry))
+                    row_of(entry, cached, vae, plan, config, cache_stamp(source, entry))
                     number += 1
             except RejectedError:
                 continue
