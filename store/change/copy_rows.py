@@ -172,12 +172,7 @@ class RowCopier:
 
     def _tried(self, read: Callable[..., T], *args: object) -> T | StoreError:
         """Return what is read, or the error if rows without it are to be left out."""
-        try:
-            return read(*args)
-        except StoreError as error:
-            if self._left_out is None or not is_lost(error):
-                raise
-            return error
+        return read(*args) if self._left_out is None else tried(read, *args)
 
     def __enter__(self) -> RowCopier:
         return self
@@ -361,8 +356,17 @@ def _given(found: T | StoreError) -> T:
     return found
 
 
-def is_lost(error: StoreError) -> bool:
-    """Return whether bytes cannot be read because the file or the medium has lost them, and not for want of a permission."""
-    cause = error.__cause__
-    is_gone = isinstance(cause, FileNotFoundError) or (isinstance(cause, OSError) and cause.errno == errno.EIO)
-    return isinstance(error, CorruptError) or is_gone
+def tried(read: Callable[..., T], *args: object) -> T | StoreError:
+    """Return the result of `read(*args)`, or the error if the file or the medium has lost the bytes.
+
+    Raises:
+        StoreError: if reading failed for a reason unrelated to the bytes, such as missing permission.
+    """
+    try:
+        return read(*args)
+    except StoreError as error:
+        cause = error.__cause__
+        is_gone = isinstance(cause, FileNotFoundError) or (isinstance(cause, OSError) and cause.errno == errno.EIO)
+        if is_gone or isinstance(error, CorruptError):
+            return error
+        raise

@@ -11,7 +11,7 @@ import dataclasses
 import errno
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.store.change.compact import OVERHEAD, live_bytes
-from bucketline.store.change.copy_rows import LeftOut, RowCopier, is_lost
+from bucketline.store.change.copy_rows import LeftOut, RowCopier, tried
 from bucketline.store.format.columns import EntriesOf
 from bucketline.store.format.hashing import bytes_digest, caption_digest, file_digest
 from bucketline.store.format.layout import shard_paths
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest_entries import DroppedEntry, ShardEntry
     from bucketline.store.format.text_block import Entry, RaggedSpec
 
-T = TypeVar("T")
 MIN_SHARD_BYTES = 1 << 20
 
 
@@ -108,35 +107,22 @@ class DamagedStore(Store):
         if row != EMPTY_CAPTION_ROW or spec.of is EntriesOf.ROWS:
             return super().entry(spec, shard, row)
         for ordinal in (shard, *(n for n in range(len(self.shards)) if n != shard)):
-            found = if_readable(super().entry, spec, ordinal, row)
-            if found is not None and found.digest == caption_digest(""):
+            found = tried(super().entry, spec, ordinal, row)
+            if not isinstance(found, StoreError) and found.digest == caption_digest(""):
                 return found
         raise CorruptError(f"{self.path}: no shard has a readable empty caption")
 
     def readable_ids(self, ordinal: int) -> list[str]:
         """Return the ids of a shard's live samples whose records can be read."""
         shard, found = self.shards[ordinal], list[str]()
-        is_there = if_readable(shard.read, 0, 1) is not None
-        for group, num_live in shard.entry.live.items() if is_there else ():
-            positions = if_readable(live_positions, shard, group) if num_live else None
-            for entry in [] if positions is None else shard.index_entries(positions.astype(np.int64)):
-                if (record := if_readable(shard.record, entry)) is not None:
-                    found.append(record.id)
+        if isinstance(tried(shard.read, 0, 1), StoreError):
+            return found
+        for group in shard.entry.live:
+            positions = tried(live_positions, shard, group)
+            if not isinstance(positions, StoreError):
+                records = (tried(shard.record, entry) for entry in shard.index_entries(positions.astype(np.int64)))
+                found += [record.id for record in records if not isinstance(record, StoreError)]
         return found
-
-
-def if_readable(read: Callable[..., T], *args: object) -> T | None:
-    """Return the result of `read(*args)`, or None if the file or the medium has lost the bytes.
-
-    Raises:
-        StoreError: if reading failed for a reason unrelated to the bytes, such as missing permission.
-    """
-    try:
-        return read(*args)
-    except StoreError as error:
-        if not is_lost(error):
-            raise
-        return None
 
 
 def repair(
