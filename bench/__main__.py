@@ -31,7 +31,6 @@ MODULES = {  # of `bucketline.bench`
     "ragged_text": "loader.ragged_text",
     "quantised_text": "loader.quantised_text",
     "plan_cost": "loader.plan_cost",
-    "seen_cost": "loader.seen_cost",
     "mixing": "loader.mixing",
     "first_batch": "loader.first_batch",
     "first_pass": "loader.first_pass",
@@ -73,7 +72,6 @@ QUICK: dict[str, tuple[str, ...]] = {
     "ingest_import": ("--repeats", "3"),
     "listing_against_store": ("--samples", "100000", "200000", "--shards", "10", "40", "--repeats", "3"),
     "plan_cost": (),
-    "seen_cost": ("--rows", "1000", "1000000", "--repeats", "3"),
     "mixing": ("--repeats", "2"),
     "first_batch": ("--rows", "1000000"),
     "first_pass": ("--rows-per-shard", "256", "--repeats", "3"),
@@ -101,7 +99,6 @@ FULL: dict[str, tuple[str, ...]] = {
     "open_cost": (),
     "report_cost": ("--samples", "1000", "100000", "--repeats", "3"),
     "plan_cost": ("--repeats", "15"),
-    "seen_cost": (),
     "mixing": ("--repeats", "5"),
     "first_batch": ("--repeats", "15"),
     "first_pass": ("--repeats", "15"),
@@ -135,7 +132,7 @@ class All:
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
     its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
     report_cost, ingest_stages, ingest_on_ray, ingest_memory, ingest_again, ingest_import, listing_against_store,
-    plan_cost, seen_cost, mixing, first_batch, first_pass, delivery, delivery_columns, metrics_cost, network_delivery,
+    plan_cost, mixing, first_batch, first_pass, delivery, delivery_columns, metrics_cost, network_delivery,
     remote_delivery, remote_bytes, remote_peers, busy_trainer, rank_memory, batch_parts, training,
     checkpoint_pause, base_error, text_encoders.
 

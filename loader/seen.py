@@ -1,7 +1,7 @@
-"""The samples that a run has seen, at which steps and how: computed from a saved state by the inverted plan.
+"""The samples that a run has seen, at which steps and how: computed from a saved state, by planning its steps again.
 
-No log is kept. A state says by which plans its steps were made; for each, the generation's rows are found by id, and the plan
-tells at which steps and positions they came. Draws are keyed by step and position, so captions and flips follow.
+No log is kept. A state says by which plans its steps were made; for each, the generation's rows are found by id, and looked for
+in what the steps read. Draws are keyed by step and position, so captions and flips follow.
 
 Letters: V sightings, n rows of a bucket.
 """
@@ -20,7 +20,6 @@ from bucketline.loader.config import LoaderConfig
 from bucketline.loader.mixture import WeightedStore, join
 from bucketline.loader.plan.make_plan import make_plan
 from bucketline.loader.plan.rng import Purpose, keys_of_rows, uniform_on_host
-from bucketline.loader.plan.visits import visits
 from bucketline.loader.state import parse_state
 from bucketline.store import Store
 from bucketline.store.format.block import CAPTIONS, CROP, ORIGINAL_SIZE
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.history import PastSteps
     from bucketline.loader.mixture import StoreArgument
-    from bucketline.loader.plan.plan import Plan
+    from bucketline.loader.plan.plan import Plan, PlannedStep
     from bucketline.loader.state import LoaderState
     from bucketline.store import Bucket
     from bucketline.store.read.store import OpenShards
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT_STATE = "state.json"
 _CHECKPOINTS = "checkpoints/step-*[0-9]/digests.json"  # a checkpoint that is not complete has a suffix
-_CHUNK_ROWS = 1 << 20  # inverted at a time
+_CHUNK_STEPS, _CHUNK_ROWS = 4096, 1 << 22  # planned at a time, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,17 +146,38 @@ class RunPart:
     config: LoaderConfig
     plan: Plan
 
-    def sightings(self, bucket: int, rows: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], ...]]:
-        """Yield (index of the row, step, epoch, position, rank, micro step) of rows of a bucket of the plan, `[V]` each."""
+    def sightings(self, wanted: Mapping[str, NDArray[np.int64] | None]) -> Iterator[tuple[str, NDArray[np.int64]]]:
+        """Yield (bucket, (row, step, epoch, position, rank, micro step)), `[6, V]`, of some rows of buckets; None: of all.
+
+        Padding, with weight 0, is not counted.
+        """
         (begin, begin_micro), (end, end_micro) = self.past.begin, self.past.end
-        of_rank = self.plan.buckets[bucket].global_batch // self.past.world_size
-        of_micro = of_rank // self.past.accumulation
-        for found in visits(self.plan, bucket, rows, begin, end + (end_micro > 0)):
-            rank, within = np.divmod(found.position, of_rank)
-            micro = within // of_micro
-            inside = ((found.step > begin) | (micro >= begin_micro)) & ((found.step < end) | (micro < end_micro))
-            values = (found.index, found.step, found.epoch, found.position, rank, micro)
-            yield tuple(value[inside] for value in values)
+        last = end + (end_micro > 0)
+        chunk = max(1, min(_CHUNK_STEPS, _CHUNK_ROWS // max(bucket.global_batch for bucket in self.plan.buckets)))
+        for at in range(begin, last, chunk):
+            steps: dict[str, list[PlannedStep]] = {}
+            for one in self.plan.draw([(step, 0) for step in range(at, min(at + chunk, last))]):
+                if one.bucket in wanted:
+                    steps.setdefault(one.bucket, []).append(one)
+            for name, drawn in steps.items():
+                of_rank = len(drawn[0].rows) // self.past.world_size
+                rows, numbers = wanted[name], np.concatenate([one.rows for one in drawn])
+                found = np.concatenate([one.weight for one in drawn]) > 0
+                found &= np.isin(numbers, rows) if rows is not None else True
+                which, position = np.divmod(np.flatnonzero(found), len(drawn[0].rows))
+                step, epoch = np.array([(one.step, one.epoch) for one in drawn], dtype=np.int64).T[:, which]
+                rank, within = np.divmod(position, of_rank)
+                micro = within // (of_rank // self.past.accumulation)
+                inside = ((step > begin) | (micro >= begin_micro)) & ((step < end) | (micro < end_micro))
+                yield name, np.stack([numbers[found], step, epoch, position, rank, micro])[:, inside]
+
+    def all_sightings(self, wanted: Mapping[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
+        """Return all of `sightings` by bucket, `[6, V]` each, sorted by row; nothing of a bucket that has none."""
+        found: dict[str, list[NDArray[np.int64]]] = {}
+        for name, values in self.sightings(wanted) if wanted else ():
+            found.setdefault(name, []).append(values)
+        every = {name: np.concatenate(own, axis=1) for name, own in found.items()}
+        return {name: own[:, np.argsort(own[0], kind="stable")] for name, own in every.items()}
 
     def entries(self, digest: bytes) -> Iterator[tuple[WeightedStore, int, IndexEntry]]:
         """Yield (store, ordinal of the shard among all, index entry) of a sample, for each store that has it."""
@@ -168,10 +188,6 @@ class RunPart:
                 if (entry := self.rows.shards[ordinal].find(digest)) is not None:
                     yield share, ordinal, entry
                     break
-
-    def number_of(self, bucket: str) -> int | None:
-        """Return the index of a bucket of the plan; None if the run does not read it."""
-        return next((n for n, one in enumerate(self.plan.buckets) if one.name == bucket), None)
 
 
 class Seen:
@@ -254,18 +270,24 @@ class Seen:
             )
         return {"batch_size": total // past.accumulation // past.world_size}
 
-    def find(self, sample_id: str) -> tuple[list[Sighting], list[str]]:
-        """Return a sample's sightings by step, and the buckets that it is in, also of splits that the run does not read."""
-        digest = sample_digest(sample_id)
-        found: list[Sighting] = []
-        buckets: dict[str, None] = {}
+    def find(self, sample_ids: Sequence[str]) -> list[tuple[list[Sighting], list[str]]]:
+        """Return each sample's sightings by step, and the buckets that it is in, also of splits that the run does not read."""
+        found: list[list[Sighting]] = [[] for _ in sample_ids]
+        buckets: list[dict[str, None]] = [{} for _ in sample_ids]
         for part in self.parts:
-            for share, ordinal, entry in part.entries(digest):
-                buckets[entry.bucket] = None
-                if (number := part.number_of(entry.bucket)) is not None:
-                    found += _sightings_of(part, number, share, ordinal, entry)
-        found.sort(key=lambda one: (one.step, one.position))
-        return found, list(buckets)
+            entries = [(at, *one) for at, name in enumerate(sample_ids) for one in part.entries(sample_digest(name))]
+            rows: dict[str, list[int]] = {bucket.name: [] for bucket in part.plan.buckets}
+            for at, _, ordinal, entry in entries:
+                buckets[at][entry.bucket] = None
+                if entry.bucket in rows:
+                    rows[entry.bucket] += part.rows.bucket(entry.bucket).numbers_of(ordinal, entry.row)
+            seen = part.all_sightings({name: np.array(own, dtype=np.int64) for name, own in rows.items() if own})
+            for at, share, ordinal, entry in entries:
+                if (values := seen.get(entry.bucket)) is not None:
+                    found[at] += _sightings_of(part, share, ordinal, entry, values)
+        for one in found:
+            one.sort(key=lambda sighting: (sighting.step, sighting.position))
+        return list(zip(found, map(list, buckets), strict=True))
 
     def counts(self) -> Counts:
         """Count the sightings of all samples in the splits that the run read."""
@@ -293,12 +315,14 @@ class Seen:
         return [(store, split) for (_, _, split), store in sorted(found.items(), key=lambda one: -one[0][1])]
 
 
-def _sightings_of(part: RunPart, number: int, share: WeightedStore, ordinal: int, entry: IndexEntry) -> Iterator[Sighting]:
-    """Yield the sightings of a row of the plan's bucket with this number."""
+def _sightings_of(
+    part: RunPart, share: WeightedStore, ordinal: int, entry: IndexEntry, values: NDArray[np.int64]
+) -> Iterator[Sighting]:
+    """Yield the sightings of a sample, of all `values` of its bucket that `RunPart.all_sightings` found."""
     bucket = part.rows.bucket(entry.bucket)
     rows = np.array(bucket.numbers_of(ordinal, entry.row), dtype=np.int64)
-    every = [np.stack(values[1:]) for values in part.sightings(number, rows)]
-    step, epoch, position, rank, micro = np.concatenate(every, axis=1) if every else np.empty((5, 0), dtype=np.int64)
+    own = [np.arange(*np.searchsorted(values[0], [row, row + 1])) for row in rows.tolist()]
+    step, epoch, position, rank, micro = values[1:, np.concatenate(own)]
     if len(step) == 0:
         return
     keys = keys_of_rows(part.config.seed, step, position)
@@ -342,22 +366,20 @@ def _counts_of(part: RunPart) -> Iterator[tuple[NDArray[Any], ...]]:
     """Yield (digests, count, first step, last step) of the rows of each shard and bucket, `[rows]` each."""
     from bucketline.store.read.iter_samples import live_positions
 
-    for number, planned in enumerate(part.plan.buckets):
-        n = planned.num_rows
-        count, last = np.zeros(n, dtype=np.int64), np.full(n, -1)
-        first = np.full(n, np.iinfo(np.int64).max)
-        for begin in range(0, n, _CHUNK_ROWS):
-            rows = np.arange(begin, min(begin + _CHUNK_ROWS, n))
-            for index, step, *_ in part.sightings(number, rows):
-                count += np.bincount(index + begin, minlength=n) * part.past.times
-                np.minimum.at(first, index + begin, step)
-                np.maximum.at(last, index + begin, step)
-        bucket = part.rows.bucket(planned.name)
+    buckets = [part.rows.bucket(planned.name) for planned in part.plan.buckets]
+    counted = {one.name: np.zeros((3, one.num_rows), dtype=np.int64) for one in buckets}
+    for values in counted.values():
+        values[1:] = [[np.iinfo(np.int64).max], [-1]]
+    for name, (row, step, *_) in part.sightings(dict.fromkeys(counted)):
+        count, first, last = counted[name]
+        count += np.bincount(row, minlength=len(count)) * part.past.times
+        np.minimum.at(first, row, step)
+        np.maximum.at(last, row, step)
+    for bucket in buckets:
         for ordinal, shard in enumerate(part.rows.shards):
-            if planned.name not in shard.entry.groups:
+            if bucket.name not in shard.entry.groups:
                 continue
-            positions = live_positions(shard, planned.name).astype(np.int64)
+            positions = live_positions(shard, bucket.name).astype(np.int64)
             keys = np.ascontiguousarray(shard.index.take("digest", positions)).view("S16").reshape(-1)
             for at in bucket.first_rows(ordinal):
-                own = slice(at, at + len(keys))
-                yield keys, count[own], first[own], last[own]
+                yield keys, *counted[bucket.name][:, at : at + len(keys)]

@@ -82,7 +82,8 @@ class SeenCommand(RemoteArguments):
         return [*self.id, *filter(None, lines)]
 
     def _print_each(self, seen: Seen) -> None:
-        found = [(sample_id, *seen.find(sample_id)) for sample_id in self._ids()]
+        ids = self._ids()
+        found = [(sample_id, *one) for sample_id, one in zip(ids, seen.find(ids), strict=True)]
         if self.json:
             document = {
                 "steps": seen.run.state.step,

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.loader.config import SHARDS_AT_ONCE
-from bucketline.loader.plan.permutation import extend_key, key_of, mix, permute_all, unpermute
+from bucketline.loader.plan.permutation import extend_key, key_of, mix, permute_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -131,12 +131,6 @@ class Lanes:
         inner = np.maximum(starts, low)
         return dealt.unit[begin:end], dealt.first_row[begin:end] + inner - starts, np.minimum(ends, high) - inner
 
-    def batch_of(self, bucket: int, number: int, lane: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the global batch of indices of a lane's part of a pass, counted from the one in which the pass begins."""
-        share = self._sizes[bucket][1] // self._lanes
-        skipped = min(max(self.offset(bucket, number) - lane * share, 0), share)
-        return (index + skipped) // share
-
     def rows_of(self, spans: Sequence[Span]) -> NDArray[np.int64]:
         """Return the rows at the spans' positions, one span after the other."""
         parts, windows, base, bases = [], [], 0, []  # by window that a span touches
@@ -170,35 +164,6 @@ class Lanes:
             yield lane, of_batch * share + in_lane - min(max(begin - lane * share, 0), share), count
             at += count
 
-    def positions_of(self, span: Span, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the position of each row in the span's pass, `[R]`: the inverse of `rows_of`.
-
-        Only the span's bucket, pass and key are used.
-        """
-        dealt, size, begin = self._buckets[span.bucket], self._sizes[span.bucket][1], self.offset(span.bucket, span.number)
-        by_row = np.argsort(dealt.first_row)
-        run = by_row[np.searchsorted(dealt.first_row[by_row], rows, side="right") - 1]
-        place = dealt.starts[run] + rows - dealt.first_row[run]
-        edges = np.array([self.cut(span.bucket, span.number, lane) for lane in range(self._lanes + 1)])
-        lane_of, index = np.searchsorted(edges, place, side="right") - 1, np.empty_like(rows)
-        for lane in np.unique(lane_of).tolist():
-            own = lane_of == lane
-            index[own] = self._indices(span, lane, rows[own])
-        share = size // self._lanes
-        of_batch, in_lane = np.divmod(index + np.clip(begin - lane_of * share, 0, share), share)
-        positions: NDArray[np.int64] = of_batch * size + lane_of * share + in_lane - begin
-        return positions
-
-    def _indices(self, span: Span, lane: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index of each row in the lane's part of the span's pass, `[R]`."""
-        if not self.is_small[span.bucket]:
-            return self.lane_pass(span.number, lane).indices(span.bucket, rows, span.key)
-        window = self._whole(span, lane)
-        _, first_row, _ = self.owned(span.bucket, span.number, lane)
-        by_row = np.argsort(first_row)
-        run = by_row[np.searchsorted(first_row[by_row], rows, side="right") - 1]
-        return unpermute(rows - window.shift[run], window.end, window.key)
-
     def _window(self, span: Span, lane: int, index: int) -> _LaneWindow:
         """Return the window that holds an index of the lane's part of the pass."""
         at = (span.bucket, lane)
@@ -218,14 +183,6 @@ class Lanes:
         starts = np.cumsum(count) - count
         key = extend_key(extend_key(span.key, _MIX), lane)
         return _LaneWindow(begin=0, end=int(count.sum()), starts=starts, shift=first_row - starts, key=key)
-
-    def reads(self, bucket: int, number: int, lane: int) -> Reads:
-        """Return all windows of a bucket in a lane's part of a pass, each by its shards."""
-        if not self.is_small[bucket]:
-            return self.lane_pass(number, lane).reads(bucket)
-        _, first_row, count = self.owned(bucket, number, lane)
-        end = np.full(len(count), count.sum())
-        return Reads(first_row=first_row, num_rows=count, begin=np.zeros_like(end), end=end)
 
 
 class LanePass:
@@ -268,21 +225,6 @@ class LanePass:
             )
         return found
 
-    def reads(self, bucket: int) -> Reads:
-        """Return all windows of a bucket, each by its shards."""
-        runs, parts = self.runs(bucket), []
-        for number in range(self.num_groups):
-            group = self._group(runs, number)
-            if len(group.num_rows):
-                edges = group.edges(np.arange(group.num_windows + 1)[:, None])
-                ends = group.before + (edges - edges[0]).sum(axis=1)
-                first_row, count = group.stretches(edges[:-1], edges[1:])
-                window, run = np.nonzero(count)
-                parts.append((first_row[window, run], count[window, run], ends[window], ends[window + 1]))
-        empty = np.empty(0, dtype=np.int64)
-        first_row, num_rows, begin, end = map(np.concatenate, zip(*parts, strict=True)) if parts else (empty,) * 4
-        return Reads(first_row=first_row, num_rows=num_rows, begin=begin, end=end)
-
     def window(self, bucket: int, index: int, pass_key: int) -> _LaneWindow:
         """Return the window that holds an index of the lane's part of the pass."""
         runs = self.runs(bucket)
@@ -294,22 +236,7 @@ class LanePass:
                 first = middle
             else:
                 past = middle
-        return self._window_of(group, first, pass_key)
-
-    def _group(self, runs: _Runs, number: int) -> _LaneBucket:
-        low, high = (int(runs.group_ends[number - 1]) if number else 0), int(runs.group_ends[number])
-        return _LaneBucket(
-            number=number,
-            num_windows=int(self.num_windows[number]),
-            before=int(runs.row_ends[number - 1]) if number else 0,
-            first_run=low,
-            first_row=runs.first_row[low:high],
-            num_rows=runs.num_rows[low:high],
-            turn=runs.turn[low:high],
-        )
-
-    def _window_of(self, group: _LaneBucket, number: int, pass_key: int) -> _LaneWindow:
-        begins, ends = group.edges(number), group.edges(number + 1)
+        begins, ends = group.edges(first), group.edges(first + 1)
         begin = group.before + int((begins - group.edges(0)).sum())
         first_row, count = group.stretches(begins, ends)
         starts = np.cumsum(count) - count
@@ -318,56 +245,18 @@ class LanePass:
             end=begin + int(count.sum()),
             starts=starts,
             shift=first_row - starts,
-            key=extend_key(extend_key(extend_key(extend_key(pass_key, _MIX), self._lane), group.number), number),
+            key=extend_key(extend_key(extend_key(extend_key(pass_key, _MIX), self._lane), group.number), first),
         )
 
-    def indices(self, bucket: int, rows: NDArray[np.int64], pass_key: int) -> NDArray[np.int64]:
-        """Return the index of each row in the lane's part of the pass, `[N]`: the inverse of what windows hold."""
-        runs = self.runs(bucket)
-        by_row = np.argsort(runs.first_row)
-        run = by_row[np.searchsorted(runs.first_row[by_row], rows, side="right") - 1]
-        of_group, index = np.searchsorted(runs.group_ends, run, side="right"), np.empty_like(rows)
-        for number in np.unique(of_group).tolist():
-            own, group = of_group == number, self._group(runs, number)
-            index[own] = self._indices_in(group, run[own] - group.first_run, rows[own], pass_key)
-        return index
-
-    def _indices_in(
-        self, group: _LaneBucket, run: NDArray[np.int64], rows: NDArray[np.int64], pass_key: int
-    ) -> NDArray[np.int64]:
-        """Return the index of each row of a group, `[N]`; `run`: its shard's number in the group."""
-        num_rows, turn = group.num_rows[run], group.turn[run]
-        begins, within = cuts(num_rows, turn, group.num_windows * TURNS), rows - group.first_row[run]
-        edge = within + np.where(within < begins, num_rows, 0)  # as `_Group.edges` count
-        first, past = np.zeros_like(rows), np.full_like(rows, group.num_windows)
-        while (open_ := past - first > 1).any():  # by bisection, the last window that begins at or before the row
-            middle = np.where(open_, (first + past) // 2, first)
-            is_after = cuts(num_rows, turn + middle * TURNS, group.num_windows * TURNS) <= edge
-            first, past = np.where(is_after, middle, first), np.where(is_after, past, middle)
-        index = np.empty_like(rows)
-        for number in np.unique(first).tolist():
-            own = first == number
-            window = self._window_of(group, number, pass_key)
-            has_gone_around = edge[own] >= num_rows[own]
-            stretch = run[own] + np.where(has_gone_around, len(group.num_rows), 0)
-            values = rows[own] - window.shift[stretch]
-            index[own] = window.begin + unpermute(values, window.end - window.begin, window.key)
-        return index
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reads:
-    """Consecutive rows of one shard that a window mixes, of all windows of a bucket in one lane and pass. `[N]` each."""
-
-    first_row: NDArray[np.int64]
-    num_rows: NDArray[np.int64]
-    begin: NDArray[np.int64]  # of the window: index of its first position in the lane's part of the pass
-    end: NDArray[np.int64]
-
-    def at(self, which: NDArray[np.bool_]) -> Reads:
-        """Return some of them."""
-        return Reads(
-            first_row=self.first_row[which], num_rows=self.num_rows[which], begin=self.begin[which], end=self.end[which]
+    def _group(self, runs: _Runs, number: int) -> _LaneBucket:
+        low, high = (int(runs.group_ends[number - 1]) if number else 0), int(runs.group_ends[number])
+        return _LaneBucket(
+            number=number,
+            num_windows=int(self.num_windows[number]),
+            before=int(runs.row_ends[number - 1]) if number else 0,
+            first_row=runs.first_row[low:high],
+            num_rows=runs.num_rows[low:high],
+            turn=runs.turn[low:high],
         )
 
 
@@ -389,20 +278,19 @@ class _LaneBucket:
     number: int
     num_windows: int
     before: int  # index of its first position in the lane
-    first_run: int
     first_row: NDArray[np.int64]  # [K]
     num_rows: NDArray[np.int64]  # [K]
     turn: NDArray[np.int64]  # [K]
 
-    def edges(self, window: int | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of each shard at which a window begins, `[…, K]`; from `num_rows` on, it has gone around."""
+    def edges(self, window: int) -> NDArray[np.int64]:
+        """Return the row of each shard at which a window begins, `[K]`; from `num_rows` on, it has gone around."""
         return cuts(self.num_rows, self.turn + window * TURNS, self.num_windows * TURNS)
 
     def stretches(self, begin: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (first row, number of rows) of the shards' rows between two edges, `[…, 2 K]`: to their ends, then around."""
+        """Return (first row, number of rows) of the shards' rows between two edges, `[2 K]`: to their ends, then around."""
         here, there = np.minimum(begin, self.num_rows), np.maximum(begin, self.num_rows)
-        first_row = np.concatenate([self.first_row + here, self.first_row + there - self.num_rows], axis=-1)
-        count = np.concatenate([np.minimum(end, self.num_rows) - here, np.maximum(end, self.num_rows) - there], axis=-1)
+        first_row = np.concatenate([self.first_row + here, self.first_row + there - self.num_rows])
+        count = np.concatenate([np.minimum(end, self.num_rows) - here, np.maximum(end, self.num_rows) - there])
         return first_row, count
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.loader.config import WINDOW_BLOCKS, Shuffle
-from bucketline.loader.plan.permutation import extend_key, mix_word, permute, permute_all, unpermute
+from bucketline.loader.plan.permutation import extend_key, mix_word, permute, permute_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,29 +50,6 @@ def rows_of(spans: Sequence[Span], shuffle: Shuffle, window_rows: int) -> NDArra
     if shuffle is Shuffle.NONE:
         return np.concatenate([_positions(span.first, span.count) for span in spans])
     return _by_blocks(spans, max(1, window_rows // WINDOW_BLOCKS))
-
-
-def positions_of(span: Span, rows: NDArray[np.int64], shuffle: Shuffle, window_rows: int) -> NDArray[np.int64]:
-    """Return the position of each row in the span's pass, `[R]`: the inverse of `rows_of`. Only `n` and `key` are used."""
-    if shuffle is Shuffle.FULL:
-        return unpermute(rows, span.n, span.key)
-    if shuffle is Shuffle.NONE:
-        return rows
-    block = max(1, window_rows // WINDOW_BLOCKS)
-    num_blocks, rest = divmod(span.n, block)
-    key = extend_key(span.key, _BLOCKS)
-    short_at = mix_word(key) % (num_blocks + 1) * block
-    number, offset = np.divmod(rows, block)
-    is_short = number >= num_blocks
-    places = unpermute(np.where(is_short, 0, number), max(1, num_blocks), key) * block + offset
-    places = np.where(is_short, short_at + offset, places + rest * (places >= short_at))
-    window, keys = block * WINDOW_BLOCKS, extend_key(span.key, _WINDOW)
-    of_window, positions = places // window, np.empty_like(places)
-    for found in np.unique(of_window).tolist():
-        own, begin = of_window == found, found * window
-        size = min(window, span.n - begin)
-        positions[own] = begin + unpermute(places[own] - begin, size, extend_key(keys, found))
-    return positions
 
 
 def _positions(first: int, count: int) -> NDArray[np.int64]:
@@ -153,20 +130,6 @@ class Epoch:
             places = permute(np.array(places, dtype=np.int64), self.ends[-1], self.key).tolist()
         return [self._batch(place) for place in places]
 
-    def steps_of(self, bucket: int, batches: Sequence[int], shuffle: Shuffle) -> list[int]:
-        """Return the step of each of a bucket's batches in this epoch, by ascending number: the inverse of `batches_at`."""
-        before = self.before[bucket]
-        if bucket in self.padded and (padded := self._padded_batch(bucket)[1]) in batches:
-            step = self.first + self.ends[-1] + self.padded.index(bucket)
-            return [*self.steps_of(bucket, [number for number in batches if number != padded], shuffle), step]
-        if shuffle in (Shuffle.BLOCKS, Shuffle.LINES):
-            return [self.first + self._turn_of(bucket, number - before) for number in batches]
-        begin = self.ends[bucket - 1] if bucket else 0
-        places = [begin + number - before for number in batches]
-        if shuffle is Shuffle.FULL and places:
-            places = unpermute(np.array(places, dtype=np.int64), self.ends[-1], self.key).tolist()
-        return [self.first + place for place in places]
-
     def _batch(self, place: int) -> tuple[int, int]:
         bucket = bisect_right(self.ends, place)
         return bucket, self.before[bucket] + place - (self.ends[bucket - 1] if bucket else 0)
@@ -189,24 +152,3 @@ class Epoch:
             else:
                 low, begin, number = middle, split, number - of_left
         return low, self.before[low] + number
-
-    def _turn_of(self, bucket: int, number: int) -> int:
-        """Return the place in the epoch of a bucket's batch: walk the tree of `_in_turn` from the leaf to the root.
-
-        With R batches in the right half, ceil((k x R - s) / total) of the first k belong to it.
-        """
-        nodes = []  # from the root: (whether the bucket is in the left half, batches of that half, of the node, shift)
-        low, high, begin, end = 0, len(self.ends), 0, self.ends[-1]
-        while high - low > 1:
-            middle = (low + high) // 2
-            split, total = self.ends[middle - 1], end - begin
-            shift = mix_word(self.key ^ mix_word(low << 32 | high)) % max(1, total)
-            if bucket < middle:
-                nodes.append((True, split - begin, total, shift))
-                high, end = middle, split
-            else:
-                nodes.append((False, end - split, total, shift))
-                low, begin = middle, split
-        for is_left, half, total, shift in reversed(nodes):
-            number = -((shift - (number + 1) * total) // half) - 1 if is_left else (number * total + shift) // half
-        return number

@@ -107,22 +107,6 @@ def permute_all(parts: Sequence[tuple[NDArray[np.int64], int, int]]) -> NDArray[
     return values
 
 
-def unpermute(values: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    """Return the index whose image under the bijection `key` on [0, n) is each value: the inverse of `permute`.
-
-    >>> unpermute(permute(np.arange(5), 5, key=7), 5, key=7).tolist()
-    [0, 1, 2, 3, 4]
-    """
-    if n > SORTED_BELOW:
-        return _feistel_unwalk(values, n, key)
-    order = _ORDERS.order(n, key)
-    if len(values) <= FEW:
-        return np.array([int(np.flatnonzero(order == value)[0]) for value in values.tolist()], dtype=np.int64)
-    inverse = np.empty(n, dtype=np.int64)
-    inverse[order] = np.arange(n)
-    return inverse[values]
-
-
 class _SortedOrders:
     """An LRU cache of sorted permutations, limited in bytes."""
 
@@ -190,30 +174,6 @@ def _feistel_walk_of_word(value: int, n: int, key: int) -> int:
             return value
 
 
-def _feistel_unwalk(values: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    if len(values) <= FEW:
-        return np.array([_feistel_unwalk_of_word(value, n, key) for value in values.tolist()], dtype=np.int64)
-    high, low = map(np.uint64, _halves(n))
-    keys = mix(np.uint64(key) ^ np.arange(ROUNDS, dtype=np.uint64))
-    index = _unfeistel(values.astype(np.uint64), high, low, keys)
-    while (outside := index >= np.uint64(n)).any():
-        index[outside] = _unfeistel(index[outside], high, low, keys)
-    return index.view(np.int64)
-
-
-def _feistel_unwalk_of_word(value: int, n: int, key: int) -> int:
-    num_high, num_low = _halves(n)
-    keys = [mix_word(key ^ number) for number in range(ROUNDS)]
-    while True:
-        high, low = divmod(value, num_low)
-        for number in range(ROUNDS - 2, -2, -2):
-            low = (low - _hash_word(high, keys[number + 1])) % num_low
-            high = (high - _hash_word(low, keys[number])) % num_high
-        value = high * num_low + low
-        if value < n:
-            return value
-
-
 def _feistel_walks(
     index: NDArray[np.int64], lengths: Sequence[int], sizes: Sequence[int], keys: Sequence[int]
 ) -> NDArray[np.int64]:
@@ -248,18 +208,6 @@ def _feistel(
     for number in range(0, ROUNDS, 2):
         high = (high + _hash(low, keys[number])) % num_high
         low = (low + _hash(high, keys[number + 1])) % num_low
-    return high * num_low + low
-
-
-def _unfeistel(
-    values: NDArray[np.uint64], num_high: np.uint64, num_low: np.uint64, keys: NDArray[np.uint64]
-) -> NDArray[np.uint64]:
-    """Undo `_feistel`: subtract in reverse order what it added. `keys`: `[R]`."""
-    high = values // num_low
-    low = values - high * num_low
-    for number in range(ROUNDS - 2, -2, -2):
-        low = (low + num_low - _hash(high, keys[number + 1]) % num_low) % num_low
-        high = (high + num_high - _hash(low, keys[number]) % num_high) % num_high
     return high * num_low + low
 
 

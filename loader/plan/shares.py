@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.loader.config import Shuffle
-from bucketline.loader.plan.permutation import extend_key, permute, unpermute
+from bucketline.loader.plan.permutation import extend_key, permute
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,25 +58,8 @@ class PassRows:
             rows[own] = part.first + places
         return rows
 
-    def numbers(self, rows: NDArray[np.int64], pass_number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (index, number) of every coming of the rows in a pass, `[V]` each: the inverse of `rows`."""
-        found_index, found_numbers = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-        for at, part in enumerate(self._parts):
-            index = np.flatnonzero((rows >= part.first) & (rows < part.first + part.num_rows))
-            before, begin = divmod(pass_number * part.per_pass, part.num_rows)
-            for number in range(-(-(begin + part.per_pass) // part.num_rows) if len(index) else 0):
-                places = self._unmixed(rows[index] - part.first, part, at, before + number)
-                within = places + number * part.num_rows - begin
-                inside = (within >= 0) & (within < part.per_pass)
-                found_index.append(index[inside])
-                found_numbers.append(within[inside] + int(self._ends[at]) - part.per_pass)
-        return np.concatenate(found_index), np.concatenate(found_numbers)
-
     def _mixed(self, places: NDArray[np.int64], part: StoreRows, at: int, number: int) -> NDArray[np.int64]:
         return permute(places, part.num_rows, self._key_of(at, number)) if self._shuffle is Shuffle.FULL else places
-
-    def _unmixed(self, places: NDArray[np.int64], part: StoreRows, at: int, number: int) -> NDArray[np.int64]:
-        return unpermute(places, part.num_rows, self._key_of(at, number)) if self._shuffle is Shuffle.FULL else places
 
     def _key_of(self, at: int, number: int) -> int:
         return extend_key(extend_key(extend_key(self._key, _ROUND), at), number)

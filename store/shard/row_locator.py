@@ -179,8 +179,8 @@ class BlockTable:
         rows[with_dropped] += j
         return rows
 
-    def every_block(self, group: str, shards: NDArray[np.int64] | None = None) -> Blocks:
-        """Return all blocks of a group (a bucket, or `text`) by shard, from all shards' extents or only those of `shards`.
+    def every_block(self, group: str) -> Blocks:
+        """Return all blocks of a group (a bucket, or `text`) by shard, from all shards' extents.
 
         Those of added columns are not among them.
 
@@ -189,8 +189,7 @@ class BlockTable:
             CorruptError: if they are damaged.
         """
         entry = self._group(group)
-        own = [ordinal for ordinal, entry in enumerate(self._entries) if not entry.is_of_column] if shards is None else shards
-        of_shard = np.unique(np.asarray(own, dtype=np.int64))
+        of_shard = np.array([at for at, one in enumerate(self._entries) if not one.is_of_column], dtype=np.int64)
         blocks = entry.blocks[of_shard]
         shard = np.repeat(of_shard, blocks)
         self.extents.open(shard)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 from bucketline.errors import PlanError
 from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore
 from bucketline.loader.plan.epoch_steps import EpochSteps
-from bucketline.loader.plan.make_plan import make_plan
-from bucketline.loader.plan.visits import visits
 from tests.building import make_store, samples_of
 from tests.epoch_oracle import Micro, Oracle, epochs_of, rows_of
 
@@ -104,22 +101,3 @@ def test_the_steps_of_the_epochs_follow_one_another_without_gaps(
         assert spans[-1].end == steps.num_steps
         with pytest.raises(PlanError, match=f"there is no step {steps.num_steps}"):
             steps.number_at(steps.num_steps or 0)
-
-
-@pytest.mark.parametrize("shuffle", Shuffle)
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_the_steps_of_a_row_are_found_up_to_the_last_padded_batch(stores: list[Store], shuffle: Shuffle, epochs: int) -> None:
-    plan = make_plan(stores[0], LoaderConfig(batch_size=4, epochs=epochs, shuffle=shuffle))
-    steps = [plan.at(step) for step in range(plan.num_steps or 0)]
-    assert any((step.weight == 0).any() for step in steps)
-    for number, bucket in enumerate(plan.buckets):
-        read = sorted(
-            (int(row), step.step, position)
-            for step in steps
-            if step.bucket == bucket.name
-            for position, (row, weight) in enumerate(zip(step.rows, step.weight, strict=True))
-            if weight > 0
-        )
-        rows = np.arange(bucket.num_rows)
-        found = [np.stack([one.index, one.step, one.position]) for one in visits(plan, number, rows, 0, len(steps))]
-        assert sorted(map(tuple, np.concatenate(found, axis=1).T.tolist())) == read

@@ -19,7 +19,6 @@ from bucketline.loader.plan import order
 from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.permutation import permute_all
 from bucketline.loader.plan.plan import Plan, PlanBucket
-from bucketline.loader.plan.visits import visits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -369,41 +368,3 @@ GOLDEN = [
     (2, "train/64x64", [0, 4, 6, 3]),
 ]
 GOLDEN_DIGEST = "7c1258f771a2acb63b87bcf60e177ce6"
-
-
-@given(drawn=plans(), data=st.data())
-@settings(max_examples=150)
-def test_the_plan_inverted_gives_each_rows_steps_and_positions(drawn: Drawn, data: st.DataObject) -> None:
-    plan = drawn.plan
-    assume(plan.has_steps)
-    total = plan.steps_before(drawn.epochs)
-    first = data.draw(st.integers(0, total))
-    end = data.draw(st.integers(first, min(total, first + 200) + 3))
-    expected = [
-        (whole.bucket, row, step, whole.epoch, position)
-        for step in range(first, end)
-        for whole in [plan.at(step)]
-        for position, row in enumerate(whole.rows.tolist())
-        if whole.weight[position] > 0
-    ]
-    found = []
-    for number, bucket in enumerate(plan.buckets):
-        for part in visits(plan, number, np.arange(bucket.num_rows), first, end):
-            every = (part.index.tolist(), part.step.tolist(), part.epoch.tolist(), part.position.tolist())
-            found += [(bucket.name, *one) for one in zip(*every, strict=True)]
-    assert sorted(found) == sorted(expected)
-    number = data.draw(st.integers(0, len(plan.buckets) - 1))
-    row = data.draw(st.integers(0, plan.buckets[number].num_rows - 1))
-    alone = [step for part in visits(plan, number, np.array([row]), first, end) for step in part.step.tolist()]
-    assert sorted(alone) == sorted(step for name, own, step, *_ in expected if (name, own) == (plan.buckets[number].name, row))
-
-
-@pytest.mark.parametrize("shuffle", [Shuffle.FULL, Shuffle.BLOCKS, Shuffle.NONE])
-def test_a_row_of_a_million_million_is_found_at_the_step_that_reads_it(shuffle: Shuffle) -> None:
-    plan = make([10**12, 10**11 + 7], 64, 3, Remainder.CARRY, shuffle=shuffle)
-    step = plan.steps_before(1) + 12_345
-    whole = plan.at(step)
-    number = [bucket.name for bucket in plan.buckets].index(whole.bucket)
-    for position in (0, 17, 63):
-        found = list(visits(plan, number, whole.rows[position : position + 1], step - 10**9, step + 10**9))
-        assert (step, position) in [(int(part.step[n]), int(part.position[n])) for part in found for n in range(len(part.step))]

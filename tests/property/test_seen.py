@@ -157,8 +157,8 @@ def check(seed: int, stores: Stores, folder: Path) -> int:
             steps = [one[0] for one in recorded]
             assert counts.of(digest) == (len(recorded), min(steps), max(steps)), (seed, name)
     assert int(counts.count.sum()) == sum(map(len, recording.seen.values())), seed
-    for name in draw.sample(sorted(known), 6):
-        sightings, _ = seen.find(name)
+    names = draw.sample(sorted(known), 6)
+    for name, (sightings, _) in zip(names, seen.find(names), strict=True):
         found = [
             (
                 *(one.step, one.epoch, one.rank, one.micro_step, one.position, one.bucket),

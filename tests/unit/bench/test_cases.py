@@ -27,7 +27,6 @@ from bucketline.bench.loader.ragged_text import RaggedText
 from bucketline.bench.loader.rank_memory import RankMemory
 from bucketline.bench.loader.remote_bytes import RemoteBytes
 from bucketline.bench.loader.remote_delivery import RemoteDelivery
-from bucketline.bench.loader.seen_cost import SeenCost
 from bucketline.bench.store.cold_gather import ColdGather
 from bucketline.bench.store.disk_bytes import FORMS, DiskBytes
 from bucketline.bench.store.hot_gather import HotGather
@@ -201,13 +200,6 @@ def test_first_batch_compares_a_resume_with_a_run_begun_anew(capsys: pytest.Capt
         resumed = results[f"{part}: resumed at 90% of an epoch"]
         assert (resumed["mark"], resumed["unit"]) == ("at most 1.1", "ms")
     assert results["process: fresh start"]["median"] > results["loader: fresh start"]["median"]
-
-
-def test_seen_cost_compares_a_large_store_with_a_small_one(capsys: pytest.CaptureFixture[str]) -> None:
-    results = measured(SeenCost, capsys, "--rows", 64, 3000, "--num-shards", 2, "--batch-size", 16, "--repeats", 1)
-    for how in ("full, 1 epoch", "blocks, 100 epochs", "lines, 1 epoch", "first"):
-        assert results[f"{how}: 3,000 rows"]["mark"] == "at most 20"
-    assert results["full, 1 epoch: 64 rows"]["unit"] == "ms"
 
 
 def test_first_pass_compares_the_first_512_mb_with_as_much_later_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push import push
 from tests.building import make_store, samples_of
@@ -86,6 +86,28 @@ def test_all_and_never_list_every_sample_of_the_split_once(store: Store, tmp_pat
     assert len(never) == every - len(steps) > 0
     (tmp_path / "ids.txt").write_text("\n".join(never[:3]) + "\n")
     assert seen(state, store.path, "--ids", tmp_path / "ids.txt").out.count(": seen never") == 3
+
+
+@pytest.mark.parametrize("shuffle", Shuffle)
+def test_the_padding_of_the_last_epoch_is_not_counted(store: Store, tmp_path: Path, shuffle: Shuffle) -> None:
+    steps: dict[str, list[int]] = {}
+    num_padded = 0
+    with Loader(store, LoaderConfig(batch_size=4, epochs=2, shuffle=shuffle)) as loader:
+        for _ in range(2):
+            for batch in loader:
+                real = (batch.weight > 0).tolist()
+                num_padded += real.count(False)
+                for name in (one for one, is_real in zip(loader.names(batch), real, strict=True) if is_real):
+                    steps.setdefault(name, []).append(batch.step)
+        state = saved(tmp_path / "s.json", loader.state_dict())
+    assert num_padded > 0
+    listed = [json.loads(line) for line in seen(state, store.path, "--all", "--json").out.splitlines()]
+    assert {one["id"]: (one["count"], one["first"], one["last"]) for one in listed} == {
+        name: (len(own), min(own), max(own)) for name, own in steps.items()
+    }
+    several = [option for name in sorted(steps)[:3] for option in ("--id", name)]
+    samples = seen(state, store.path, *several, "--json").json["samples"]
+    assert [[one["step"] for one in sample["seen"]] for sample in samples] == [steps[name] for name in sorted(steps)[:3]]
 
 
 def test_a_loader_that_rewinds_has_seen_all_again(store: Store, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketline.errors import PlanError, UsageError
-from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore, make_plan
-from bucketline.loader.mixture import join, open_shares, parse_store
+from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore
+from bucketline.loader.mixture import parse_store
 from bucketline.loader.plan.shares import PassRows, rows_per_pass
-from bucketline.loader.plan.visits import visits
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.store import StoreRows
 from tests.building import make_store, samples_of
@@ -52,31 +50,6 @@ def test_every_row_comes_once_before_any_comes_twice(sizes: list[tuple[int, floa
         assert len(own) == 8 * part.per_pass
         for begin in range(0, len(own) - part.num_rows + 1, part.num_rows):
             assert sorted(own[begin : begin + part.num_rows] - part.first) == list(range(part.num_rows))
-    wanted = np.arange(0, starts[-1], 2)
-    for number, rows in enumerate(passes):
-        index, numbers = shares.numbers(wanted, number)
-        found = sorted(zip(wanted[index].tolist(), numbers.tolist(), strict=True))
-        assert found == sorted((row, at) for at, row in enumerate(rows.tolist()) if row % 2 == 0)
-
-
-@pytest.mark.parametrize("shuffle", ORDERS)
-@pytest.mark.parametrize("remainder", Remainder)
-def test_the_plan_is_invertible(paths: tuple[Path, Path], shuffle: Shuffle, remainder: Remainder) -> None:
-    rows = join(open_shares([WeightedStore(paths[0], 0.4), WeightedStore(str(paths[1]), 1.5)]))
-    plan = make_plan(rows, LoaderConfig(batch_size=3, seed=5, shuffle=shuffle, shuffle_window=16, remainder=remainder))
-    assert [bucket.num_rows for bucket in plan.buckets] == [4 + 9, 2]
-    for at, bucket in enumerate(plan.buckets):
-        num_rows = rows.bucket(bucket.name).num_rows
-        expected = Counter[tuple[int, int, int]]()
-        for step in range(2, 30):
-            planned = plan.at(step)
-            if planned.bucket == bucket.name:
-                real = np.flatnonzero(planned.weight)
-                expected.update((int(planned.rows[n]), step, int(n)) for n in real)
-        found = Counter[tuple[int, int, int]]()
-        for one in visits(plan, at, np.arange(num_rows), 2, 30):
-            found.update(zip(one.index.tolist(), one.step.tolist(), one.position.tolist(), strict=True))
-        assert found == expected
 
 
 def ids_by_epoch(loader: Loader, num_batches: int) -> list[tuple[int, bytes]]:
