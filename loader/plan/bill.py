@@ -86,12 +86,12 @@ def store_lines(
     rows, shards = sum(bucket.num_rows for bucket in plan.buckets), int(times[: len(store.shards)].sum())
     groups = max(1, min(shards // plan.lanes // SHARDS_AT_ONCE, rows // plan.lanes // plan.shuffle_window))
     goes_around = rows // plan.lanes > 2 * groups * plan.shuffle_window  # else its ends are in neighbouring windows
-    around = np.minimum(regions * LINE_BYTES, per_file) if goes_around else np.zeros_like(per_file)
+    ends = np.minimum(regions * LINE_BYTES, per_file)  # a line of each region
     return StoreLines(
         num_lines=int(is_read.sum()),
         num_bytes=int(per_file.sum()),
-        bytes_again=int((around * times + per_file * (times - 1)).sum()),
-        bytes_at_cut=int(regions.sum() * LINE_BYTES // len(store.shards)),
+        bytes_again=int((ends * times * goes_around + per_file * (times - 1)).sum()),
+        bytes_at_cut=int(ends.sum() // len(store.shards)),
     )
 
 
@@ -197,7 +197,7 @@ def make_bill(
     """
     if plan.lanes % machines:
         raise PlanError(f"{machines} machines do not divide {plan.lanes} lanes; expected a divisor, or as many lanes")
-    share = (lines.num_bytes + (machines - 1) * lines.bytes_at_cut) / machines
+    share = min(lines.num_bytes, (lines.num_bytes + (machines - 1) * lines.bytes_at_cut) / machines)
     again, room = lines.bytes_again / machines, cache_bytes - kept_bytes
     passing = 0.0 if room >= share else min(share, share + ring_bytes - room)  # bytes that are not kept
     steps, found = plan.steps_before(1), []

@@ -120,6 +120,15 @@ def test_a_part_of_the_lines_is_fetched_again_by_what_the_cache_keeps(store: Sto
     assert bill_of(store, plan_of(store, 1), 0.05).epochs[1].cache_bytes == 0  # less than its ring
 
 
+def test_machines_do_not_read_more_than_all_lines_of_a_store_of_a_few(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bill_module, "LINE_BYTES", 1 << 23)  # a line of each shard
+    plan = plan_of(store, 4)
+    lines = store_lines(store, plan, "train")
+    assert lines.num_lines == len(store.shards)
+    assert lines.bytes_at_cut == lines.num_bytes // len(store.shards)
+    assert 1.0 < bill_of(store, plan, 2.0).epochs[0].times_store < 2.0  # a shard at each of three cuts is fetched twice
+
+
 def test_costs_are_those_of_the_prices(store: Store) -> None:
     first = bill_of(store, plan_of(store, 2), 0.5, prices=Prices(per_1000_gets=0.4, per_gb_out=90.0)).epochs[0]
     assert first.cost == pytest.approx(first.gets * 0.0004 + first.store_bytes * 90e-9)
