@@ -391,8 +391,13 @@ class ObjectFolder:
                 why = f"there is no bucket {self._address.host}; create it, or correct the URL"
                 raise MissingObjectError(f"cannot {verb} {self.place(name)}: {why}") from None
             raise MissingObjectError(f"{self.place(name)} is missing; check the URL") from None
-        except Exception as error:
+        except BaseException as error:
             kind = type(error)
+            if kind.__name__ == "PanicException":  # of the client's own code, and no Exception: a key with a line break
+                raise StoreError(
+                    f"cannot {verb} {self.place(name)}: the client cannot make the request ({self._brief(error)}); check that "
+                    f"keys, tokens and token files are one line ({_CREDENTIALS[self.kind]})"
+                ) from None
             if isinstance(error, WebError):
                 pass
             elif not kind.__module__.startswith("obstore"):  # of an iterable's own
@@ -412,7 +417,7 @@ class ObjectFolder:
                 f"({_CREDENTIALS[self.kind]}) and the network, then rerun the command"
             ) from None
 
-    def _brief(self, error: Exception) -> str:
+    def _brief(self, error: BaseException) -> str:
         text = str(error).partition("\n\nDebug source")[0]
         said = " ".join(value for _, value in _REASON.findall(text))
         text = _BODY.sub(f": {said}" if said else "", text)

@@ -126,7 +126,7 @@ def _section(name: str, store: Store, options: ReportOptions) -> Section | None:
     try:
         return SECTIONS[name](store, options)
     except Exception as error:  # noqa: BLE001 - of any kind, in code that is not ours: the rest of the page is right without it
-        return Section(anchor=name, title=name.capitalize(), body=parts.dim(str(error)))
+        return Section(anchor=name, title=name.capitalize(), body=parts.dim(f"{type(error).__name__}: {error}"))
 
 
 def _kept(facts: Facts) -> Iterable[Shown]:

@@ -91,6 +91,17 @@ def test_a_bucket_that_is_not_there_is_named(s3: S3Bucket) -> None:
         folder.write("manifest.json", b"{}")
 
 
+def test_a_token_file_with_a_line_break_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client panics, which is no `Exception`."""
+    (tmp_path / "token").write_text("Bearer abc\n", encoding="ascii")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://127.0.0.1:9/keys")
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
+    folder = ObjectFolder.open("s3://bucket/a.store", RemoteOptions(endpoint="http://127.0.0.1:9", deadline_s=5.0))
+    with pytest.raises(StoreError, match="cannot read s3://bucket/a.store/manifest.json: .*token files are one line"):
+        folder.read("manifest.json")
+
+
 def test_secrets_are_in_no_message_and_no_pickle(s3: S3Bucket) -> None:
     folder = ObjectFolder.open("http://me:hidden@127.0.0.1:9/a.store", RemoteOptions(deadline_s=0.2))
     assert folder.url == "http://127.0.0.1:9/a.store"
