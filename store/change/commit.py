@@ -65,8 +65,13 @@ def _working(work: WorkFolder | None) -> Iterator[WorkFolder]:
     if work is not None:
         yield work
         return
+    from bucketline.store.remote.cache.folder import forget_cache  # imports what a change on a disk does without
+
     with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
-        yield WorkFolder(made=Path(folder) / "made", cache=Path(folder) / "cache")
+        try:
+            yield WorkFolder(made=Path(folder) / "made", cache=Path(folder) / "cache")
+        finally:
+            forget_cache(Path(folder) / "cache")
 
 
 def _base_there(place: ObjectFolder, newest: Manifest, work: WorkFolder) -> ChangeBase:

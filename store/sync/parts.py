@@ -22,6 +22,7 @@ from bucketline.files.regular_file import read_regular
 from bucketline.files.sparse_file import make_sparse
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.read.store import Store
+from bucketline.store.remote.cache.folder import forget_cache
 from bucketline.store.transfer.sender import ShardSender
 from bucketline.store.write.attempts import attempt_path, begin_attempt, take_shards
 from bucketline.store.write.describe import noted_description, sent_note
@@ -94,6 +95,7 @@ class PartStore:
 
     def close(self) -> None:
         """Remove the folder."""
+        forget_cache(self.path / "cache")
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.path.unlink(missing_ok=True)
         self._lock.release()

@@ -335,6 +335,12 @@ def cache_folder(path: Path, limit: int | None = None) -> CacheFolder:
         return _opened[key]
 
 
+def forget_cache(path: Path) -> None:
+    """Let go of a cache whose folder is temporary, and about to be removed."""
+    with _opening:
+        _opened.pop((os.getpid(), path.expanduser().absolute()), None)
+
+
 def is_cache(path: Path) -> bool:
     """Return whether a folder is marked as a cache."""
     try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import shutil
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,7 +32,6 @@ from tests.reading import everything
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
     from bucketline.store.folder import ListedFile
     from tests.object_storage import S3Bucket
@@ -194,6 +195,15 @@ def test_a_compaction_that_a_pack_overtakes_copies_nothing_again(
     assert [now == of for now, of in copied].count(True) == 1
     assert [entry.name for entry in newest_generation(objects).shards][:1] == list(done.written)
     assert ids_in(pulled(objects, tmp_path / "pulled.store")) == expected
+
+
+def test_changes_leave_no_open_file_in_the_process(objects: ObjectFolder, own: Path) -> None:
+    ids, num_open = sorted(ids_in(Store.open(own))), list[int]()
+    for sample_id in ids[:6]:
+        drop(objects, [sample_id])
+        gc.collect()
+        num_open.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert num_open[-1] <= num_open[2]
 
 
 def test_the_same_change_twice_at_once_uses_different_lists(folder: ObjectFolder, tmp_path: Path, own: Path) -> None:
