@@ -98,7 +98,7 @@ def test_a_token_file_with_a_line_break_is_an_error_in_words(tmp_path: Path, mon
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://127.0.0.1:9/keys")
     monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
     folder = ObjectFolder.open("s3://bucket/a.store", RemoteOptions(endpoint="http://127.0.0.1:9", deadline_s=5.0))
-    with pytest.raises(StoreError, match="cannot read s3://bucket/a.store/manifest.json: .*token files are one line"):
+    with pytest.raises(StoreError, match=r"cannot read s3://bucket/a\.store/manifest\.json: .*token files are one line"):
         folder.read("manifest.json")
 
 
