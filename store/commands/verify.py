@@ -11,6 +11,7 @@ from bucketline.command_line import counted, one_line, print_json, printable, re
 from bucketline.store.commands.place import ChangingArguments, StorePlace
 
 if TYPE_CHECKING:
+    from bucketline.store.folder import Folder
     from bucketline.store.verify.verify import Verified
 
 _NAMED = 5  # number of samples printed per damaged caption
@@ -47,17 +48,16 @@ class Verify(ChangingArguments):
         from bucketline.store.commands.progress import bar_of_bytes
         from bucketline.store.read.store import Store
         from bucketline.store.remote.generations import newest_generation
-        from bucketline.store.sync.verify import verify_objects
-        from bucketline.store.verify.verify import verify
+        from bucketline.store.verify.verify import verify_folder
 
         if isinstance(self.store, str):
-            objects = self.objects(self.store)
-            manifest = newest_generation(objects)
-            with bar_of_bytes("verify", sum(shard.data_bytes for shard in manifest.shards)) as on_bytes:
-                return verify_objects(objects, on_bytes, self.threads, manifest)
-        store = Store.open(self.store)
-        with bar_of_bytes("verify", sum(shard.data_bytes for shard in store.manifest.shards)) as on_bytes:
-            return verify(store, on_bytes, self.threads)
+            folder: Folder = self.objects(self.store)
+            manifest = newest_generation(folder)
+        else:
+            store = Store.open(self.store)
+            folder, manifest = store.folder, store.manifest
+        with bar_of_bytes("verify", sum(shard.data_bytes for shard in manifest.shards)) as on_bytes:
+            return verify_folder(folder, on_bytes, self.threads, manifest)
 
     def _print(self, result: Verified) -> int:
         if self.json:

@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.folder import LocalFolder
-from bucketline.store.sync.verify import verify_objects
-from bucketline.store.verify.verify import Verified, verify
+from bucketline.store.verify.verify import Verified, verify_folder
 from tests.building import make_store, samples_of
 from tests.object_storage import in_memory
 
@@ -45,9 +43,7 @@ def places(tmp_path: Path) -> list[Folder]:
 
 
 def found(folder: Folder, tmp_path: Path) -> Verified:
-    if isinstance(folder, LocalFolder):
-        return verify(Store.open(folder.path), lambda _: None, 1)
-    return verify_objects(folder, lambda _: None, 1)  # type: ignore[arg-type]
+    return verify_folder(folder, lambda _: None, 1)
 
 
 DAMAGE: dict[str, tuple[Callable[[Folder], None], str, str]] = {

@@ -12,8 +12,7 @@ import pytest
 
 from bucketline.store import Store
 from bucketline.store.remote.generations import find_newest
-from bucketline.store.sync.verify import verify_objects
-from bucketline.store.verify.verify import verify
+from bucketline.store.verify.verify import verify, verify_folder
 from tests.commands import ROOT, Ran, spawn, torchrun
 from tests.ray_ground import LONGEST_S, RayGround, command_of, kill
 
@@ -141,7 +140,7 @@ def test_ray_data_writes_to_a_bucket_and_a_killed_driver_leaves_it_as_it_was(s3:
         assert find_newest(place) is None
         ran = ground.ended(ground.start([sys.executable, EXAMPLES / "ray_data.py", place.url]))
     assert (ran.code, ran.out) == (0, "200 rows in generation 1\n"), ran.err
-    assert not verify_objects(place, lambda _: None, 1).corrupt
+    assert not verify_folder(place, lambda _: None, 1).corrupt
 
 
 def test_every_example_is_run() -> None:

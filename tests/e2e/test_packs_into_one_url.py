@@ -15,8 +15,7 @@ import pytest
 from bucketline.store import Store
 from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.sync.pull import pull
-from bucketline.store.sync.verify import verify_objects
-from bucketline.store.verify.verify import verify
+from bucketline.store.verify.verify import verify, verify_folder
 from tests.commands import torchrun
 from tests.models import SMALL, write_images
 from tests.reading import everything
@@ -46,7 +45,7 @@ def begin(source: Path, place: ObjectFolder, model: Path, work: Path) -> subproc
 
 
 def ids_in(place: ObjectFolder, path: Path) -> list[str]:
-    assert not verify_objects(place, lambda _: None, 1).corrupt
+    assert not verify_folder(place, lambda _: None, 1).corrupt
     pull(place, path)
     store = Store.open(path)
     found = verify(store, lambda _: None, 1)
@@ -100,7 +99,7 @@ def test_a_killed_pack_leaves_the_old_generation_and_is_continued(
         found = find_newest(place)
         assert found is not None
         assert found.samples in (before.samples, 26)
-        assert not verify_objects(place, lambda _: None, 1).corrupt
+        assert not verify_folder(place, lambda _: None, 1).corrupt
     last = begin(source, place, model, tmp_path / "work")
     said = last.communicate(timeout=240)[0].decode()
     assert last.returncode == 0, said

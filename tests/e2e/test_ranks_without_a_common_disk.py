@@ -11,7 +11,7 @@ import pytest
 
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
-from bucketline.store.sync.verify import verify_objects
+from bucketline.store.verify.verify import verify_folder
 from tests.commands import ROOT, call, spawn
 from tests.fault.same_store import compare
 from tests.models import SMALL, write_images
@@ -64,7 +64,7 @@ def test_they_pack_what_one_process_packs(photos: Path, url: str, tmp_path: Path
     pull(objects, tmp_path / "pulled")
     compared = compare(tmp_path / "pulled", tmp_path / "one")
     assert (compared.samples, compared.faults) == (NUM_IMAGES, [])
-    assert not verify_objects(objects, lambda _: None, 1).corrupt
+    assert not verify_folder(objects, lambda _: None, 1).corrupt
     assert not list(objects.names("pending"))
     assert not (tmp_path / "s 1").exists()
     assert not list((tmp_path / "s 1.workers").iterdir())

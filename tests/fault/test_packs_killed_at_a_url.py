@@ -15,7 +15,7 @@ import pytest
 
 from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.sync.pull import pull
-from bucketline.store.sync.verify import verify_objects
+from bucketline.store.verify.verify import verify_folder
 from tests.commands import call
 from tests.fault.same_store import compare
 from tests.models import GRID, SMALL, write_images
@@ -53,7 +53,7 @@ def test_a_killed_pack_goes_on_without_sending_or_encoding_again(
     assert set(found.values()) == {1}  # nothing was encoded again that had been committed
     assert found.keys() <= set(ids)
     assert find_newest(place) is not None
-    assert not verify_objects(place, lambda _: None, 1).corrupt
+    assert not verify_folder(place, lambda _: None, 1).corrupt
     pull(place, tmp_path / "pulled.store")
     assert call("ingest", "pack", tmp_path / "photos", tmp_path / "here.store", "--model", model, *SMALL).code == 0
     compared = compare(tmp_path / "pulled.store", tmp_path / "here.store")

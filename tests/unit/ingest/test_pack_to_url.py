@@ -19,10 +19,9 @@ from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import working
 from bucketline.store.sync.pull import pull
-from bucketline.store.sync.verify import verify_objects
 from bucketline.store.transfer import upload
 from bucketline.store.transfer.sender import ShardSender
-from bucketline.store.verify.verify import verify
+from bucketline.store.verify.verify import verify, verify_folder
 from tests import object_storage
 from tests.commands import Ran, call
 from tests.models import SMALL, write_images
@@ -168,7 +167,7 @@ def test_an_interrupted_pack_is_continued(
     done = pack(source, place, model).json
     assert done["packed"] == 0
     assert newest_generation(place).samples == done["found"] == 18
-    assert not verify_objects(place, lambda _: None, 1).corrupt
+    assert not verify_folder(place, lambda _: None, 1).corrupt
 
 
 @pytest.fixture
@@ -337,7 +336,7 @@ def test_a_pack_that_another_one_overtakes_is_added_to_it(
         assert ids_in(pulled(place, tmp_path / f"{generation}.store")) == sorted(names)
         for folder, name in ((source, f"new {generation}"), (tmp_path / "other", f"newer {generation}")):
             shutil.copytree(tmp_path / "other" / "sub", folder / name)
-    assert not verify_objects(place, lambda _: None, 1).corrupt
+    assert not verify_folder(place, lambda _: None, 1).corrupt
 
 
 def test_a_drop_of_another_writer_is_kept(

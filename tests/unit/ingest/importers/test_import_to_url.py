@@ -10,8 +10,8 @@ from bucketline.store import Store
 from bucketline.store.change import commit as commit_module
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.sync.pull import pull
-from bucketline.store.sync.verify import verify_objects
 from bucketline.store.transfer import upload
+from bucketline.store.verify.verify import verify_folder
 from tests import object_storage
 from tests.commands import Ran, call
 from tests.reading import everything
@@ -69,7 +69,7 @@ def test_an_import_into_a_url_is_the_same_as_on_a_disk(own: Known, source: Path,
     assert (again["imported"], again["unchanged"], again["rejected"], again["generation"]) == (0, 5, 1, 1)
     (work,) = (tmp_path / "bucketline-pack").iterdir()
     assert not list((work / "shards").iterdir())  # what was committed has left
-    assert not verify_objects(place, lambda _: None, 1).corrupt
+    assert not verify_folder(place, lambda _: None, 1).corrupt
 
 
 def newest_generation_or_none(place: ObjectFolder) -> int | None:

@@ -22,8 +22,7 @@ from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.sync.selection import PullSelection
-from bucketline.store.sync.verify import verify_objects
-from bucketline.store.verify.verify import verify
+from bucketline.store.verify.verify import verify, verify_folder
 from tests.building import add_samples, caption_of, flip_bit, samples_of, store_writer, tree
 from tests.commands import call
 from tests.object_storage import in_memory
@@ -166,11 +165,11 @@ def test_where_nothing_can_be_listed_the_default_set_is_found(
 def test_a_url_that_has_a_damaged_set_is_told_by_verify_and_not_pulled(own: Store, tmp_path: Path) -> None:
     folder = in_memory()
     push(own.path, folder)
-    assert verify_objects(folder, lambda _: None).corrupt == ()
+    assert verify_folder(folder, lambda _: None).corrupt == ()
     data = bytearray(folder.read("prompts/default.safetensors"))
     data[-1] ^= 1
     folder.write("prompts/default.safetensors", bytes(data))
-    assert "rerun `ingest prompts --name default`" in verify_objects(folder, lambda _: None).corrupt[0].error
+    assert "rerun `ingest prompts --name default`" in verify_folder(folder, lambda _: None).corrupt[0].error
     with pytest.raises(CorruptError, match=r"prompts/default\.safetensors"):
         pull(folder, tmp_path / "copy.store")
     assert not (tmp_path / "copy.store").exists()

@@ -19,7 +19,7 @@ from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.sync.selection import PullSelection
-from bucketline.store.sync.verify import verify_objects
+from bucketline.store.verify.verify import verify_folder
 from tests.added_columns import expect_clean, expect_masks, mask_of
 from tests.building import make_store, samples_of
 
@@ -55,7 +55,7 @@ def never(sample_id: str) -> Any:
 
 
 def is_clean(objects: ObjectFolder) -> bool:
-    return verify_objects(objects, lambda _: None).corrupt == ()
+    return verify_folder(objects, lambda _: None).corrupt == ()
 
 
 def test_it_is_added_and_read_through_the_cache(objects: ObjectFolder, tmp_path: Path, remote: RemoteOptions) -> None:

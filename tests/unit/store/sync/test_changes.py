@@ -23,9 +23,8 @@ from bucketline.store.remote.generations import listed_generations, newest_gener
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
-from bucketline.store.sync.verify import verify_objects
 from bucketline.store.transfer.sender import pending_shards
-from bucketline.store.verify.verify import verify
+from bucketline.store.verify.verify import verify, verify_folder
 from tests.building import add_samples, samples_of, store_writer
 from tests.object_storage import in_memory
 from tests.reading import everything
@@ -118,7 +117,7 @@ def test_a_compaction_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, 
     assert everything(pulled(folder, tmp_path / "pulled.store")) == everything(Store.open(own))
     left = {name.partition(".")[0] for name in names(folder)}
     assert left == {"manifest", "generations/4", f"shards/{done.written[0]}"}
-    assert not verify_objects(folder, lambda _: None, 1).corrupt
+    assert not verify_folder(folder, lambda _: None, 1).corrupt
 
 
 def test_an_earlier_generation_is_restored(objects: ObjectFolder, own: Path, tmp_path: Path) -> None:
@@ -302,16 +301,16 @@ def test_damaged_objects_are_dropped_with_their_shard_or_pushed_again(objects: O
     data[len(data) // 2] ^= 1
     objects.write("shards/g1.lmdb", bytes(data))
     objects.remove(["shards/g0.index"])
-    assert {fault.shard for fault in verify_objects(objects, lambda _: None, 1).corrupt} == {"g0", "g1"}
+    assert {fault.shard for fault in verify_folder(objects, lambda _: None, 1).corrupt} == {"g0", "g1"}
     objects.remove(["shards/g1.lmdb"])
     push(own, objects)
     assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
     objects.write("shards/g1.index", b"nothing")
     assert drop_shards(objects, ["g1"]).generation == 3
-    (fault,) = verify_objects(objects, lambda _: None, 1).corrupt
+    (fault,) = verify_folder(objects, lambda _: None, 1).corrupt
     assert "g1.index has 7 bytes, generation 2 says" in fault.error  # as on a disk: a run may be planned on that generation
     collect(objects, 0)
-    assert not verify_objects(objects, lambda _: None, 1).corrupt
+    assert not verify_folder(objects, lambda _: None, 1).corrupt
 
 
 def test_a_late_hint_does_not_hide_the_newest_generation_after_a_collection(objects: ObjectFolder) -> None:
@@ -360,24 +359,24 @@ def test_verify_names_what_is_damaged(objects: ObjectFolder) -> None:
     def count(num_bytes: int) -> None:
         read[0] += num_bytes
 
-    found = verify_objects(objects, count, 1)
+    found = verify_folder(objects, count, 1)
     assert (found.rows, found.corrupt) == (53, ())
     assert read[0] == sum(entry.lmdb.num_bytes for entry in newest_generation(objects).shards)
     data = bytearray(objects.read("shards/g1.lmdb"))
     latent = data.index(b'"latent"') + 4096
     data[latent] ^= 1
     objects.write("shards/g1.lmdb", bytes(data))
-    faults = verify_objects(objects, lambda _: None, 1).corrupt
+    faults = verify_folder(objects, lambda _: None, 1).corrupt
     assert {fault.shard for fault in faults} == {"g1"}
     assert any("do not match the checksum" in fault.error for fault in faults)
     objects.remove(["shards/g0.index"])
     objects.write("shards/g1.lmdb", bytes(data[:-1]))
-    errors = [fault.error for fault in verify_objects(objects, lambda _: None, 1).corrupt]
+    errors = [fault.error for fault in verify_folder(objects, lambda _: None, 1).corrupt]
     assert any("g0.index is missing" in error for error in errors)
     assert any("the manifest says that it is longer" in error for error in errors)
     drop_shards(objects, ["g0"])
     objects.write("generations/2.json", b"{}")
-    assert any("generations/2.json is damaged" in f.error for f in verify_objects(objects, lambda _: None, 1).corrupt)
+    assert any("generations/2.json is damaged" in f.error for f in verify_folder(objects, lambda _: None, 1).corrupt)
 
 
 def test_a_generation_that_was_collected_is_not_written_again_for_an_old_hint(objects: ObjectFolder) -> None:

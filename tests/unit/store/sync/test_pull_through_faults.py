@@ -15,7 +15,7 @@ from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
-from bucketline.store.sync.verify import verify_objects
+from bucketline.store.verify.verify import verify_folder
 from tests.building import flip_bit, make_store, samples_of
 
 if TYPE_CHECKING:
@@ -83,6 +83,6 @@ def test_verifying_waits_for_no_deadline_where_objects_are_missing(made: Path, t
         (tmp_path / "served" / "a" / "shards" / name).unlink()
     with RangeServer(tmp_path / "served") as server:
         begun = time.monotonic()
-        found = verify_objects(reaching(server, 60.0), lambda _: None, 1)
+        found = verify_folder(reaching(server, 60.0), lambda _: None, 1)
         assert [fault.shard for fault in found.corrupt] == ["g0", "g1"]
         assert time.monotonic() - begun < 10.0

@@ -23,9 +23,8 @@ from bucketline.store.format.manifest import dump_manifest, read_manifest
 from bucketline.store.remote.generations import commit, newest_generation
 from bucketline.store.remote.lines import encode_lines, lines_name
 from bucketline.store.sync.pull import pull
-from bucketline.store.sync.verify import verify_objects
 from bucketline.store.transfer.sender import pending_shards
-from bucketline.store.verify.verify import verify
+from bucketline.store.verify.verify import verify, verify_folder
 from tests.building import add_samples, make_sample, make_store, rewrite_manifest, samples_of, store_writer
 from tests.object_storage import in_memory
 from tests.reading import everything
@@ -67,7 +66,7 @@ def with_clock(patched: pytest.MonkeyPatch, ahead_s: float) -> None:
 
 def expect_sound(folder: ObjectFolder, own: Path, out: Path) -> None:
     """Expect that a pull gives what the store has."""
-    assert not verify_objects(folder, lambda _: None, 1).corrupt
+    assert not verify_folder(folder, lambda _: None, 1).corrupt
     pull(folder, out)
     assert everything(Store.open(out)) == everything(Store.open(own))
 

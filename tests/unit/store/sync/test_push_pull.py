@@ -22,9 +22,8 @@ from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import PUSHED, push
 from bucketline.store.sync.selection import PullSelection
-from bucketline.store.sync.verify import verify_objects
 from bucketline.store.transfer import download, upload
-from bucketline.store.verify.verify import verify
+from bucketline.store.verify.verify import verify, verify_folder
 from tests.building import Sample, add_samples, flip_bit, make_sample, make_store, samples_of, store_writer, tree
 from tests.commands import call
 from tests.data.old_versions import unpacked
@@ -112,7 +111,7 @@ def test_files_of_many_parts_are_put_together_in_order(
 def test_lines_that_the_extents_have_no_checksums_of_have_an_object_of_them(tmp_path: Path) -> None:
     folder, own = in_memory(), unpacked("1", tmp_path)
     push(own, folder)
-    assert not verify_objects(folder, lambda _: None, 1).corrupt
+    assert not verify_folder(folder, lambda _: None, 1).corrupt
     for entry in Store.open(own).manifest.shards:
         lines = decode_lines(folder.read(f"shards/{entry.name}.lines"), entry, own)
         assert lines.tolist() == line_sums(own / "shards" / f"{entry.name}.lmdb").finish()
@@ -120,7 +119,7 @@ def test_lines_that_the_extents_have_no_checksums_of_have_an_object_of_them(tmp_
         with pytest.raises(CorruptError, match="of another shard's file"):
             decode_lines(folder.read(f"shards/{entry.name}.lines"), other, own)
         folder.write(f"shards/{entry.name}.lines", encode_lines(entry, (lines + np.uint64(1)).tolist()))
-    faults = verify_objects(folder, lambda _: None, 1).corrupt
+    faults = verify_folder(folder, lambda _: None, 1).corrupt
     assert ["checksums of lines differ" in fault.error for fault in faults] == [True, True]
 
 
