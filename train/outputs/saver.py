@@ -118,7 +118,7 @@ class Saver:
         """Return the shapes and dtypes of what `copied` copies, by section."""
         training = self._training
         trained, average = self._weights.tensors(training.bare_model), training.average
-        sections = {"model": trained, "optimizer": tensors_of(training.optimizer.state_dict())}
+        sections = {"model": trained, "optimizer": state_tensors(training.optimizer.state_dict())}
         if average.is_kept:
             sections["average"] = {name: average.of(tensor) for name, tensor in trained.items()}
         return {
@@ -161,13 +161,13 @@ def copied(
         averaged = memory.copies("average", averages, keeps=keeps)
     if optimizer is not None:
         state = optimizer.state_dict()
-        tensors = tensors_of(state)
+        tensors = state_tensors(state)
         copies = memory.copies("optimizer", tensors.items(), keeps=keeps)
         state = copy.deepcopy(state, {id(tensors[name]): own for name, own in copies.items()}) if keeps else None
     return Copies(config=weights.config(model), last=last, averaged=averaged, optimizer=state)
 
 
-def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of an optimizer's state, by the parameter's number and the name."""
     each = {f"{number}.{name}": value for number, own in state["state"].items() for name, value in own.items()}
     return {name: value for name, value in each.items() if isinstance(value, torch.Tensor)}
