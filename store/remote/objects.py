@@ -393,7 +393,7 @@ class ObjectFolder:
             raise MissingObjectError(f"{self.place(name)} is missing; check the URL") from None
         except BaseException as error:
             kind = type(error)
-            if kind.__name__ == "PanicException":  # of the client's own code, and no Exception: a key with a line break
+            if kind.__name__ == "PanicException":  # of the client's own code, by a key with a line break; not an Exception
                 raise StoreError(
                     f"cannot {verb} {self.place(name)}: the client cannot make the request ({self._brief(error)}); check that "
                     f"keys, tokens and token files are one line ({_CREDENTIALS[self.kind]})"

@@ -92,7 +92,7 @@ def test_a_bucket_that_is_not_there_is_named(s3: S3Bucket) -> None:
 
 
 def test_a_token_file_with_a_line_break_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client panics, which is no `Exception`."""
+    """The client panics: a `BaseException` that `except Exception` does not catch."""
     (tmp_path / "token").write_text("Bearer abc\n", encoding="ascii")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://127.0.0.1:9/keys")
