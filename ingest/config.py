@@ -17,7 +17,7 @@ from bucketline.ingest.rules import Check, Phases, SplitBy, prune_limit, reject_
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import caption_rest
-from bucketline.store.commands.place import ChangingArguments, StorePlace
+from bucketline.store.commands.place import ChangingArguments, StorageArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def worker_limits(text: str | None) -> tuple[int, int | None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceArguments(SourceOptions):
+class SourceArguments(StorageArguments, SourceOptions):
     """How a source is read, and what its captions become."""
 
     caption_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
@@ -78,12 +78,6 @@ class SourceArguments(SourceOptions):
     """Split of a saved dataset to pack; repeatable (default: all but test). `test=train` packs test as training data."""
     follow_links: bool = False
     """Read image, caption and table files through symlinks that lead out of the source. Linked folders are never searched."""
-    endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
-    """Of a URL: address of an S3-compatible server. Default: that of the URL's kind, or AWS_ENDPOINT_URL."""
-    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
-    """Of a URL: option of the client, such as region=eu-central-1 or skip_signature=true. Repeatable."""
-    deadline: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
-    """Of a URL: time until object storage that does not answer is an error."""
     trigger_word: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """Put this before every caption, with a comma. An image without a caption gets only this."""
     caption_template: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()

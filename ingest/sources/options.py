@@ -5,24 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from bucketline.errors import UsageError
-from bucketline.store.remote.urls import RemoteOptions
+from bucketline.store.remote.arguments import ObjectArguments
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceOptions:
-    """Options about captions, splits and links."""
+class SourceOptions(ObjectArguments):
+    """Options about captions, splits, links and object storage."""
 
     caption_column: str | None = None  # in tables and saved datasets, or field of JSON files; None: the usual names
     caption_extension: str | None = None  # of caption files; None: the usual ones
     default_caption: str | None = None  # of images without one; None: they get the empty caption
     split: tuple[str, ...] = ()  # of a saved dataset: NAME, NAME=train or NAME=val; empty: all but test
     follow_links: bool = False  # follow file symlinks that lead out of the source
-    endpoint: str | None = None  # of a source in object storage; see RemoteOptions
-    store_option: tuple[str, ...] = ()
-    deadline: float = 60.0
 
     def __post_init__(self) -> None:
-        self.object_options()
+        ObjectArguments.__post_init__(self)
         extension = self.caption_extension
         if extension is not None and (not extension.strip(".") or "/" in extension):
             raise UsageError(f"--caption-extension is {extension!r}, expected an extension such as .caption")
@@ -33,14 +30,6 @@ class SourceOptions:
             name, equals, target = asked.partition("=")
             if not name or (equals and target not in ("train", "val")):
                 raise UsageError(f"--split is {asked!r}, expected a split's name, NAME=train or NAME=val")
-
-    def object_options(self) -> RemoteOptions:
-        """Return how to reach a source in object storage.
-
-        Raises:
-            UsageError: if an option is invalid.
-        """
-        return RemoteOptions(endpoint=self.endpoint, options=tuple(self.store_option), deadline_s=self.deadline)
 
     def alone(self) -> SourceOptions:
         """Return only these options, without the other fields of a subclass."""

@@ -38,7 +38,7 @@ def folder_at(url: str, options: SourceOptions) -> ObjectFolder:
     Raises:
         UsageError: if the URL or an option is invalid.
     """
-    return _folder_at(url, options.object_options())
+    return _folder_at(url, options.remote())
 
 
 @lru_cache(maxsize=64)
