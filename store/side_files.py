@@ -25,7 +25,7 @@ class SideFiles:
     """A kind of such files."""
 
     copy: Callable[[Place, Place, Manifest], int]  # from a store to another place that has it, and return the bytes
-    merge: Callable[[list[tuple[Path, Manifest]], Path], None]  # of several stores, into the store that is made of them
+    merge: Callable[[list[tuple[Place, Manifest]], Path], None]  # of several stores, into the store that is made of them
     check: Callable[[Place, Manifest], Iterator[tuple[str, str | None]]]  # each file's name, and the fault and remedy if any
 
 

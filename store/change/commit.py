@@ -47,7 +47,7 @@ def newest_base(place: Path | ObjectFolder, work: WorkFolder | None = None) -> I
     if isinstance(place, Path):
         yield _local_base(place, existing_manifest(place))
         return
-    with _working(work) as held:
+    with work_folder(work) as held:
         yield _base_there(place, newest_generation(place, lists=True), held)
 
 
@@ -60,7 +60,7 @@ class WorkFolder:
 
 
 @contextmanager
-def _working(work: WorkFolder | None) -> Iterator[WorkFolder]:
+def work_folder(work: WorkFolder | None = None) -> Iterator[WorkFolder]:
     """Yield `work`, or a temporary one."""
     if work is not None:
         yield work
@@ -113,7 +113,7 @@ def commit_change(
     if first is None:
         newest_generation(place, lists=True)  # which raises if there is none
     refuse_without_put_if_absent(place)
-    with _working(work) as held, _naming(held.made, place):
+    with work_folder(work) as held, _naming(held.made, place):
         prepare_store(held.made)
         sent = set[str]()  # shards, by all attempts
         for _ in range(ATTEMPTS):

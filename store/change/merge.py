@@ -10,12 +10,13 @@ import os
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from bucketline.errors import FingerprintError, UsageError
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
-from bucketline.files.atomic_write import write_durably
+from bucketline.files.atomic_write import move_durably, write_durably
 from bucketline.files.disk_space import refuse_too_little_disk
+from bucketline.store.change.commit import work_folder
 from bucketline.store.change.copy_file import copy_file
 from bucketline.store.change.merge_rows import merged_parts
 from bucketline.store.format.hashing import bytes_digest
@@ -23,7 +24,9 @@ from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import sealed, write_manifest
 from bucketline.store.format.manifest_entries import DroppedEntry
 from bucketline.store.read.store import Store
+from bucketline.store.remote.generations import newest_generation
 from bucketline.store.side_files import SIDE_FILES
+from bucketline.store.transfer.download import Downloader
 from bucketline.store.write.publish import encode_dropped, prepare_store
 from bucketline.typed_json import encode, first_difference
 
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import FileEntry, ShardEntry
     from bucketline.store.format.schema import AddedColumn, BucketEntry
+    from bucketline.store.remote.cache.remote_source import RemoteSource
+    from bucketline.store.remote.objects import ObjectFolder
     from bucketline.typed_json import Json
 
 _TEXT_DTYPE = "encoders.text_encoder.stored_dtype"
@@ -52,7 +57,7 @@ class Merged:
 
 def merge(
     out: Path,
-    sources: Sequence[Path],
+    sources: Sequence[Path | ObjectFolder],
     *,
     replace: bool = False,
     dry_run: bool = False,
@@ -60,8 +65,9 @@ def merge(
 ) -> Merged:
     """Create the store `out` from all live samples of `sources`, each at its newest generation, opened read-only.
 
-    With `replace`, a later store's sample replaces an earlier one's with the same id. `on_bytes` is called with the bytes
-    copied so far and in total. If anything fails, `out` does not exist.
+    Of a store in object storage, indexes are read where it is, and only shards with live samples are got. With `replace`, a
+    later store's sample replaces an earlier one's with the same id. `on_bytes` is called with the bytes copied so far and in
+    total. If anything fails, `out` does not exist.
 
     Raises:
         UsageError: if `out` exists or is in a source, or there are no sources.
@@ -72,7 +78,19 @@ def merge(
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100 - keeps its links unresolved
     _refuse_places(out, sources)
-    stores = [Store.open(path) for path in sources]
+    with work_folder() as work:
+        stores = [
+            Store.open(source) if isinstance(source, Path) else Store.at(source, newest_generation(source), work.cache)
+            for source in sources
+        ]
+        for store in stores:
+            store.fetch_indexes()
+        return _merged(out, stores, replace=replace, dry_run=dry_run, on_bytes=on_bytes)
+
+
+def _merged(
+    out: Path, stores: Sequence[Store], *, replace: bool, dry_run: bool, on_bytes: Callable[[int, int], None]
+) -> Merged:
     buckets, added = _agreed_buckets(stores), added_to(stores)
     parts, num_replaced = merged_parts(stores, replace=replace)
     total = sum(file.num_bytes for part in parts for _, file in _files(part))
@@ -87,6 +105,7 @@ def merge(
     if not dry_run:
         with staged_folder(out) as folder:
             prepare_store(folder)
+            _fetch_sidecars(parts)
             shards = [_copy(folder, part, name, copied) for part, name in zip(parts, _names(parts), strict=True)]
             first = stores[0].manifest
             manifest = dataclasses.replace(
@@ -99,24 +118,25 @@ def merge(
                 added=added,
             )
             for kind in SIDE_FILES.values():
-                kind.merge([(store.path, store.manifest) for store in stores], folder)
+                kind.merge([(store.path if store.source is None else store.folder, store.manifest) for store in stores], folder)
             written = write_manifest(folder, sealed(manifest))
             if written.samples != samples:
                 raise AssertionError(f"expected {samples} merged samples, the store has {written.samples}")
     return Merged(samples=samples, shards=len(parts), replaced=num_replaced, num_bytes=total)
 
 
-def _refuse_places(out: Path, sources: Sequence[Path]) -> None:
+def _refuse_places(out: Path, sources: Sequence[Path | ObjectFolder]) -> None:
     if not sources:
         raise UsageError(f"there is nothing to merge into {out}; name one store or more")
     refuse_existing(out, "path")
     above = [Path(os.path.realpath(out.parent)), *Path(os.path.realpath(out.parent)).parents]
-    for n, source in enumerate(sources):
+    paths = [source for source in sources if isinstance(source, Path)]
+    for n, source in enumerate(paths):
         if not source.exists():
             continue  # opening it raises the precise error
         if any(folder.samefile(source) for folder in above):
             raise UsageError(f"{out} is inside the store {source}; choose a place outside of all the stores")
-        if any(source.samefile(other) for other in sources[:n]):
+        if any(source.samefile(other) for other in paths[:n]):
             raise UsageError(f"the store {source} is named twice; name each store once")
 
 
@@ -126,12 +146,12 @@ def _agreed_buckets(stores: Sequence[Store]) -> tuple[BucketEntry, ...]:
     Raises:
         FingerprintError: if the stores, or buckets of the same name, have different provenance.
     """
-    buckets: dict[str, tuple[BucketEntry, Path]] = {}
+    buckets: dict[str, tuple[BucketEntry, Path | str]] = {}
     for store in stores:
-        _compare("", fingerprint_of(stores[0].manifest), fingerprint_of(store.manifest), stores[0].path, store.path)
+        _compare("", fingerprint_of(stores[0].manifest), fingerprint_of(store.manifest), stores[0].place, store.place)
         for bucket in store.manifest.buckets:
-            stored, path = buckets.setdefault(bucket.name, (bucket, store.path))
-            _compare(f"buckets.{bucket.name}", encode(stored), encode(bucket), path, store.path)
+            stored, path = buckets.setdefault(bucket.name, (bucket, store.place))
+            _compare(f"buckets.{bucket.name}", encode(stored), encode(bucket), path, store.place)
     return tuple(buckets[name][0] for name in sorted(buckets))
 
 
@@ -142,13 +162,13 @@ def added_to(stores: Sequence[Store]) -> dict[str, AddedColumn]:
         FingerprintError: if two stores have one in different forms.
     """
     added: dict[str, AddedColumn] = {}
-    holders: dict[tuple[str, str], Path] = {}
+    holders: dict[tuple[str, str], Path | str] = {}
     for store in stores:
         for name, column in store.manifest.added.items():
             before = added.get(name, column).buckets
             for bucket, form in column.buckets.items():
-                path = holders.setdefault((name, bucket), store.path)
-                _compare(f"added.{name}.{bucket}", encode(before.get(bucket, form)), encode(form), path, store.path)
+                path = holders.setdefault((name, bucket), store.place)
+                _compare(f"added.{name}.{bucket}", encode(before.get(bucket, form)), encode(form), path, store.place)
             added[name] = dataclasses.replace(column, buckets={**column.buckets, **before})
     return added
 
@@ -158,7 +178,7 @@ def fingerprint_of(manifest: Manifest) -> Json:
     return {**manifest.settings(), "engine": manifest.engine}
 
 
-def _compare(at: str, one: Json, two: Json, first: Path, second: Path) -> None:
+def _compare(at: str, one: Json, two: Json, first: Path | str, second: Path | str) -> None:
     if difference := first_difference(one, two, at):
         field, first_value, second_value = difference
         dtypes = (
@@ -189,11 +209,24 @@ def _names(parts: Sequence[MergedShard]) -> list[str]:
     return names
 
 
+def _fetch_sidecars(parts: Sequence[MergedShard]) -> None:
+    """Get the sidecars of shards in object storage, many at a time."""
+    for source in {part.shard.source for part in parts if part.shard.source is not None}:
+        own = (file for part in parts if part.shard.source is source for file in _files(part))
+        source.fetch([(path, file) for path, file in own if path.suffix != ".lmdb"])
+
+
 def _copy(store: Path, part: MergedShard, name: str, on_bytes: Callable[[int], None]) -> ShardEntry:
     """Copy a shard's files and write its list of dropped rows. Return its entry."""
     paths = shard_paths(store, name)
     for source, file in _files(part):
-        copy_file(source, paths.folder / f"{name}{source.name.removeprefix(part.shard.name)}", file, on_bytes)
+        target = paths.folder / f"{name}{source.name.removeprefix(part.shard.name)}"
+        if part.shard.source is None or source.suffix != ".lmdb":
+            copy_file(source, target, file, on_bytes)
+        else:
+            here = store / "pending" / source.name
+            Downloader(cast("RemoteSource", part.shard.source).objects, on_bytes=on_bytes).get_one(here, file)
+            move_durably(here, target)
     entry, data = entry_of(part, _GENERATION)
     if entry.dropped is not None:
         write_durably(paths.dropped(entry.dropped.generation), data)

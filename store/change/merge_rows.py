@@ -120,8 +120,8 @@ def _refuse(keys: NDArray[np.bytes_], stores: Sequence[Store], first: NDArray[np
         digest = key.ljust(DIGEST_BYTES, b"\0")
         return next((shard.record(entry).id for shard in store.shards if (entry := shard.find(digest))), digest.hex())
 
-    def place(n: int) -> tuple[Path, Path]:
-        return stores[int(first[n])].path, stores[int(second[n])].path
+    def place(n: int) -> tuple[Path | str, Path | str]:
+        return stores[int(first[n])].place, stores[int(second[n])].place
 
     named = [
         f"{name(stores[int(second[n])], key)!r} is in {place(n)[0]} and in {place(n)[1]}" for n, key in enumerate(keys[:_NAMED])

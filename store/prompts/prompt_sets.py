@@ -114,7 +114,7 @@ def copy_sets(source: Place, target: Place, manifest: Manifest) -> int:
     return copied
 
 
-def merge_sets(sources: list[tuple[Path, Manifest]], target: Path) -> None:
+def merge_sets(sources: list[tuple[Place, Manifest]], target: Path) -> None:
     """Copy the sets of several stores; of different ones of one name, the later ones get a number: `NAME-2`.
 
     Raises:
@@ -122,7 +122,7 @@ def merge_sets(sources: list[tuple[Path, Manifest]], target: Path) -> None:
     """
     taken: dict[str, bytes] = {}
     for source, manifest in sources:
-        folder = LocalFolder(source)
+        folder = as_folder(source)
         for name in set_names(folder):
             data = _read(folder, name)
             if data is None or data in taken.values():

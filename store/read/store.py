@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.folder import Folder
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.format.schema import BucketEntry, RaggedEntry
     from bucketline.store.remote.cache.remote_source import RemoteSource
@@ -562,6 +563,17 @@ class Store(OpenShards):
     def absolute(self) -> Path | str:
         """`place`, such that another process finds it from any folder."""
         return self.path.absolute() if self.source is None else self.source.url
+
+    def fetch_indexes(self) -> None:
+        """Get the indexes of all shards and their lists of dropped rows, if they are in object storage, many at a time."""
+        if self.source is None:
+            return
+        files: list[tuple[Path, FileEntry | DroppedEntry]] = []
+        for shard in self.shards:
+            files.append((shard.paths.index, shard.entry.index))
+            if (dropped := shard.entry.dropped) is not None:
+                files.append((shard.paths.dropped(dropped.generation), dropped))
+        self.source.fetch(files)
 
     def with_plain_reads(self) -> Store:
         """Return the store, opened so that nothing is mapped."""

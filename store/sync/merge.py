@@ -1,4 +1,4 @@
-"""Merge stores of which some are in object storage, or into a new one there: by way of a temporary folder."""
+"""Merge stores into a new one in object storage, by way of a temporary folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from bucketline.errors import UsageError
 from bucketline.store.change.merge import merge
 from bucketline.store.remote.generations import find_newest, refuse_without_put_if_absent
-from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 
 if TYPE_CHECKING:
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
     from bucketline.store.remote.objects import ObjectFolder
 
 
-def merge_places(
-    out: ObjectFolder | Path,
+def merge_to_url(
+    out: ObjectFolder,
     sources: Sequence[ObjectFolder | Path],
     *,
     replace: bool = False,
@@ -30,24 +29,15 @@ def merge_places(
     """Create the store `out` from all live samples of `sources`, as `merge` does.
 
     Raises:
-        UsageError: if there is a store at `out`; what `merge`, `pull` and `push` raise.
+        UsageError: if there is a store at `out`; what `merge` and `push` raise.
     """
-    if not isinstance(out, Path):
-        if find_newest(out) is not None:
-            raise UsageError(f"{out.url} holds a store; choose another URL")
-        if not dry_run:
-            refuse_without_put_if_absent(out)
+    if find_newest(out) is not None:
+        raise UsageError(f"{out.url} holds a store; choose another URL")
+    if not dry_run:
+        refuse_without_put_if_absent(out)
     with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
-        paths = []
-        for n, source in enumerate(sources):
-            if isinstance(source, Path):
-                paths.append(source)
-                continue
-            path = Path(folder) / f"{n}.store"
-            pull(source, path)
-            paths.append(path)
-        target = out if isinstance(out, Path) else Path(folder) / "out.store"
-        done = merge(target, paths, replace=replace, dry_run=dry_run, on_bytes=on_bytes)
-        if not isinstance(out, Path) and not dry_run:
-            push(target, out)
+        made = Path(folder) / "out.store"
+        done = merge(made, sources, replace=replace, dry_run=dry_run, on_bytes=on_bytes)
+        if not dry_run:
+            push(made, out)
     return done

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest_entries import ShardEntry
 
 
 class ChangeBase:
@@ -43,14 +43,8 @@ class ChangeBase:
 
     def fetch_indexes(self) -> None:
         """Get the indexes of all shards, and their lists of dropped rows, before shards are read one after the other."""
-        if isinstance(self.folder, LocalFolder) or self.store.source is None:
-            return
-        files: list[tuple[Path, FileEntry | DroppedEntry]] = []
-        for shard in self.store.shards:
-            files.append((shard.paths.index, shard.entry.index))
-            if (dropped := shard.entry.dropped) is not None:
-                files.append((shard.paths.dropped(dropped.generation), dropped))
-        self.store.source.fetch(files)
+        if not isinstance(self.folder, LocalFolder):
+            self.store.fetch_indexes()
 
     def write_list(self, shard: SealedShard, data: bytes) -> None:
         """Write a shard's list of dropped rows, which the generation that is being made is going to list."""

@@ -16,7 +16,7 @@ from bucketline.store.commands.place import ChangingArguments, OutPlace, StorePl
 class Merge(ChangingArguments):
     """Create a new store from all samples of several stores. They must share the same encoders and rules.
 
-    Stores given by URL are pulled to a temporary folder first; a new one at a URL is made there and pushed.
+    Stores given by URL are read there; a new one at a URL is made in a temporary folder and pushed.
 
     Example: store merge all.store photos.store more.store
     """
@@ -37,14 +37,13 @@ class Merge(ChangingArguments):
         from bucketline.store.commands.progress import byte_progress
 
         with byte_progress("merge") as on_bytes:
-            if any(isinstance(place, str) for place in (self.out, *self.stores)):
-                from bucketline.store.sync.merge import merge_places
-
-                places = [self.objects(place) if isinstance(place, str) else place for place in (self.out, *self.stores)]
-                done = merge_places(places[0], places[1:], replace=self.replace, dry_run=self.dry_run, on_bytes=on_bytes)
+            out, *sources = map(self.path_or_objects, (self.out, *self.stores))
+            if isinstance(out, Path):
+                done = merge(out, sources, replace=self.replace, dry_run=self.dry_run, on_bytes=on_bytes)
             else:
-                paths = [Path(place) for place in self.stores]
-                done = merge(Path(self.out), paths, replace=self.replace, dry_run=self.dry_run, on_bytes=on_bytes)
+                from bucketline.store.sync.merge import merge_to_url
+
+                done = merge_to_url(out, sources, replace=self.replace, dry_run=self.dry_run, on_bytes=on_bytes)
         if self.json:
             print_json({**asdict(done), "dry_run": self.dry_run})
             return 0

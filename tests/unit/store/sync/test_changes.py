@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bucketline.errors import StoreError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
 from bucketline.store.change import commit as commit_module
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.drop_shards import drop_shards
 from bucketline.store.change.garbage_collect import UNLISTED_S, collect
+from bucketline.store.change.merge import merge
 from bucketline.store.change.restore import restore
 from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
@@ -25,7 +26,7 @@ from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.transfer.sender import pending_shards
 from bucketline.store.verify.verify import verify, verify_folder
-from tests.building import add_samples, samples_of, store_writer
+from tests.building import add_samples, make_store, samples_of, store_writer
 from tests.object_storage import in_memory
 from tests.reading import everything
 
@@ -118,6 +119,30 @@ def test_a_compaction_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, 
     left = {name.partition(".")[0] for name in names(folder)}
     assert left == {"manifest", "generations/4", f"shards/{done.written[0]}"}
     assert not verify_folder(folder, lambda _: None, 1).corrupt
+
+
+def test_a_merge_gets_only_shards_with_live_samples_and_a_dry_run_none(
+    objects: ObjectFolder, own: Path, tmp_path: Path
+) -> None:
+    whole = objects.read("shards/g0.lmdb")
+    drop(objects, [sample_id for sample_id in ids_in(Store.open(own)) if sample_id.startswith("second/")])
+    objects.remove(["shards/g1.lmdb", "shards/g0.lmdb"])
+    out = tmp_path / "merged.store"
+    assert (merge(out, [objects], dry_run=True).samples, out.exists()) == (39, False)
+    objects.write("shards/g0.lmdb", whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CorruptError, match=r"a\.store/shards/g0\.lmdb is damaged: its digest is not the manifest's"):
+        merge(out, [objects])
+    assert not out.exists()
+    objects.write("shards/g0.lmdb", whole)
+    assert merge(out, [objects]).shards == 1
+    assert not verify(Store.open(out), lambda _: None, 1).corrupt
+    assert ids_in(Store.open(out)) == {sample_id for sample_id in ids_in(Store.open(own)) if sample_id.startswith("first/")}
+
+
+def test_a_sample_in_two_stores_is_named_with_their_urls(objects: ObjectFolder, tmp_path: Path) -> None:
+    make_store(tmp_path / "more.store", samples_of({"train/64x64": 4}, "first/"))
+    with pytest.raises(StoreError, match=rf"'first/train/64x64/\d\.png' is in {objects.url} and in .*more\.store"):
+        merge(tmp_path / "merged.store", [objects, tmp_path / "more.store"])
 
 
 def test_an_earlier_generation_is_restored(objects: ObjectFolder, own: Path, tmp_path: Path) -> None:
