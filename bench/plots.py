@@ -45,7 +45,6 @@ PLOTS = (
         label="CPU-seconds per GB",
         is_logarithmic=True,
     ),
-    Plot(case="batch_parts", name="batch-parts", title="A batch by its parts", label="microseconds per batch"),
 )
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, run_case, summarise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 PLAIN, CLIENT = "recv_into", "RemoteLoader"
 # Sends the bytes of a file again and again to each client, in a process of its own.
@@ -59,7 +59,6 @@ class NetworkDelivery(Case):
 
     def measure(self, folder: Path) -> list[Result]:
         from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store, latent_shape
-        from bucketline.bench.loader.metrics_cost import started
         from bucketline.loader import LoaderConfig, RemoteLoader
 
         shape = StoreShape(
@@ -141,6 +140,22 @@ class Measured:
         spent = time.process_time() - cpu
         self.rates.append(num_bytes / (time.perf_counter() - begun) / 1e9)
         return spent / (num_bytes / 1e9)
+
+
+@contextmanager
+def started(store: Path, socket: Path, *options: str) -> Iterator[str]:
+    """Run `loader serve`; yield the last line that it prints at its start."""
+    command = [sys.executable, "-P", "-m", "bucketline.loader.cli", "serve", str(store), "--socket", str(socket)]
+    with subprocess.Popen(
+        [*command, "--every", "1e6", *options], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as service:
+        try:
+            assert service.stderr is not None
+            said = service.stderr.readline()
+            assert said.startswith("serving "), said
+            yield service.stderr.readline() if options else said
+        finally:
+            service.terminate()
 
 
 def main() -> int:

@@ -119,7 +119,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _in_huge_pages(num_bytes: int) -> NDArray[np.uint8]:
     """Allocate memory, `[num_bytes]`, that the system may back with huge pages: 2 MiB at the first touch, not 4 KiB.
 
-    The first touch of a page costs more than copying a page: half of the time of a first pass (`bench/loader/first_pass.py`).
+    The first touch of a page costs more than copying a page: half of the time of a first pass (measured once).
     """
     whole = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     if whole - num_bytes > num_bytes // 4:  # what would be lost; its end comes in small pages

@@ -12,13 +12,10 @@ import torch
 from bucketline.bench import harness
 from bucketline.bench.__main__ import FULL, MODULES, QUICK, main
 from bucketline.bench.harness import run_case
-from bucketline.bench.loader.batch_parts import BatchParts
 from bucketline.bench.loader.busy_trainer import BusyTrainer
 from bucketline.bench.loader.delivery import Delivery
 from bucketline.bench.loader.delivery_columns import DeliveryColumns
 from bucketline.bench.loader.first_batch import FirstBatch
-from bucketline.bench.loader.first_pass import FirstPass
-from bucketline.bench.loader.metrics_cost import MetricsCost
 from bucketline.bench.loader.mixing import Mixing
 from bucketline.bench.loader.network_delivery import NetworkDelivery
 from bucketline.bench.loader.plan_cost import PlanCost
@@ -31,7 +28,6 @@ from bucketline.bench.store.cold_gather import ColdGather
 from bucketline.bench.store.disk_bytes import FORMS, DiskBytes
 from bucketline.bench.store.hot_gather import HotGather
 from bucketline.bench.store.open_cost import OpenCost
-from bucketline.bench.store.report_cost import ReportCost
 from tests.building import make_store, samples_of
 from tests.commands import spawn
 from tests.unit.bench.measured import measured, read_results
@@ -143,14 +139,6 @@ def test_open_cost_compares_few_rows_with_many(capsys: pytest.CaptureFixture[str
     assert results["private memory to open: 4,000 rows, 3 shards"]["median"] > 0
 
 
-def test_report_cost_compares_the_pages_of_few_samples_and_of_many(capsys: pytest.CaptureFixture[str]) -> None:
-    results = measured(ReportCost, capsys, "--samples", 24, 60, "--repeats", 1)
-    page = results["page of 60 samples"]
-    assert (page["mark"], page["unit"]) == ("at most 1.5", "MiB")
-    assert page["limit_ratio"] > 1, "neither store has as many samples as a page may show"
-    assert results["60 samples"]["median"] > 0
-
-
 def test_full_after_a_cases_name_stands_for_the_sizes_of_its_marks() -> None:
     ran = spawn([sys.executable, "-m", "bucketline.bench", "disk_bytes", "--full", "--rows", "20", "--row-kib", "8", "--json"])
     assert ran.code == 0, ran.err
@@ -200,22 +188,6 @@ def test_first_batch_compares_a_resume_with_a_run_begun_anew(capsys: pytest.Capt
         resumed = results[f"{part}: resumed at 90% of an epoch"]
         assert (resumed["mark"], resumed["unit"]) == ("at most 1.1", "ms")
     assert results["process: fresh start"]["median"] > results["loader: fresh start"]["median"]
-
-
-def test_first_pass_compares_the_first_512_mb_with_as_much_later_on(capsys: pytest.CaptureFixture[str]) -> None:
-    results = measured(
-        FirstPass, capsys, "--num-shards", 2, "--rows-per-shard", 16, "--batch-size", 8, "--step-ms", 0, "--repeats", 1
-    )
-    first = results["first 512 MB"]
-    assert (first["mark"], first["unit"]) == ("at most 1.3", "CPU-s/GB")
-    assert first["median"] > 0 < results["once every row was delivered"]["median"]
-
-
-def test_metrics_cost_compares_a_service_that_is_asked_with_one_that_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--num-shards", 2, "--rows-per-shard", 16, "--row-kib", 8, "--batch-size", 4, "--batches", 8)
-    results = measured(MetricsCost, capsys, *sizes, "--every", 0.05, "--repeats", 1)
-    assert results["with metrics"]["mark"] == "at least 0.99"
-    assert min(one["median"] for one in results.values()) > 0
 
 
 def test_network_delivery_compares_the_clients_cost_with_that_of_receiving(capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,16 +295,6 @@ def test_cold_delivery_is_held_against_the_best_direct_reads(capsys: pytest.Capt
     results = measured(Delivery, capsys, *small, "--repeats", 1, "--threads", 1, "--depths", 2, "--cold")
     assert results["O_DIRECT, 2 threads"]["limit_ratio"] == 1.0
     assert results["loader, cold, threads that fill: 1"]["mark"] == "at least 0.9"
-
-
-def test_the_parts_of_a_batch_are_told_beside_memcpy_of_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ("--num-shards", 3, "--rows-per-shard", 8, "--row-kib", 8, "--batch-size", 4)
-    results = measured(BatchParts, capsys, *small, "--batches", 8, "--repeats", 1)
-    parts = ("planned and located", "filled: all else worked out and copied", "taken: next() of a batch that is ready")
-    together = sum(results[part]["median"] for part in parts)
-    assert results["all but the copying"]["median"] == pytest.approx(together, rel=1e-3, abs=0.01)
-    assert results["memcpy of its bytes"]["limit_ratio"] == 1.0
-    assert all(one["unit"] == "us" for one in results.values())
 
 
 def test_running_all_refuses_a_case_that_there_is_not() -> None:
