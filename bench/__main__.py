@@ -23,20 +23,17 @@ if TYPE_CHECKING:
 
 MODULES = {  # of `bucketline.bench`
     "against_peers": "peers.against_peers",
-    "disk_bytes": "store.disk_bytes",
     "hot_gather": "store.hot_gather",
     "cold_gather": "store.cold_gather",
     "open_cost": "store.open_cost",
     "ragged_text": "loader.ragged_text",
     "quantised_text": "loader.quantised_text",
     "plan_cost": "loader.plan_cost",
-    "mixing": "loader.mixing",
     "first_batch": "loader.first_batch",
     "delivery": "loader.delivery",
     "delivery_columns": "loader.delivery_columns",
     "network_delivery": "loader.network_delivery",
     "remote_delivery": "loader.remote_delivery",
-    "remote_bytes": "loader.remote_bytes",
     "remote_peers": "peers.remote_peers",
     "busy_trainer": "loader.busy_trainer",
     "rank_memory": "loader.rank_memory",
@@ -51,7 +48,6 @@ MODULES = {  # of `bucketline.bench`
 }
 QUICK: dict[str, tuple[str, ...]] = {
     "against_peers": ("--batches-per-bucket", "4", "--repeats", "2", "--least-s", "0.3", "--ways", "1"),
-    "disk_bytes": ("--row-kib", "8", "32", "128", "--rows", "1000"),
     "hot_gather": ("--rows-per-shard", "64", "--batches", "48"),
     "ragged_text": ("--captions-per-shard", "6", "--batches", "4", "--repeats", "3", "--depths", "8", "32"),
     "quantised_text": ("--rows", "96", "--batches", "12", "--repeats", "3"),
@@ -63,13 +59,11 @@ QUICK: dict[str, tuple[str, ...]] = {
     "ingest_import": ("--repeats", "3"),
     "listing_against_store": ("--samples", "100000", "200000", "--shards", "10", "40", "--repeats", "3"),
     "plan_cost": (),
-    "mixing": ("--repeats", "2"),
     "first_batch": ("--rows", "1000000"),
     "delivery": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "delivery_columns": ("--rows-per-shard", "32", "--batches", "48", "--repeats", "3"),
     "network_delivery": ("--rows-per-shard", "64", "--batches", "64", "--repeats", "3"),
     "remote_delivery": ("--rows-per-shard", "64", "--first-batch-rows", "10000", "100000", "--repeats", "3"),
-    "remote_bytes": ("--rows-per-shard", "400", "--machines", "1", "2", "--caches", "0.5"),
     "remote_peers": ("--batches-per-bucket", "4", "--repeats", "1", "--ways", "1", "--cache-share", "4"),
     "busy_trainer": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "rank_memory": ("--repeats", "1"),
@@ -79,20 +73,17 @@ QUICK: dict[str, tuple[str, ...]] = {
 }
 FULL: dict[str, tuple[str, ...]] = {
     "against_peers": (),
-    "disk_bytes": (),
     "hot_gather": ("--rows-per-shard", "256", "--batches", "256"),
     "ragged_text": ("--captions-per-shard", "28", "--batches", "16"),
     "quantised_text": (),
     "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
     "open_cost": (),
     "plan_cost": ("--repeats", "15"),
-    "mixing": ("--repeats", "5"),
     "first_batch": ("--repeats", "15"),
     "delivery": ("--rows-per-shard", "256", "--batches", "512"),
     "delivery_columns": ("--rows-per-shard", "128", "--batches", "256"),
     "network_delivery": ("--repeats", "15"),
     "remote_delivery": (),
-    "remote_bytes": (),
     "remote_peers": ("--repeats", "2", "--ways", "1"),
     "busy_trainer": ("--rows-per-shard", "256", "--batches", "512", "--paced-batches", "100"),
     "rank_memory": ("--rows-per-shard", "256"),
@@ -112,10 +103,10 @@ class All:
     """Run every case and print all results.
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
-    its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
+    its options. Cases: against_peers, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
     ingest_stages, ingest_memory, ingest_again, ingest_import, listing_against_store,
-    plan_cost, mixing, first_batch, delivery, delivery_columns, network_delivery,
-    remote_delivery, remote_bytes, remote_peers, busy_trainer, rank_memory, training,
+    plan_cost, first_batch, delivery, delivery_columns, network_delivery,
+    remote_delivery, remote_peers, busy_trainer, rank_memory, training,
     checkpoint_pause, base_error.
 
     Example: python -m bucketline.bench --json

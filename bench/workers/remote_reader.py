@@ -1,4 +1,4 @@
-"""The processes that `remote_delivery` and `remote_bytes` measure.
+"""The processes that `remote_delivery` measures.
 
 `python -m bucketline.bench.workers.remote_reader JSON`, with a `RemoteRun` as JSON, prints a list of parts, such as epochs,
 with the seconds, CPU seconds and bytes of each. Everything is imported before the clock starts.
@@ -33,7 +33,6 @@ from bucketline.store.remote.cache.fetch_threads import MAX_REQUESTS
 from bucketline.store.remote.urls import RemoteOptions
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Callable, Iterator
 
 THREADS_OF_LINK = 4
@@ -49,13 +48,7 @@ class RemoteRun:
     name: str  # of the store, on the server
     store: str  # its local folder
     cache: str = ""  # an empty folder
-    cache_bytes: int | None = None
     batch_size: int = 32
-    epochs: int = 1
-    world_size: int = 1  # machines
-    rank: int = 0  # of this one
-    shuffle: str = "lines"
-    shuffle_window: int | None = None  # rows
 
     @property
     def url(self) -> str:
@@ -63,15 +56,7 @@ class RemoteRun:
 
     def config(self, cache: Path) -> LoaderConfig:
         """Return the configuration of a loader with this cache."""
-        cache_bytes = None if self.cache_bytes is None else str(self.cache_bytes)
-        return LoaderConfig(
-            batch_size=self.batch_size,
-            shuffle=Shuffle(self.shuffle),
-            shuffle_window=self.shuffle_window,
-            epochs=self.epochs,
-            cache=str(cache),
-            cache_bytes=cache_bytes,
-        )
+        return LoaderConfig(batch_size=self.batch_size, shuffle=Shuffle.LINES, epochs=1, cache=str(cache))
 
     def lines(self) -> Iterator[tuple[str, int, int]]:
         """Iterate over the lines of the store's shards: path below the server's URL, first byte, the one after the last."""
@@ -89,11 +74,7 @@ class Part:
     seconds: float
     cpu_s: float  # of this process
     num_bytes: int  # read from the server, or, of batches, of their tensors
-    first_s: float = 0.0  # until the first batch
     sent_bytes: int = 0  # by the server
-    gets: int = 0
-    line_bytes: int = 0  # of `sent_bytes`: of shards' files
-    line_gets: int = 0
     round_trips: int = 0  # until the first batch
     needed_bytes: int = 0  # of the objects that were requested until then
 
@@ -203,34 +184,12 @@ def files(run: RemoteRun) -> list[Part]:
 
 
 def loader(run: RemoteRun) -> list[Part]:
-    """Take every batch of some epochs from the server through an empty cache. The first epoch includes opening."""
+    """Take every batch of an epoch from the server through an empty cache; opening is included."""
     control(run.server)
-    clock, config = _Clock(), run.config(Path(run.cache) / "lines")
-    parts: list[Part] = []
-    for epoch in range(run.epochs):
-        # a loader for each, so that none reads ahead into the next
-        with Loader(run.url, replace(config, epochs=epoch + 1), rank=run.rank, world_size=run.world_size) as opened:
-            opened.set_epoch(epoch)
-            num_bytes, first_s = 0, 0.0
-            for batch in opened:
-                first_s = first_s or clock.since()
-                num_bytes += sum(tensor.nbytes for tensor in batch.tensors())
-            sent = control(run.server)
-            parts.append(
-                clock.part(
-                    num_bytes,
-                    first_s=first_s,
-                    sent_bytes=sent.num_bytes,
-                    gets=sent.num_gets,
-                    line_bytes=_of_lines(sent.bodies),
-                    line_gets=_of_lines(sent.gets),
-                )
-            )
-    return parts
-
-
-def _of_lines(counts: Counter[str]) -> int:
-    return sum(count for path, count in counts.items() if path.endswith(".lmdb"))
+    clock = _Clock()
+    with Loader(run.url, run.config(Path(run.cache) / "lines")) as opened:
+        num_bytes = sum(sum(tensor.nbytes for tensor in batch.tensors()) for batch in opened)
+        return [clock.part(num_bytes, sent_bytes=control(run.server).num_bytes)]
 
 
 def first_batch(run: RemoteRun) -> list[Part]:
@@ -243,7 +202,7 @@ def first_batch(run: RemoteRun) -> list[Part]:
         part = clock.part(sum(tensor.nbytes for tensor in batch.tensors()))
         sent = control(run.server)
     made, num_bytes = _in_time(sent.answers, end)
-    return [replace(part, sent_bytes=sent.num_bytes, gets=sent.num_gets, round_trips=made, needed_bytes=num_bytes)]
+    return [replace(part, sent_bytes=sent.num_bytes, round_trips=made, needed_bytes=num_bytes)]
 
 
 def _in_time(answers: list[tuple[float, float, int]], end: float) -> tuple[int, int]:
@@ -270,7 +229,7 @@ def local(run: RemoteRun) -> list[Part]:
 
 
 def _steady(run: RemoteRun, store: Store) -> list[Part]:
-    with Loader(store, LoaderConfig(batch_size=run.batch_size, shuffle=Shuffle(run.shuffle))) as opened:
+    with Loader(store, LoaderConfig(batch_size=run.batch_size, shuffle=Shuffle.LINES)) as opened:
         one_pass = opened.plan.steps_before(1)
         batches = opened.forever()
         for _ in range(2 * one_pass):
@@ -278,7 +237,7 @@ def _steady(run: RemoteRun, store: Store) -> list[Part]:
         while opened.stats().ready:
             next(batches)
         clock = _Clock()
-        return [clock.part(sum(sum(t.nbytes for t in next(batches).tensors()) for _ in range(run.epochs * one_pass)))]
+        return [clock.part(sum(sum(t.nbytes for t in next(batches).tensors()) for _ in range(one_pass)))]
 
 
 READERS: dict[str, Callable[[RemoteRun], list[Part]]] = {

@@ -184,7 +184,7 @@ def _write_anew(pending: Path, copy: Path) -> None:
     """Rewrite a shard's values to a new file in key order.
 
     LMDB's own compacting copy keeps leaf pages as full as random-order writes left them, two thirds; appending in key order
-    fills them: 1.6 % of the payload at rows of 8 KiB (`bench/store/disk_bytes.py`).
+    fills them: 1.6 % of the payload at rows of 8 KiB.
     """
     copy.unlink(missing_ok=True)
     os.close(os.open(copy, CREATE, FILE_MODE))

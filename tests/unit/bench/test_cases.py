@@ -16,25 +16,20 @@ from bucketline.bench.loader.busy_trainer import BusyTrainer
 from bucketline.bench.loader.delivery import Delivery
 from bucketline.bench.loader.delivery_columns import DeliveryColumns
 from bucketline.bench.loader.first_batch import FirstBatch
-from bucketline.bench.loader.mixing import Mixing
 from bucketline.bench.loader.network_delivery import NetworkDelivery
 from bucketline.bench.loader.plan_cost import PlanCost
 from bucketline.bench.loader.quantised_text import QuantisedText
 from bucketline.bench.loader.ragged_text import RaggedText
 from bucketline.bench.loader.rank_memory import RankMemory
-from bucketline.bench.loader.remote_bytes import RemoteBytes
 from bucketline.bench.loader.remote_delivery import RemoteDelivery
 from bucketline.bench.store.cold_gather import ColdGather
-from bucketline.bench.store.disk_bytes import FORMS, DiskBytes
 from bucketline.bench.store.hot_gather import HotGather
 from bucketline.bench.store.open_cost import OpenCost
-from tests.building import make_store, samples_of
 from tests.commands import spawn
 from tests.unit.bench.measured import measured, read_results
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 
@@ -49,30 +44,6 @@ def _torchs_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "WARM_UPS", 0)  # a round for figures that here nobody looks at
-
-
-def test_the_parts_of_disk_bytes_add_up_to_what_lies_beyond_the_payload(capsys: pytest.CaptureFixture[str]) -> None:
-    results = measured(DiskBytes, capsys, "--rows", 40, "--row-kib", 8, 32)
-    subjects = [f"{kib} KiB, {form}" for kib in (8, 32) for form in FORMS]
-    assert len(subjects) == 10
-    for subject in subjects:
-        whole = results[subject]
-        parts = [one["median"] for name, one in results.items() if name.startswith(f"{subject}: ")]
-        assert whole["limit_ratio"] == whole["median"] > 1
-        assert 1 + sum(parts) == pytest.approx(whole["median"], abs=1e-5)
-        assert min(parts) >= 0
-        assert whole["mark"] is None, "the marks are for 1,000 rows and more"
-
-
-def test_disk_bytes_are_held_against_the_marks_from_a_thousand_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    results = measured(DiskBytes, capsys, "--rows", 1000, "--row-kib", 8)
-    assert results["8 KiB, captions"]["mark"] == "at most 1.03"
-    assert results["8 KiB, captions"]["is_met"] is True
-
-
-def test_a_row_that_is_no_square_latent_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_case(DiskBytes, ["--row-kib", "9"]) == 2
-    assert "a row of 9 KiB is not a square latent" in capsys.readouterr().err
 
 
 def test_hot_gather_has_memcpy_beside_each_number_of_threads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,31 +111,9 @@ def test_open_cost_compares_few_rows_with_many(capsys: pytest.CaptureFixture[str
 
 
 def test_full_after_a_cases_name_stands_for_the_sizes_of_its_marks() -> None:
-    ran = spawn([sys.executable, "-m", "bucketline.bench", "disk_bytes", "--full", "--rows", "20", "--row-kib", "8", "--json"])
-    assert ran.code == 0, ran.err
     ran = spawn([sys.executable, "-m", "bucketline.bench", "hot_gather", "--full", "--repeats", "0"])
     assert ran.code == 2, "the case has parsed its sizes and then refused this"
     assert "--repeats is 0" in ran.err
-
-
-def test_mixing_holds_every_order_against_full(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    small = ("--shards", 40, "--rows-per-shard", 64, "--global-batch", 32, "--lanes", 2, "--window", 256, "--buffer", 256)
-    results = measured(Mixing, capsys, *small, "--repeats", 1)
-    for figure in ("same batch", "within 2 batches", "spread", "shards"):
-        assert results[f"{figure}: shuffle lines, 2 lanes"]["limit_ratio"] > 0
-    assert 0.95 < results["spread: shuffle full"]["median"] < 1.05
-    assert results["spread: shuffle lines, 2 lanes"]["median"] > results["spread: shards and a buffer, 2 readers"]["median"]
-    assert results["same batch: shuffle lines, 2 lanes"]["median"] < results["same batch: shuffle lines, 1 lane"]["median"]
-    assert results["shards: shuffle full"]["median"] > 15
-    for name in ("full", "blocks", "lines, 1 lane", "lines, 2 lanes"):
-        assert 0.03 < results[f"again first: shuffle {name}"]["median"] < 0.4  # by chance 512 of 2,560 rows
-    store = make_store(tmp_path / "real.store", samples_of({"train/64x64": 48}, "a/"), samples_of({"train/64x64": 16}, "b/"))
-    real = measured(Mixing, capsys, "--store", store.path, "--global-batch", 8, "--lanes", 2, "--repeats", 1)
-    assert 1 < real["shards: shuffle lines, 2 lanes"]["median"] <= 2
-    assert run_case(Mixing, ["--shards", "3", "--lanes", "4"]) == 2
-    assert "there are 3 shards, expected at least one for each of 4 lanes" in capsys.readouterr().err
-    assert run_case(Mixing, ["--epochs", "1"]) == 2
-    assert "--epochs is 1, expected 2 or more" in capsys.readouterr().err
 
 
 def test_plan_cost_compares_a_million_million_rows_with_a_million_and_measures_states(
@@ -220,18 +169,6 @@ def test_remote_delivery_compares_with_its_limits(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-def test_remote_bytes_counts_the_lines_that_leave_the_server_and_compares_them_with_the_bill(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    sizes = ("--num-shards", 3, "--rows-per-shard", 8, "--row-kib", 8, "--batch-size", 4)
-    assert run_case(RemoteBytes, [str(one) for one in (*sizes, "--machines", 1, "--caches", "--epochs", 2, "--json")]) == 0
-    _, results = read_results(capsys)
-    found = {(one["case"], one["subject"]): one for one in results}
-    assert found["remote_bytes, 1 machine", "epoch 1"]["median"] == 1
-    assert found["remote_bytes, 1 machine", "epoch 2"]["median"] == 0
-    assert found["remote_bytes, 1 machine", "forecast"]["median"] == 0
-
-
 @pytest.mark.parametrize("case", MODULES)
 def test_every_case_shows_an_example(case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bucketline.bench", case, "--help"])
