@@ -19,7 +19,6 @@ COMMANDS = commands(
         "seen": "bucketline.loader.commands.seen:SeenCommand",
         "serve": "bucketline.loader.commands.serve:Serve",
         "stats": "bucketline.loader.commands.stats:Stats",
-        "top": "bucketline.loader.commands.top:Top",
     },
 )
 

@@ -141,12 +141,17 @@ def summary(stats: dict[str, Any]) -> str:
 
     delivered = f"{counted(stats['samples'], 'sample')} and {human_bytes(stats['bytes'])} in {stats['seconds']:.0f} s"
     now = counted(len(stats["clients"]), "client") if stats["clients"] else "no client"
-    lines = [f"{', '.join(stats['stores'])}: {now} now, {stats['clients_so_far']} since the start; {delivered}"]
+    failed = f"{stats['errors']} ended with an error, {stats['refused']} refused"
+    lines = [f"{', '.join(stats['stores'])}: {now} now, {stats['clients_so_far']} since the start; {delivered}; {failed}"]
     for client in stats["clients"]:
         who = f"process {client['pid']}, rank {client['rank']} of {client['world_size']}"
         rate = f"{per_second(client['samples_per_s'], 'sample')}, {human_bytes(client['bytes_per_s'])}/s"
         waited = f"waited {client['waited_s']:.1f} s in {counted(client['waits'], 'wait')}"
-        lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready, {waited}")
+        waits = ", waits now" if client["is_waiting"] else ""
+        largest = sorted(client["by_bucket"], key=client["by_bucket"].__getitem__, reverse=True)
+        buckets = ", ".join(largest[:3]) + (f" and {len(largest) - 3} more" if len(largest) > 3 else "")
+        ready = f"{client['ready']} of {client['depth']} batches ready"
+        lines.append(f"  {who}: {rate}, {ready}, {waited}{waits}; of {buckets or 'no bucket yet'}")
     if (network := stats["network"]) is not None:
         sent = f"{counted(network['samples'], 'sample')} and {human_bytes(network['bytes'])} sent"
         so_far = f"{counted(len(network['clients']), 'client')} now, {network['clients_so_far']} since the start"

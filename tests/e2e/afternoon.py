@@ -74,7 +74,6 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--ragged NAME,NAME$", "loader plan --help"),
         (r"^loader plan --shuffle full", f"{PLAN} --epochs 20 --shuffle full"),
         (r"^--certificate cert\.pem --key key\.pem$", "loader serve --help"),
-        (r"^loader top PATH$", "loader top service.sock --every 0.1"),
         (r"^--metrics 127\.0\.0\.1:9400$", "loader serve photos.store --socket service.sock --metrics 127.0.0.1:0"),
         (r"^loader serve s3://bucket/photos\.store$", f"loader serve {URL} --socket PATH"),
         (r"^--store s3://…$", f"bucketline train {TRAIN}/url".replace("--store photos.store", f"--store {URL}")),

@@ -1,30 +1,23 @@
-"""The metrics of a service for Prometheus, and `loader top`."""
+"""The metrics of a service for Prometheus, and its statistics as text."""
 
 from __future__ import annotations
 
 import os
-import pty
 import re
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from contextlib import ExitStack, suppress
-from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from rich.console import Console
 
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.commands.serve import summary
 from bucketline.loader.commands.stats import stats_of
-from bucketline.loader.commands.top import screen
 from bucketline.loader.network import metrics as metrics_module
 from bucketline.loader.network.addresses import address_of
 from bucketline.loader.network.listener import Security, listening
@@ -36,7 +29,7 @@ from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
 from tests.building import make_store, samples_of
-from tests.commands import call, spawn
+from tests.commands import spawn
 from tests.leftovers import wait_until
 from tests.serving import serving
 
@@ -190,29 +183,20 @@ def _fail(*_: object, **__: object) -> None:
     raise BucketlineError("the disk is on fire")
 
 
-def test_a_screen_shows_rates_between_two_looks_and_who_waits(store: Store, socket_path: Path) -> None:
-    before = stats_of(socket_path)
+def test_the_text_says_who_waits_and_for_which_buckets(store: Store, socket_path: Path) -> None:
     with Loader(store, LoaderConfig(batch_size=2), service=socket_path) as loader:
         batches = loader.forever()
         for _ in range(5):
             next(batches)
         now = stats_of(socket_path)
-        waiting = {**now, "clients": [{**one, "is_waiting": True} for one in now["clients"]]}
-        out = StringIO()
-        console = Console(file=out, width=200)
-        console.print(screen(before, now), screen(before, waiting))
-    said = out.getvalue()
-    assert f"process {os.getpid()}  0 of 1" in said
+    (one,) = (one for one in now["clients"] if one["pid"] == os.getpid())
+    many = {f"train/{n}x{n}": n for n in range(5)}
+    said = summary({**now, "clients": [{**one, "is_waiting": True, "by_bucket": many}]})
+    assert f"process {os.getpid()}, rank 0 of 1" in said
     assert str(store.path) in said
-    assert " now " in said
-
-
-def test_top_prints_one_screen_without_a_terminal(socket_path: Path, tmp_path: Path) -> None:
-    ran = call("loader", "top", socket_path, "--every", 0.01)
-    assert (ran.code, ran.err) == (0, "")
-    assert re.search(r"process \d+, running for 0:00:\d\d\n", ran.out)
-    assert call("loader", "top", tmp_path / "nobody").code == 1
-    assert "expected seconds above 0" in call("loader", "top", socket_path, "--every", 0).err
+    assert ", waits now; of train/4x4, train/3x3, train/2x2 and 2 more" in said
+    assert "waits now" not in summary({**now, "clients": [{**one, "is_waiting": False}]})
+    assert "0 ended with an error, 7 refused" in summary({**now, "errors": 0, "refused": 7})
 
 
 def test_clients_on_other_machines_are_counted_while_connected_and_stay_in_the_totals(store: Store, tmp_path: Path) -> None:
@@ -252,7 +236,7 @@ def test_clients_on_other_machines_are_counted_while_connected_and_stay_in_the_t
 
 
 @pytest.mark.slow
-def test_a_service_answers_prometheus_and_top_is_live_until_ctrl_c(tmp_path: Path) -> None:
+def test_a_service_answers_prometheus(tmp_path: Path) -> None:
     made = make_store(tmp_path / "s.store", samples_of({"train/64x64": 40}))
     path = tmp_path / "socket"
     with serving(path, made.path, options=("--metrics", "127.0.0.1:0", "--listen", "127.0.0.1:0")) as process:
@@ -265,24 +249,6 @@ def test_a_service_answers_prometheus_and_top_is_live_until_ctrl_c(tmp_path: Pat
             batches = loader.forever()  # kept: a client whose iterator is gone has left
             next(batches)
             assert metrics_at(port)["bucketline_client_depth"]
-            controlling, terminal = pty.openpty()
-            with subprocess.Popen(
-                [sys.executable, "-m", "bucketline.loader.cli", "top", str(path), "--every", "0.2"],
-                stdin=terminal,
-                stdout=terminal,
-                stderr=terminal,
-                env={**os.environ, "TERM": "xterm"},
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
-            ) as top:
-                os.close(terminal)
-                shown, begun = b"", time.monotonic()
-                while shown.count(b"running for") < 3 and time.monotonic() - begun < 30:
-                    shown += os.read(controlling, 1 << 16)
-                top.send_signal(signal.SIGINT)
-                os.set_blocking(controlling, False)
-                assert top.wait(30) == 130
-            os.close(controlling)
-            assert shown.count(b"running for") >= 3
     refused = spawn(
         [sys.executable, "-m", "bucketline.loader.cli", "serve", made.path, "--socket", path, "--metrics", "nowhere"]
     )
