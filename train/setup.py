@@ -30,9 +30,7 @@ from bucketline.train.compile import (
 from bucketline.train.config import Compile, Ema, LrSchedule, Objective, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import IN_PROCESS, mean_weight, open_loader
 from bucketline.train.ema import Average
-from bucketline.train.float8 import expect_float8, use_float8
 from bucketline.train.memory.activations import recompute
-from bucketline.train.memory.frozen_base import quantise_base
 from bucketline.train.memory.offload import offload_blocks
 from bucketline.train.models.encoder_check import refuse_other_configs, refuse_other_encoders
 from bucketline.train.models.load import checked, facts_of, load, locate, weight_files
@@ -41,7 +39,6 @@ from bucketline.train.noise import LatentScale, NoisingOptions, Prep, load_sched
 from bucketline.train.optim import average_of, expect_possible, kind_of, make_optimizer
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe
-from bucketline.train.outputs.lora_file import start_from
 from bucketline.train.outputs.metrics import Scale
 from bucketline.train.outputs.progress import TRACKED, expect_trackers
 from bucketline.train.outputs.run_dir import config_as_json
@@ -122,6 +119,8 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         config = replace(config, precision=Precision(str(before or (Precision.BF16 if has_bf16 else Precision.FP32))))
     if config.precision is Precision.FP8:
+        from bucketline.train.float8 import expect_float8
+
         expect_float8(config, device)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True  # convolutions of each size are timed once, in the warm-up
@@ -253,10 +252,16 @@ def _load_model(
     if config.lora_rank is not None:
         add_adapters(model, family, config)
         if config.lora_from is not None and not resumes:
+            from bucketline.train.outputs.lora_file import start_from
+
             start_from(config.lora_from, model, family.lora_pipeline)
     if config.precision is Precision.FP8:
+        from bucketline.train.float8 import use_float8
+
         log.info("%d linear layers compute in 8-bit floats", use_float8(model))
     if config.base is not None:
+        from bucketline.train.memory.frozen_base import quantise_base
+
         quantise_base(model, config.base, device)
     return family, model, schedule
 

@@ -14,19 +14,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
 from bucketline.files.atomic_write import write_durably
-from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER
+from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER, LOSS_CURVE
 from bucketline.loader.mixture import join
 from bucketline.train import data
 from bucketline.train.compile import mark
-from bucketline.train.evaluation.drawing import draw_images
-from bucketline.train.evaluation.image_grid import LOSS_CURVE
 from bucketline.train.evaluation.prompts import load_prompts
 from bucketline.train.evaluation.validation import validate
 from bucketline.train.outputs import checkpoint, run_dir
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights, folder_of_step
-from bucketline.train.outputs.hub import HubUploads
 from bucketline.train.outputs.metrics import WindowRecorder, cut_back
-from bucketline.train.outputs.model_card import model_card
 from bucketline.train.outputs.progress import ProgressLine, RunLog
 from bucketline.train.outputs.run_lock import RunLock
 from bucketline.train.outputs.saver import Output, Saver
@@ -44,6 +40,7 @@ if TYPE_CHECKING:
 
     from bucketline.train.config import TrainConfig
     from bucketline.train.evaluation.validation import ValidationResult
+    from bucketline.train.outputs.hub import HubUploads
     from bucketline.train.parallel import Agreed
     from bucketline.typed_json import Json
 
@@ -154,7 +151,11 @@ class Trainer:
         self.steps_done = self._steps_before = start.steps_done
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
-        self.uploads = HubUploads(config.push_to_hub, self._progress.say) if config.push_to_hub and ranks.is_main else None
+        self.uploads: HubUploads | None = None
+        if config.push_to_hub and ranks.is_main:
+            from bucketline.train.outputs.hub import HubUploads
+
+            self.uploads = HubUploads(config.push_to_hub, self._progress.say)
         self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self.uploads)
         self._recorder = WindowRecorder(
             log_every=config.log_every,
@@ -285,6 +286,8 @@ class Trainer:
         self._to_save.clear()
 
     def _card(self, *, of_export: bool = False) -> str:
+        from bucketline.train.outputs.model_card import model_card
+
         validation = self._validations.get(self.steps_done)
         return model_card(self.training, self._weights, self.loader.shares, self.steps_done, validation, of_export=of_export)
 
@@ -304,6 +307,7 @@ class Trainer:
 
     def _draw(self, path: Path) -> bool:
         """Draw an image grid on rank 0 (a sharded model needs every rank); return whether it was written."""
+        from bucketline.train.evaluation.drawing import draw_images
 
         def draw() -> bool:
             shares, done, keeps = self.loader.shares, self.steps_done, self.ranks.is_main

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from bucketline.typed_json import Json
 
-LOSS_CURVE = "loss.png"
 CELL_WIDTH = 2.6  # inches per image in the grid
 PER_ROW = 4  # prompts
 DPI, MAX_PX = 130, 60_000  # of a file; Agg and JPEG take fewer than 65,536 px a side

@@ -18,7 +18,6 @@ from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import family_of_model
 from bucketline.train.config import Base, Ema, Precision, Sharding, TrainConfig, WeightDtype
 from bucketline.train.memory.activations import kept_activations, latent_size, recompute
-from bucketline.train.memory.frozen_base import quantise_base
 from bucketline.train.memory.offload import frozen_bytes, offloaded
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.optim import OPTIMIZERS, kind_of, make_optimizer
@@ -178,6 +177,8 @@ def _on_meta(config: Mapping[str, Json], asked: TrainConfig) -> tuple[Family, nn
     if asked.lora_rank is not None:
         add_adapters(model, family, asked)
     if asked.base is not None:
+        from bucketline.train.memory.frozen_base import quantise_base
+
         quantise_base(model, asked.base, torch.device("meta"))
     return family, model.train()
 

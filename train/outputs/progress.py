@@ -15,10 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bucketline.command_line import counted, per_second
 from bucketline.errors import UsageError
-from bucketline.files.run_marker import METRICS
+from bucketline.files.run_marker import LOSS_CURVE, METRICS
 from bucketline.progress import stderr_console
 from bucketline.train.compile import graphs_compiled, peak_memory_bytes
-from bucketline.train.evaluation.image_grid import LOSS_CURVE, draw_loss_curve
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.outputs.run_dir import RunStatus, config_as_json, write_status
 
@@ -132,7 +131,9 @@ class RunLog:
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, progress: ProgressLine) -> None:
         """Open `metrics.jsonl` for appending, and start the trackers with the run's configuration."""
-        self._output, self._accelerator, self._progress = config.output_dir, accelerator, progress
+        from bucketline.train.evaluation.image_grid import draw_loss_curve
+
+        self._output, self._accelerator, self._progress, self._plot = config.output_dir, accelerator, progress, draw_loss_curve
         plain = {
             name: value if isinstance(value, bool | int | float | str) else str(value)
             for name, value in config_as_json(config).items()
@@ -162,7 +163,7 @@ class RunLog:
     def draw_curve(self) -> None:
         """Redraw the loss curve, and decide when the next time is: the longer it takes, the later."""
         began = time.monotonic()
-        draw_loss_curve(read_metrics(self._output), self._output / LOSS_CURVE)
+        self._plot(read_metrics(self._output), self._output / LOSS_CURVE)
         ended = time.monotonic()
         self._curve_due = ended + max(CURVE_EVERY_S, (ended - began) / CURVE_SHARE)
 

@@ -17,7 +17,6 @@ from bucketline.files.run_marker import METRICS
 from bucketline.train.host_copy import HostMemory
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Copies
-from bucketline.train.outputs.export import write_export
 from bucketline.train.parallel import from_rank_zero
 
 if TYPE_CHECKING:
@@ -102,6 +101,8 @@ class Saver:
             card, keep = cards[Output.CHECKPOINT], config.keep_checkpoints
             checkpoint.write(config.output_dir, weights, copies, state, card=card, keep=keep)
         if (folder := due.get(Output.EXPORT)) is not None:
+            from bucketline.train.outputs.export import write_export
+
             card, dtype = cards[Output.EXPORT], config.export_dtype
             write_export(folder, weights, copies.config, copies.best, dtype=dtype, card=card)
             if self._uploads is not None and (config.push_exports or state.steps_done == config.max_steps):

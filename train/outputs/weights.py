@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
-from bucketline.train.outputs.lora_file import LORA_METADATA, PEFT_PREFIX, for_other_tools
 from bucketline.train.parallel import plain_class
 
 if TYPE_CHECKING:
@@ -105,11 +104,15 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         from peft import get_peft_model_state_dict
 
+        from bucketline.train.outputs.lora_file import PEFT_PREFIX
+
         prefix = f"{self.part}." if self.pipeline else PEFT_PREFIX
         state = get_peft_model_state_dict(model, model.state_dict(keep_vars=True))
         return {prefix + name: tensor for name, tensor in state.items()}
 
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+        from bucketline.train.outputs.lora_file import LORA_METADATA, for_other_tools
+
         if self.pipeline:
             # The format of diffusers' `save_lora_weights`, which preserves rank, alpha and layers.
             save_tensors(tensors, folder / LORA_FILE, {"format": "pt", LORA_METADATA: config})

@@ -22,6 +22,7 @@ from bucketline.errors import StateError, TrainError, UsageError
 from bucketline.store.format.mixture_file import MixedStore, write_mixture
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
+from bucketline.train.evaluation import image_grid
 from bucketline.train.evaluation.image_grid import draw_loss_curve
 from bucketline.train.main import main
 from bucketline.train.outputs import progress, run_dir, weights
@@ -54,7 +55,7 @@ def test_a_run_writes_windows_validations_status_and_a_checkpoint(folder: Path) 
 
 
 def test_a_run_ends_with_a_loss_curve_and_a_grid_of_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "draw_loss_curve", draw_loss_curve)
+    monkeypatch.setattr(image_grid, "draw_loss_curve", draw_loss_curve)
     asked = config(folder, num_images=3)
     summary = train(asked, ALONE)
     assert [path.name for path in summary.images] == ["loss.png", "images.png"]
@@ -70,7 +71,7 @@ def test_the_loss_curve_grows_during_a_run(folder: Path, monkeypatch: pytest.Mon
         draw_loss_curve(lines, path)
         assert path.read_bytes().startswith(b"\x89PNG")
 
-    monkeypatch.setattr(progress, "draw_loss_curve", draw)
+    monkeypatch.setattr(image_grid, "draw_loss_curve", draw)
     monkeypatch.setattr(progress, "CURVE_EVERY_S", 1e6)
     train(config(folder, max_steps=3), ALONE)
     assert len(drawn) == 1, "a short run draws it at its end"
