@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from bucketline.loader.prefetch.threads import ThreadStream
     from bucketline.loader.stats import LoaderStats
     from bucketline.store.format.columns import LatentKind
+    from bucketline.store.read.store import OpenShards
 
 
 class Loader(EpochLoader):
@@ -203,6 +204,11 @@ class Loader(EpochLoader):
         assert not isinstance(stream, ServiceStream)
         self._stream = stream
         return stream
+
+    @property
+    def rows(self) -> OpenShards:
+        """The rows of all stores, of every split, joined by bucket."""
+        return self._rows
 
     @property
     def latent_kind(self) -> LatentKind:

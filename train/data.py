@@ -84,7 +84,7 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
         )
     wanted: Sequence[int | None] = [None] * len(asked) if before is None else [one.generation for one in before]
     planned, way_on = f"{start.checkpoint}", "continue with --resume --new-plan, which keeps weights, averages and optimizer"
-    if start.state is None and (schedule := _read_schedule(config, ranks)) and len(schedule[0][1]) == len(asked):
+    if start.state is None and (schedule := _read_schedule(config, ranks, len(asked))):
         wanted = schedule[0][1]
         planned, way_on = f"{config.follow_schedule}", "its steps cannot be repeated: leave out --follow-schedule"
 
@@ -177,30 +177,31 @@ def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None
         next(loader.forever())
 
 
-def _read_schedule(config: TrainConfig, ranks: TrainRanks) -> FollowSchedule:
-    """Return the schedule of the run that `--follow-schedule` names; empty without that option."""
-    path = config.follow_schedule
-    return () if path is None else from_rank_zero(ranks, lambda: schedule_of(read_run(path).state))
+def _read_schedule(config: TrainConfig, ranks: TrainRanks, num_stores: int) -> FollowSchedule:
+    """Return the schedule of the run that `--follow-schedule` names; empty without that option.
+
+    Raises:
+        StateError: if it is of another number of stores.
+    """
+    if (path := config.follow_schedule) is None:
+        return ()
+    schedule = from_rank_zero(ranks, lambda: schedule_of(read_run(path).state))
+    for _, numbers in schedule:
+        if len(numbers) != num_stores:
+            raise StateError(
+                f"{path} is the schedule of {len(numbers)} stores, {num_stores} are given; "
+                "name each --store of that run, in its order"
+            )
+    return schedule
 
 
 class Follower:
     """Decides at which steps a run takes up newer generations: those of a schedule, or as rank 0 finds them."""
 
     def __init__(self, config: TrainConfig, ranks: TrainRanks, loader: Loader) -> None:
-        """Read the schedule, if one is given.
-
-        Raises:
-            StateError: if it is of another number of stores.
-        """
         self._ranks, self._loader = ranks, loader
         self._looks = config.follow and ranks.is_main
-        self._schedule = _read_schedule(config, ranks)
-        for _, numbers in self._schedule:
-            if len(numbers) != len(loader.shares):
-                raise StateError(
-                    f"{config.follow_schedule} is the schedule of {len(numbers)} stores, {len(loader.shares)} are given; "
-                    "name each --store of that run, in its order"
-                )
+        self._schedule = _read_schedule(config, ranks, len(loader.shares))
 
     def has_newer(self) -> bool:
         """Return True on rank 0 if there are newer generations; never waits."""

@@ -54,15 +54,14 @@ from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place_
 from bucketline.train.step import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torch import nn
 
     from bucketline.families.family import Family
-    from bucketline.loader import Batch, Loader, WeightedStore
-    from bucketline.store import Bucket, Store
-    from bucketline.store.read.store import OpenShards
+    from bucketline.loader import Loader
+    from bucketline.store import Store
     from bucketline.train.noise import ModelSchedule
     from bucketline.train.outputs.weights import Weights
     from bucketline.typed_json import Json
@@ -81,7 +80,7 @@ _FREE = {
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
 
-BEFORE: dict[str, Json] = {"guidance": 3.5, "optimizer": "adamw", "weights": "fp32"}
+BEFORE: dict[str, Json] = {"guidance": 3.5, "weights": "fp32"}
 """Values that were fixed before there was an option."""
 
 
@@ -130,24 +129,15 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
     return config
 
 
-def build(
-    config: TrainConfig,
-    ranks: TrainRanks,
-    accelerator: Accelerator,
-    start: Start,
-    stores: Sequence[WeightedStore],
-    rows: OpenShards,
-) -> tuple[Training, ModelSchedule, Weights]:
+def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Training, ModelSchedule, Weights]:
     """Build what a step needs: the model, checked against the stores, on its devices, with the checkpoint's tensors if any.
-
-    `rows`: of all stores.
 
     Raises:
         ModelError, UsageError: if model, stores and options do not match; the message names them.
         StateError: if the checkpoint belongs to another model.
     """
-    device, store = accelerator.device, stores[0].store  # all stores have the encoders of the first
-    family, model, schedule = _load_model(config, ranks, store, rows, device, resumes=start.checkpoint is not None)
+    device, store = loader.device, loader.shares[0].store
+    family, model, schedule = _load_model(config, ranks, loader, resumes=start.checkpoint is not None)
     weights = weights_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)
     compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
     recompute(model, config, is_compiled=compiled)
@@ -176,7 +166,7 @@ def build(
             compiled=compiled,
         ),
         autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),
-        mean_weight=mean_weight(config, stores),
+        mean_weight=mean_weight(config, loader.shares),
     )
     return training, schedule, weights
 
@@ -211,7 +201,8 @@ def refuse_model(config: TrainConfig) -> None:
 
 
 def _schedule_of(config: TrainConfig, folder: Path, family: Family, device: torch.device) -> ModelSchedule:
-    return load_schedule(
+    """Return the model's noise schedule, which the run's options suit."""
+    schedule = load_schedule(
         folder,
         device,
         objective=config.objective,
@@ -219,36 +210,38 @@ def _schedule_of(config: TrainConfig, folder: Path, family: Family, device: torc
         patch_size=family.patch_size,
         published=family.scheduler,
     )
-
-
-def _load_model(
-    config: TrainConfig, ranks: TrainRanks, store: Store, rows: OpenShards, device: torch.device, *, resumes: bool
-) -> tuple[Family, nn.Module, ModelSchedule]:
-    """Load the model and its noise schedule, and add adapters; `resumes`: a checkpoint fills these, not a file."""
-    shard_ranks_of(config, ranks)  # refused before weights are read
-    expect_possible(config, ranks.world_size)
-    folder, file = locate(config.model, config.model_config)
-    # Frozen weights are never updated, so they need no more precision than they are computed in.
-    is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)
-    dtype = torch.bfloat16 if is_bf16 else torch.float32
-    facts = facts_of(store, rows.buckets())
-    with fail_together():  # rank 0 reads the weights, and the others wait for it
-        on_meta = not (ranks.is_main or loads_alone(config))
-        family, model = load(folder, facts, config.seed, file, dtype=dtype, on_meta=on_meta)
-    family.guidance = config.guidance
     if config.image_guidance is not None and config.image_guidance > family.no_guidance and not family.is_guidable:
         raise UsageError(
             f"--image-guidance is {config.image_guidance}, and {family.pipelines[0]} guides by a second model, which is not "
             "trained; leave the option out: images are drawn without guidance"
         )
-    from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
-    schedule = _schedule_of(config, folder, family, device)
     if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:
         raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; use --flow-weighting")
     if config.flow_weighting is not None and schedule.objective is not Objective.FLOW:
         raise UsageError(
             f"--flow-weighting is {config.flow_weighting}, and the objective is {schedule.objective}; use --min-snr-gamma"
         )
+    return schedule
+
+
+def _load_model(
+    config: TrainConfig, ranks: TrainRanks, loader: Loader, *, resumes: bool
+) -> tuple[Family, nn.Module, ModelSchedule]:
+    """Load the model and its noise schedule, and add adapters; `resumes`: a checkpoint fills these, not a file."""
+    store, device = loader.shares[0].store, loader.device  # all stores have the encoders of the first
+    shard_ranks_of(config, ranks)  # refused before weights are read
+    expect_possible(config, ranks.world_size)
+    folder, file = locate(config.model, config.model_config)
+    # Frozen weights are never updated, so they need no more precision than they are computed in.
+    is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    facts = facts_of(store, loader.rows.buckets())
+    with fail_together():  # rank 0 reads the weights, and the others wait for it
+        on_meta = not (ranks.is_main or loads_alone(config))
+        family, model = load(folder, facts, config.seed, file, dtype=dtype, on_meta=on_meta)
+    family.guidance = config.guidance
+    from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
+    schedule = _schedule_of(config, folder, family, device)
     if config.lora_rank is not None:
         add_adapters(model, family, config)
         if config.lora_from is not None and not resumes:
@@ -284,55 +277,47 @@ def expect_same_optimizer(config: TrainConfig, before: Mapping[str, object], che
         )
 
 
-Ready = dict[str, tuple[int, ...]]
-"""Buckets that a run has been compiled for, with the shape of their batches."""
-
-
-def count_work(
-    training: Training, ranks: TrainRanks, loader: Loader, rows: OpenShards, say: Callable[[str], None], ready: Ready
-) -> Scale:
-    """Compile for every bucket before timing starts, and tell `say`; on a GPU, also count the FLOPs of a step per bucket.
-
-    Buckets that are `ready`, from a generation before, are left out, and the others are added there. Of each bucket, the first
-    rank of each machine compiles first: the others find its kernels in inductor's cache. Sharded ranks need each other, so they
-    compile at the same time, with their share of the cores.
-    """
-    config, compiled, on_gpu = training.config, training.prep.compiled, loader.device.type == "cuda"
-    examples: dict[str, Batch] = {}
-    flops: dict[str, float] = {}
+def scale_of(config: TrainConfig, ranks: TrainRanks, device: torch.device) -> Scale:
+    """Return the scale of a run's throughput, without buckets yet; log why it has no MFU."""
     peak = None
-    trained, validated = (
-        [bucket for bucket in rows.buckets(split) if ready.get(bucket.name) != _batch_shape(bucket, loader)]
-        for split in ("train", "val")
-    )
-    if (compiled or on_gpu) and (trained or validated):
-        one_ahead = replace(config, service=IN_PROCESS, prefetch_bytes=1 << 20)
-        with open_loader(one_ahead, ranks, loader.shares, loader.device, like=loader) as one:
-            examples = example_batches(one, [*trained, *validated])
-        ready.update({bucket.name: _batch_shape(bucket, loader) for bucket in (*trained, *validated)})
-    if compiled and examples:
-        batches, evaluated = ([examples[bucket.name] for bucket in buckets] for buckets in (trained, validated))
-        if is_sharded(config, ranks):
-            share_cores_of_compiler(torchrun_ranks()["local_world_size"])
-        turn = contextlib.nullcontext if is_sharded(config, ranks) else functools.partial(first_of_each_machine_first, ranks)
-        warm_up(training, batches, say, validated=evaluated, turn=turn)
-    if on_gpu and trained:
-        per_step = config.accumulation * ranks.world_size
-        own = {bucket.name: examples[bucket.name] for bucket in trained}
-        counted = flops_of_buckets(training.bare_model, training.family, own)
-        flops = {name: per_step * each for name, each in counted.items()}
-        name = torch.cuda.get_device_name(loader.device)
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
         if config.precision is not Precision.BF16:
             log.warning("no MFU: it is relative to the bf16 peak, and --precision is %s", config.precision)
         elif (peak := peak_flops(name)) is None:
             log.warning("no MFU: the bf16 peak of %s is unknown", name)
-    samples = {bucket.name: bucket.global_batch for bucket in loader.plan.buckets}
-    return Scale(num_devices=ranks.world_size, samples=samples, flops=flops, peak_flops=peak)
+    return Scale(num_devices=ranks.world_size, peak_flops=peak)
 
 
-def _batch_shape(bucket: Bucket, loader: Loader) -> tuple[int, ...]:
-    """Return the shape of a bucket's latents in a batch."""
-    return (loader.config.rows_of(bucket), *bucket.spec.column(LATENT).shape)
+def count_work(training: Training, ranks: TrainRanks, loader: Loader, say: Callable[[str], None], scale: Scale) -> None:
+    """Compile for every bucket before timing starts, and tell `say`; on a GPU, also count the FLOPs of a step per bucket.
+
+    Buckets that the scale has, from a generation before, are left out, and the others are added there. The first rank of each
+    machine compiles a bucket first: the others find its kernels in inductor's cache. Sharded ranks need each other, so they
+    compile at the same time, with their share of the cores.
+    """
+    config, compiled, on_gpu = training.config, training.prep.compiled, loader.device.type == "cuda"
+    scale.samples.update({bucket.name: bucket.global_batch for bucket in loader.plan.buckets})
+    shapes = {one.name: (loader.config.rows_of(one), *one.spec.column(LATENT).shape) for one in loader.rows.buckets()}
+    trained, validated = (
+        [bucket for bucket in loader.rows.buckets(split) if scale.shapes.get(bucket.name) != shapes[bucket.name]]
+        for split in ("train", "val")
+    )
+    if not (compiled or on_gpu) or not (trained or validated):
+        return
+    scale.shapes.update(shapes)
+    one_ahead = replace(config, service=IN_PROCESS, prefetch_bytes=1 << 20)
+    with open_loader(one_ahead, ranks, loader.shares, loader.device, like=loader) as one:
+        examples = example_batches(one, [*trained, *validated])
+    own, evaluated = ({bucket.name: examples[bucket.name] for bucket in buckets} for buckets in (trained, validated))
+    if compiled:
+        if is_sharded(config, ranks):
+            share_cores_of_compiler(torchrun_ranks()["local_world_size"])
+        turn = contextlib.nullcontext if is_sharded(config, ranks) else functools.partial(first_of_each_machine_first, ranks)
+        warm_up(training, [*own.values()], say, validated=[*evaluated.values()], turn=turn)
+    if on_gpu and own:
+        counted = flops_of_buckets(training.bare_model, training.family, own)
+        scale.flops.update({name: config.accumulation * ranks.world_size * each for name, each in counted.items()})
 
 
 def latent_scale(store: Store, device: torch.device, family: Family | type[Family]) -> LatentScale:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from bucketline.command_line import counted
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER, LOSS_CURVE
-from bucketline.loader.mixture import join
 from bucketline.train import data
 from bucketline.train.compile import mark
 from bucketline.train.evaluation.prompts import load_prompts
@@ -28,7 +28,7 @@ from bucketline.train.outputs.run_lock import RunLock
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.refusals import refuse_stores
-from bucketline.train.setup import Ready, build, count_work, refuse_model, resolved, start_processes, warn_of_assumptions
+from bucketline.train.setup import build, count_work, refuse_model, resolved, scale_of, start_processes, warn_of_assumptions
 from bucketline.train.step import train_step
 from bucketline.typed_json import encode
 
@@ -140,14 +140,13 @@ class Trainer:
         elif start.state is not None:
             self.loader.load_state_dict(start.state.loader)
             window = start.state.window  # its buckets are those of this plan
-        self.rows = join(self.loader.shares)
-        self.training, self.schedule, self._weights = build(config, ranks, accelerator, start, self.loader.shares, self.rows)
+        self.training, self.schedule, self._weights = build(config, ranks, start, self.loader)
         self._prompts = load_prompts(config, self.loader.shares, self.training.family)
         warn_of_assumptions(start, self.training, self.loader)
         self._follower = data.Follower(config, ranks, self.loader)
         self.loader.start()  # to read ahead while the rest compiles
-        self._ready: Ready = {}
-        self.scale = count_work(self.training, ranks, self.loader, self.rows, self._progress.say, self._ready)
+        self.scale = scale_of(config, ranks, self._device)
+        count_work(self.training, ranks, self.loader, self._progress.say, self.scale)
         self.steps_done = self._steps_before = start.steps_done
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
@@ -171,9 +170,9 @@ class Trainer:
         with contextlib.closing(self.saver):  # what a failure's message says depends on whether the last checkpoint exists
             self._take_up(is_agreed=False)
             self._validations = from_rank_zero(self.ranks, self._open_log)
-            if not self.rows.buckets("val"):
+            if not self.loader.rows.buckets("val"):
                 self._progress.say(
-                    f"{self.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)"
+                    f"{self.loader.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)"
                 )
             if self._validation_due():
                 self._validate()
@@ -238,10 +237,7 @@ class Trainer:
         expect_equal("the plan's digest", self.loader.plan.digest)
         refuse_stores(self.config, self.loader.shares)
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
-        self.rows = join(self.loader.shares)
-        found = count_work(self.training, self.ranks, self.loader, self.rows, self._progress.say, self._ready)
-        self.scale.samples.update(found.samples)  # a window may have steps of both generations
-        self.scale.flops.update(found.flops)
+        count_work(self.training, self.ranks, self.loader, self._progress.say, self.scale)
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
         named = ", ".join(map(str, generations))
         self._progress.say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
@@ -250,7 +246,7 @@ class Trainer:
 
     def _validation_due(self) -> bool:
         is_scheduled = self.steps_done == 0 or _due(self.config.validate_every, self.steps_done)
-        return is_scheduled and self.steps_done not in self._validations and bool(self.rows.buckets("val"))
+        return is_scheduled and self.steps_done not in self._validations and bool(self.loader.rows.buckets("val"))
 
     def _validate(self) -> None:
         with data.open_val_loader(self.config, self.ranks, self.loader.shares, self._device) as batches:
@@ -297,7 +293,7 @@ class Trainer:
         parts = [(step, rank * per_step + micro_step) for rank in ranks for micro_step in range(per_step)]
         drawn = self.loader.plan.draw(parts, self.ranks.world_size * per_step)
         rows = np.concatenate([one.rows for one in drawn])
-        names = self.rows.bucket(drawn[0].bucket).sample_ids(rows[:MOST_NAMED])
+        names = self.loader.rows.bucket(drawn[0].bucket).sample_ids(rows[:MOST_NAMED])
         more = f" and {len(rows) - len(names)} more" if len(rows) > len(names) else ""
         return f"{', '.join(names)}{more}"
 
@@ -309,16 +305,14 @@ class Trainer:
         """Draw an image grid on rank 0 (a sharded model needs every rank); return whether it was written."""
         from bucketline.train.evaluation.drawing import draw_images
 
-        def draw() -> bool:
-            shares, done, keeps = self.loader.shares, self.steps_done, self.ranks.is_main
-            return draw_images(self.training, self.schedule, shares, self._prompts, path, steps_done=done, keeps=keeps)
-
+        of, done, keeps = (self.training, self.schedule, self.loader.shares, self._prompts), self.steps_done, self.ranks.is_main
+        draw = functools.partial(draw_images, *of, path, steps_done=done, keeps=keeps)
         return draw() if isinstance(self.training.model, FSDPModule) else from_rank_zero(self.ranks, draw)
 
     def _finish(self, stopped_by: str | None) -> TrainSummary:
         """Write the last validation, checkpoint, export, curve, images, card and status."""
         output = self.config.output_dir
-        if stopped_by is None and self.rows.buckets("val") and self._validations.get(self.steps_done) is None:
+        if stopped_by is None and self.loader.rows.buckets("val") and self._validations.get(self.steps_done) is None:
             self._validate()
         self._to_save.add(Output.CHECKPOINT)
         if self.steps_done == self.config.max_steps and (self.config.export_every or self.config.push_to_hub):

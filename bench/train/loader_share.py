@@ -121,7 +121,7 @@ class Windows:
         self.device = trainer.loader.device
         in_process = replace(trainer.config, service="none")
         with open_loader(in_process, trainer.ranks, trainer.loader.shares, self.device) as one:
-            self._examples = example_batches(one, trainer.rows.buckets("train"))
+            self._examples = example_batches(one, trainer.loader.rows.buckets("train"))
         counted = trainer.scale
         self._flops = counted.flops or flops_of_buckets(trainer.training.bare_model, trainer.training.family, self._examples)
         self._images = counted.samples

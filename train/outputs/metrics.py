@@ -62,12 +62,13 @@ class WindowState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Samples and FLOPs per step, to compute a window's throughput."""
+    """Samples and FLOPs per step, to compute a window's throughput; buckets are added as a run takes them up."""
 
     num_devices: int
-    samples: dict[str, int]  # per step of each bucket, over all devices
-    flops: dict[str, float]  # per step of each bucket, over all devices, forward and backward; {}: not counted
     peak_flops: float | None  # of one device; None: unknown
+    samples: dict[str, int] = field(default_factory=dict)  # per step of each bucket, over all devices
+    flops: dict[str, float] = field(default_factory=dict)  # likewise, forward and backward; {}: not counted
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the batches that the run is compiled for, by bucket
 
 
 @dataclass(slots=True, kw_only=True)

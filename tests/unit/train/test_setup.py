@@ -23,7 +23,7 @@ from bucketline.train.models.load import load
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.refusals import refuse_unread_columns
 from bucketline.train.setup import latent_scale, start_processes
-from bucketline.train.trainer import Trainer
+from bucketline.train.trainer import Trainer, train
 from tests.building import TEXT, rewrite_manifest
 from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, config, make_training_store
 
@@ -113,6 +113,13 @@ def test_what_does_not_suit_the_model_or_the_store_is_refused_before_training(
 ) -> None:
     with pytest.raises(error, match=message):
         built_alone(config(folder, **changes))
+
+
+def test_what_does_not_suit_the_models_objective_is_refused_before_there_is_a_run(folder: Path) -> None:
+    asked = config(folder, flow_weighting=FlowWeighting.COSMAP)
+    with pytest.raises(UsageError, match="--flow-weighting is cosmap"):
+        train(asked, ALONE)
+    assert not asked.output_dir.exists()
 
 
 @pytest.mark.parametrize(
