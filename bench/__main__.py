@@ -21,81 +21,60 @@ from bucketline.errors import BucketlineError, UsageError
 if TYPE_CHECKING:
     from bucketline.bench.report import Document
 
-MODULES = {  # of `bucketline.bench`
-    "against_peers": "peers.against_peers",
-    "hot_gather": "store.hot_gather",
-    "cold_gather": "store.cold_gather",
-    "open_cost": "store.open_cost",
-    "ragged_text": "loader.ragged_text",
-    "quantised_text": "loader.quantised_text",
-    "plan_cost": "loader.plan_cost",
-    "first_batch": "loader.first_batch",
-    "delivery": "loader.delivery",
-    "delivery_columns": "loader.delivery_columns",
-    "network_delivery": "loader.network_delivery",
-    "remote_delivery": "loader.remote_delivery",
-    "remote_peers": "peers.remote_peers",
-    "busy_trainer": "loader.busy_trainer",
-    "rank_memory": "loader.rank_memory",
-    "ingest_stages": "ingest.stages",
-    "ingest_memory": "ingest.memory",
-    "ingest_again": "ingest.repack",
-    "listing_against_store": "ingest.listing_against_store",
-    "ingest_import": "ingest.cache_import",
-    "training": "train.loader_share",
-    "checkpoint_pause": "train.checkpoint_pause",
-    "base_error": "train.base_error",
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A case, or a part of one that a flag selects, with its sizes."""
+
+    module: str  # of `bucketline.bench`
+    quick: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
+
+
+def _run(module: str, quick: str = "", full: str = "") -> Run:
+    return Run(module=module, quick=tuple(quick.split()), full=tuple(full.split()))
+
+
+RUNS = {
+    "peers": _run("peers.against_peers", "--batches-per-bucket 4 --repeats 2 --least-s 0.3 --ways 1"),
+    "peers --remote": _run(
+        "peers.remote_peers", "--batches-per-bucket 4 --repeats 1 --ways 1 --cache-share 4", "--repeats 2 --ways 1"
+    ),
+    "hot": _run("cases.hot", "--rows-per-shard 64 --batches 96 --repeats 3", "--rows-per-shard 256 --batches 512"),
+    "hot --columns": _run(
+        "cases.hot_columns", "--rows-per-shard 32 --batches 48 --repeats 3", "--rows-per-shard 128 --batches 256"
+    ),
+    "hot --text": _run("cases.hot_text", "--rows 96 --batches 12 --repeats 3"),
+    "hot --busy": _run(
+        "cases.hot_busy",
+        "--rows-per-shard 64 --batches 96 --repeats 3",
+        "--rows-per-shard 256 --batches 512 --paced-batches 100",
+    ),
+    "cold": _run(
+        "cases.cold",
+        "--rows-per-shard 64 --batches 32 --repeats 3 --depths 8 32",
+        "--rows-per-shard 512 --batches 384",
+    ),
+    "cold --text": _run(
+        "cases.cold",
+        "--text --rows-per-shard 6 --batches 4 --repeats 3 --depths 8 32",
+        "--text --rows-per-shard 28 --batches 16",
+    ),
+    "start": _run("cases.start", "--rows 1000 1000000 --shards 1 30 100"),
+    "start --batch": _run("cases.start_batch", "--rows 1000000", "--repeats 15"),
+    "stream": _run("cases.stream", "--rows-per-shard 64 --first-batch-rows 10000 100000 --repeats 3"),
+    "stream --service": _run("cases.stream_service", "--rows-per-shard 64 --batches 64 --repeats 3", "--repeats 15"),
+    "scale": _run("cases.scale", full="--repeats 15"),
+    "scale --listing": _run("cases.scale_listing", "--samples 100000 200000 --shards 10 40 --repeats 3"),
+    "pack": _run("cases.pack", "--repeats 3", "--images 400"),
+    "pack --again": _run("cases.pack_again", "--repeats 1", "--images 20000"),
+    "pack --memory": _run("cases.pack_memory", "--repeats 1"),
+    "import": _run("cases.importing", "--repeats 3", "--samples 4000"),
+    "train": _run("cases.train", "--rows 64 --steps 8 --repeats 5", "--repeats 20"),  # the tiny model; GPU models: --model
+    "train --saves": _run("cases.train_saves", "--repeats 3", "--repeats 9"),
+    "train --base": _run("cases.train_base", "--repeats 3"),
 }
-QUICK: dict[str, tuple[str, ...]] = {
-    "against_peers": ("--batches-per-bucket", "4", "--repeats", "2", "--least-s", "0.3", "--ways", "1"),
-    "hot_gather": ("--rows-per-shard", "64", "--batches", "48"),
-    "ragged_text": ("--captions-per-shard", "6", "--batches", "4", "--repeats", "3", "--depths", "8", "32"),
-    "quantised_text": ("--rows", "96", "--batches", "12", "--repeats", "3"),
-    "cold_gather": ("--size-mib", "256", "--batches", "32", "--batches-of-get", "2", "--repeats", "3", "--depths", "8", "32"),
-    "open_cost": ("--rows", "1000", "1000000", "--shards", "1", "30", "100"),
-    "ingest_stages": ("--repeats", "3"),
-    "ingest_memory": ("--repeats", "1"),
-    "ingest_again": ("--repeats", "1"),
-    "ingest_import": ("--repeats", "3"),
-    "listing_against_store": ("--samples", "100000", "200000", "--shards", "10", "40", "--repeats", "3"),
-    "plan_cost": (),
-    "first_batch": ("--rows", "1000000"),
-    "delivery": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
-    "delivery_columns": ("--rows-per-shard", "32", "--batches", "48", "--repeats", "3"),
-    "network_delivery": ("--rows-per-shard", "64", "--batches", "64", "--repeats", "3"),
-    "remote_delivery": ("--rows-per-shard", "64", "--first-batch-rows", "10000", "100000", "--repeats", "3"),
-    "remote_peers": ("--batches-per-bucket", "4", "--repeats", "1", "--ways", "1", "--cache-share", "4"),
-    "busy_trainer": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
-    "rank_memory": ("--repeats", "1"),
-    "training": ("--rows", "64", "--steps", "8", "--repeats", "5"),
-    "checkpoint_pause": ("--repeats", "3"),
-    "base_error": ("--repeats", "3"),
-}
-FULL: dict[str, tuple[str, ...]] = {
-    "against_peers": (),
-    "hot_gather": ("--rows-per-shard", "256", "--batches", "256"),
-    "ragged_text": ("--captions-per-shard", "28", "--batches", "16"),
-    "quantised_text": (),
-    "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
-    "open_cost": (),
-    "plan_cost": ("--repeats", "15"),
-    "first_batch": ("--repeats", "15"),
-    "delivery": ("--rows-per-shard", "256", "--batches", "512"),
-    "delivery_columns": ("--rows-per-shard", "128", "--batches", "256"),
-    "network_delivery": ("--repeats", "15"),
-    "remote_delivery": (),
-    "remote_peers": ("--repeats", "2", "--ways", "1"),
-    "busy_trainer": ("--rows-per-shard", "256", "--batches", "512", "--paced-batches", "100"),
-    "rank_memory": ("--rows-per-shard", "256"),
-    "training": ("--repeats", "20"),  # the tiny model; select the GPU models with --model
-    "checkpoint_pause": ("--repeats", "9"),
-    "base_error": (),
-    "ingest_stages": ("--images", "400"),
-    "ingest_memory": (),
-    "ingest_again": ("--images", "20000"),
-    "ingest_import": ("--samples", "4000"),
-    "listing_against_store": (),
-}
+CASES = tuple(dict.fromkeys(name.split()[0] for name in RUNS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +82,8 @@ class All:
     """Run every case and print all results.
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
-    its options. Cases: against_peers, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
-    ingest_stages, ingest_memory, ingest_again, ingest_import, listing_against_store,
-    plan_cost, first_batch, delivery, delivery_columns, network_delivery,
-    remote_delivery, remote_peers, busy_trainer, rank_memory, training,
-    checkpoint_pause, base_error.
+    its options. Cases: peers (--remote), hot (--columns, --text, --busy), cold (--text), start (--batch), stream (--service),
+    scale (--listing), pack (--again, --memory), import, train (--saves, --base). A flag selects another part of a case.
 
     Example: python -m bucketline.bench --json
     """
@@ -125,23 +101,23 @@ class All:
     """Print one JSON object."""
 
     def run(self) -> int:
-        cases = FULL if self.full else QUICK
-        if unknown := [name for name in self.only if name not in cases]:
-            raise UsageError(f"--only has {', '.join(unknown)}; expected names from {', '.join(cases)}")
+        if unknown := [name for name in self.only if name not in CASES]:
+            raise UsageError(f"--only has {', '.join(unknown)}; expected names from {', '.join(CASES)}")
         from bucketline.bench.report import RESULTS, publish, read_document, with_run
 
-        cases = {name: sizes for name, sizes in cases.items() if not self.only or name in self.only}
+        runs = {name: run for name, run in RUNS.items() if not self.only or name.split()[0] in self.only}
         about = header()  # before any output makes the working tree dirty
         document: Document = {"header": about, "results": []}
         published = document
         if self.only and self.publish is not None and (self.publish / RESULTS).exists():
             published = read_document(self.publish / RESULTS)
         failed: list[str] = []
-        for name, sizes in cases.items():
+        for name, case in runs.items():
+            sizes = case.full if self.full else case.quick
             print(f"{name} {' '.join(sizes)}", file=sys.stderr)
             begun = time.monotonic()
             where = [] if self.stores is None else ["--stores", str(self.stores)]
-            command = [sys.executable, "-P", "-m", f"bucketline.bench.{MODULES[name]}", *sizes, *where, "--json"]
+            command = [sys.executable, "-P", "-m", f"bucketline.bench.{case.module}", *sizes, *where, "--json"]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL)
             print(f"{name} took {time.monotonic() - begun:.0f} s", file=sys.stderr)
             if done.returncode:
@@ -169,11 +145,14 @@ class All:
 
 def main() -> int:
     """Run the case that the first argument names, or all cases."""
-    if len(sys.argv) > 1 and sys.argv[1] in QUICK:
-        name = sys.argv.pop(1)
-        if sys.argv[1:2] == ["--full"]:
-            sys.argv[1:2] = FULL[name]
-        return int(importlib.import_module(f"bucketline.bench.{MODULES[name]}").main())
+    if len(sys.argv) > 1 and sys.argv[1] in CASES:
+        name, given = sys.argv.pop(1), sys.argv[1:]
+        chosen = max((one for one in RUNS if one.split()[0] == name and set(one.split()[1:]) <= set(given)), key=len)
+        given = [one for one in given if one not in chosen.split()[1:]]
+        run = RUNS[chosen]
+        own = run.full if "--full" in given else tuple(one for one in run.quick if one in chosen.split()[1:])
+        sys.argv[1:] = [*own, *(one for one in given if one != "--full")]
+        return int(importlib.import_module(f"bucketline.bench.{run.module}").main())
 
     import tyro
 

@@ -185,7 +185,7 @@ class ReadOptions(BatchOptions):
     """Probability of a horizontal flip; requires a store packed with --flip."""
     verify: bool = False
     """Verify the checksum of every row and caption that is read; the first mismatch ends the run."""
-    threads: int = 1  # two overlap one's Python with the other's copying (`bench/loader/delivery.py`)
+    threads: int = 1  # two overlap one's Python with the other's copying (`bench/cases/hot.py`)
     """Prefetch threads."""
     prefetch_bytes: int = PREFETCH_BYTES
     """Limit on prefetched batches per rank, in bytes, used up only once the caller had to wait; at least two batches."""

@@ -43,7 +43,7 @@ class AgainstPeers(Case):
     When cold, pages are dropped in advance, the clock also covers opening, and a run counts only if the bytes came from the
     disk. The targets apply to 24 batches per bucket and more.
 
-    Example: python -m bucketline.bench.peers.against_peers --batches-per-bucket 4 --repeats 2 --only "bucketline" "memcpy"
+    Example: python -m bucketline.bench peers --batches-per-bucket 4 --repeats 2 --only "bucketline" "memcpy"
     """
 
     batches_per_bucket: int = 24

@@ -41,11 +41,11 @@ class RemotePeers(Case):
 
     Every peer reads its format as its documentation recommends: MosaicML Streaming and LitData by S3, WebDataset by HTTP. One
     server answers all of them, in a process of its own; it speaks HTTP, and as much of S3 as reading needs, and is not the
-    limit: `remote_delivery` measures it. Each repeat is a separate process that begins with an empty cache folder for a share
+    limit: `stream` measures it. Each repeat is a separate process that begins with an empty cache folder for a share
     of the data and makes some passes. It reads every byte of each batch, and the sums must match. The first pass includes
     opening. Before any timing, each peer must deliver every sample once per pass with the right bytes.
 
-    Example: python -m bucketline.bench.peers.remote_peers --batches-per-bucket 4 --repeats 1 --latency-ms 0 --ways 1
+    Example: python -m bucketline.bench peers --remote --batches-per-bucket 4 --repeats 1 --latency-ms 0 --ways 1
     """
 
     batches_per_bucket: int = 64

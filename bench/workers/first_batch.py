@@ -1,4 +1,4 @@
-"""The process that `first_batch` measures.
+"""The process that `start --batch` measures.
 
 `python -m bucketline.bench.workers.first_batch STORE BATCH_SIZE SHARE` creates a loader, sets it to SHARE of its first epoch
 (0: the start, like a run that does not resume), takes one batch, and prints the time this took and the batch's step.

@@ -1,4 +1,4 @@
-"""The opens that `open_cost` measures; run as a process, it prints the memory that one takes.
+"""The opens that `start` measures; run as a process, it prints the memory that one takes.
 
 `python -m bucketline.bench.workers.open_store STORE LOCATE`, with LOCATE `true` or `false`, prints by how many KiB its memory
 grew. Everything is imported in advance.

@@ -1,4 +1,4 @@
-"""The processes that `remote_delivery` measures.
+"""The processes that `stream` measures.
 
 `python -m bucketline.bench.workers.remote_reader JSON`, with a `RemoteRun` as JSON, prints a list of parts, such as epochs,
 with the seconds, CPU seconds and bytes of each. Everything is imported before the clock starts.

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.collate.window import CopyPlan, PendingBatch
 
-WINDOW = 32  # micro-batches located or planned at once, which costs hardly more than one (`bench/store/hot_gather.py`)
-AHEAD_BYTES = (
-    8 << 20
-)  # between two stages: 64 requests of 128 KiB; twice as many and more gave less (`bench/store/cold_gather.py --ahead-mib`)
+WINDOW = 32  # micro-batches located or planned at once, which costs hardly more than one
+AHEAD_BYTES = 8 << 20  # between two stages: 64 requests of 128 KiB; twice as many and more gave less
 _MAX_AHEAD = 32  # micro-batches between two stages
 WARM_AFTER = 64  # micro-batches without a read from the disk
 COLD_FOR = 8  # of these that one read stands for: a store is cold if more than one in nine micro-batches read

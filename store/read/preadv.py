@@ -2,7 +2,7 @@
 
 For unreliable media: a file truncated during a read or a failing disk kills a process that uses a memory map (SIGBUS), but
 raises an exception here. Sidecars are mapped unless the store was opened with `plain_reads`. About half the speed of the
-memory map when hot (`bench/store/hot_gather.py`).
+memory map when hot.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def encoding() -> None:
 
 def bench(name: str = "tiny", *more: str) -> None:
     """The project's own benchmark of training, with two buckets of SDXL so that compiling ends in time."""
+    from bucketline.bench.cases import train as loader_share
     from bucketline.bench.fixtures import trained_model
-    from bucketline.bench.train import loader_share
 
     if name == "sdxl":
         sdxl = trained_model.MODELS["sdxl"]
@@ -115,7 +115,7 @@ def stall() -> None:
 
 def pause() -> None:
     """A step with a save lasts less than two steps (finding 14)."""
-    from bucketline.bench.train.checkpoint_pause import CheckpointPause
+    from bucketline.bench.cases.train_saves import CheckpointPause
 
     ROOM.mkdir(parents=True, exist_ok=True)
     model = "dit-xl-2" if ON_GPU else "tiny"

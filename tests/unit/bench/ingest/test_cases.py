@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 
 from bucketline.bench import harness
+from bucketline.bench.cases.importing import IngestImport
+from bucketline.bench.cases.pack import IngestStages, together
+from bucketline.bench.cases.pack_again import IngestAgain
+from bucketline.bench.cases.pack_memory import IngestMemory
+from bucketline.bench.cases.scale_listing import ListingAgainstStore
 from bucketline.bench.fixtures.photographs import Pieces, kept_photographs
 from bucketline.bench.fixtures.random_model import ModelShape, kept_model
-from bucketline.bench.ingest.cache_import import IngestImport
-from bucketline.bench.ingest.listing_against_store import ListingAgainstStore
-from bucketline.bench.ingest.memory import IngestMemory
-from bucketline.bench.ingest.repack import IngestAgain
-from bucketline.bench.ingest.stages import IngestStages, together
 from bucketline.bench.workers.pack import pack_apart
 from bucketline.errors import BucketlineError
 from tests.unit.bench.measured import measured

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bucketline.bench.cases.train_base import BaseError
 from bucketline.bench.harness import run_case
-from bucketline.bench.train.base_error import BaseError
 from tests.unit.bench.measured import measured
 from tests.unit.train.tiny_run import make_training_store, write_unet
 

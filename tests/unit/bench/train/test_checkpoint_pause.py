@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from bucketline.bench.train.checkpoint_pause import CheckpointPause, results_of
+from bucketline.bench.cases.train_saves import CheckpointPause, results_of
 from tests.unit.bench.measured import measured
 
 if TYPE_CHECKING:

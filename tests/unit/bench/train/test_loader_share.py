@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bucketline.bench.cases.train import Training, Window, interval, results_of
 from bucketline.bench.fixtures.trained_model import MODELS, kept_store
-from bucketline.bench.train.loader_share import Training, Window, interval, results_of
 from bucketline.store import Store
 from tests.unit.bench.measured import measured
 

@@ -29,7 +29,7 @@ class Training(Case):
     filled ahead, so that a window cannot consume batches filled during the previous one. The interval is a bootstrap interval
     of the mean of the pairs' ratios. If the model has several buckets, windows of each single bucket follow.
 
-    Example: python -m bucketline.bench.train.loader_share --model tiny --steps 4 --repeats 3 --json
+    Example: python -m bucketline.bench train --model tiny --steps 4 --repeats 3 --json
     """
 
     model: Literal["tiny", "sdxl", "dit-xl-2"] = "tiny"

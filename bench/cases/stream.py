@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bucketline.bench.fixtures.server_process import ServerProcess
     from bucketline.bench.workers.remote_reader import Part, RemoteRun
 
-CASE = "remote_delivery"
+CASE = "stream"
 OF_GETS, CPU_OF_GETS, OF_LOCAL = Mark(bound=0.9), Mark(bound=1.3, is_at_most=True), Mark(bound=0.95)
 OF_ROUND_TRIPS = Mark(bound=1.5, is_at_most=True)
 # of the first batch of a store without captions, one after the other: manifest; extents with the checksums of lines, and the
@@ -41,7 +41,7 @@ class RemoteDelivery(Case):
     each of the server's answers, and held against the round trips that it needs; those that it made are counted, and the time
     of its bytes at the link's rate is printed apart.
 
-    Example: python -m bucketline.bench.loader.remote_delivery --repeats 3
+    Example: python -m bucketline.bench stream --repeats 3
     """
 
     num_shards: int = 16

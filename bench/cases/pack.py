@@ -60,7 +60,7 @@ class IngestStages(Case):
     loading the model, which is measured just before and subtracted. The model has real classes, random weights, and a size at
     which encoding costs about as much as decoding. Limits are computed from the stages of the same round.
 
-    Example: python -m bucketline.bench.ingest.stages --images 1000 --json
+    Example: python -m bucketline.bench pack --images 1000 --json
     """
 
     images: int = 240
@@ -77,9 +77,9 @@ class IngestStages(Case):
     def measure(self, folder: Path) -> list[Result]:
         import torch
 
+        from bucketline.bench.cases.pack import Stages
         from bucketline.bench.fixtures.photographs import Pieces, kept_photographs
         from bucketline.bench.fixtures.random_model import ModelShape, kept_model
-        from bucketline.bench.ingest.stages import Stages
 
         source = kept_photographs(folder, Pieces(count=self.images, sides_px=self.sides_px))
         model = kept_model(folder, ModelShape(vae_widths=self.vae_widths))
@@ -102,7 +102,7 @@ def _measured(stages: Stages, repeats: int, *, has_gpu: bool) -> list[Result]:
     figures[SLOWER] = [min(d, e) for d, e, _ in rounds]
     figures[ALL_THREE] = [together(d, e, w) for d, e, w in rounds]
     limits = [Subject(name=name, measure=_computed) for name in (SHARED, SLOWER, ALL_THREE)]
-    return summarise("ingest_stages", "images/s", [*alone, *limits, whole], figures)
+    return summarise("pack", "images/s", [*alone, *limits, whole], figures)
 
 
 def _computed(number: int) -> float:

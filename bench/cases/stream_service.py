@@ -41,7 +41,7 @@ class NetworkDelivery(Case):
     The server is a `loader serve --listen` process, the plain sender another process. Both share the machine with the client,
     so rates are of all of them; CPU time is the client's.
 
-    Example: python -m bucketline.bench.loader.network_delivery --repeats 3
+    Example: python -m bucketline.bench stream --service --repeats 3
     """
 
     num_shards: int = 16
@@ -88,13 +88,13 @@ class NetworkDelivery(Case):
                 Subject(name=PLAIN, measure=plain.cpu_per_gb),
                 Subject(name=CLIENT, measure=client.cpu_per_gb, limit=PLAIN, mark=Mark(bound=1.5, is_at_most=True)),
             ]
-            figures = summarise("network delivery, client", "CPU-s/GB", subjects, alternate(subjects, self.repeats))
+            figures = summarise("stream, service, CPU", "CPU-s/GB", subjects, alternate(subjects, self.repeats))
             rates = [
                 Subject(name=PLAIN, measure=lambda _: 0.0),
                 Subject(name=CLIENT, measure=lambda _: 0.0, limit=PLAIN),
             ]
             values = {PLAIN: plain.rates[-self.repeats :], CLIENT: client.rates[-self.repeats :]}
-            return figures + summarise("network delivery, rate", "GB/s", rates, values)
+            return figures + summarise("stream, service", "GB/s", rates, values)
 
     def _plain(self, port: int, num_bytes: int, num_buffers: int) -> Callable[[], int]:
         import numpy as np

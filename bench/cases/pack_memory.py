@@ -32,7 +32,7 @@ class IngestMemory(Case):
     of a commit. A listing of ids and captions does grow. `listing` measures its bytes per image in a process that does nothing
     else, so that the rest of the growth can be separated from it.
 
-    Example: python -m bucketline.bench.ingest.memory --images 1000 20000
+    Example: python -m bucketline.bench pack --memory --images 1000 20000
     """
 
     repeats: int = 2
@@ -58,8 +58,8 @@ class IngestMemory(Case):
             peaks += [pair[0], replace(pair[1], limit=pair[0].name, mark=mark)]
         lists = [Subject(name=f"listing: {self.images[1]:,} images", measure=lambda _: listing_bytes(large) / self.images[1])]
         return [
-            *summarise("ingest_memory", "MiB", peaks, alternate(peaks, self.repeats, warm_up=False)),
-            *summarise("ingest_memory", "B/image", lists, alternate(lists, self.repeats, warm_up=False)),
+            *summarise("pack, memory", "MiB", peaks, alternate(peaks, self.repeats, warm_up=False)),
+            *summarise("pack, memory", "B/image", lists, alternate(lists, self.repeats, warm_up=False)),
         ]
 
 

@@ -39,7 +39,7 @@ class IngestImport(Case):
     the VAE's, and converts them to F16. All files are in the page cache. The latents are random, of 1024 x 1024 px in SDXL,
     without text. `CPU` is the processor time of each, of all its processes, by GB of the cache's files.
 
-    Example: python -m bucketline.bench.ingest.cache_import --samples 4000
+    Example: python -m bucketline.bench import --samples 4000
     """
 
     samples: int = 600
@@ -60,8 +60,8 @@ class IngestImport(Case):
             limit = Subject(name=BOTH, measure=_computed)
             cpu = [Subject(name=name + CPU, measure=_computed, limit=READ + CPU) for name in (READ, WRITE, IMPORT)]
             return [
-                *summarise("ingest_import", "samples/s", [*alone, limit, whole], figures),
-                *summarise("ingest_import", "CPU-s/GB", cpu, runs.cpu_s_per_gb),
+                *summarise("import", "samples/s", [*alone, limit, whole], figures),
+                *summarise("import", "CPU-s/GB", cpu, runs.cpu_s_per_gb),
             ]
 
 

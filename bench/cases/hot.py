@@ -1,32 +1,30 @@
-"""Cost of delivering complete batches (latents, captions, masks, sizes), hot or cold, compared with memcpy of their bytes."""
+"""Cost of delivering complete batches (latents, captions, masks, sizes), hot, compared with memcpy of their bytes."""
 
 from __future__ import annotations
 
 import sys
-import tempfile
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.bench.cold_runs import DIRECT, MARK, ColdRun, _count, _per_round, _subject, plan_rows
 from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, rate, run_case, summarise
-from bucketline.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from bucketline.loader import LoaderConfig
+    from bucketline.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delivery(Case):
+class Hot(Case):
     """Measure a loader's batches end to end against memcpy of the same bytes, with as many threads, in the same run.
 
     memcpy copies into as many buffers in turn as the loader has, from as many bytes as the store holds. A loader's figure is
     that of a loop that takes batches without touching them, after every row has been delivered once. Prefetched batches are
     taken before the clock starts. Only the measured loader runs. Bytes are those of the tensors, padding included.
 
-    Example: python -m bucketline.bench.loader.delivery --num-shards 32 --threads 1 2 --json
+    Example: python -m bucketline.bench hot --num-shards 32 --threads 1 2 --json
     """
 
     num_shards: int = 32
@@ -43,10 +41,6 @@ class Delivery(Case):
     """MiB of batches filled ahead."""
     threads: tuple[int, ...] = (1, 2)
     """Numbers of prefetch threads; each is measured."""
-    cold: bool = False
-    """Measure cold delivery instead, each repeat in a fresh process, against O_DIRECT random reads of a row's size."""
-    depths: tuple[int, ...] = (8, 16, 32)
-    """Thread counts of the O_DIRECT reads; the fastest is the limit."""
 
     def measure(self, folder: Path) -> list[Result]:
         from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store, latent_shape
@@ -56,20 +50,13 @@ class Delivery(Case):
             num_shards=self.num_shards, rows_per_shard=self.rows_per_shard, latent_shape=latent_shape(self.row_kib)
         )
         path = kept_store(folder, shape)
-        if self.cold:
-            from bucketline.bench.cold_runs import with_best_depth
-            from bucketline.bench.loader.delivery import cold_delivery
-
-            with tempfile.TemporaryDirectory() as plans:
-                subjects = cold_delivery(self, path, Path(plans))
-                return with_best_depth("delivery, cold", subjects, alternate(subjects, self.repeats))
         subjects = _subjects(self, Store.open(path))
-        return summarise("delivery", "GB/s", subjects, alternate(subjects, self.repeats))
+        return summarise("hot", "GB/s", subjects, alternate(subjects, self.repeats))
 
 
-def _subjects(config: Delivery, store: Store) -> list[Subject]:
+def _subjects(config: Hot, store: Store) -> list[Subject]:
     """Prepare the subjects, limits first."""
-    from bucketline.bench.memcpy import RingCopies
+    from bucketline.bench.memcpy import Copies
     from bucketline.loader import Loader, LoaderConfig
 
     subjects = []
@@ -78,7 +65,7 @@ def _subjects(config: Delivery, store: Store) -> list[Subject]:
         asked = LoaderConfig(batch_size=config.batch_size, prefetch_bytes=config.prefetch_mib << 20, threads=n)
         with Loader(store, asked) as loader:
             buffer_bytes = sum(tensor.nbytes for tensor in next(loader.forever()).tensors())
-            copies = RingCopies(buffer_bytes, loader.stats().depth + 2, store.manifest.payload_bytes)
+            copies = Copies(buffer_bytes, loader.stats().depth + 2, store.manifest.payload_bytes)
         limit, mark = f"memcpy, {threads}", Mark(bound=0.85)
         subjects += [
             Subject(name=limit, measure=rate(copies.memcpy(config.batches, n))),
@@ -88,7 +75,7 @@ def _subjects(config: Delivery, store: Store) -> list[Subject]:
     return subjects
 
 
-def delivering(config: Delivery, store: Store, asked: LoaderConfig, service: str | None) -> Callable[[int], float]:
+def delivering(config: Hot, store: Store, asked: LoaderConfig, service: str | None) -> Callable[[int], float]:
     """Return a measure of a loader's rate in steady state, after all prefetched batches were taken.
 
     Steady state starts once readahead has stopped and every row was read once after that: a page that a process touches for
@@ -116,24 +103,8 @@ def delivering(config: Delivery, store: Store, asked: LoaderConfig, service: str
 
 def main() -> int:
     """Make the store, measure and print."""
-    return run_case(Delivery)
+    return run_case(Hot)
 
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-def cold_delivery(config: Delivery, store: Path, plans: Path) -> list[Subject]:
-    """Prepare the cold subjects of `delivery`."""
-    num_rows = Store.open(store).buckets("train")[0].num_rows
-    batches = _count(config.batches, config.batch_size, num_rows, "rows")
-    size = config.batch_size
-    plan = _per_round(lambda number, path: plan_rows(store, store, size, batches, number, path), plans)
-    run = ColdRun(reader="direct", store=str(store), plan="", batch_size=size, batches=batches)
-    return [
-        *(_subject(f"{DIRECT}, {n} threads", replace(run, threads=n), store, plan) for n in config.depths),
-        *(
-            _subject(f"loader, cold, threads that fill: {n}", replace(run, reader="loader", threads=n), store, plan, MARK)
-            for n in config.threads
-        ),
-    ]

@@ -37,7 +37,7 @@ class ListingAgainstStore(Case):
     Bytes are those that Python and numpy hold per image of the listing: as it comes from a source, and as kept by rank 0 and
     by another rank once each rank has its images. Ids and captions take about a hundred bytes here.
 
-    Example: python -m bucketline.bench.ingest.listing_against_store --samples 250000 1000000 --shards 50 200
+    Example: python -m bucketline.bench scale --listing --samples 250000 1000000 --shards 50 200
     """
 
     repeats: int = 3
@@ -62,8 +62,8 @@ class ListingAgainstStore(Case):
             for step in [subject.name.partition(":")[0]]
         ]
         return [
-            *summarise("listing_against_store", "μs/sample", timed, alternate(timed, self.repeats)),
-            *summarise("listing_against_store", "B/image", held, alternate(held, 1, warm_up=False)),
+            *summarise("scale, listing", "μs/sample", timed, alternate(timed, self.repeats)),
+            *summarise("scale, listing", "B/image", held, alternate(held, 1, warm_up=False)),
         ]
 
     def _kept(self) -> dict[str, Callable[[int], float]]:

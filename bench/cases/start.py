@@ -27,7 +27,7 @@ class OpenCost(Case):
     one open in a process that has opened stores before, with the files in the page cache. Memory is that of a fresh process.
     Resident memory includes the touched pages of mapped sidecars, which belong to the page cache; private memory does not.
 
-    Example: python -m bucketline.bench.store.open_cost --rows 1000 10000000 --num-shards 32
+    Example: python -m bucketline.bench start --rows 1000 10000000 --num-shards 32
     """
 
     rows: tuple[int, int] = (1_000, 10_000_000)
@@ -58,8 +58,8 @@ class OpenCost(Case):
                 subjects = [f"{kind} memory to {action}: {name}" for name in names]
                 grown += _pair(subjects, [memory.mib(kind, path, locate=action != "open") for path in stores], None)
         return [
-            *summarise("open_cost", "ms", timed, alternate(timed, self.repeats)),
-            *summarise("open_cost", "MiB", grown, alternate(grown, self.repeats)),
+            *summarise("start", "ms", timed, alternate(timed, self.repeats)),
+            *summarise("start", "MiB", grown, alternate(grown, self.repeats)),
         ]
 
 

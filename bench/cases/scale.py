@@ -37,7 +37,7 @@ class PlanCost(Case):
     at an unrelated position. Times are CPU time, since planning waits for nothing. Memory is the peak of a plan with a new seed
     while it draws, its sorted orders included.
 
-    Example: python -m bucketline.bench.loader.plan_cost --batch-size 32 --json
+    Example: python -m bucketline.bench scale --batch-size 32 --json
     """
 
     batch_size: int = 32
@@ -62,8 +62,8 @@ class PlanCost(Case):
             for name, plan, limit, mark in self._plans(Shuffle.FULL, LARGE)
         ]
         return [
-            *summarise("plan_cost", "us", timed, alternate(timed, self.repeats)),
-            *summarise("plan_cost", "MiB", memory, alternate(memory, 1)),
+            *summarise("scale", "us", timed, alternate(timed, self.repeats)),
+            *summarise("scale", "MiB", memory, alternate(memory, 1)),
             *self._states(folder),
         ]
 
@@ -164,7 +164,7 @@ class PlanCost(Case):
                 for stores, count in (("1 store", 1), ("8 stores", 8))
             ),
         ]
-        return summarise("plan_cost", "bytes", subjects, alternate(subjects, 1))
+        return summarise("scale", "bytes", subjects, alternate(subjects, 1))
 
 
 def in_shards(rows: int) -> ShardRuns:

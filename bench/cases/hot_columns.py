@@ -17,13 +17,13 @@ OTHERS = ("control/pose", "reference/style", "features/dino", "features/clip")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeliveryColumns(Case):
+class HotColumns(Case):
     """Measure a loader's batches of three columns, hot, from a store of seven and from one of only these three.
 
-    All columns have the same shape and dtype. A figure is that of `delivery`: a loop that takes batches without touching them,
+    All columns have the same shape and dtype. A figure is that of `hot`: a loop that takes batches without touching them,
     after every row has been delivered once.
 
-    Example: python -m bucketline.bench.loader.delivery_columns --num-shards 8
+    Example: python -m bucketline.bench hot --columns --num-shards 8
     """
 
     num_shards: int = 8
@@ -40,7 +40,7 @@ class DeliveryColumns(Case):
     """MiB of batches filled ahead."""
 
     def measure(self, folder: Path) -> list[Result]:
-        from bucketline.bench.loader.delivery import Delivery, delivering
+        from bucketline.bench.cases.hot import Hot, delivering
         from bucketline.loader import LoaderConfig
         from bucketline.store import Store
 
@@ -53,15 +53,15 @@ class DeliveryColumns(Case):
             subjects.append(
                 Subject(
                     name=f"three of {len(roles)} columns",
-                    measure=delivering(Delivery(**sizes), store, asked, None),
+                    measure=delivering(Hot(**sizes), store, asked, None),
                     limit=limit,
                     mark=Mark(bound=0.97) if limit else None,
                 )
             )
-        return summarise("delivery_columns", "GB/s", subjects, alternate(subjects, self.repeats))
+        return summarise("hot, columns", "GB/s", subjects, alternate(subjects, self.repeats))
 
 
-def _kept_store(folder: Path, config: DeliveryColumns, roles: tuple[str, ...]) -> Path:
+def _kept_store(folder: Path, config: HotColumns, roles: tuple[str, ...]) -> Path:
     """Return the store with columns of these roles in `folder`; create it if missing."""
     import numpy as np
 
@@ -89,7 +89,7 @@ def _kept_store(folder: Path, config: DeliveryColumns, roles: tuple[str, ...]) -
 
 def main() -> int:
     """Make the stores, measure and print."""
-    return run_case(DeliveryColumns)
+    return run_case(HotColumns)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BusyTrainer(Case):
+class HotBusy(Case):
     """Measure a loader's rate with and without a concurrent thread of pure Python, and the time inside `next()`.
 
     `rate`: a loop that takes every batch as soon as it is ready and touches nothing. The limit is the same loader without the
     busy thread. `next()`: mean microseconds over a repeat, for a trainer that takes a batch every `--every-ms` milliseconds.
 
-    Example: python -m bucketline.bench.loader.busy_trainer --batches 400 --json
+    Example: python -m bucketline.bench hot --busy --batches 400 --json
     """
 
     num_shards: int = 32
@@ -62,8 +62,8 @@ class BusyTrainer(Case):
         for name, service in (("in the process", None), ("through the service", "auto")):
             with Loader(store, asked, service=service) as loader:
                 rates, paced = self._subjects(loader, name, is_served=service is not None)
-                results += summarise("busy_trainer, rate", "GB/s", rates, alternate(rates, self.repeats))
-                results += summarise("busy_trainer, next()", "us", paced, alternate(paced, self.repeats))
+                results += summarise("hot, busy trainer", "GB/s", rates, alternate(rates, self.repeats))
+                results += summarise("hot, busy trainer, next()", "us", paced, alternate(paced, self.repeats))
         return results
 
     def _subjects(self, loader: Loader, name: str, *, is_served: bool) -> tuple[list[Subject], list[Subject]]:
@@ -146,7 +146,7 @@ def _busy() -> Iterator[None]:
 
 def main() -> int:
     """Make the store, measure and print."""
-    return run_case(BusyTrainer)
+    return run_case(HotBusy)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Measure quantised text: bytes of a Flux-shaped store, samples delivered per second hot and cold, CPU time."""
+"""Cost of delivering captions as large as Flux's, in F16 and quantised: samples per second, CPU time, and bytes on the disk."""
 
 from __future__ import annotations
 
 import math
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.bench.harness import Case, Result, Subject, alternate, run_case, summarise
@@ -15,6 +13,7 @@ from bucketline.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 PLAIN = "F16"
 WAYS = (  # name, dtype, how the tokens are delivered
@@ -27,14 +26,13 @@ WAYS = (  # name, dtype, how the tokens are delivered
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantisedText(Case):
+class HotText(Case):
     """Measure a loader's samples per second from stores that differ only in how captions' tokens are stored.
 
-    Every caption has all tokens, as Flux stores them. `disk` is what a sample takes of the store's files. Hot figures are of
-    batches taken after every row was delivered once; cold ones are of fresh processes after the store's pages were dropped. CPU
-    time is that of all threads while hot batches are taken. All are compared with F16.
+    Every caption has all tokens, as Flux stores them. `disk` is what a sample takes of the store's files. Batches are taken
+    after every row was delivered once. CPU time is that of all threads meanwhile. All are compared with F16.
 
-    Example: python -m bucketline.bench.loader.quantised_text --rows 96 --repeats 3
+    Example: python -m bucketline.bench hot --text --rows 96 --repeats 3
     """
 
     rows: int = 384
@@ -48,11 +46,9 @@ class QuantisedText(Case):
     batch_size: int = 8
     """Rows per batch."""
     batches: int = 24
-    """Batches per repeat; cold, at most the store's."""
+    """Batches per repeat."""
     threads: int = 1
     """Prefetch threads."""
-    skip_cold: bool = False
-    """Measure only hot."""
 
     def measure(self, folder: Path) -> list[Result]:
         from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
@@ -66,13 +62,9 @@ class QuantisedText(Case):
         )
         paths = {dtype: kept_store(folder, replace(shape, text_dtype=dtype)) for dtype in dict.fromkeys(way[1] for way in WAYS)}
         results = self._summarise("MiB/sample", [_disk(dtype, path, self.rows) for dtype, path in paths.items()], 1)
-        if not self.skip_cold:  # before the stores are mapped
-            with tempfile.TemporaryDirectory() as plans:
-                cold = [self._cold(name, paths[dtype], form, Path(plans)) for name, dtype, form in WAYS]
-                results += self._summarise("samples/s", cold, self.repeats)
         for unit in ("samples/s", "CPU-ms/sample"):
             hot = [
-                _subject(f"hot: {name}" if unit == "samples/s" else f"CPU: {name}", self._hot(paths[dtype], form, unit))
+                _subject(name if unit == "samples/s" else f"CPU: {name}", self._hot(paths[dtype], form, unit))
                 for name, dtype, form in WAYS
             ]
             results += self._summarise(unit, hot, self.repeats)
@@ -81,31 +73,7 @@ class QuantisedText(Case):
     def _summarise(self, unit: str, subjects: list[Subject], repeats: int) -> list[Result]:
         plain = subjects[0].name
         compared = [one if one.name == plain else replace(one, beside=(plain,)) for one in subjects]
-        return summarise("quantised_text", unit, compared, alternate(compared, repeats))
-
-    def _cold(self, name: str, path: Path, form: str, plans: Path) -> Subject:
-        from bucketline.bench.cold_runs import ColdRun, _count, cold_rate, plan_rows
-
-        store = Store.open(path)
-        batches = _count(self.batches, self.batch_size, self.rows, "rows")
-        row_bytes = 16 * self.latent_side**2 * 2 + 8 + 8 + 16 + self.num_tokens * store.text.token_bytes
-        run = ColdRun(
-            reader="loader",
-            store=str(path),
-            plan="",
-            batch_size=self.batch_size,
-            batches=batches,
-            threads=self.threads,
-            text=form,
-        )
-
-        def measure(number: int) -> float:
-            plan = plans / f"{path.name}-{number}.npz"
-            if not plan.exists():
-                plan_rows(path, path, self.batch_size, batches, number, plan)
-            return cold_rate(replace(run, plan=str(plan)), path) * 1e9 / row_bytes
-
-        return _subject(f"cold: {name}", measure)
+        return summarise("hot, text", unit, compared, alternate(compared, repeats))
 
     def _hot(self, path: Path, form: str, unit: str) -> Callable[[int], float]:
         from bucketline.loader import Loader, LoaderConfig, TextForm
@@ -145,7 +113,7 @@ def _disk(dtype: str, path: Path, rows: int) -> Subject:
 
 def main() -> int:
     """Make the stores, measure and print."""
-    return run_case(QuantisedText)
+    return run_case(HotText)
 
 
 if __name__ == "__main__":

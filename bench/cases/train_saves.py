@@ -24,7 +24,7 @@ class CheckpointPause(Case):
     that the loop is stopped. Twice the median of the other steps means that saving takes as long as a step. A checkpoint
     that is still being written slows the steps after it, which are among the others. The first save is reported separately.
 
-    Example: python -m bucketline.bench.train.checkpoint_pause --steps 24 --json
+    Example: python -m bucketline.bench train --saves --steps 24 --json
     """
 
     model: Literal["tiny", "dit-b-8", "sdxl", "dit-xl-2"] = "dit-b-8"

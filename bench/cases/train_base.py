@@ -31,7 +31,7 @@ class BaseError(Case):
     predictions for a training batch at random timesteps. The figures are of `--repeats` batches; `of limit` compares bytes and
     loss with those without quantising.
 
-    Example: python -m bucketline.bench.train.base_error --store photos.store --model path/to/sdxl
+    Example: python -m bucketline.bench train --base --store photos.store --model path/to/sdxl
     """
 
     store: Path | None = None
@@ -82,7 +82,7 @@ class BaseError(Case):
 def result_of(subject: str, unit: str, values: Sequence[float], limit: Sequence[float]) -> Result:
     """Return the figures of a subject; an error is itself a ratio, and the limit of others are those without quantising."""
     return Result(
-        case="base_error",
+        case="train, base",
         subject=subject,
         unit=unit,
         median=statistics.median(values),

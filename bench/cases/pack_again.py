@@ -35,7 +35,7 @@ class IngestAgain(Case):
     The stores' rows are made without encoding: `ingest pack` packs one image, and the store's own writer adds rows of zeros
     with the ids, captions, sizes, mtimes and digests of the others.
 
-    Example: python -m bucketline.bench.ingest.repack --images 20000
+    Example: python -m bucketline.bench pack --again --images 20000
     """
 
     repeats: int = 3
@@ -65,8 +65,8 @@ class IngestAgain(Case):
                 [Subject(name=s.name, measure=runs.noting(s.name, s.measure)) for s in subjects], self.repeats, warm_up=False
             )
         return [
-            *summarise("ingest_again", "s", subjects, seconds),
-            *summarise("ingest_again", "CPU-s", [_of_cpu(subject) for subject in subjects], runs.cpu_seconds),
+            *summarise("pack, again", "s", subjects, seconds),
+            *summarise("pack, again", "CPU-s", [_of_cpu(subject) for subject in subjects], runs.cpu_seconds),
         ]
 
 

@@ -28,7 +28,7 @@ class FirstBatch(Case):
     store has full-length sidecars and files that are mostly holes, in the page cache. The resumed process loads a state, and
     the benchmark checks that it continued at the right step.
 
-    Example: python -m bucketline.bench.loader.first_batch --rows 1000000 --repeats 15
+    Example: python -m bucketline.bench start --batch --rows 1000000 --repeats 15
     """
 
     rows: int = 10_000_000
@@ -52,7 +52,7 @@ class FirstBatch(Case):
                 mark=MARK,
             )
             subjects += [anew, resumed]
-        return summarise("first_batch", "ms", subjects, alternate(subjects, self.repeats))
+        return summarise("start, batch", "ms", subjects, alternate(subjects, self.repeats))
 
 
 class _Runs:

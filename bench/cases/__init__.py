@@ -1,0 +1,1 @@
+"""The cases: a file each, named by what it measures."""

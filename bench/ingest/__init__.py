@@ -1,1 +1,0 @@
-"""Benchmarks of packing, one file per case."""

@@ -1,1 +1,0 @@
-"""Benchmarks of the loader, one file per case."""

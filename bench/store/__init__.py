@@ -1,1 +1,0 @@
-"""Benchmarks of the store, one file per case."""

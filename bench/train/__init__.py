@@ -1,1 +1,0 @@
-"""Benchmarks of training, one file per case."""
