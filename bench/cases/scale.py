@@ -1,8 +1,7 @@
-"""Cost of planning: time per micro-batch and memory by number of rows, and the size of a loader's state."""
+"""Cost of planning: time per micro-batch and memory by number of rows."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import tracemalloc
@@ -24,7 +23,6 @@ SHARDS = 10_000  # of the largest
 FILL = 0.95  # sizes are this fraction of a power of two, so that none is a best or worst case
 LARGE = Mark(bound=1.5, is_at_most=True)
 NO_DEARER = Mark(bound=1.0, is_at_most=True)
-STATE_BYTES = 1024
 BUCKETS = (1_000, 1_900, 3_500, 6_600, 12_300, 23_100, 43_300, 81_100, 152_000, 285_000, 534_000, 1_000_000)
 
 
@@ -48,6 +46,7 @@ class PlanCost(Case):
     """Number of such windows per figure."""
 
     def measure(self, folder: Path) -> list[Result]:
+        del folder
         from bucketline.loader.config import Shuffle
 
         others = [subject for shuffle in Shuffle if shuffle is not Shuffle.FULL for subject in self._by_rows(shuffle, None)]
@@ -64,7 +63,6 @@ class PlanCost(Case):
         return [
             *summarise("scale", "us", timed, alternate(timed, self.repeats)),
             *summarise("scale", "MiB", memory, alternate(memory, 1)),
-            *self._states(folder),
         ]
 
     def _plans(self, shuffle: Shuffle, large: Mark | None) -> list[tuple[str, Plan, str | None, Mark | None]]:
@@ -136,35 +134,6 @@ class PlanCost(Case):
                 tracemalloc.stop()
 
         return measure
-
-    def _states(self, folder: Path) -> list[Result]:
-        """Return the sizes in bytes of the states of loaders over one store and over eight."""
-        from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
-        from bucketline.loader import Loader, LoaderConfig, WeightedStore
-        from bucketline.store import Store
-
-        shares = []
-        for number in range(8):
-            shape = StoreShape(num_shards=1, rows_per_shard=1 + number, latent_shape=(4, 8, 8), tokens=(2, 3), token_width=8)
-            shares.append(WeightedStore(store=Store.open(kept_store(folder, shape)), repeats=1 + number))
-
-        def num_bytes(count: int) -> Callable[[int], float]:
-            def measure(_: int) -> float:
-                with Loader(shares[:count], LoaderConfig(batch_pixels=1 << 16, seed=(1 << 63) - 1)) as loader:
-                    loader.load_state_dict({**loader.state_dict(), "step": 10**12})
-                    return len(json.dumps(loader.state_dict()))
-
-            return measure
-
-        allowed = Subject(name="state: limit", measure=lambda _: STATE_BYTES)
-        subjects = [
-            allowed,
-            *(
-                Subject(name=f"state: {stores}", measure=num_bytes(count), limit=allowed.name, mark=NO_DEARER)
-                for stores, count in (("1 store", 1), ("8 stores", 8))
-            ),
-        ]
-        return summarise("scale", "bytes", subjects, alternate(subjects, 1))
 
 
 def in_shards(rows: int) -> ShardRuns:

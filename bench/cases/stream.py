@@ -1,4 +1,4 @@
-"""Cost of delivering from a store on a server: against raw ranged GETs of its lines, the link, and a local store."""
+"""Cost of delivering from a store on a server: against raw ranged GETs of its lines, and a local store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bucketline.bench.harness import Case, Figures, Mark, Result, Subject, alternate, run_case, summarise
+from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, run_case, summarise
 from bucketline.errors import BucketlineError
 
 if TYPE_CHECKING:
@@ -33,13 +33,10 @@ class RemoteDelivery(Case):
     """Measure a loader that reads from a server on this machine through a cache, each run in a fresh process.
 
     The server is a process of its own that sends files by `sendfile`. The first epoch, with an empty cache, is held against
-    `obstore`'s ranged GETs of the same lines, with as many requests at a time, whose bytes are dropped. They are held against
-    plain sockets that read into buffers (`link`), and also measured with their bytes written to sparse files of the shards'
-    lengths, as a cache must: the difference is what the disk costs. GB are
-    the lines' bytes; CPU is that of the reading process. An epoch whose lines are all in the cache is held against the same of
-    the local store. The first batch is timed on stores of several sizes, whose files are mostly holes, with a latency before
-    each of the server's answers, and held against the round trips that it needs; those that it made are counted, and the time
-    of its bytes at the link's rate is printed apart.
+    `obstore`'s ranged GETs of the same lines, with as many requests at a time, whose bytes are dropped. GB are the lines'
+    bytes; CPU is that of the reading process. An epoch whose lines are all in the cache is held against the same of the local
+    store. The first batch is timed on stores of several sizes, whose files are mostly holes, with a latency before each of the
+    server's answers, and held against the round trips that it needs.
 
     Example: python -m bucketline.bench stream --repeats 3
     """
@@ -88,16 +85,8 @@ class RemoteDelivery(Case):
             (f"{CASE}, first epoch, CPU", "s/GB", _cpu_s_gb, CPU_OF_GETS),
         ):
             subjects = [
-                Subject(name="link", measure=runs.figure("link", figure)),
-                Subject(name="GETs", measure=runs.figure("gets", figure), beside=("link",)),
-                Subject(name="GETs, written to sparse files", measure=runs.figure("files", figure), limit="GETs"),
-                Subject(
-                    name="loader",
-                    measure=runs.figure("loader", figure),
-                    limit="GETs",
-                    beside=("link", "GETs, written to sparse files"),
-                    mark=mark,
-                ),
+                Subject(name="GETs", measure=runs.figure("gets", figure)),
+                Subject(name="loader", measure=runs.figure("loader", figure), limit="GETs", mark=mark),
             ]
             results += summarise(case, unit, subjects, alternate(subjects, self.repeats))
         return results
@@ -126,19 +115,7 @@ class RemoteDelivery(Case):
         runs.server.set_latency(self.latency_ms / 1e3)
         figures = alternate(subjects, self.repeats)
         runs.server.set_latency(0)
-        results = summarise(f"{CASE}, first batch", "ms", subjects, figures)
-        rounds, link = range(1, self.repeats + 1), runs.figure("link", _gb_s)
-        made: Figures = {needed: [float(ROUND_TRIPS)] * self.repeats}
-        of_bytes: Figures = {}
-        for rows, path in stores.items():
-            run = replace(runs.run, name=path.name, store=str(path))
-            trips = runs.figure("first_batch", lambda part: float(part.round_trips), run=run)
-            num_bytes = runs.figure("first_batch", lambda part: float(part.needed_bytes), run=run)
-            made[f"{rows} rows"] = [trips(number) for number in rounds]
-            of_bytes[f"{rows} rows"] = [num_bytes(number) / link(number) / 1e6 for number in rounds]
-        results += summarise(f"{CASE}, first batch, round trips made", "round trips", subjects, made)
-        alone = [replace(subject, limit=None, mark=None) for subject in subjects[1:]]
-        return results + summarise(f"{CASE}, first batch, its bytes at the link's rate", "ms", alone, of_bytes)
+        return summarise(f"{CASE}, first batch", "ms", subjects, figures)
 
 
 @dataclass(slots=True, kw_only=True)

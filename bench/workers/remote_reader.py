@@ -6,15 +6,12 @@ with the seconds, CPU seconds and bytes of each. Everything is imported before t
 
 from __future__ import annotations
 
-import http.client
 import json
-import mmap
-import os
 import resource
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +32,6 @@ from bucketline.store.remote.urls import RemoteOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-THREADS_OF_LINK = 4
 MOST_BACKED = 1 << 30  # bytes of memory, for stores that are read in part
 
 
@@ -75,8 +71,6 @@ class Part:
     cpu_s: float  # of this process
     num_bytes: int  # read from the server, or, of batches, of their tensors
     sent_bytes: int = 0  # by the server
-    round_trips: int = 0  # until the first batch
-    needed_bytes: int = 0  # of the objects that were requested until then
 
 
 class _Clock:
@@ -112,32 +106,6 @@ def _cpu_s() -> float:
     return own.ru_utime + own.ru_stime
 
 
-def link(run: RemoteRun) -> list[Part]:
-    """Read every line by plain sockets into buffers that are there: the link's own cost."""
-    lines = list(run.lines())
-    host = run.server.removeprefix("http://")
-    buffers = [memoryview(mmap.mmap(-1, LINE_BYTES)) for _ in range(THREADS_OF_LINK)]
-    for buffer in buffers:
-        buffer[:] = bytes(len(buffer))
-    clock = _Clock()
-
-    def read(thread: int) -> int:
-        client, count = http.client.HTTPConnection(host), 0
-        for path, begin, end in lines[thread::THREADS_OF_LINK]:
-            client.request("GET", f"/{run.name}/{path}", headers={"Range": f"bytes={begin}-{end - 1}"})
-            answer = client.getresponse()
-            at = 0
-            while at < end - begin and (got := answer.readinto(buffers[thread][at : end - begin])):
-                at += got
-            count += at
-        client.close()
-        return count
-
-    with ThreadPoolExecutor(THREADS_OF_LINK) as pool:
-        num_bytes = sum(pool.map(read, range(THREADS_OF_LINK)))
-    return [clock.part(num_bytes)]
-
-
 def gets(run: RemoteRun) -> list[Part]:
     """Read every line by the client that the loader uses, with as many requests at a time, and drop it."""
     from datetime import timedelta
@@ -153,36 +121,6 @@ def gets(run: RemoteRun) -> list[Part]:
     return [clock.part(num_bytes)]
 
 
-def files(run: RemoteRun) -> list[Part]:
-    """Read every line as `gets` does, and write it to a sparse file of the shard's length, as a cache must."""
-    from datetime import timedelta
-
-    import obstore
-    from obstore.store import HTTPStore
-
-    lines = list(run.lines())
-    store = HTTPStore.from_url(run.url, client_options={"allow_http": True, "timeout": timedelta(seconds=60)})
-    clock = _Clock()
-    fds = {
-        path: os.open(Path(run.cache) / path.replace("/", "-"), os.O_RDWR | os.O_CREAT) for path in {one[0] for one in lines}
-    }
-
-    for path, _, end in lines:
-        os.truncate(fds[path], max(end, os.fstat(fds[path]).st_size))
-
-    def get(line: tuple[str, int, int]) -> int:
-        path, begin, end = line
-        os.posix_fallocate(fds[path], begin, end - begin)
-        return os.pwrite(fds[path], obstore.get_range(store, path, start=begin, end=end), begin)
-
-    with ThreadPoolExecutor(MAX_REQUESTS) as pool:
-        num_bytes = sum(pool.map(get, lines))
-    part = clock.part(num_bytes)
-    for fd in fds.values():
-        os.close(fd)
-    return [part]
-
-
 def loader(run: RemoteRun) -> list[Part]:
     """Take every batch of an epoch from the server through an empty cache; opening is included."""
     control(run.server)
@@ -194,28 +132,9 @@ def loader(run: RemoteRun) -> list[Part]:
 
 def first_batch(run: RemoteRun) -> list[Part]:
     """Take one batch from the server through an empty cache."""
-    control(run.server)
     clock = _Clock()
     with Loader(run.url, run.config(Path(run.cache))) as opened:
-        batch = next(opened.forever())
-        end = time.monotonic()
-        part = clock.part(sum(tensor.nbytes for tensor in batch.tensors()))
-        sent = control(run.server)
-    made, num_bytes = _in_time(sent.answers, end)
-    return [replace(part, sent_bytes=sent.num_bytes, round_trips=made, needed_bytes=num_bytes)]
-
-
-def _in_time(answers: list[tuple[float, float, int]], end: float) -> tuple[int, int]:
-    """Return how many round trips were made before `end`, and the bytes of what was answered in them.
-
-    A round trip begins with a request that is made when all earlier ones are answered.
-    """
-    made, free, num_bytes = 0, 0.0, 0
-    for begun, answered, own in sorted(answer for answer in answers if answer[1] < end):
-        num_bytes += own
-        made += begun >= free
-        free = max(free, answered)
-    return made, num_bytes
+        return [clock.part(sum(tensor.nbytes for tensor in next(opened.forever()).tensors()))]
 
 
 def pinned(run: RemoteRun) -> list[Part]:
@@ -241,7 +160,7 @@ def _steady(run: RemoteRun, store: Store) -> list[Part]:
 
 
 READERS: dict[str, Callable[[RemoteRun], list[Part]]] = {
-    own.__name__: own for own in (link, gets, files, loader, first_batch, pinned, local)
+    own.__name__: own for own in (gets, loader, first_batch, pinned, local)
 }
 
 

@@ -69,7 +69,7 @@ def test_full_after_a_cases_name_stands_for_the_sizes_of_its_marks() -> None:
         assert "--repeats is 0" in ran.err
 
 
-def test_plan_cost_compares_a_million_million_rows_with_a_million_and_measures_states(
+def test_plan_cost_compares_a_million_million_rows_with_a_million(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     results = measured(PlanCost, capsys, "--windows", 2, "--together", 4, "--batch-size", 3, "--repeats", 1)
@@ -79,9 +79,6 @@ def test_plan_cost_compares_a_million_million_rows_with_a_million_and_measures_s
             assert large["unit"] == "us"
             assert large["mark"] == ("at most 1.5" if shuffle == "full" else None)
     assert 0 < results["memory: 1,044,536,046,387 rows"]["median"] < 16
-    for stores in ("1 store", "8 stores"):
-        assert results[f"state: {stores}"]["is_met"] is True
-        assert results[f"state: {stores}"]["median"] <= 1024
 
 
 def test_first_batch_compares_a_resume_with_a_run_begun_anew(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,8 +114,6 @@ def test_remote_delivery_compares_with_its_limits(capsys: pytest.CaptureFixture[
     assert by_case["stream, first epoch, CPU", "loader"]["mark"] == "at most 1.3"
     assert by_case["stream, in the cache", "loader"]["mark"] == "at least 0.95"
     assert by_case["stream, first batch", "100 rows"]["median"] >= 2 * 4, "four answers, one after the other"
-    assert by_case["stream, first batch, round trips made", "100 rows"]["median"] >= 4
-    assert by_case["stream, first batch, its bytes at the link's rate", "100 rows"]["median"] > 0
 
 
 @pytest.mark.parametrize("run", RUNS)
