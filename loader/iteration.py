@@ -17,8 +17,7 @@ from bucketline.loader.batch import Batch, as_fields
 from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.config import LoaderConfig
 from bucketline.loader.plan.cursor import Cursor
-from bucketline.loader.prefetch.threads import QueueStats
-from bucketline.loader.stats import Meter
+from bucketline.loader.stats import Stats
 from bucketline.option_types import expect, expect_int
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from bucketline.loader.plan.epoch_steps import EpochSpan, EpochSteps
     from bucketline.loader.state import LoaderState
     from bucketline.store.format.columns import LatentKind
+    from bucketline.store.remote.cache.held_line import FetchStats
 
 CLOSED = "close() was called"  # which ends an iterator without an error
 
@@ -41,7 +41,7 @@ class Stream(Protocol):
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None: ...
 
-    def queue_stats(self) -> QueueStats: ...
+    def note_queue(self, stats: Stats) -> None: ...
 
     def close(self) -> None: ...
 
@@ -68,7 +68,7 @@ class EpochLoader(ABC):
         self._ended_by = CLOSED  # why there is none, or another one
         self._stream: Stream | None = None
         self._stream_pid = os.getpid()
-        self._meter, self._queue_stats = Meter(), QueueStats(ready=0, depth=0, buffers=0)
+        self._counts = Stats()
 
     @abstractmethod
     def state_dict(self) -> dict[str, object]:
@@ -114,7 +114,7 @@ class EpochLoader(ABC):
             self._enter_next_epoch()
             if self._span.first == self._span.end:
                 warnings.warn(self._steps.without_batch(), stacklevel=2)
-        self._meter = Meter()
+        self._counts = Stats()
         is_over = False
         try:
             while True:
@@ -162,7 +162,7 @@ class EpochLoader(ABC):
                 f"the batches ended before step {self._cursor.step}, and the epoch has steps to {self._span.end - 1}; was the "
                 "loader closed in another thread? Iterate again: it continues at the same batch"
             )
-        self._meter.note(asked, delivered[0])
+        self._counts.count(delivered[0], asked)
         return delivered
 
     def _is_done(self) -> bool:
@@ -314,6 +314,15 @@ class EpochLoader(ABC):
             self._iterator, self._ended_by = None, "set_epoch() was called"
             self._move_to(epoch)
 
+    def stats(self) -> Stats:
+        """Return what the current iteration has delivered and how long the caller waited; takes microseconds."""
+        if self._stream is not None:
+            self._stream.note_queue(self._counts)
+        return self._counts.copy(self._fetched())
+
+    def _fetched(self) -> tuple[FetchStats, ...]:
+        return ()
+
     def _take_iterator(self) -> object:
         """Return the mark of a new iterator, which replaces the present one."""
         self._iterator, self._ended_by = object(), "another iterator of the same loader was started"
@@ -326,7 +335,7 @@ class EpochLoader(ABC):
     def _end_stream(self) -> None:
         if self._stream is not None:
             stream, self._stream = self._stream, None
-            self._queue_stats = stream.queue_stats()
+            stream.note_queue(self._counts)
             stream.close()
 
     def _replaced(self) -> str:

@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from bucketline.loader.mixture import Stores
     from bucketline.loader.plan.plan import Plan
     from bucketline.loader.prefetch.threads import ThreadStream
-    from bucketline.loader.stats import LoaderStats
     from bucketline.store.format.columns import LatentKind
     from bucketline.store.read.store import OpenShards
+    from bucketline.store.remote.cache.held_line import FetchStats
 
 
 class Loader(EpochLoader):
@@ -236,11 +236,9 @@ class Loader(EpochLoader):
             )
         return found[1].id
 
-    def stats(self) -> LoaderStats:
-        """Return what the current iteration has delivered and how long the caller waited; takes microseconds."""
-        queue_stats = self._queue_stats if self._stream is None else self._stream.queue_stats()
+    def _fetched(self) -> tuple[FetchStats, ...]:
         sources = {id(share.store.source): share.store.source for share in self.shares if share.store.source is not None}
-        return self._meter.stats(queue_stats, tuple(source.stats() for source in sources.values()))
+        return tuple(source.stats() for source in sources.values())
 
     def state_dict(self) -> dict[str, object]:
         """Return the state as JSON values. It counts the micro-batches that the caller has consumed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -52,6 +52,7 @@ class Serve(RemoteArguments):
 
     def run(self) -> int:
         import sys
+        import time
         from contextlib import ExitStack
 
         from bucketline.errors import UsageError
@@ -72,19 +73,31 @@ class Serve(RemoteArguments):
                 port = using.enter_context(metrics_served(self.metrics, service.stats))
             listener = using.enter_context(self._listening()) if self.listen is not None else None
             if listener is not None:
-                service.network = listener.sent.stats
+                service.network = listener.clients.as_json
             signals, sock = using.enter_context(_signals()), using.enter_context(listen(self.socket))
             print(f"serving {', '.join(map(shown, self.stores))} at {shown(str(self.socket))}", file=sys.stderr, flush=True)
             if listener is not None:
                 print(f"batches for other machines at port {listener.port}", file=sys.stderr, flush=True)
             if port is not None:
                 print(f"metrics for Prometheus at port {port}", file=sys.stderr, flush=True)
-            reporting = _Reporting(service, signals, self.every, as_json=self.json)
+            due = time.monotonic() + self.every
+
+            def tick() -> float:
+                """Report if due or requested, release what nobody reads, and return the seconds until the next check."""
+                nonlocal due
+                service.let_go()
+                if signals.is_asked():
+                    _report(service, as_json=self.json)
+                if time.monotonic() >= due:
+                    due += self.every
+                    _report(service, as_json=self.json)
+                return min(due - time.monotonic(), 1.0)
+
             try:
-                accept_all(sock, service.take_in, signals.stop_fd, reporting.tick)
+                accept_all(sock, service.take_in, signals.stop_fd, tick)
             finally:
                 service.stop()
-            reporting.report()
+            _report(service, as_json=self.json)
         return 0
 
     def _listening(self) -> AbstractContextManager[Listener]:
@@ -102,73 +115,18 @@ class Serve(RemoteArguments):
         return listening(self.listen, self.stores, security, self.remote())
 
 
-class _Reporting:
-    """Prints statistics at an interval and on request."""
+def _report(service: Service, *, as_json: bool) -> None:
+    """Print the statistics as a line of JSON on stdout, or as text on stderr."""
+    import sys
 
-    def __init__(self, service: Service, signals: _Signals, every: float, *, as_json: bool) -> None:
-        import time
+    from bucketline.command_line import print_json_line
+    from bucketline.loader.commands.stats import summary
 
-        self._service, self._signals, self._every, self._as_json = service, signals, every, as_json
-        self._clock = time.monotonic
-        self._next = self._clock() + every
-
-    def tick(self) -> float:
-        """Report if due, release what nobody reads, and return the seconds until the next check."""
-        self._service.let_go()
-        if self._signals.is_asked():
-            self.report()
-        if self._clock() >= self._next:
-            self._next += self._every
-            self.report()
-        return min(self._next - self._clock(), 1.0)
-
-    def report(self) -> None:
-        """Print the statistics as a line of JSON on stdout, or as text on stderr."""
-        import sys
-
-        from bucketline.command_line import print_json_line
-
-        if self._as_json:
-            print_json_line(self._service.stats())
-            sys.stdout.flush()
-        else:
-            print(summary(self._service.stats()), file=sys.stderr, flush=True)
-
-
-def summary(stats: dict[str, Any]) -> str:
-    """Return a service's statistics as readable text."""
-    from bucketline.command_line import counted, human_bytes, per_second
-
-    delivered = f"{counted(stats['samples'], 'sample')} and {human_bytes(stats['bytes'])} in {stats['seconds']:.0f} s"
-    now = counted(len(stats["clients"]), "client") if stats["clients"] else "no client"
-    failed = f"{stats['errors']} ended with an error, {stats['refused']} refused"
-    lines = [f"{', '.join(stats['stores'])}: {now} now, {stats['clients_so_far']} since the start; {delivered}; {failed}"]
-    for client in stats["clients"]:
-        who = f"process {client['pid']}, rank {client['rank']} of {client['world_size']}"
-        rate = f"{per_second(client['samples_per_s'], 'sample')}, {human_bytes(client['bytes_per_s'])}/s"
-        waited = f"waited {client['waited_s']:.1f} s in {counted(client['waits'], 'wait')}"
-        waits = ", waits now" if client["is_waiting"] else ""
-        largest = sorted(client["by_bucket"], key=client["by_bucket"].__getitem__, reverse=True)
-        buckets = ", ".join(largest[:3]) + (f" and {len(largest) - 3} more" if len(largest) > 3 else "")
-        ready = f"{client['ready']} of {client['depth']} batches ready"
-        lines.append(f"  {who}: {rate}, {ready}, {waited}{waits}; of {buckets or 'no bucket yet'}")
-    if (network := stats["network"]) is not None:
-        sent = f"{counted(network['samples'], 'sample')} and {human_bytes(network['bytes'])} sent"
-        so_far = f"{counted(len(network['clients']), 'client')} now, {network['clients_so_far']} since the start"
-        failed = f"{network['errors']} ended with an error, {network['refused']} refused"
-        lines.append(f"  other machines: {so_far}; {sent}; {failed}")
-        for client in network["clients"]:
-            rate = f"{per_second(client['samples_per_s'], 'sample')}, {human_bytes(client['bytes_per_s'])}/s"
-            who = f"{client['address']}, rank {client['rank']} of {client['world_size']}"
-            lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready")
-    for url, own in stats["fetched"].items():
-        times = f"{own['bytes_fetched'] / max(1, own['store_bytes']):.3f} times the store"
-        got = (
-            f"{human_bytes(own['bytes_fetched'])}, {times}, in {counted(own['requests'], 'request')}, {own['retries']} repeated"
-        )
-        found = f"{own['misses']} of {counted(own['hits'] + own['misses'], 'line')} not in the cache"
-        lines.append(f"  {url}: fetched {got}; {found}; waited {own['waited_s']:.1f} s in {counted(own['waits'], 'wait')}")
-    return "\n".join(lines)
+    if as_json:
+        print_json_line(service.stats())
+        sys.stdout.flush()
+    else:
+        print(summary(service.stats()), file=sys.stderr, flush=True)
 
 
 class _Signals:

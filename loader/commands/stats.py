@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stats:
+class StatsCommand:
     """Print a running service's statistics: its clients, their rates, and the batches ready.
 
     Example: loader stats --socket /run/user/1000/photos.sock --json
@@ -21,7 +21,6 @@ class Stats:
 
     def run(self) -> int:
         from bucketline.command_line import print_json
-        from bucketline.loader.commands.serve import summary
 
         stats = stats_of(self.socket)
         if self.json:
@@ -47,3 +46,46 @@ def stats_of(socket: Path) -> dict[str, Any]:
         raise failure_of(answer)
     stats: dict[str, Any] = answer["stats"]
     return stats
+
+
+def summary(stats: dict[str, Any]) -> str:
+    """Return a service's statistics as readable text."""
+    from bucketline.command_line import counted, human_bytes
+
+    since = f"in {stats['seconds']:.0f} s"
+    lines = [f"{', '.join(stats['stores'])}: {_clients_of(stats, since)}", *_each_of(stats)]
+    if (network := stats["network"]) is not None:
+        lines += [f"  other machines: {_clients_of(network, 'sent')}", *_each_of(network)]
+    for url, own in stats["fetched"].items():
+        times = f"{own['bytes_fetched'] / max(1, own['store_bytes']):.3f} times the store"
+        got = (
+            f"{human_bytes(own['bytes_fetched'])}, {times}, in {counted(own['requests'], 'request')}, {own['retries']} repeated"
+        )
+        found = f"{own['misses']} of {counted(own['hits'] + own['misses'], 'line')} not in the cache"
+        lines.append(f"  {url}: fetched {got}; {found}; waited {own['waited_s']:.1f} s in {counted(own['waits'], 'wait')}")
+    return "\n".join(lines)
+
+
+def _clients_of(counts: dict[str, Any], how: str) -> str:
+    from bucketline.command_line import counted, human_bytes
+
+    now = counted(len(counts["clients"]), "client") if counts["clients"] else "no client"
+    failed = f"{counts['errors']} ended with an error, {counts['refused']} refused"
+    amount = f"{counted(counts['samples'], 'sample')} and {human_bytes(counts['bytes'])} {how}"
+    return f"{now} now, {counts['clients_so_far']} since the start; {amount}; {failed}"
+
+
+def _each_of(counts: dict[str, Any]) -> list[str]:
+    from bucketline.command_line import counted, human_bytes, per_second
+
+    lines = []
+    for one in counts["clients"]:
+        process = one["address"] if "address" in one else f"process {one['pid']}"
+        who = f"{process}, rank {one['rank']} of {one['world_size']}"
+        rate = f"{per_second(one['samples_per_s'], 'sample')}, {human_bytes(one['bytes_per_s'])}/s"
+        ready = f"{one['ready']} of {one['depth']} batches ready"
+        waited = f"waited {one['waited_s']:.1f} s in {counted(one['waits'], 'wait')}{', waits now' * one['is_waiting']}"
+        largest = sorted(one["by_bucket"], key=one["by_bucket"].__getitem__, reverse=True)
+        buckets = ", ".join(largest[:3]) + (f" and {len(largest) - 3} more" if len(largest) > 3 else "")
+        lines.append(f"  {who}: {rate}, {ready}, {waited}; of {buckets or 'no bucket yet'}")
+    return lines

@@ -15,7 +15,6 @@ from bucketline.command_line import printable
 from bucketline.errors import BucketlineError, DeliveryError, UsageError
 from bucketline.loader.loader import Loader
 from bucketline.loader.network.addresses import address_of, is_loopback
-from bucketline.loader.network.sent import RemoteClient, SentCounts
 from bucketline.loader.network.served_stores import ServedStores
 from bucketline.loader.network.tokens import is_proof, new_nonce
 from bucketline.loader.network.wire import (
@@ -31,6 +30,7 @@ from bucketline.loader.network.wire import (
 )
 from bucketline.loader.service.protocol import failure_as_json, receive, send
 from bucketline.loader.state import parse_state
+from bucketline.loader.stats import ClientCounts, Stats
 from bucketline.typed_json import TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Listener:
     def __init__(self, sock: socket.socket, stores: ServedStores, token: bytes | None, context: ssl.SSLContext | None) -> None:
         self._sock, self._stores, self._token, self._context = sock, stores, token, context
         self.port: int = sock.getsockname()[1]
-        self.sent = SentCounts()
+        self.clients = ClientCounts()
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._connections: dict[threading.Thread, _Connection] = {}
         self._threads = [
@@ -178,7 +178,7 @@ class Listener:
                     self._connections[thread] = connection
                     thread.start()
             if is_full:
-                self.sent.refused()
+                self.clients.refuse()
                 sock.close()
 
     def _show_life(self) -> None:
@@ -214,7 +214,7 @@ class Listener:
         send(sock, {"bucketline": NETWORK_PROTOCOL, "nonce": nonce})
         message, _ = receive(sock, max(0.1, REQUEST_S - (time.monotonic() - begun)))
         if not is_proof(message.pop("proof", None), self._token, nonce):
-            self.sent.refused()
+            self.clients.refuse()
             send(sock, failure_as_json(DeliveryError("the token is not the server's; use the same token file on both sides")))
             return
         sock.settimeout(None)
@@ -222,7 +222,7 @@ class Listener:
         try:
             loader, wanted = self._granted(message)
         except Exception as error:  # noqa: BLE001 - told to the client
-            self.sent.refused()
+            self.clients.refuse()
             connection.answer(failure_as_json(error), None)
             return
         with loader:
@@ -267,22 +267,29 @@ class Listener:
         writer = FrameWriter(connection.sock)
         connection.answer(asdict(answer), writer)
         stream = connection.stream = loader.stream()
-        client = RemoteClient(address=connection.peer, rank=wanted.rank, world_size=wanted.world_size, stream=stream)
-        self.sent.begin(client)
+        who = {"address": connection.peer, "rank": wanted.rank, "world_size": wanted.world_size, "stores": answer.stores}
+        asked = time.perf_counter()
+        counts = Stats(begun=asked)
         failure: BaseException | None = None
-        try:
-            while (delivered := stream.next()) is not None and not connection.is_over:
-                with connection.sending:
-                    writer.batch(*delivered)
-                client.sent(delivered[0])
-                del delivered
-        except OSError:
-            return  # the client has left
-        except BucketlineError as error:
-            failure = error
-            client.counts["errors"] += 1
-        finally:
-            self.sent.end(client)
+
+        def stats() -> Stats:
+            stream.note_queue(counts)
+            return counts.until_now()
+
+        with self.clients.client(who, stats):
+            try:
+                while (delivered := stream.next()) is not None and not connection.is_over:
+                    counts.waited_s += time.perf_counter() - asked
+                    with connection.sending:
+                        writer.batch(*delivered)
+                    counts.count(delivered[0])
+                    del delivered
+                    asked = time.perf_counter()
+            except OSError:
+                return  # the client has left
+            except BucketlineError as error:
+                failure = error
+                counts.errors += 1
         if self._stopped.is_set():
             failure = failure or DeliveryError(_ENDED)
         with connection.sending, suppress(OSError):

@@ -20,13 +20,12 @@ from bucketline.loader.network.addresses import address_of
 from bucketline.store.remote.cache.held_line import LATENCY_BOUNDS_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from prometheus_client.core import Metric
 
 MAX_CONNECTIONS = 16
 ANSWER_S = 10.0  # from a connection to its answer
-_Rows = list[tuple[list[str], float]]
 
 
 @contextmanager
@@ -100,6 +99,33 @@ def _shut(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
+_COUNTS = (  # name, key, what; filled for this machine's clients, sent to those of others
+    ("clients", "clients", "Clients so far."),
+    ("batches", "batches", "Micro-batches filled, or sent."),
+    ("samples", "samples", "Samples filled, or sent."),
+    ("bytes", "bytes", "Bytes of tensors filled, or sent."),
+    ("client_waits", "waits", "Times that a client waited for a micro-batch."),
+    ("client_waited_seconds", "waited_s", "Seconds that clients waited for micro-batches."),
+    ("errors", "errors", "Iterations that ended with an error."),
+)
+_NOW = (
+    ("ready", "ready", "Micro-batches that are filled and not yet taken, or sent."),
+    ("is_waiting", "is_waiting", "1 while the client waits for a micro-batch."),
+    ("depth", "depth", "Micro-batches that are filled ahead at most."),
+    ("buffers", "buffers", "Buffers: ready, held by the client or free."),
+)
+_REFUSED = (("refused", "refused", "Clients that were refused."),)
+_FETCHED = (
+    ("fetched_bytes", "bytes_fetched", "Bytes fetched from object storage."),
+    ("fetch_requests", "requests", "Requests to object storage."),
+    ("fetch_retries", "retries", "Requests that were repeated."),
+    ("cache_hits", "hits", "Lines that were in the cache when they were needed."),
+    ("cache_misses", "misses", "Lines that were not."),
+    ("fetch_waits", "waits", "Micro-batches that waited for a line."),
+    ("fetch_waited_seconds", "waited_s", "Seconds that micro-batches waited for lines."),
+)
+
+
 class _ServiceCollector:
     """Turns the service's statistics into metrics."""
 
@@ -108,85 +134,43 @@ class _ServiceCollector:
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats()
-        yield from _of_stores(stats["by_stores"])
-        yield from _of_clients(stats["clients"])
-        yield from _of_fetching(stats["fetched"])
-        if stats["network"] is not None:
-            yield from _of_network(stats["network"])
-        yield _counter("bucketline_requests_refused", "Clients that were refused.", (), [([], stats["refused"])])
+        fetched = [{"url": url, **own} for url, own in stats["fetched"].items()]
+        clients = [
+            {**one, "bucket": name, "count": count} for one in stats["clients"] for name, count in one["by_bucket"].items()
+        ]
+        whose, per_bucket = ("stores", "pid", "rank"), (("samples", "count", "Samples filled for a client that is connected."),)
+        yield from _metrics(CounterMetricFamily, "", ("stores",), _COUNTS, stats["by_stores"])
+        yield from _metrics(CounterMetricFamily, "requests_", (), _REFUSED, [stats])
+        yield from _metrics(GaugeMetricFamily, "client_", whose, _NOW, stats["clients"])
+        yield from _metrics(GaugeMetricFamily, "client_", (*whose, "bucket"), per_bucket, clients)
+        yield from _metrics(CounterMetricFamily, "", ("url",), _FETCHED, fetched)
+        yield _latencies(fetched)
+        if (network := stats["network"]) is not None:
+            sent = (("samples", "samples", "Samples sent to a client."),)
+            total = {**network, "clients": network["clients_so_far"]}
+            yield from _metrics(CounterMetricFamily, "network_", (), (*_COUNTS, *_REFUSED), [total])
+            yield from _metrics(GaugeMetricFamily, "network_client_", ("address", "rank"), (*_NOW, *sent), network["clients"])
 
 
-def _of_stores(by_stores: list[dict[str, Any]]) -> Iterable[Metric]:
-    for name, key, what in (
-        ("clients", "clients", "Clients so far."),
-        ("batches", "batches", "Micro-batches filled."),
-        ("samples", "samples", "Samples filled."),
-        ("bytes", "bytes", "Bytes of tensors filled."),
-        ("client_waits", "waits", "Times that a client waited for a micro-batch."),
-        ("client_waited_seconds", "waited_s", "Seconds that clients waited for micro-batches."),
-        ("errors", "errors", "Iterations that ended with an error."),
-    ):
-        yield _counter(f"bucketline_{name}", what, ("stores",), [([",".join(one["stores"])], one[key]) for one in by_stores])
+def _metrics(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    prefix: str,
+    labels: tuple[str, ...],
+    metrics: Iterable[tuple[str, str, str]],
+    rows: Sequence[Mapping[str, Any]],
+) -> Iterable[Metric]:
+    """Yield a metric for each of the keys, with a value for each of the rows, which has its labels too."""
+    for name, key, what in metrics:
+        family = kind(f"bucketline_{prefix}{name}", what, labels=labels)
+        for row in rows:
+            family.add_metric([",".join(row[one]) if one == "stores" else str(row[one]) for one in labels], row[key])
+        yield family
 
 
-def _of_clients(clients: list[dict[str, Any]]) -> Iterable[Metric]:
-    labels = ("stores", "pid", "rank")
-    named = [([",".join(one["stores"]), str(one["pid"]), str(one["rank"])], one) for one in clients]
-    for name, what in (
-        ("ready", "Micro-batches that are filled and not yet taken."),
-        ("is_waiting", "1 while the client waits for a micro-batch."),
-        ("depth", "Micro-batches that are filled ahead at most."),
-        ("buffers", "Buffers in shared memory: ready, held by the client or free."),
-    ):
-        yield _gauge(f"bucketline_client_{name}", what, labels, [(label, one[name]) for label, one in named])
-    samples: _Rows = [([*label, bucket], count) for label, one in named for bucket, count in one["by_bucket"].items()]
-    yield _gauge("bucketline_client_samples", "Samples filled for a client that is connected.", (*labels, "bucket"), samples)
-
-
-def _of_network(network: dict[str, Any]) -> Iterable[Metric]:
-    for name, key, what in (
-        ("clients", "clients_so_far", "Iterations of clients on other machines so far."),
-        ("batches", "batches", "Micro-batches sent to other machines."),
-        ("samples", "samples", "Samples sent to other machines."),
-        ("bytes", "bytes", "Bytes of tensors sent to other machines."),
-        ("errors", "errors", "Iterations of other machines that ended with an error."),
-        ("refused", "refused", "Connections from other machines that were refused."),
-    ):
-        yield _counter(f"bucketline_network_{name}", what, (), [([], network[key])])
-    named = [([one["address"], str(one["rank"])], one) for one in network["clients"]]
-    for name, what in (("ready", "Micro-batches that are filled and not yet sent."), ("samples", "Samples sent to a client.")):
-        rows = [(label, one[name]) for label, one in named]
-        yield _gauge(f"bucketline_network_client_{name}", what, ("address", "rank"), rows)
-
-
-def _of_fetching(fetched: dict[str, dict[str, Any]]) -> Iterable[Metric]:
-    for name, key, what in (
-        ("fetched_bytes", "bytes_fetched", "Bytes fetched from object storage."),
-        ("fetch_requests", "requests", "Requests to object storage."),
-        ("fetch_retries", "retries", "Requests that were repeated."),
-        ("cache_hits", "hits", "Lines that were in the cache when they were needed."),
-        ("cache_misses", "misses", "Lines that were not."),
-        ("fetch_waits", "waits", "Micro-batches that waited for a line."),
-        ("fetch_waited_seconds", "waited_s", "Seconds that micro-batches waited for lines."),
-    ):
-        yield _counter(f"bucketline_{name}", what, ("url",), [([url], own[key]) for url, own in fetched.items()])
+def _latencies(fetched: Iterable[Mapping[str, Any]]) -> Metric:
     family = HistogramMetricFamily("bucketline_fetch_seconds", "From the request of a line to its arrival.", labels=("url",))
-    for url, own in fetched.items():
-        counts = list(accumulate(own["fetch_latencies"]))
-        bounds = [*map(floatToGoString, LATENCY_BOUNDS_S), "+Inf"]
-        family.add_metric([url], list(zip(bounds, counts, strict=True)), own["fetch_s"])
-    yield family
-
-
-def _counter(name: str, what: str, labels: tuple[str, ...], rows: _Rows) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, what, labels=labels)
-    for label, value in rows:
-        family.add_metric(label, value)
-    return family
-
-
-def _gauge(name: str, what: str, labels: tuple[str, ...], rows: _Rows) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, what, labels=labels)
-    for label, value in rows:
-        family.add_metric(label, value)
+    bounds = [*map(floatToGoString, LATENCY_BOUNDS_S), "+Inf"]
+    for own in fetched:
+        counts = accumulate(own["fetch_latencies"])
+        family.add_metric([own["url"]], list(zip(bounds, counts, strict=True)), own["fetch_s"])
     return family

@@ -35,7 +35,7 @@ from bucketline.loader.network.wire import (
 from bucketline.loader.plan.epoch_steps import EpochSteps
 from bucketline.loader.prefetch.cuda_copy import CudaCopier
 from bucketline.loader.prefetch.reorder_buffer import ReorderBuffer
-from bucketline.loader.prefetch.threads import FIRST_DEPTH, QueueStats, depth_of
+from bucketline.loader.prefetch.threads import FIRST_DEPTH, depth_of
 from bucketline.loader.service.protocol import failure_of, receive, send
 from bucketline.loader.state import LoaderState, parse_state, state_as_json
 from bucketline.store.format.columns import LatentKind
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.cursor import Cursor
-    from bucketline.loader.stats import LoaderStats
+    from bucketline.loader.stats import Stats
     from bucketline.typed_json import Json
 
 SILENCE_S = 10.0  # a server that sends not even a sign of life for so long is lost
@@ -173,10 +173,6 @@ class RemoteLoader(EpochLoader):
         found = self._described(state)
         self._resume(found)
         self._pool = None
-
-    def stats(self) -> LoaderStats:
-        """Return what the current iteration has delivered and how long the caller waited."""
-        return self._meter.stats(self._queue_stats if self._stream is None else self._stream.queue_stats())
 
     def close(self) -> None:
         """End the current iteration. Batches still held stay valid."""
@@ -335,8 +331,10 @@ class _Receiving:
             return filled, self._pool.lend(filled.buffer)
         return filled, self._copier.receive(*copy)
 
-    def queue_stats(self) -> QueueStats:
-        return QueueStats(ready=len(self._ready), depth=self._ready.depth, buffers=self._pool.num_made)
+    def note_queue(self, stats: Stats) -> None:
+        """See `ThreadStream.note_queue`."""
+        self._ready.note_queue(stats)
+        stats.buffers = self._pool.num_made
 
     def _run(self) -> None:
         failure: BaseException | None = None

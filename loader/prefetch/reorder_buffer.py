@@ -14,6 +14,8 @@ from bucketline.errors import DeliveryError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bucketline.loader.stats import Stats
+
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.5  # while it waits, the consumer checks that a prefetch thread is still alive
@@ -38,11 +40,15 @@ class ReorderBuffer(Generic[T]):
         self._changed = threading.Condition()
         self._fillers_waiting = 0
         self._was_full = False  # a producer had to wait for room since the depth last changed
-        self._taker_waits = False
+        self._taker_waits, self._waits = False, 0  # the consumer, now; and how often it had to
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def note_queue(self, stats: Stats) -> None:
+        """Set how much is ready at this moment, and how often the consumer had to wait."""
+        stats.ready, stats.depth, stats.waits, stats.is_waiting = len(self), self.depth, self._waits, self._taker_waits
 
     def put(self, turn: int, item: T) -> bool:
         """Add the item of a turn, counted from 0, waiting for room. Return False if it is no longer needed."""
@@ -105,6 +111,7 @@ class ReorderBuffer(Generic[T]):
             if self._was_full and self.depth < self._max_depth:
                 self._was_full, self.depth = False, min(2 * self.depth, self._max_depth)
             self._taker_waits = True
+            self._waits += 1
             try:
                 while not self._changed.wait_for(is_ready, timeout=_LOOK_EVERY_S):
                     if not is_filled() and not is_ready():

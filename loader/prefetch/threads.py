@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.cursor import Cursor
+    from bucketline.loader.stats import Stats
 
 FIRST_DEPTH = 2  # micro-batches filled ahead as long as the caller never has to wait
 MIN_DEPTH, _MAX_DEPTH = 2, 64  # micro-batches
@@ -35,15 +35,6 @@ MIN_DEPTH, _MAX_DEPTH = 2, 64  # micro-batches
 def depth_of(config: LoaderConfig, buffer_bytes: int) -> int:
     """Return how many micro-batches of `buffer_bytes` each are filled ahead at most."""
     return min(max(config.prefetch_bytes // buffer_bytes, MIN_DEPTH), _MAX_DEPTH)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueStats:
-    """How much is ready for the caller at this moment."""
-
-    ready: int  # micro-batches filled and not popped yet
-    depth: int  # micro-batches that are filled ahead at present
-    buffers: int  # allocated so far: ready, held by the caller or free
 
 
 class PrefetchThreads(ABC):
@@ -194,8 +185,10 @@ class ThreadStream(PrefetchThreads):
             return filled, self._pool.lend(filled.buffer)
         return filled, self._copier.receive(*copy)
 
-    def queue_stats(self) -> QueueStats:
-        return QueueStats(ready=len(self._ready), depth=self._ready.depth, buffers=self._pool.num_made)
+    def note_queue(self, stats: Stats) -> None:
+        """Set what is ready at this moment, and how often the caller had to wait since the stream began."""
+        self._ready.note_queue(stats)
+        stats.buffers = self._pool.num_made
 
     def acquire(self) -> Tensor:
         """Return a buffer to fill; see `PrefetchThreads`."""

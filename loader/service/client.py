@@ -20,7 +20,6 @@ import torch
 from bucketline.errors import DeliveryError
 from bucketline.forks import OwnerProcess
 from bucketline.loader.prefetch.cuda_copy import CudaCopier
-from bucketline.loader.prefetch.threads import QueueStats
 from bucketline.loader.service.child_process import ChildService
 from bucketline.loader.service.control_page import CONTROL_BYTES, FREE, BufferState, ControlPage, Word, fence
 from bucketline.loader.service.protocol import WAKE, Request, Response, failure_of, receive, send
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.plan.cursor import Cursor
+    from bucketline.loader.stats import Stats
 
 log = logging.getLogger(__name__)
 
@@ -197,12 +197,10 @@ class ServiceStream:
         with suppress(OSError):  # if the service is gone, `_wait` notices
             self._sock.send(WAKE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
-    def queue_stats(self) -> QueueStats:
-        return QueueStats(
-            ready=self._control.ready() + len(self._copied),
-            depth=self._granted.depth,
-            buffers=self._control.words[Word.SLABS],
-        )
+    def note_queue(self, stats: Stats) -> None:
+        """See `ThreadStream.note_queue`."""
+        self._control.note_queue(stats)
+        stats.ready, stats.depth = stats.ready + len(self._copied), self._granted.depth
 
     def close(self) -> None:
         """Disconnect from the service. Batches still held keep their memory."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from bucketline.loader.stats import Stats
+
 MAX_SLABS = 1 << 16
 _WORDS, _ANNOUNCEMENTS, _FAILURE_BYTES = 64, 1024, 1 << 16
 _ANNOUNCED_AT = 8 * _WORDS
@@ -84,9 +86,11 @@ class ControlPage:
         """Return the buffer of an announced micro-batch, by its index since the iteration's start."""
         return self._announced[number % _ANNOUNCEMENTS]
 
-    def ready(self) -> int:
-        """Return how many batches are announced and not popped; wrong if the client writes nonsense."""
-        return self.words[Word.ANNOUNCED] - self.words[Word.TAKEN]
+    def note_queue(self, stats: Stats) -> None:
+        """Set what is announced and not popped, and how often the client had to wait; wrong if it writes nonsense."""
+        stats.ready = max(0, self.words[Word.ANNOUNCED] - self.words[Word.TAKEN])
+        stats.buffers, stats.waits = self.words[Word.SLABS], self.words[Word.WAITS]
+        stats.is_waiting = bool(self.words[Word.CLIENT_WAITS])
 
     def end(self, failure: Mapping[str, Any] | None) -> None:
         """Announce that no more batches will follow, with the failure if there is one."""

@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 import time
-from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from bucketline.loader.prefetch.threads import depth_of
 from bucketline.loader.service.protocol import Response, failure_as_json, parse_request, receive, send
 from bucketline.loader.service.session import Session
 from bucketline.loader.service.unix_socket import peer_uid
+from bucketline.loader.stats import ClientCounts
 from bucketline.store import Store
 from bucketline.store.format.manifest import generations
 
@@ -30,13 +30,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.loader.service.protocol import Request, StoreOf
-    from bucketline.loader.service.session import SessionStats
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.urls import RemoteOptions
 
 _REQUEST_S = 10.0  # time limit for a client to send its request
 _MAX_CLIENTS = 1024
-COUNTED = ("batches", "samples", "bytes", "waits", "waited_s", "errors")  # of each client, and of all so far
 _ENDED = "the service was stopped; restart it and iterate again: the next iteration continues at the same batch"
 
 
@@ -73,8 +71,7 @@ class Service:
         self._threads: set[threading.Thread] = set()
         self._connections: set[socket.socket] = set()
         self._sessions: list[Session] = []
-        self._past: dict[tuple[str, ...], Counter[str]] = {}  # by stores: counts of clients that have left
-        self._num_refused = 0
+        self._clients = ClientCounts()
         self._begun = time.monotonic()
         self._is_stopped = False
         self.network: Callable[[], dict[str, Any]] | None = None  # the statistics of clients on other machines
@@ -111,25 +108,11 @@ class Service:
 
         `network` has the same of clients on other machines, which are counted there only; None if the service does not listen.
         """
-        with self._lock:
-            clients = [session.stats() for session in self._sessions]
-            by_stores = {stores: Counter(counts) for stores, counts in self._past.items()}
-            num_refused = self._num_refused
-        for client in clients:
-            by_stores.setdefault(client.stores, Counter()).update(_counts(client))
-        total = {name: sum(counts[name] for counts in by_stores.values()) for name in COUNTED}
         return {
             "pid": os.getpid(),
             "seconds": time.monotonic() - self._begun,
             "stores": [str(path) for path in self._paths.values()],
-            "clients_so_far": sum(counts["clients"] for counts in by_stores.values()),
-            **total,
-            "refused": num_refused,
-            "by_stores": [
-                {"stores": list(stores), **{name: counts[name] for name in ("clients", *COUNTED)}}
-                for stores, counts in sorted(by_stores.items())
-            ],
-            "clients": [asdict(client) for client in clients],
+            **self._clients.as_json(),
             "network": None if self.network is None else self.network(),
             "fetched": {url: {**asdict(one.stats()), "store_bytes": one.num_bytes} for url, one in self._sources.items()},
         }
@@ -165,8 +148,7 @@ class Service:
                     return
                 session = self._grant(sock, parse_request(message), using)
             except Exception as error:  # noqa: BLE001 - whatever a client sends, it gets the error, and the service continues
-                with self._lock:
-                    self._num_refused += 1
+                self._clients.refuse()
                 _refuse(sock, error)
                 return
             self._serve(session)
@@ -202,12 +184,11 @@ class Service:
             session.stop(_ENDED)
             return
         try:
-            session.run()
+            with self._clients.client(session.who, session.stats):
+                session.run()
         finally:
             with self._lock:
                 self._sessions.remove(session)
-                done = session.stats()
-                self._past.setdefault(done.stores, Counter()).update(_counts(done))
 
     def _open(self, wanted: Sequence[StoreOf], *, plain_reads: bool, using: ExitStack) -> _Open:
         """Return the generations of the stores that a client reads, opened once for all clients that read the same.
@@ -266,10 +247,6 @@ def _by_id(stores: Sequence[Store]) -> dict[str, Path | str]:
 
 def _place(store: Store) -> Path | str:
     return store.path.resolve() if store.source is None else store.source.url
-
-
-def _counts(client: SessionStats) -> dict[str, float]:
-    return {"clients": 1, **{name: getattr(client, name) for name in COUNTED}}
 
 
 def _refuse_others(sock: socket.socket) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +15,7 @@ from bucketline.loader.prefetch.threads import PrefetchThreads
 from bucketline.loader.service.control_page import FREE, MAX_SLABS, TAKEN, ControlPage, Word, fence
 from bucketline.loader.service.protocol import WAKE, failure_as_json
 from bucketline.loader.service.shared_memory import HEAD_BYTES, HeadWriter, SharedMemory
+from bucketline.loader.stats import Stats
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -50,8 +49,7 @@ class ClientThreads(PrefetchThreads):
         self._end: tuple[int, BaseException | None] | None = None  # the first turn that does not come, and why
         self._waiting = 0  # threads that wait for room
         self._is_over = False
-        self.batches = self.bytes = self.errors = 0
-        self.by_bucket: Counter[str] = Counter()  # samples
+        self._counts = Stats(begun=time.perf_counter())
 
     def acquire(self) -> Tensor:
         """Return a free buffer, or a new one if none is free; never waits for the client."""
@@ -98,13 +96,11 @@ class ClientThreads(PrefetchThreads):
             self._heads.write(self._buffers[number], filled)
             self.control.announce(number)
             self._turn += 1
-            self.batches += 1
-            self.bytes += filled.num_bytes
-            self.by_bucket[filled.bucket] += filled.fields[0].shape[0]
+            self._counts.count(filled)
         if self._end is not None and self._end[0] == self._turn and not self._is_over:
             self._is_over = True
             failure = self._end[1]
-            self.errors += failure is not None
+            self._counts.errors += failure is not None
             self.control.end(None if failure is None else failure_as_json(failure))
             self._changed.notify_all()
             return True
@@ -133,6 +129,11 @@ class ClientThreads(PrefetchThreads):
         if is_news:
             self._wake_client()
 
+    def counted(self) -> Stats:
+        """Return what was announced so far."""
+        with self._changed:
+            return self._counts.until_now()
+
     def look_again(self) -> None:
         """Wake the threads that wait for room, so that they check again."""
         with self._changed:
@@ -151,30 +152,6 @@ class ClientThreads(PrefetchThreads):
                 self._sock.send(WAKE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionStats:
-    """Statistics of one client."""
-
-    pid: int
-    rank: int
-    world_size: int
-    stores: tuple[str, ...]
-    seconds: float
-    batches: int  # micro-batches filled
-    samples: int
-    bytes: int
-    samples_per_s: float
-    bytes_per_s: float
-    waits: int  # of the client for a micro-batch that was not ready, as it counts them
-    waited_s: float
-    is_waiting: bool  # at this moment
-    errors: int  # 1 if the iteration ended with an error
-    ready: int  # filled and not yet popped
-    depth: int
-    buffers: int
-    by_bucket: dict[str, int]  # samples
-
-
 class Session:
     """A client's connection, from the moment that its request is accepted."""
 
@@ -182,9 +159,9 @@ class Session:
         self, sock: socket.socket, wanted: Request, builder: BatchBuilder, *, stores: tuple[str, ...], depth: int
     ) -> None:
         """Begin nothing yet. `stores` are the names of what the client reads, as the service knows them."""
-        self.wanted, self._stores, self._sock, self._depth = wanted, stores, sock, depth
+        self.who = {"pid": wanted.pid, "rank": wanted.rank, "world_size": wanted.world_size, "stores": stores}
+        self._sock, self._depth = sock, depth
         self._threads = ClientThreads(sock, builder, wanted.cursor, depth=depth, is_pinned=wanted.is_pinned)
-        self._begun = time.monotonic()
         self._is_closed = False
 
     @property
@@ -212,28 +189,9 @@ class Session:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
-    def stats(self) -> SessionStats:
-        """Return the statistics so far."""
-        seconds, threads = time.monotonic() - self._begun, self._threads
-        by_bucket = dict(threads.by_bucket)
-        samples = sum(by_bucket.values())
-        return SessionStats(
-            pid=self.wanted.pid,
-            rank=self.wanted.rank,
-            world_size=self.wanted.world_size,
-            stores=self._stores,
-            seconds=seconds,
-            batches=threads.batches,
-            samples=samples,
-            bytes=threads.bytes,
-            samples_per_s=samples / seconds if seconds else 0.0,
-            bytes_per_s=threads.bytes / seconds if seconds else 0.0,
-            waits=threads.control.words[Word.WAITS],
-            waited_s=threads.control.words[Word.WAITED_US] / 1e6,
-            is_waiting=bool(threads.control.words[Word.CLIENT_WAITS]),
-            errors=threads.errors,
-            ready=max(0, threads.control.ready()),
-            depth=self._depth,
-            buffers=threads.control.words[Word.SLABS],
-            by_bucket=by_bucket,
-        )
+    def stats(self) -> Stats:
+        """Return the statistics so far: the client counts its waits itself, in the shared page."""
+        counts, control = self._threads.counted(), self._threads.control
+        control.note_queue(counts)
+        counts.waited_s, counts.depth = control.words[Word.WAITED_US] / 1e6, self._depth
+        return counts

@@ -16,8 +16,7 @@ import pytest
 
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.commands.serve import summary
-from bucketline.loader.commands.stats import stats_of
+from bucketline.loader.commands.stats import stats_of, summary
 from bucketline.loader.network import metrics as metrics_module
 from bucketline.loader.network.addresses import address_of
 from bucketline.loader.network.listener import Security, listening
@@ -209,7 +208,7 @@ def test_clients_on_other_machines_are_counted_while_connected_and_stay_in_the_t
         listening("0", [store.path], Security(token=b"the token of this test")) as found,
         metrics_served("127.0.0.1:0", service.stats) as port,
     ):
-        service.network = found.sent.stats
+        service.network = found.clients.as_json
         address, own = f"127.0.0.1:{found.port}", tmp_path / "token"
         with RemoteLoader(address, LoaderConfig(batch_size=2), token=own, rank=1, world_size=2) as far:
             batches = far.forever()
