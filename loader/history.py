@@ -14,6 +14,9 @@ from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
+
+    from bucketline.loader.mixture import WeightedStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,29 @@ class StoreMark:
     store_id: str
     generation: int
     repeats: int | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreId:
+    """A store and the generation that is read of it, as a checkpoint, `config.json` and the client of a service name it."""
+
+    path: str  # as given, or its URL; the store may have moved since
+    store_id: str
+    generation: int
+    digest: str  # of the generation's manifest
+    repeats: int | float
+
+    @classmethod
+    def of(cls, share: WeightedStore, path: Path | str | None = None) -> StoreId:
+        """Return the identity of an open store, under another path if one is given."""
+        manifest = share.store.manifest
+        return cls(
+            path=str(share.store.place if path is None else path),
+            store_id=manifest.store_id,
+            generation=manifest.generation,
+            digest=manifest.digest,
+            repeats=share.repeats,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.config import Shuffle
 from bucketline.loader.device import device_of
 from bucketline.loader.follow import GenerationWatch, Readable, at_generations, expect_readable
-from bucketline.loader.history import short
+from bucketline.loader.history import StoreId, short
 from bucketline.loader.iteration import CLOSED, EpochLoader, check_ranks
 from bucketline.loader.mixture import WeightedStore, open_shares
 from bucketline.loader.plan.cache_needs import reserve_ring
@@ -26,7 +26,7 @@ from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.make_plan import asked_window, plan_of
 from bucketline.loader.prefetch.threads import ThreadBackend
 from bucketline.loader.service.client import AUTO, ServiceBackend, ServiceStream
-from bucketline.loader.service.protocol import PROTOCOL, Request, StoreOf
+from bucketline.loader.service.protocol import PROTOCOL, Request
 from bucketline.loader.state import (
     STATE_VERSION,
     LoaderState,
@@ -175,7 +175,7 @@ class Loader(EpochLoader):
     def _request(self) -> Request:
         return Request(
             protocol=PROTOCOL,
-            stores=tuple(map(StoreOf.of, self.shares)),
+            stores=tuple(StoreId.of(one, one.store.absolute) for one in self.shares),
             config=self.config,
             rank=self._rank,
             world_size=self._world_size,

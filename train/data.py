@@ -12,6 +12,7 @@ import torch
 
 from bucketline.errors import StateError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
+from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.seen import read_run
 from bucketline.loader.service.client import AUTO
@@ -19,7 +20,6 @@ from bucketline.loader.state import schedule_of
 from bucketline.store import Store
 from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.manifest import MANIFEST, generations
-from bucketline.train.outputs.checkpoint import describe
 from bucketline.train.parallel import TrainRanks, expect_equal, fail_together, from_rank_zero
 from bucketline.train.refusals import refuse_stores
 
@@ -107,7 +107,7 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
     refuse_stores(config, shares)
     expect_equal("the stores' digests", ",".join(share.store.manifest.digest for share in shares))
     for one, share in zip(before or (), shares, strict=False):
-        now = describe(share)
+        now = StoreId.of(share)
         if replace(now, path=one.path) != one:
             raise StateError(
                 f"{start.checkpoint} was trained on the store {one.store_id} ({one.path}), generation {one.generation} with "

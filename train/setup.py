@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
+from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import open_shares, parse_stores
 from bucketline.store.format.columns import LATENT
 from bucketline.train.compile import (
@@ -38,7 +39,6 @@ from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise import LatentScale, NoisingOptions, Prep, load_schedule
 from bucketline.train.optim import average_of, expect_possible, kind_of, make_optimizer
 from bucketline.train.outputs import checkpoint
-from bucketline.train.outputs.checkpoint import Start, describe
 from bucketline.train.outputs.metrics import Scale
 from bucketline.train.outputs.progress import TRACKED, expect_trackers
 from bucketline.train.outputs.run_dir import config_as_json
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from bucketline.loader import Loader
     from bucketline.store import Store
     from bucketline.train.noise import ModelSchedule
+    from bucketline.train.outputs.checkpoint import Start
     from bucketline.train.outputs.weights import Weights
     from bucketline.typed_json import Json
 
@@ -343,7 +344,7 @@ def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> Non
     if start.takes_new_plan:
         before, now = (
             ", ".join(f"{store.path} generation {store.generation}" for store in stores)
-            for stores in (start.state.stores, map(describe, loader.shares))
+            for stores in (start.state.stores, map(StoreId.of, loader.shares))
         )
         log.warning(
             "--new-plan: %s was planned on %s; weights, averages and optimizer continue from step %d in a new order, on %s",

@@ -16,12 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from bucketline.command_line import counted
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER, LOSS_CURVE
+from bucketline.loader.history import StoreId
 from bucketline.train import data
 from bucketline.train.compile import mark
 from bucketline.train.evaluation.prompts import load_prompts
 from bucketline.train.evaluation.validation import validate
 from bucketline.train.outputs import checkpoint, run_dir
-from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights, folder_of_step
+from bucketline.train.outputs.checkpoint import Start, expect_finite_weights, folder_of_step
 from bucketline.train.outputs.metrics import WindowRecorder, cut_back
 from bucketline.train.outputs.progress import ProgressLine, RunLog
 from bucketline.train.outputs.run_lock import RunLock
@@ -271,7 +272,7 @@ class Trainer:
             version=checkpoint.VERSION,
             steps_done=self.steps_done,
             world_size=self.ranks.world_size,
-            stores=tuple(map(describe, self.loader.shares)),
+            stores=tuple(map(StoreId.of, self.loader.shares)),
             plan_digest=self.loader.plan.digest,
             loader={name: encode(value) for name, value in self.loader.state_dict().items()},
             window=window,

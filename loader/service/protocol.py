@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from bucketline import errors
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` reads the annotations at run time
+from bucketline.loader.history import StoreId  # noqa: TC001 - likewise
 from bucketline.loader.plan.cursor import Cursor  # noqa: TC001 - likewise
 from bucketline.typed_json import TypedJsonError, decode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bucketline.loader.mixture import WeightedStore
 
 PROTOCOL = 5
 MAX_MESSAGE_BYTES = 1 << 20
@@ -31,34 +31,11 @@ _LENGTH = struct.Struct(">I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreOf:
-    """The store and generation that a client reads."""
-
-    store_id: str
-    generation: int
-    digest: str  # of the generation's manifest
-    path: str  # absolute, or a URL; for messages and a private service
-    repeats: int | float  # of its rows in a pass
-
-    @classmethod
-    def of(cls, share: WeightedStore) -> StoreOf:
-        """Return the entry of an open store."""
-        manifest = share.store.manifest
-        return cls(
-            store_id=manifest.store_id,
-            generation=manifest.generation,
-            digest=manifest.digest,
-            path=str(share.store.absolute),
-            repeats=share.repeats,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The batches that a client requests: the same that a loader in its own process would deliver."""
 
     protocol: int
-    stores: tuple[StoreOf, ...]
+    stores: tuple[StoreId, ...]
     config: LoaderConfig
     rank: int
     world_size: int

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from bucketline.loader.service.protocol import Request, StoreOf
+    from bucketline.loader.history import StoreId
+    from bucketline.loader.service.protocol import Request
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.urls import RemoteOptions
 
@@ -190,7 +191,7 @@ class Service:
             with self._lock:
                 self._sessions.remove(session)
 
-    def _open(self, wanted: Sequence[StoreOf], *, plain_reads: bool, using: ExitStack) -> _Open:
+    def _open(self, wanted: Sequence[StoreId], *, plain_reads: bool, using: ExitStack) -> _Open:
         """Return the generations of the stores that a client reads, opened once for all clients that read the same.
 
         It counts as read until `using` ends.

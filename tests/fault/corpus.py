@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bucketline.loader.history import StoreId
 from bucketline.store import RowColumn
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.format.sample_record import encode_record
 from bucketline.store.format.text_block import TEXT_GROUP
-from bucketline.train.outputs.checkpoint import VERSION, RunState, TrainedStore
+from bucketline.train.outputs.checkpoint import VERSION, RunState
 from bucketline.typed_json import encode
 from tests.building import make_sample, make_store
 from tests.fault.fuzz import IMPORT, IMPORTS
@@ -89,7 +90,7 @@ def sound() -> Iterator[tuple[str, bytes]]:
         version=VERSION,
         steps_done=3,
         world_size=1,
-        stores=(TrainedStore(path="a.store", store_id="s", generation=1, digest="m", repeats=1),),
+        stores=(StoreId(path="a.store", store_id="s", generation=1, digest="m", repeats=1),),
         plan_digest="p",
         loader={"step": 3},
         window=None,

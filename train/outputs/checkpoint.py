@@ -31,6 +31,7 @@ from safetensors import SafetensorError
 from bucketline.errors import StateError, TrainError
 from bucketline.files.atomic_write import sync_folder
 from bucketline.files.disk_space import failed_write
+from bucketline.loader.history import StoreId  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import parallel
 from bucketline.train.outputs.metrics import NotFiniteError, WindowState, has_steps
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from bucketline.loader import WeightedStore
     from bucketline.train.outputs.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class RunState:
     version: int
     steps_done: int
     world_size: int
-    stores: tuple[TrainedStore, ...]
+    stores: tuple[StoreId, ...]
     plan_digest: str
     loader: dict[str, Json]
     window: WindowState | None
@@ -323,29 +323,6 @@ def _sync_tree(folder: Path) -> None:
         else:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedStore:
-    """A store's identity in a checkpoint and in `config.json`."""
-
-    path: str  # as given, or its URL; the store may have moved since
-    store_id: str
-    generation: int
-    digest: str  # of the generation's manifest
-    repeats: int | float
-
-
-def describe(share: WeightedStore) -> TrainedStore:
-    """Return a store's identity for the run's records."""
-    manifest = share.store.manifest
-    return TrainedStore(
-        path=str(share.store.place),
-        store_id=manifest.store_id,
-        generation=manifest.generation,
-        digest=manifest.digest,
-        repeats=share.repeats,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

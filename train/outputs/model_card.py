@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from bucketline.train.outputs.checkpoint import describe, folder_of_step
+from bucketline.loader.history import StoreId
+from bucketline.train.outputs.checkpoint import folder_of_step
 from bucketline.train.outputs.export import weights_folder
 from bucketline.train.outputs.run_dir import config_as_json, versions
 from bucketline.train.outputs.weights import average_folder
@@ -34,7 +35,7 @@ def model_card(
     config, model, manifest = training.config, training.bare_model, shares[0].store.manifest
     stores = [
         {
-            **asdict(describe(one)),
+            **asdict(StoreId.of(one)),
             "path": str(one.store.place).rpartition("/")[2],
             "rows": sum(bucket.num_rows for bucket in one.store.buckets()),
         }

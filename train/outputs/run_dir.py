@@ -19,8 +19,9 @@ from bucketline.errors import BucketlineError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.redact import redacted
 from bucketline.files.run_marker import CONFIG, METRICS, STATUS, is_run
+from bucketline.loader.history import StoreId
 from bucketline.train.outputs import checkpoint, metrics
-from bucketline.train.outputs.checkpoint import Start, describe
+from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.parallel import OtherRankFailedError
 from bucketline.train.refusals import refuse_place
 from bucketline.typed_json import encode
@@ -113,7 +114,7 @@ def write_config(config: TrainConfig, shares: Sequence[WeightedStore], world_siz
         "world_size": world_size,
         "versions": dict(versions()),
         "commit": _commit(),
-        "stores": [encode(describe(share)) for share in shares],
+        "stores": [encode(StoreId.of(share)) for share in shares],
         "encoders": shares[0].store.manifest.encoders,
     }
     write_durably(config.output_dir / CONFIG, json.dumps(document, indent=1).encode() + b"\n")

@@ -17,11 +17,12 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from bucketline.errors import StateError, TrainError
+from bucketline.loader.history import StoreId
 from bucketline.store.format.hashing import file_digest
 from bucketline.train.ema import Average
 from bucketline.train.host_copy import HostMemory
 from bucketline.train.outputs import checkpoint
-from bucketline.train.outputs.checkpoint import RunState, TrainedStore, damage, last_whole, read_state
+from bucketline.train.outputs.checkpoint import RunState, damage, last_whole, read_state
 from bucketline.train.outputs.saver import copied
 from bucketline.train.outputs.weights import WholeModel
 from tests.building import flip_bit, tree
@@ -64,7 +65,7 @@ def state(steps_done: int) -> RunState:
         version=checkpoint.VERSION,
         steps_done=steps_done,
         world_size=1,
-        stores=(TrainedStore(path="a.store", store_id="s", generation=1, digest="m", repeats=1),),
+        stores=(StoreId(path="a.store", store_id="s", generation=1, digest="m", repeats=1),),
         plan_digest="p",
         loader={"step": steps_done},
         window=None,
