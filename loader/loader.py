@@ -36,6 +36,7 @@ from bucketline.loader.state import (
     parse_state,
     saved_choices,
     state_as_json,
+    state_for_new_plan,
 )
 from bucketline.option_types import expect
 from bucketline.store import Store
@@ -306,7 +307,7 @@ class Loader(EpochLoader):
         Raises:
             StateError: if the state is damaged, or was saved within a step.
         """
-        found = parse_state(state)
+        found = state_for_new_plan(state, self._state())
         if found.micro_step:
             raise StateError(
                 f"the state was saved within a step (micro-batch {found.micro_step} of {found.accumulation}), and a new plan "

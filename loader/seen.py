@@ -45,18 +45,8 @@ _CHECKPOINTS = "checkpoints/step-*[0-9]/digests.json"  # a checkpoint that is no
 _CHUNK_STEPS, _CHUNK_ROWS = 4096, 1 << 22  # planned at a time, at most
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedRun:
-    """A loader's state and, of a trainer's checkpoint, what else it says."""
-
-    path: Path
-    state: LoaderState
-    config: Mapping[str, Any]  # the trainer's options; empty for a loader's state
-    generations: tuple[int, ...]  # of the present plan's stores; empty for a loader's state
-
-
-def read_run(path: Path) -> SavedRun:
-    """Return a saved run: a JSON file with a loader's state, a checkpoint, or a run's folder with its newest checkpoint.
+def read_loader_state(path: Path) -> LoaderState:
+    """Return a saved state: of a JSON file with it, of a checkpoint, or of the newest checkpoint in a run's folder.
 
     Raises:
         StateError: if the path has no such state.
@@ -77,25 +67,16 @@ def read_run(path: Path) -> SavedRun:
         ) from error
     if not isinstance(document, dict):
         raise StateError(f"{file} is not a loader's state: expected a JSON object")
-    is_checkpoint = isinstance(document.get("loader"), dict)
-    saved = document["loader"] if is_checkpoint else document
-    config, stores = (document.get("config"), document.get("stores")) if is_checkpoint else (None, None)
+    saved = document.get("loader")
     try:
-        return SavedRun(
-            path=file,
-            state=parse_state(saved),
-            config=config if isinstance(config, dict) else {},
-            generations=tuple(one["generation"] for one in stores or ()),
-        )
+        return parse_state(saved if isinstance(saved, dict) else document)
     except StateError as error:
         raise StateError(f"{file}: {error}") from error
-    except (TypeError, KeyError) as error:
-        raise StateError(f"{file}: its stores are not those of a checkpoint") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unknown:
-    """Steps of which a state does not tell what was read, or of which not all can be trusted."""
+    """Steps of which a state does not tell what was read."""
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
@@ -193,19 +174,22 @@ class RunPart:
 class Seen:
     """The samples that a saved run has seen."""
 
-    def __init__(self, run: SavedRun, stores: Sequence[StoreArgument], remote: RemoteOptions | None = None) -> None:
+    def __init__(self, state: LoaderState, stores: Sequence[StoreArgument], remote: RemoteOptions | None = None) -> None:
         """Open the generations that the run's steps were planned on; `unknown` has the steps of which that was not possible.
 
         Raises:
             StoreError: if a store cannot be opened at all.
         """
-        self.run, self._remote = run, remote
+        self.state, self._remote = state, remote
         self._given = {Store.open(one.path, remote=remote).manifest.store_id: one for one in stores}
         self.parts: list[RunPart] = []
         self.unknown: list[Unknown] = []
-        self.doubtful: list[Unknown] = []  # recorded by an earlier version, which kept no history
         opened: dict[tuple[object, ...], RunPart | str] = {}
-        for past in run.state.consumed():
+        for past in state.consumed():
+            if not past.is_recorded:
+                why = "version 0.1.0 read them, and its states kept no history; what follows is known once the run is resumed"
+                self.unknown.append(Unknown(begin=past.begin, end=past.end, why=why))
+                continue
             key = (past.plan, past.generations, past.epochs)
             if key not in opened:
                 try:
@@ -217,14 +201,10 @@ class Seen:
                 self.unknown.append(Unknown(begin=past.begin, end=past.end, why=found))
                 continue
             self.parts.append(RunPart(past=past, shares=found.shares, rows=found.rows, config=found.config, plan=found.plan))
-            if not past.is_recorded:
-                why = "saved by a version that kept no history: ranks and plan are taken to be the last ones"
-                self.doubtful.append(Unknown(begin=past.begin, end=past.end, why=why))
 
     def _opened(self, past: PastSteps) -> RunPart:
         shares = self._shares(past)
-        sizes = self._sizes(past)
-        config = LoaderConfig(**sizes, **past.settings, accumulation=past.accumulation, epochs=past.epochs)  # type: ignore[arg-type]
+        config = LoaderConfig(**past.batch, **past.settings, accumulation=past.accumulation, epochs=past.epochs)  # type: ignore[arg-type]
         rows = join(shares)
         plan = make_plan(rows, config, world_size=past.world_size)
         if plan.earlier_digest == past.plan:
@@ -244,31 +224,15 @@ class Seen:
             if missing:
                 raise StateError(f"the store {missing[0]} is not among those given; give all stores of the run")
             given = [self._given[mark.store_id] for mark in marks]
+        if len(past.generations) != past.stores.count:
+            raise StateError(f"the state is damaged: {past.stores.count} stores have {len(past.generations)} generations")
         if len(given) != past.stores.count:
             raise StateError(f"{len(given)} stores are given, and the run had {past.stores.count}; give all, in its order")
-        generations = past.generations or (self.run.generations if past.plan == self.run.state.plan else ())
-        known: list[int | None] = list(generations or (mark.generation for mark in marks))
-        known += [None] * (len(given) - len(known))
         repeats = [mark.repeats for mark in marks] + [one.repeats for one in given[len(marks) :]]
         return tuple(
             WeightedStore(store=Store.open(one.path, generation, remote=self._remote), repeats=times)
-            for one, generation, times in zip(given, known, repeats, strict=True)
+            for one, generation, times in zip(given, past.generations, repeats, strict=True)
         )
-
-    def _sizes(self, past: PastSteps) -> dict[str, Any]:
-        """Return the options that size the batches of these steps."""
-        if past.batch:
-            return dict(past.batch)
-        named = ("batch_size", "batch_pixels", "batch_tokens", "batch_multiple")
-        if found := {name: value for name in named if (value := self.run.config.get(name)) is not None}:
-            return found
-        total = self.run.state.global_batch
-        if not isinstance(total, int):
-            raise StateError(
-                "the state is of a version that did not record --batch-pixels or --batch-tokens: give the trainer's checkpoint "
-                "instead, which has them, or resume the run once and save its state"
-            )
-        return {"batch_size": total // past.accumulation // past.world_size}
 
     def find(self, sample_ids: Sequence[str]) -> list[tuple[list[Sighting], list[str]]]:
         """Return each sample's sightings by step, and the buckets that it is in, also of splits that the run does not read."""

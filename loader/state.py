@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from bucketline.loader.plan.plan import Plan
 
 STATE_VERSION = 4
-WITHOUT_EPOCH, WITHOUT_HISTORY = 3, 2  # versions of states that do not have it
+LAST_RELEASED = 2  # of the states of version 0.1.0, which have neither an epoch nor a history
+_NEW_PLAN = (
+    "continue at its step in the order of this version: --new-plan of the trainer, Loader.start_anew(state), or resume with "
+    "the version that saved it"
+)
 SPELT_OUT = 3  # stores listed in full; the rest only enter a digest, which keeps a state below 1 KB
 
 
@@ -94,34 +98,51 @@ def _expect_mapping(saved: object) -> None:
 
 
 def parse_state(saved: Mapping[str, object]) -> LoaderState:
-    """Return a saved state, also of versions before, which had no epoch, or kept no history.
+    """Return a saved state, also of the last release, which recorded neither epoch nor history.
 
     Raises:
         StateError: if it is of another version, or damaged.
     """
     _expect_mapping(saved)
     version = saved.get("version")
-    if type(version) is not int or version not in (WITHOUT_HISTORY, WITHOUT_EPOCH, STATE_VERSION):
+    if type(version) is not int or version not in (LAST_RELEASED, STATE_VERSION):
         raise StateError(
-            f"the saved loader state has version {version!r}, expected version {WITHOUT_HISTORY}, {WITHOUT_EPOCH} or "
-            f"{STATE_VERSION}; give the dict that state_dict() returned, whole"
+            f"the saved loader state has version {version!r}, expected version {LAST_RELEASED} or {STATE_VERSION}; "
+            + (_NEW_PLAN if _is_older(version) else "give the dict that state_dict() returned, whole")
         )
     entries = dict(saved)
-    if version != STATE_VERSION:
-        entries |= {"epoch": None, "epochs": None}
-    if version == WITHOUT_HISTORY:
-        entries |= {"batch": {}, "generations": [], "since": [0, 0], "history": []}
+    if version == LAST_RELEASED:
+        entries |= {"epoch": None, "epochs": None, "batch": {}, "generations": [], "since": [0, 0], "history": []}
     try:
         state = decode(LoaderState, entries, "loader state")
     except TypedJsonError as error:
         raise StateError(f"the saved loader state is damaged: {error}") from error
     if len(state.since) != 2:
         raise StateError(f"the saved loader state is damaged: since is {state.since}, expected a step and a micro step")
-    if version == WITHOUT_HISTORY:
+    if version == LAST_RELEASED:
         past = tuple(replace(one, is_recorded=False) for one in state.consumed())
         state = replace(state, since=(state.step, state.micro_step), history=short(past, state))
     state.past()
     return state
+
+
+def _is_older(version: object) -> bool:
+    return type(version) is int and 0 < version < STATE_VERSION and version != LAST_RELEASED
+
+
+def state_for_new_plan(saved: Mapping[str, object], present: LoaderState) -> LoaderState:
+    """Return a saved state from which another plan continues; of an older version, whose history is not read, only the place.
+
+    Raises:
+        StateError: if it is damaged.
+    """
+    _expect_mapping(saved)
+    if not _is_older(saved.get("version")):
+        return parse_state(saved)
+    place = [saved.get("step"), saved.get("micro_step")]
+    names = ("step", "micro_step", "accumulation")
+    read = {name: saved.get(name) for name in names}
+    return parse_state({**state_as_json(present), **read, "epoch": None, "since": place, "history": []})
 
 
 def check_state(saved: Mapping[str, object], present: LoaderState, earlier_plan: str | None = None) -> LoaderState:
@@ -136,8 +157,7 @@ def check_state(saved: Mapping[str, object], present: LoaderState, earlier_plan:
     if state.plan == earlier_plan:
         raise StateError(
             f"the state is of an earlier version, whose shuffle {state.settings['shuffle']} had another order, that was nearly "
-            "the same in every epoch; continue at its step in the order of this version: --new-plan of the trainer, "
-            "Loader.start_anew(state), or resume with the version that saved it"
+            f"the same in every epoch; {_NEW_PLAN}"
         )
     for (name, before), (_, now) in zip(_deciding(state, present), _deciding(present, state), strict=True):
         if before != now or type(before) is not type(now):

@@ -14,7 +14,7 @@ from bucketline.errors import StateError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
-from bucketline.loader.seen import read_run
+from bucketline.loader.seen import read_loader_state
 from bucketline.loader.service.client import AUTO
 from bucketline.loader.state import schedule_of
 from bucketline.store import Store
@@ -185,7 +185,7 @@ def _read_schedule(config: TrainConfig, ranks: TrainRanks, num_stores: int) -> F
     """
     if (path := config.follow_schedule) is None:
         return ()
-    schedule = from_rank_zero(ranks, lambda: schedule_of(read_run(path).state))
+    schedule = from_rank_zero(ranks, lambda: schedule_of(read_loader_state(path)))
     for _, numbers in schedule:
         if len(numbers) != num_stores:
             raise StateError(

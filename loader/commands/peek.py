@@ -60,7 +60,7 @@ class Peek(BatchOptions):
         from bucketline.files.atomic_write import write_or_explain
         from bucketline.loader.mixture import open_shares
         from bucketline.loader.peek import peek_page, read_step, with_choices
-        from bucketline.loader.seen import read_run
+        from bucketline.loader.seen import read_loader_state
         from bucketline.pages.page import refuse_page
         from bucketline.store.report.latent_rgb import read_factors
         from bucketline.store.report.latents import vae_of
@@ -69,7 +69,7 @@ class Peek(BatchOptions):
         factors = None if self.preview_factors is None else read_factors(self.preview_factors)
         config = self.for_loader()
         if self.state is not None:
-            config = with_choices(config, read_run(self.state).state)
+            config = with_choices(config, read_loader_state(self.state))
         batches = read_step(self.stores, config, self.step, self.world_size)
         vae = dict(vae_of(open_shares(self.stores, self.remote())[0].store))
         write_or_explain(self.output, peek_page(self.stores, self.step, batches, vae, factors))

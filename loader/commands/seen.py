@@ -59,15 +59,13 @@ class SeenCommand(RemoteArguments):
 
     def run(self) -> int:
         from bucketline.loader.mixture import parse_stores
-        from bucketline.loader.seen import Seen, read_run
+        from bucketline.loader.seen import Seen, read_loader_state
 
-        seen = Seen(read_run(self.state), parse_stores(self.stores), self.remote())
+        seen = Seen(read_loader_state(self.state), parse_stores(self.stores), self.remote())
         if self.all or self.never:
             self._print_all(seen)
         else:
             self._print_each(seen)
-        for one in seen.doubtful:
-            print(f"warning: {printable(f'{_steps(one)}: {one.why}')}", file=sys.stderr)
         for one in seen.unknown:
             print(f"error: {printable(f'{_steps(one)} cannot be told: {one.why}')}", file=sys.stderr)
         return 1 if seen.unknown else 0
@@ -86,19 +84,18 @@ class SeenCommand(RemoteArguments):
         found = [(sample_id, *one) for sample_id, one in zip(ids, seen.find(ids), strict=True)]
         if self.json:
             document = {
-                "steps": seen.run.state.step,
+                "steps": seen.state.step,
                 "samples": [
                     {"id": sample_id, "count": _count(sightings), "buckets": buckets, "seen": encode(sightings)}
                     for sample_id, sightings, buckets in found
                 ],
                 "unknown": encode(seen.unknown),
-                "doubtful": encode(seen.doubtful),
             }
             print_json(document)
             return
         for sample_id, sightings, buckets in found:
             where = f"in {', '.join(buckets)}" if buckets else "in no generation that the run read"
-            print(f"{one_line(sample_id)}: seen {_times(_count(sightings))} in {counted(seen.run.state.step, 'step')}, {where}")
+            print(f"{one_line(sample_id)}: seen {_times(_count(sightings))} in {counted(seen.state.step, 'step')}, {where}")
             for one in sightings:
                 print(f"  {printable(_said(one))}")
 

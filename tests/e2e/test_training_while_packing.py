@@ -17,7 +17,7 @@ import pytest
 from bucketline.errors import BucketlineError
 from bucketline.ingest.packing.meanwhile import Meanwhile
 from bucketline.ingest.packing.run import PackRun
-from bucketline.loader.seen import read_run
+from bucketline.loader.seen import read_loader_state
 from bucketline.loader.state import schedule_of
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
@@ -132,7 +132,7 @@ def until(condition: Callable[[], bool]) -> None:
 def schedule(asked: TrainConfig) -> FollowSchedule:
     """Return the schedule of the newest checkpoint; an empty one if there is none yet."""
     try:
-        return schedule_of(read_run(asked.output_dir).state)
+        return schedule_of(read_loader_state(asked.output_dir))
     except BucketlineError:
         return ()
 

@@ -11,7 +11,7 @@ import pytest
 from bucketline.errors import StateError
 from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore
 from bucketline.loader.mixture import StoreArgument
-from bucketline.loader.seen import Seen, read_run
+from bucketline.loader.seen import Seen, read_loader_state
 from tests.building import make_store, samples_of
 
 if TYPE_CHECKING:
@@ -78,11 +78,26 @@ def test_a_state_of_another_store_or_generation_is_refused_with_what_to_open(sto
     assert "the loader's generation was 1 when its state was saved and is 2 now" in refused(store, state_of(older))
 
 
-@pytest.mark.parametrize("version", [0, 1, 5, "2", None, 3.0, True])
+@pytest.mark.parametrize("version", [0, 5, "2", None, 3.0, True])
 def test_a_state_of_another_version_is_refused(store: Store, version: object) -> None:
     message = refused(store, {**state_of(store), "version": version})
-    expected = "expected version 2, 3 or 4; give the dict that state_dict() returned, whole"
+    expected = "expected version 2 or 4; give the dict that state_dict() returned, whole"
     assert message == f"the saved loader state has version {version!r}, {expected}"
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_state_of_an_older_version_is_refused_and_continued_by_a_new_plan(store: Store, version: int) -> None:
+    state = {**state_of(store), "version": version, "step": 4, "history": "of another form", "epoch": "none"}
+    message = refused(store, state)
+    assert message.startswith(f"the saved loader state has version {version}, expected version 2 or 4; continue at its step")
+    assert "--new-plan of the trainer, Loader.start_anew(state)" in message
+    with Loader(store, LoaderConfig(**BASE)) as loader:
+        loader.start_anew(state)
+        assert next(loader.forever()).step == 4
+        with pytest.raises(StateError, match="saved within a step"):
+            loader.start_anew({**state, "micro_step": 1})
+        with pytest.raises(StateError, match="damaged"):
+            loader.start_anew({**state, "step": "4"})
 
 
 @pytest.mark.parametrize(
@@ -266,6 +281,6 @@ def test_a_state_by_the_earlier_order_of_lines_is_refused_with_the_way_on(store:
         loader.load_state_dict(after)
     path = tmp_path / "state.json"
     path.write_text(json.dumps(after), encoding="utf-8")
-    (unknown,) = Seen(read_run(path), [StoreArgument(path=store.path, repeats=1)]).unknown
+    (unknown,) = Seen(read_loader_state(path), [StoreArgument(path=store.path, repeats=1)]).unknown
     assert (unknown.begin, unknown.end) == ((0, 0), (3, 0))
     assert unknown.why == "an earlier version planned them, whose shuffle lines had another order"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import StateError, UsageError
-from bucketline.loader.seen import read_run
+from bucketline.loader.seen import read_loader_state
 from bucketline.loader.state import schedule_of
 from bucketline.train import data as data_module
 from bucketline.train import trainer as run_module
@@ -44,7 +44,7 @@ def grows_while_it_is_trained_on(store: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def schedule(asked: TrainConfig) -> FollowSchedule:
-    return schedule_of(read_run(asked.output_dir).state)
+    return schedule_of(read_loader_state(asked.output_dir))
 
 
 @pytest.mark.slow
