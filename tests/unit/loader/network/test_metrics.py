@@ -230,6 +230,9 @@ def test_clients_on_other_machines_are_counted_while_connected_and_stay_in_the_t
     (labels,) = now["bucketline_network_client_samples"]
     assert re.fullmatch(r'address="127\.0\.0\.1:\d+",rank="1"', labels)
     assert "other machines: 1 client now, 1 since the start" in said
+    assert "waited" in said.partition("rank 1 of 2: ")[2]
+    assert now["bucketline_network_client_buffers"][labels] >= 1
+    assert then["network"]["by_stores"][0]["samples"] == then["network"]["samples"]
     assert (then["network"]["clients_so_far"], then["network"]["refused"], then["network"]["errors"]) == (2, 1, 0)
     assert (then["samples"], then["clients_so_far"]) == (0, 0)  # those of this machine
 
