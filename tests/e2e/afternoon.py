@@ -80,6 +80,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "docs/object-storage.md": (
         (r"^--shuffle lines$", "loader plan --help"),
+        (r"^--work FOLDER$", "ingest pack --help"),
         (r"^--cache-bytes \w+$", rf"{PLAN} --shuffle lines --machines 2 \g<0>"),
         (r"^--(split|bucket|ids .*)$", "store pull --help"),
         (r"--model FOLDER", f"--model {SD} --val-fraction 0.02"),
@@ -144,7 +145,7 @@ NOT_RUN = {
     r"pip install .*": "installs from an index; `make test-wheel` installs the wheel with its extras",
     r"python3 -m venv .*": "installs torch from an index",
     r"hf auth login": "needs an account",
-    r"make [a-z-]+": "a target of the Makefile, which must have it; targets are run by hand and in CI",
+    r"make [a-z-]+( CHECKS=\w+)?": "a target of the Makefile, which must have it; targets are run by hand and in CI",
     r"ingest import .*": "needs another trainer's cache; tests/unit/ingest/importers writes them",
     r"store drop URL --shard \$SHARD": "needs a damaged store; tests/unit/store/sync/test_changes.py has one",
     r"ingest pack s3://bucket/photos .*": "needs a bucket; tests/unit/ingest/sources/test_objects.py has one",
@@ -249,7 +250,7 @@ class Afternoon:
         if command.startswith("--"):
             return fault_of_option(said.page, command)
         if matching(NOT_RUN, command):
-            target = re.fullmatch(r"make (\S+)", command)
+            target = re.fullmatch(r"make (\S+).*", command)
             known = target is None or re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
             return None if known else f"the Makefile has no target {target and target[1]}"
         if "…" in command or not re.match(r"(ingest|store|loader|bucketline|torchrun|openssl|examples/runs/|PET_)", command):
