@@ -1,7 +1,7 @@
 """Split a listing: each rank keeps the items that it packs, as JSON; rank 0 keeps an outline of all items.
 
 An item takes 430 to 610 bytes as Python objects, about the size of its id and captions when packed, and about 24 bytes in
-the outline (`python -m bucketline.bench listing_against_store`).
+the outline (`python -m bucketline.bench scale --listing`).
 """
 
 from __future__ import annotations

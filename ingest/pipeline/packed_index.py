@@ -39,7 +39,7 @@ class StoredIds:
     """The live samples of a store's generation by the digest of their id; 24 bytes of memory each.
 
     The digests of all shards are sorted together, so comparing them with a listing takes a single search, whatever the number
-    of shards (`python -m bucketline.bench listing_against_store`).
+    of shards (`python -m bucketline.bench scale --listing`).
     """
 
     def __init__(self, store: Store, columns: Sequence[str] = (), share: Share | None = None) -> None:
@@ -92,7 +92,7 @@ class PackedIndex:
     """The live samples of a store's generation by id; 65 bytes of memory each; safe to use from several threads.
 
     A search takes a twentieth of the time of a look-up in one shard's index, and a store may have hundreds of shards
-    (`python -m bucketline.bench ingest_again`).
+    (`python -m bucketline.bench pack --again`).
     """
 
     def __init__(self, store: Store, share: Share | None = None) -> None:

@@ -244,7 +244,7 @@ def replaced(base: ChangeBase, added: Sequence[ShardEntry], dropped: Iterable[by
     """Return entries of the base's and the added shards, without samples that are dropped or that a later added shard holds.
 
     Each shard is scanned once, or searched for the candidates, whichever is cheaper: the time grows with the number of samples,
-    not with samples times shards (`python -m bucketline.bench listing_against_store`).
+    not with samples times shards (`python -m bucketline.bench scale --listing`).
     """
     shards = base.manifest.shards
     entries = [*shards, *added]
