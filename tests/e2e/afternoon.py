@@ -150,7 +150,7 @@ NOT_RUN = {
     r"store drop URL --shard \$SHARD": "needs a damaged store; tests/unit/store/sync/test_changes.py has one",
     r"ingest pack s3://bucket/photos .*": "needs a bucket; tests/unit/ingest/sources/test_objects.py has one",
     r"ingest scan https://…": "needs a server; tests/unit/ingest/sources has one",
-    r"python -m bucketline\.bench( \w+|[\w.]+)( --\S+( [^\s-]\S*)*)*": "minutes, or a GPU; tests/unit/bench runs each at a tiny size",
+    r"python -m bucketline\.bench( \w+|[\w.]+)( --\S+( [^\s-]\S*)*)*": "minutes, or a GPU; tests/unit/bench has tiny sizes",
     r".*v1-5-pruned-emaonly.*|bucketline export-model .*": "needs a published model; tests/unit/train/outputs has a small one",
     r"python demo/text_dtype\.py OUT": "two trainings of 200 steps; tests/e2e/test_text_dtype.py runs it with fewer",
     r"python -m tests\.e2e\.screenshots .*": "needs a finished demo; tests/unit/bucketline/test_pages.py holds its record",
