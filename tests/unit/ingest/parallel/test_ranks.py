@@ -95,7 +95,7 @@ def test_values_and_parts_go_from_rank_0_to_all_and_values_come_back_and_nothing
         if not ranks.is_first:
             ranks.note(ranks.rank)
         second = ranks.gather(ranks.rank, as_it_is, number)
-        return said, own, first, second, ranks.notes()
+        return said, own, first, second, sorted(ranks.notes())  # of several ranks, in the order in which they were seen
 
     at = places(tmp_path, kind, 3)
     gave = in_ranks(at, work, work, work)
