@@ -252,15 +252,15 @@ class LocalFolder:
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files in the order given, and fsync their folders; one that is not there is not an error."""
-        changed = set()
+        changed: dict[Path, str] = {}
         for name in names:
             path = self._own(name)
             self._refuse_links(name)
             with self._explaining("remove", name):
                 path.unlink(missing_ok=True)
-            changed.add(path.parent)
-        for folder in changed:
-            with suppress(FileNotFoundError):
+            changed[path.parent] = name
+        for folder, name in changed.items():
+            with self._explaining("remove", name), suppress(FileNotFoundError):
                 sync_folder(folder)
 
     def _own(self, name: str) -> Path:

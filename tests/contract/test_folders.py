@@ -237,3 +237,15 @@ def test_a_link_to_a_file_is_read_and_not_written_through(disk: LocalFolder, tmp
         disk.create("shards/c.lmdb", b"mine")
     assert target.read_bytes() == b"mine"
     assert not (disk.path / "shards" / "a.lmdb").is_symlink()
+
+
+def test_a_disk_that_fails_as_a_removal_is_synced_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = LocalFolder(tmp_path)
+    folder.write("a/b.json", b"{}")
+
+    def failing(_: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("bucketline.store.folder.sync_folder", failing)
+    with pytest.raises(StoreError, match=r"cannot remove .*a/b\.json: Input/output error"):
+        folder.remove(["a/b.json"])
