@@ -31,9 +31,9 @@ class HostMemory:
         self._chunks: list[Tensor] = []
         self._memory: dict[tuple[str, str], Tensor] = {}
 
-    def reserve(self, name: str, like: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Make the memory for copies of tensors of such shapes and dtypes."""
-        for key, (shape, dtype) in like.items():
+    def reserve(self, like: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype]]) -> None:
+        """Make the memory for copies of tensors of such shapes and dtypes, by the name of the copies and the tensor's."""
+        for (name, key), (shape, dtype) in like.items():
             self._of(name, key, shape, dtype).zero_()  # which has the system provide it
 
     def _of(self, name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ from bucketline.train.outputs.checkpoint import Copies
 from bucketline.train.parallel import from_rank_zero
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -111,25 +111,12 @@ class Saver:
     def poll(self) -> None:
         """Raise the error of the save in progress, if it has failed; never wait. Called after each step."""
         if not self._has_memory:  # the first step has made the optimizer's state; new memory would make the first save slow
-            self._has_memory, self._under_way = True, self._pool.submit(self._reserve, self._sections())
+            training, state = self._training, self._training.optimizer.state_dict()
+            every = sections(self._weights, training.bare_model, training.average, state)
+            like = {(name, key): (one.shape, one.dtype) for name, tensors in every.items() for key, one in tensors}
+            self._has_memory, self._under_way = True, self._pool.submit(self._memory.reserve, like)
         if self._under_way is not None and self._under_way.done():
             self._finish_own()
-
-    def _sections(self) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
-        """Return the shapes and dtypes of what `copied` copies, by section."""
-        training = self._training
-        trained, average = self._weights.tensors(training.bare_model), training.average
-        sections = {"model": trained, "optimizer": state_tensors(training.optimizer.state_dict())}
-        if average.is_kept:
-            sections["average"] = {name: average.of(tensor) for name, tensor in trained.items()}
-        return {
-            section: {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-            for section, tensors in sections.items()
-        }
-
-    def _reserve(self, sections: Mapping[str, Mapping[str, tuple[torch.Size, torch.dtype]]]) -> None:
-        for section, like in sections.items():
-            self._memory.reserve(section, like)
 
     def finish(self) -> None:
         """Wait for the save in progress, on every rank.
@@ -153,19 +140,28 @@ def copied(
     memory: HostMemory, weights: Weights, model: nn.Module, average: Average, optimizer: Optimizer | None, *, keeps: bool = True
 ) -> Copies:
     """Return copies of everything; without an optimizer, of the best weights. A rank that `keeps` none sends its shards."""
-    last, averaged, state = None, None, None
+    state = None if optimizer is None else optimizer.state_dict()
+    every = sections(weights, model, average, state)
+    if state is None and average.is_kept:
+        del every["model"]
+    copies = {name: memory.copies(name, tensors, keeps=keeps) for name, tensors in every.items()}
+    if state is not None:
+        by_id = {id(tensor): copies["optimizer"][key] for key, tensor in state_tensors(state).items()} if keeps else {}
+        state = copy.deepcopy(state, by_id) if keeps else None
+    return Copies(config=weights.config(model), last=copies.get("model"), averaged=copies.get("average"), optimizer=state)
+
+
+def sections(
+    weights: Weights, model: nn.Module, average: Average, state: Mapping[str, Any] | None
+) -> dict[str, Iterable[tuple[str, Tensor]]]:
+    """Return the tensors of a save, by section and name: an average is computed when it is taken, one at a time."""
     trained = weights.tensors(model)
-    if optimizer is not None or not average.is_kept:
-        last = memory.copies("model", trained.items(), keeps=keeps)
+    every: dict[str, Iterable[tuple[str, Tensor]]] = {"model": trained.items()}
     if average.is_kept:
-        averages = ((name, average.of(tensor)) for name, tensor in trained.items())
-        averaged = memory.copies("average", averages, keeps=keeps)
-    if optimizer is not None:
-        state = optimizer.state_dict()
-        tensors = state_tensors(state)
-        copies = memory.copies("optimizer", tensors.items(), keeps=keeps)
-        state = copy.deepcopy(state, {id(tensors[name]): own for name, own in copies.items()}) if keeps else None
-    return Copies(config=weights.config(model), last=last, averaged=averaged, optimizer=state)
+        every["average"] = ((name, average.of(tensor)) for name, tensor in trained.items())
+    if state is not None:
+        every["optimizer"] = state_tensors(state).items()
+    return every
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
