@@ -16,7 +16,7 @@ import socket
 import sys
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, Union
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.extensions import Extensions
@@ -25,6 +25,7 @@ from bucketline.extras import extra_named
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+_C = TypeVar("_C")
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -58,41 +59,55 @@ def commands(program: str, ours: Mapping[str, str]) -> Extensions[type[Command]]
     return Extensions(f"a command of `{program}` called", f"bucketline.{program}_commands", ours, is_command)
 
 
+def parse_options(command: type[_C], args: Sequence[str], prog: str, *settings: Any) -> _C:  # noqa: ANN401 - tyro's markers
+    """Return a command's options from its command line.
+
+    Raises:
+        UsageError: if an option is unknown or invalid.
+        SystemExit: after `--help`, and if an argument is missing or not of its type.
+    """
+    from bucketline.help_screen import asked_for_help, command_help, refuse_unknown
+
+    if (asked := asked_for_help(args)) is not None:
+        print(command_help(prog, command, asked), end="")
+        raise SystemExit(0)
+    refuse_unknown(command, args)
+    import tyro
+
+    settings = (tyro.conf.EnumChoicesFromValues, *(settings or (tyro.conf.FlagCreatePairsOff,)))
+    return tyro.cli(command, prog=prog, args=list(args), config=settings)
+
+
 def run_one_of(prog: str, description: str, commands: Extensions[type[Command]], args: Sequence[str] | None) -> int:
     """Parse `prog NAME …` into the dataclass of the command NAME, run it and return the exit code.
 
-    Only this command is imported; all are if NAME is none of them, for the help. One that cannot be is left out there.
+    Only this command is imported; all are for the help of `prog` itself. One that cannot be is left out there.
     """
-    import tyro
-
-    def known() -> dict[str, type[Command]]:
-        given = next(iter(sys.argv[1:] if args is None else args), "")
-        if (own := commands.own(given)) is not None:
-            return {given: own, "version": Version}
-        found: dict[str, type[Command]] = {}
-        for name in [given] if given in [*commands] else commands:
-            try:
-                found[name] = commands[name]
-            except UsageError as error:
-                if name == given:
-                    raise
-                print_error(error)
-        return {**found, "version": Version}
-
-    settings = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues)
 
     def parse_and_run() -> int:
-        choices = tuple(
-            Annotated[command, tyro.conf.subcommand(name=name, prefix_name=False)] for name, command in known().items()
-        )
-        union: Any = Union[choices]  # noqa: UP007 - made at run time
-        command: Command = tyro.cli(
-            Annotated[union, *settings],
-            prog=prog,
-            description=description,
-            args=list(args) if args is not None else None,
-        )
-        return command.run()
+        from bucketline.help_screen import HELP, group_help, suggestion
+
+        name, *rest = [*(sys.argv[1:] if args is None else args)] or [""]
+        if name == "version":
+            return Version().run()
+        command = commands.own(name)
+        if command is None and name in [*commands]:
+            command = commands[name]
+        if command is None:
+            found: dict[str, type[Command]] = {}
+            for one in commands:
+                try:
+                    found[one] = commands[one]
+                except UsageError as error:
+                    print_error(error)
+            shown = group_help(prog, description, {**found, "version": Version})
+            if name in HELP:
+                print(shown, end="")
+                return 0
+            problem = f"there is no command `{prog} {name}`{suggestion(name, [*found])}" if name else "no command is given"
+            print(f"error: {printable(problem)}\n\n{shown}", end="", file=sys.stderr)
+            return 2
+        return parse_options(command, rest, f"{prog} {name}").run()
 
     return guarded(parse_and_run, prog.rpartition(" ")[2])
 

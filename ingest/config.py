@@ -68,6 +68,8 @@ def worker_limits(text: str | None) -> tuple[int, int | None]:
 class SourceArguments(StorageArguments, SourceOptions):
     """How a source is read, and what its captions become."""
 
+    SECTION = "source: how a source and its captions are read"
+
     caption_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Caption column in tables and datasets, or field of JSON files; default: text, caption, captions, prompt or prompts."""
     caption_extension: Annotated[str | None, tyro.conf.arg(metavar=".EXT")] = None
@@ -107,38 +109,11 @@ class SourceArguments(StorageArguments, SourceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackConfig(SourceArguments, ChangingArguments):
-    """Encode images and captions, and pack them into a store.
+class RulesOptions:
+    """Rules of a store, kept in its manifest: `ingest pack` stores by them, `ingest scan` counts by them."""
 
-    SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
-    glob, any URL that webdataset opens), or a dataset saved on disk by Hugging Face datasets (without its test split).
-    A folder, a table or tars may be in object storage: s3://bucket/photos.
+    SECTION = "rules: what is stored of an image, kept in the manifest"
 
-    In a folder, captions come from NAME.txt, .caption or .json next to each image (one caption per line), or from
-    metadata.jsonl, .csv or .parquet, which take precedence. Running the same command again packs only new and changed
-    images.
-
-    SOURCE may also be a data set file (.toml) that lists several sources as [[source]], each with path, repeats, caption and
-    split. STORE is then a folder with a store per source, which the loader and the trainer read as one.
-
-    STORE may be a URL: shards are made in a folder on a disk (--work), sent, and committed together at the end. An interrupted
-    run is continued from there; several machines may pack into one URL.
-
-    Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
-
-    Several processes: torchrun --nproc_per_node 2 -m bucketline.ingest pack photos photos.store --model FOLDER
-
-    On a Ray cluster: ingest pack photos photos.store --model FOLDER --engine ray --ray-address auto
-    """
-
-    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """Images to pack. A folder is searched recursively; links to folders are not followed."""
-    place: tyro.conf.Positional[StorePlace]
-    """Folder of the store, outside the source; created if missing. Or its URL, such as s3://bucket/photos.store."""
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
-    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
-    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
     grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
     """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; default: the model's own grid."""
     crop: Crop = Crop.CENTER
@@ -165,14 +140,6 @@ class PackConfig(SourceArguments, ChangingArguments):
     text_dtype: TextDtype | None = None
     """Data type of stored tokens: F16, BF16, F32, or quantised to about half of 16 bits: I8, with a scale for every 32 values,
     or F8_E4M3, with a scale per token; delivered as F16. Default: that of --dtype."""
-    encode_dtype: EncodeDtype = "F32"
-    """Data type in which the encoders compute; BF16 is faster on a GPU, where F32 is TF32 in the VAE's convolutions. A VAE that
-    overflows in F16 gets F32. int8 and nf4 quantise the text encoders' linear layers to 8 or 4 bits (extra `quantised`); what
-    else they have computes in BF16, the VAE in F32."""
-    phases: Phases = Phases.AUTO
-    """one: VAE and text encoders are in memory together. two: first encode all captions and keep them in the store's folder,
-    then free the text encoders and load the VAE. auto: two if the weights take more than half of the free memory, and more than
-    1 GiB. Stored bytes are the same."""
     latents: LatentsOption = "mode"
     """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
@@ -182,6 +149,24 @@ class PackConfig(SourceArguments, ChangingArguments):
     captions in another way. Default: as the pipeline that model_index.json names."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Token limit per caption for the T5 of SD3, Flux and PixArt, or an encoder of no known family; default: its own limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeOptions:
+    """How images are encoded. Stored bytes depend on the data type only."""
+
+    SECTION = "encoding: encoders, devices, shards"
+
+    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
+    encode_dtype: EncodeDtype = "F32"
+    """Data type in which the encoders compute; BF16 is faster on a GPU, where F32 is TF32 in the VAE's convolutions. A VAE that
+    overflows in F16 gets F32. int8 and nf4 quantise the text encoders' linear layers to 8 or 4 bits (extra `quantised`); what
+    else they have computes in BF16, the VAE in F32."""
+    phases: Phases = Phases.AUTO
+    """one: VAE and text encoders are in memory together. two: first encode all captions and keep them in the store's folder,
+    then free the text encoders and load the VAE. auto: two if the weights take more than half of the free memory, and more than
+    1 GiB. Stored bytes are the same."""
     batch_size: int = 8
     """Images per encoder batch; all images of a batch share one bucket."""
     shard_size_mib: int = 2048
@@ -190,6 +175,61 @@ class PackConfig(SourceArguments, ChangingArguments):
     """Device of the encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Decoder threads; default: one per core, divided among the processes on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions:
+    """Packing on a Ray cluster."""
+
+    SECTION = "ray: packing on a Ray cluster"
+
+    engine: Engine | None = None
+    """`ray` packs with workers of a Ray cluster, each of which packs one slice of the source after another. Default: in this
+    process, or in the ranks that torchrun started."""
+    ray_address: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
+    """Of --engine ray: address of the cluster, or `auto`. Default: start Ray on this machine, for this run."""
+    workers: Annotated[str | None, tyro.conf.arg(metavar="[MIN:]MAX")] = None
+    """Of --engine ray: begin with MIN workers, and use up to MAX. Default: as many as the cluster has room for, at least 1."""
+    gpus_per_worker: Annotated[float | None, tyro.conf.arg(metavar="G")] = None
+    """Of --engine ray: GPUs of each worker. Default: 1 if the cluster has GPUs, unless --device is cpu."""
+    cpus_per_worker: Annotated[float | None, tyro.conf.arg(metavar="C")] = None
+    """Of --engine ray: CPUs of each worker, and its decoder threads. Default: 1, or the cluster's CPUs for each of its GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, ChangingArguments):
+    """Encode images and captions, and pack them into a store.
+
+    SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
+    glob, any URL that webdataset opens), or a dataset saved on disk by Hugging Face datasets (without its test split).
+    A folder, a table or tars may be in object storage: s3://bucket/photos.
+
+    In a folder, captions come from NAME.txt, .caption or .json next to each image (one caption per line), or from
+    metadata.jsonl, .csv or .parquet, which take precedence. Running the same command again packs only new and changed
+    images.
+
+    SOURCE may also be a data set file (.toml) that lists several sources as [[source]], each with path, repeats, caption and
+    split. STORE is then a folder with a store per source, which the loader and the trainer read as one.
+
+    STORE may be a URL: shards are made in a folder on a disk (--work), sent, and committed together at the end. An interrupted
+    run is continued from there; several machines may pack into one URL.
+
+    Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
+
+    Several processes: torchrun --nproc_per_node 2 -m bucketline.ingest pack photos photos.store --model FOLDER
+
+    On a Ray cluster: ingest pack photos photos.store --model FOLDER --engine ray --ray-address auto
+    """
+
+    SECTION = "changes: packing again, and what the run prints"
+    FIRST = ("grid", "val_fraction", "flip", "dtype", "encode_dtype", "batch_size", "device", "prune", "max_rejects", "dry_run")
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    """Images to pack. A folder is searched recursively; links to folders are not followed."""
+    place: tyro.conf.Positional[StorePlace]
+    """Folder of the store, outside the source; created if missing. Or its URL, such as s3://bucket/photos.store."""
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
+    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
     check: Check = Check.SIZE_TIME
     """How to detect unchanged images: by file size and mtime, or by content (reads every file, encodes only changed ones)."""
     prune: bool = False
@@ -206,17 +246,6 @@ class PackConfig(SourceArguments, ChangingArguments):
     publish once, at the end."""
     work: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Of a store's URL: folder in which shards are made before they are sent, for all processes. Default: next to the cache."""
-    engine: Engine | None = None
-    """`ray` packs with workers of a Ray cluster, each of which packs one slice of the source after another. Default: in this
-    process, or in the ranks that torchrun started."""
-    ray_address: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
-    """Of --engine ray: address of the cluster, or `auto`. Default: start Ray on this machine, for this run."""
-    workers: Annotated[str | None, tyro.conf.arg(metavar="[MIN:]MAX")] = None
-    """Of --engine ray: begin with MIN workers, and use up to MAX. Default: as many as the cluster has room for, at least 1."""
-    gpus_per_worker: Annotated[float | None, tyro.conf.arg(metavar="G")] = None
-    """Of --engine ray: GPUs of each worker. Default: 1 if the cluster has GPUs, unless --device is cpu."""
-    cpus_per_worker: Annotated[float | None, tyro.conf.arg(metavar="C")] = None
-    """Of --engine ray: CPUs of each worker, and its decoder threads. Default: 1, or the cluster's CPUs for each of its GPUs."""
     dry_run: bool = False
     """Compare source and store, and print what would be packed, moved, kept and dropped. Writes nothing, loads no encoder."""
     json: bool = False
@@ -278,16 +307,19 @@ class PackConfig(SourceArguments, ChangingArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScanConfig(SourceArguments):
-    """Dry run: report what `ingest pack` would find, reject and store. Writes nothing.
+class ScanConfig(RulesOptions, SourceArguments):
+    """Count, bucket and reject images without packing. A dry run of `ingest pack`: writes nothing.
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files
     determine the grid and the bytes per latent and text row, and its tokenizers measure the captions; no weights are read.
-    Options that only `ingest pack` has (--background …) do not affect the report. -o writes a contact sheet: the images of each
-    bucket that lose most to their crop.
+    --background and --jpeg-draft do not affect the report. Without --model, the grid is area:512:64. -o writes a contact sheet:
+    the images of each bucket that lose most to their crop.
 
     Example: ingest scan photos --grid area:512:64 -o sheet.html
     """
+
+    SECTION = "scan: how closely to look, and where to write it"
+    FIRST = ("model", "grid", "crop", "val_fraction", "max_crop", "min_size_px", "full", "output", "json")
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Images to look at, as for `ingest pack`."""
@@ -295,34 +327,8 @@ class ScanConfig(SourceArguments):
     """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
     model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
-    grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
-    """Bucket sizes, as for `ingest pack`; default: the model's own grid, or area:512:64 without --model."""
-    crop: Crop = Crop.CENTER
-    """Crop position, as for `ingest pack`; only the sheet shows it."""
-    val_fraction: float = 0.0
-    """Fraction of the samples to hold out, as for `ingest pack`."""
-    split_by: SplitBy = SplitBy.ID
-    """Hash the sample id, or the image's folder."""
-    max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """Enlarge images at most by this factor to fill a bucket, as for `ingest pack`."""
     max_crop: Annotated[float, tyro.conf.arg(metavar="SHARE")] = DEFAULT_MAX_CROP
     """Reject images whose crop would lose a larger share of their area, as for `ingest pack` into a new store."""
-    min_size_px: int = 64
-    """Reject images whose shorter side has fewer pixels."""
-    max_captions: int = 8
-    """Maximum number of captions per sample."""
-    dtype: Dtype = "F16"
-    """Data type of stored latents and, without --text-dtype, of tokens."""
-    text_dtype: TextDtype | None = None
-    """Data type of stored tokens, as for `ingest pack`. Default: that of --dtype."""
-    latents: LatentsOption = "mode"
-    """Stored form of the VAE's distribution; moments take twice the space."""
-    flip: bool = False
-    """Also count the latent of each horizontally flipped image."""
-    text: PackText | None = None
-    """plain: the last hidden state of the only text encoder, as for `ingest pack`; requires --model."""
-    max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Token limit per caption, as for `ingest pack`; requires --model."""
     full: bool = False
     """Decode every image to find damage after the header, too."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None

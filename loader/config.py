@@ -91,6 +91,8 @@ class BatchOptions(RemoteArguments):
     three.
     """
 
+    SECTION = "batches: size and order of the batches"
+
     batch_size: int | None = None
     """Rows per rank and micro-batch; the global batch is ranks x this x --accumulation.
     Set exactly one of --batch-size, --batch-pixels and --batch-tokens."""
@@ -178,6 +180,8 @@ class BatchOptions(RemoteArguments):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions(BatchOptions):
     """How batches are read and conditioned: the options that a loader and the trainer share."""
+
+    SECTION = "reading: captions, flips, checksums, prefetching"
 
     caption_dropout: float = 0.0
     """Probability of replacing a caption with the empty one (the null class in a class-conditional store)."""

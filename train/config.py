@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
 
 import tyro
 
+from bucketline.command_line import parse_options
 from bucketline.errors import UsageError
+from bucketline.help_screen import asked_for_help
 from bucketline.loader.config import ReadOptions
 from bucketline.train.preset import with_preset
 from bucketline.weight_format import WeightFormat
@@ -55,134 +57,30 @@ MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would b
 FIRST_RANK_SAYS_S = 5  # torchrun ends all ranks as soon as one has failed: the first has to print its message before
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig(ReadOptions):
-    """Train a latent-diffusion model on the batches of a store.
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions:
+    """The trained weights: all of the model, or adapters."""
 
-    Other commands: `bucketline train presets`, `bucketline train memory`, `bucketline train report`; each has its own --help.
-    Several processes: `torchrun --nproc_per_node N -m bucketline.train` with the same options.
+    SECTION = "method: the whole model or LoRA, and which layers"
 
-    Example: bucketline train --store photos.store --model sd15 --output-dir runs/a --batch-size 8 --max-steps 1000
-    """
+    lora_rank: int | None = None
+    """Train only LoRA adapters of this rank; None: train the full model."""
+    lora_alpha: float | None = None
+    """LoRA alpha: the adapters' output is scaled by alpha ÷ rank; None: alpha = rank."""
+    lora_targets: str | None = None
+    """Layers that get an adapter: attention, attention+mlp, all (every linear layer and convolution of the blocks), or
+    comma-separated ends of names; None: attention, for PixArt also the feed-forward layers."""
+    lora_from: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Start from the adapters of this .safetensors file, of rank --lora-rank, by the names of diffusers, peft or kohya; they
+    keep their strength, whatever their alpha."""
 
-    store: tuple[Annotated[str | Path, tyro.conf.arg(metavar="STORE")], ...]
-    """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass,
-    `photos.store:0.5` reads half of them, others in each.
-    Also its URL in object storage (s3://bucket/photos.store), after `store push`.
-    Also a folder that `ingest pack` made from a data set file: all its stores, with their repeats.
-    Repeat the option to mix several stores in one order; they must share encoders and packing rules."""
-    model: Path
-    """Model folder in diffusers' layout: unet/ or transformer/, scheduler/, and vae/ for the images; or one .safetensors
-    checkpoint. The model's config decides the family; without weights, training starts from a random initialization."""
-    output_dir: Path
-    """Output folder: metrics.jsonl, status.json, config.json, README.md, checkpoints/, loss.png, images.png and images.json.
-    Use a separate folder, never one with images or inside a store."""
-    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
-    """Options of a preset, by its name (`bucketline train presets` lists them), or of a TOML file of your own; those on the
-    command line override them."""
-    model_config: str | None = None
-    """Folder or hub model with the configuration of a .safetensors --model; None: the inferred one in the hub's cache."""
-    max_steps: int
-    """Total optimizer steps, including those before a resume."""
-    log_every: int = 10
-    """Optimizer steps per window, that is per line of metrics.jsonl."""
-    checkpoint_every: int | None = None
-    """Optimizer steps between checkpoints; None: only --checkpoint-minutes and the final checkpoint."""
-    checkpoint_minutes: float | None = 30.0
-    """Also write a checkpoint when the last one is this many minutes old; None: never."""
-    keep_checkpoints: int = 2
-    """Number of newest checkpoints to keep."""
-    export_every: int | None = None
-    """Optimizer steps between exports: only the weights, averaged if there is an average, in exports/; None: none."""
-    export_dtype: Literal["F32", "F16", "BF16"] = "BF16"
-    """Data type of the exported weights."""
-    push_to_hub: str | None = None
-    """Hugging Face repository (user/name) to upload the last step's export and card to, with your own token; made private if it
-    does not exist. A failed upload is reported and never ends the run."""
-    push_exports: bool = False
-    """With --push-to-hub: upload each export of --export-every as well, as a commit."""
-    resume: bool = False
-    """Resume from the newest complete checkpoint in --output-dir, on the store generation that it was planned on."""
-    new_plan: bool = False
-    """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
-    follow: bool = False
-    """Take up newer generations of the stores while training, as `ingest pack --publish-every` publishes them."""
-    wait_rows: int | None = None
-    """With --follow: start as soon as the stores have this many training rows; None: 1."""
-    follow_schedule: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
-    """Take up generations at the steps at which another run did, given by its folder or a checkpoint: repeats a --follow."""
-    optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = "adamw"
-    """Optimizer: adamw, also with moments in bf16 or 8 bits; adafactor; muon (adamw outside the blocks' matrices); prodigy,
-    which finds its rate; schedule-free; or that of a package that you installed. The extra `optimizers` has the libraries of
-    adamw-8bit, prodigy and schedule-free."""
-    weights: WeightDtype = WeightDtype.FP32
-    """Dtype of the trained weights; bf16, rounded stochastically, halves weights, gradients and EMA; for adamw, adamw-bf16 and
-    adamw-8bit."""
-    learning_rate: float | None = None
-    """Learning rate after the warm-up; None: 1e-4; for adafactor 0.01, relative to a weight's size; for prodigy 1, a factor."""
-    lr_schedule: LrSchedule = LrSchedule.CONSTANT
-    """Learning rate after the warm-up: constant, or falling by a cosine, linearly, or only in the last steps (wsd)."""
-    schedule_steps: int | None = None
-    """Step from which the schedule stays at its floor, which no step before has; None: that of the resumed run, else
-    --max-steps. For a run in several parts, the step that the last one will reach."""
-    decay_steps: int | None = None
-    """Steps in which wsd falls, up to --schedule-steps; None: a fifth of these."""
-    lr_floor: float = 0.0
-    """Learning rate after a schedule's end, as a share of --learning-rate."""
-    warmup_steps: int = 100
-    """Steps of linear learning-rate warm-up; the first of N has a share of 1 ÷ N, the last the whole rate."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay."""
-    decaying: Decaying = Decaying.ALL
-    """Weights that decay: all, or only matrices and convolutions, without biases and norms."""
-    clip_norm: float | None = 1.0
-    """Clip gradients to this norm; None: no clipping."""
-    ema_decay: float = 0.9999
-    """EMA decay of the weights, capped at (1 + s) / (10 + s) after s steps so that short runs work too."""
-    ema: Ema = Ema.DEVICE
-    """Place of the EMA: on the device, 4 bytes a trained weight; on the cpu, at a copy of the weights per update; or off:
-    the last weights are validated and drawn. With schedule-free, its own average is the EMA."""
-    ema_every: int = 1
-    """Optimizer steps between updates of the EMA, each with the decay of all of them; with --ema cpu, 10 or more."""
-    precision: Precision = Precision.AUTO
-    """Compute precision: fp32 (on a GPU with products in TF32), or bf16 autocast over 32-bit weights. With bf16 and LoRA, the
-    frozen weights are bf16 too. fp8: bf16, but the blocks' linear layers multiply in 8 bits; for full models on an H100 or
-    later, compiled, with the extra `quantised`. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32
-    elsewhere."""
-    compile: Compile = Compile.AUTO
-    """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""
-    validate_every: int | None = None
-    """Optimizer steps between validations on the held-out samples; None: before the first step and after the last."""
-    val_timesteps: int = 8
-    """Evenly spaced timesteps at which every held-out sample is validated."""
-    num_images: int = 4
-    """Images to generate at the end from stored captions of held-out samples (of training samples if there are none); 0: none.
-    If the store has prompts, all of these instead."""
-    image_prompts: tuple[str, ...] = ()
-    """Set of prompts in the store to draw, as `ingest prompts --name` wrote it; may be repeated. None: `default`, where a store
-    has it. `captions`: stored captions, even so."""
-    image_steps: int = 50
-    """Sampler steps per image: DDIM, or Euler for flow models."""
-    image_guidance: float | None = None
-    """Classifier-free guidance of the images, away from the prediction for the empty caption, or a guidance-distilled model's
-    guidance input; 1: none; None: as the model's pipeline."""
-    images_every: int | None = None
-    """Optimizer steps between image grids in images/; None: only at the end."""
-    sharding: Sharding = Sharding.DDP
-    """Multi-process strategy: ddp keeps a full copy per process; fsdp shards the model over all processes, for models too large
-    for one GPU; hsdp shards it over the processes of a machine, and every machine has a copy."""
-    shard_ranks: int | None = None
-    """With hsdp: processes that share one copy of the model, a divisor of all; None: those of a machine."""
-    keep_gathered: bool = False
-    """With fsdp or hsdp: keep a block's gathered weights from the forward pass for the backward pass. Half the gathering, and
-    every GPU holds all of the model's weights once, in the compute precision."""
-    service: str = "none"
-    """Reader of the stores: none (threads of this process), auto (a process per rank), or the socket of a `loader serve`.
-    All ranks of a machine share that socket; the batches are identical in each case."""
-    track_with: tuple[str, ...] = ()
-    """Accelerate tracker that also receives the lines of metrics.jsonl, such as tensorboard or wandb; may be repeated."""
 
-    # the objective and the adapters
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOptions:
+    """The training target, the timesteps, and the weight of errors."""
+
+    SECTION = "objective: target, timesteps, and the weight of errors"
+
     objective: Objective | None = None
     """Prediction target: the noise, v, or the velocity of a flow; None: taken from the model's scheduler config."""
     timestep_sampling: TimestepSampling = TimestepSampling.UNIFORM
@@ -209,16 +107,62 @@ class TrainConfig(ReadOptions):
     flow_weighting: FlowWeighting | None = None
     """Loss weighting of a flow by its noise: cosmap, highest in the middle, or sigma_sqrt, noise⁻² (Esser et al. 2024);
     None: no weighting."""
-    lora_rank: int | None = None
-    """Train only LoRA adapters of this rank; None: train the full model."""
-    lora_alpha: float | None = None
-    """LoRA alpha: the adapters' output is scaled by alpha ÷ rank; None: alpha = rank."""
-    lora_targets: str | None = None
-    """Layers that get an adapter: attention, attention+mlp, all (every linear layer and convolution of the blocks), or
-    comma-separated ends of names; None: attention, for PixArt also the feed-forward layers."""
-    lora_from: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Start from the adapters of this .safetensors file, of rank --lora-rank, by the names of diffusers, peft or kohya; they
-    keep their strength, whatever their alpha."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """The optimizer, its learning rate, and the average of the weights."""
+
+    SECTION = "optimizer: optimizer, learning rate, EMA"
+
+    optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = "adamw"
+    """Optimizer: adamw, also with moments in bf16 or 8 bits; adafactor; muon (adamw outside the blocks' matrices); prodigy,
+    which finds its rate; schedule-free; or that of a package that you installed. The extra `optimizers` has the libraries of
+    adamw-8bit, prodigy and schedule-free."""
+    learning_rate: float | None = None
+    """Learning rate after the warm-up; None: 1e-4; for adafactor 0.01, relative to a weight's size; for prodigy 1, a factor."""
+    lr_schedule: LrSchedule = LrSchedule.CONSTANT
+    """Learning rate after the warm-up: constant, or falling by a cosine, linearly, or only in the last steps (wsd)."""
+    schedule_steps: int | None = None
+    """Step from which the schedule stays at its floor, which no step before has; None: that of the resumed run, else
+    --max-steps. For a run in several parts, the step that the last one will reach."""
+    decay_steps: int | None = None
+    """Steps in which wsd falls, up to --schedule-steps; None: a fifth of these."""
+    lr_floor: float = 0.0
+    """Learning rate after a schedule's end, as a share of --learning-rate."""
+    warmup_steps: int = 100
+    """Steps of linear learning-rate warm-up; the first of N has a share of 1 ÷ N, the last the whole rate."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    decaying: Decaying = Decaying.ALL
+    """Weights that decay: all, or only matrices and convolutions, without biases and norms."""
+    clip_norm: float | None = 1.0
+    """Clip gradients to this norm; None: no clipping."""
+    ema_decay: float = 0.9999
+    """EMA decay of the weights, capped at (1 + s) / (10 + s) after s steps so that short runs work too."""
+    ema: Ema = Ema.DEVICE
+    """Place of the EMA: on the device, 4 bytes a trained weight; on the cpu, at a copy of the weights per update; or off:
+    the last weights are validated and drawn. With schedule-free, its own average is the EMA."""
+    ema_every: int = 1
+    """Optimizer steps between updates of the EMA, each with the decay of all of them; with --ema cpu, 10 or more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """How the model computes, and what it keeps in the device's memory."""
+
+    SECTION = "memory: precision, compilation, what saves memory"
+
+    precision: Precision = Precision.AUTO
+    """Compute precision: fp32 (on a GPU with products in TF32), or bf16 autocast over 32-bit weights. With bf16 and LoRA, the
+    frozen weights are bf16 too. fp8: bf16, but the blocks' linear layers multiply in 8 bits; for full models on an H100 or
+    later, compiled, with the extra `quantised`. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32
+    elsewhere."""
+    weights: WeightDtype = WeightDtype.FP32
+    """Dtype of the trained weights; bf16, rounded stochastically, halves weights, gradients and EMA; for adamw, adamw-bf16 and
+    adamw-8bit."""
+    compile: Compile = Compile.AUTO
+    """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""
     base: Base | None = None
     """Format of the frozen weights next to LoRA adapters, in the blocks' linear layers: 8 bits, or 4 (nf4); None: the precision
     of training. Needs the extra `quantised`."""
@@ -230,6 +174,133 @@ class TrainConfig(ReadOptions):
     offload_blocks: int = 0
     """Blocks of a LoRA run's frozen base that wait in host memory and are copied to the device ahead of their use; as many as
     there are at most. Needs --gradient-checkpointing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingOptions:
+    """Checkpoints and exports."""
+
+    SECTION = "saving: checkpoints, exports, the hub"
+
+    checkpoint_every: int | None = None
+    """Optimizer steps between checkpoints; None: only --checkpoint-minutes and the final checkpoint."""
+    checkpoint_minutes: float | None = 30.0
+    """Also write a checkpoint when the last one is this many minutes old; None: never."""
+    keep_checkpoints: int = 2
+    """Number of newest checkpoints to keep."""
+    export_every: int | None = None
+    """Optimizer steps between exports: only the weights, averaged if there is an average, in exports/; None: none."""
+    export_dtype: Literal["F32", "F16", "BF16"] = "BF16"
+    """Data type of the exported weights."""
+    push_to_hub: str | None = None
+    """Hugging Face repository (user/name) to upload the last step's export and card to, with your own token; made private if it
+    does not exist. A failed upload is reported and never ends the run."""
+    push_exports: bool = False
+    """With --push-to-hub: upload each export of --export-every as well, as a commit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchingOptions:
+    """Logs, validation and images."""
+
+    SECTION = "watching: logs, validation, images"
+
+    log_every: int = 10
+    """Optimizer steps per window, that is per line of metrics.jsonl."""
+    validate_every: int | None = None
+    """Optimizer steps between validations on the held-out samples; None: before the first step and after the last."""
+    val_timesteps: int = 8
+    """Evenly spaced timesteps at which every held-out sample is validated."""
+    num_images: int = 4
+    """Images to generate at the end from stored captions of held-out samples (of training samples if there are none); 0: none.
+    If the store has prompts, all of these instead."""
+    image_prompts: tuple[str, ...] = ()
+    """Set of prompts in the store to draw, as `ingest prompts --name` wrote it; may be repeated. None: `default`, where a store
+    has it. `captions`: stored captions, even so."""
+    image_steps: int = 50
+    """Sampler steps per image: DDIM, or Euler for flow models."""
+    image_guidance: float | None = None
+    """Classifier-free guidance of the images, away from the prediction for the empty caption, or a guidance-distilled model's
+    guidance input; 1: none; None: as the model's pipeline."""
+    images_every: int | None = None
+    """Optimizer steps between image grids in images/; None: only at the end."""
+    track_with: tuple[str, ...] = ()
+    """Accelerate tracker that also receives the lines of metrics.jsonl, such as tensorboard or wandb; may be repeated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """How several processes share the work."""
+
+    SECTION = "machines: several GPUs and machines"
+
+    sharding: Sharding = Sharding.DDP
+    """Multi-process strategy: ddp keeps a full copy per process; fsdp shards the model over all processes, for models too large
+    for one GPU; hsdp shards it over the processes of a machine, and every machine has a copy."""
+    shard_ranks: int | None = None
+    """With hsdp: processes that share one copy of the model, a divisor of all; None: those of a machine."""
+    keep_gathered: bool = False
+    """With fsdp or hsdp: keep a block's gathered weights from the forward pass for the backward pass. Half the gathering, and
+    every GPU holds all of the model's weights once, in the compute precision."""
+    service: str = "none"
+    """Reader of the stores: none (threads of this process), auto (a process per rank), or the socket of a `loader serve`.
+    All ranks of a machine share that socket; the batches are identical in each case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig(
+    ReadOptions,
+    MethodOptions,
+    ObjectiveOptions,
+    OptimizerOptions,
+    MemoryOptions,
+    SavingOptions,
+    WatchingOptions,
+    MachineOptions,
+):
+    """Train a latent-diffusion model on the batches of a store.
+
+    Other commands: `bucketline train presets`, `bucketline train memory`, `bucketline train report`; each has its own --help.
+    Several processes: `torchrun --nproc_per_node N -m bucketline.train` with the same options.
+
+    Example: bucketline train --store photos.store --model sd15 --output-dir runs/a --batch-size 8 --max-steps 1000
+    """
+
+    SECTION = "run: resuming, following, repeating"
+    FIRST = (
+        *("batch_size", "learning_rate", "lora_rank", "precision", "ema", "seed", "checkpoint_every", "validate_every"),
+        *("images_every", "resume"),
+    )
+
+    store: tuple[Annotated[str | Path, tyro.conf.arg(metavar="STORE")], ...]
+    """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass,
+    `photos.store:0.5` reads half of them, others in each.
+    Also its URL in object storage (s3://bucket/photos.store), after `store push`.
+    Also a folder that `ingest pack` made from a data set file: all its stores, with their repeats.
+    Repeat the option to mix several stores in one order; they must share encoders and packing rules."""
+    model: Path
+    """Model folder in diffusers' layout: unet/ or transformer/, scheduler/, and vae/ for the images; or one .safetensors
+    checkpoint. The model's config decides the family; without weights, training starts from a random initialization."""
+    output_dir: Path
+    """Output folder: metrics.jsonl, status.json, config.json, README.md, checkpoints/, loss.png, images.png and images.json.
+    Use a separate folder, never one with images or inside a store."""
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
+    """Options of a preset, by its name (`bucketline train presets` lists them), or of a TOML file of your own; those on the
+    command line override them."""
+    model_config: str | None = None
+    """Folder or hub model with the configuration of a .safetensors --model; None: the inferred one in the hub's cache."""
+    max_steps: int
+    """Total optimizer steps, including those before a resume."""
+    resume: bool = False
+    """Resume from the newest checkpoint in --output-dir. It continues on the store generation that it was planned on."""
+    new_plan: bool = False
+    """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
+    follow: bool = False
+    """Take up newer generations of the stores while training, as `ingest pack --publish-every` publishes them."""
+    wait_rows: int | None = None
+    """With --follow: start as soon as the stores have this many training rows; None: 1."""
+    follow_schedule: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """Take up generations at the steps at which another run did, given by its folder or a checkpoint: repeats a --follow."""
 
     def __post_init__(self) -> None:
         """Validate the options.
@@ -331,9 +402,8 @@ def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
         SystemExit: if the command line cannot be parsed, or contains `--help`.
     """
     # flags come in pairs (`--verify`, `--no-verify`), so that the command line can override those of a script
-    settings = (tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
-    every = with_preset(arguments, get_type_hints(TrainConfig))
-    return tyro.cli(TrainConfig, args=every, prog=prog, config=settings)
+    every = arguments if asked_for_help(arguments) is not None else with_preset(arguments, get_type_hints(TrainConfig))
+    return parse_options(TrainConfig, every, prog, tyro.conf.UseAppendAction)
 
 
 def parse_on(rank: int, arguments: Sequence[str], prog: str) -> TrainConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import tomllib
 from enum import Enum
 from itertools import chain
@@ -12,6 +11,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from bucketline.errors import UsageError
+from bucketline.help_screen import suggestion
 from bucketline.loader.config import SIZES
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def read_preset(given: str) -> str:
     is_path = "/" in given or given.endswith(_SUFFIX)
     if not is_path and given not in preset_names():
         raise UsageError(
-            f"there is no preset {given!r:.80}{_nearest(given, preset_names())}; expected {', '.join(preset_names())}, "
+            f"there is no preset {given!r:.80}{suggestion(given, preset_names())}; expected {', '.join(preset_names())}, "
             f"or the path of a {_SUFFIX} file"
         )
     path = Path(given) if is_path else _FOLDER / f"{given}{_SUFFIX}"
@@ -68,7 +68,7 @@ def with_preset(arguments: Sequence[str], types: Mapping[str, Any]) -> list[str]
         option, field = "--" + name.replace("_", "-"), name.replace("-", "_")
         if field not in types or field == "preset":
             spelt = [one.replace("_", "-") for one in types if one != "preset"]
-            raise UsageError(f"the preset {preset} has {name!r:.80}, which is not an option{_nearest(name, spelt)}")
+            raise UsageError(f"the preset {preset} has {name!r:.80}, which is not an option{suggestion(name, spelt)}")
         many = value if isinstance(value, list) else [value]
         is_one = get_origin(types[field]) is not tuple
         kinds = _alternatives(types[field] if is_one else get_args(types[field])[0])
@@ -108,8 +108,3 @@ def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, or a valu
 def _in_words(kind: Any) -> str:  # noqa: ANN401 - a type, or a value of an enumeration
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path", NoneType: '"None"'}
     return f'"{kind}"' if isinstance(kind, str) else words[kind]
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    found = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""

@@ -17,7 +17,7 @@ from bucketline.store.commands.place import ReadingArguments, shown, store_place
 
 @dataclass(frozen=True, kw_only=True)
 class PeekSource(SourceArguments, ReadingArguments):
-    """Decode the stored latent of one sample to an image, or show images of a source with their captions and crops.
+    """Show one sample decoded, or images of a source: the stored latent as an image, or the source's with captions and crops.
 
     With an ID, the place is a store, and the model must have the same VAE that the store was packed with. Without one, it is
     a source as for `ingest pack`, and -o is a contact sheet: some of its images, drawn by hash, with the crops that packing
@@ -27,6 +27,9 @@ class PeekSource(SourceArguments, ReadingArguments):
 
     Example: ingest peek photos --grid area:512:64 -o sheet.html
     """
+
+    SECTION = "peek: crops, sizes, the VAE's device"
+    FIRST = ("model", "samples", "grid", "crop", "device", "json")
 
     place: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="STORE|SOURCE")]
     """Folder or URL of the store; or a source, as for `ingest pack`."""

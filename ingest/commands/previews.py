@@ -14,7 +14,7 @@ from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewsCommand(ReadingArguments):
-    """Show latents by linear RGB factors next to the same latents decoded by the VAE, on one HTML page.
+    """Compare quick previews of latents with decoded ones: linear RGB factors next to the VAE, on one HTML page.
 
     Factors are published for the VAEs of Stable Diffusion 1 to 3, SDXL and Flux. For any other VAE, factors are fitted by least
     squares to half of the samples; the page shows the other half. `store report --preview-factors` takes the saved factors.

@@ -31,7 +31,7 @@ _NAMED = 3  # prompts that were cut
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts(ChangingArguments):
-    """Encode prompts into a store, so that training draws them without loading a text encoder.
+    """Encode prompts into a store. Training draws them without loading a text encoder.
 
     FILE is a text file with a prompt a line, or JSON lines (.jsonl) with prompt and, as needed, negative_prompt, seed, height,
     width and guidance. The prompts stay with the store: push, pull and merge take them along. Run the command again to

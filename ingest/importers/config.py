@@ -22,7 +22,7 @@ CropOption = Literal["source", "center", "unknown"]
 
 @dataclass(frozen=True, kw_only=True)
 class ImportConfig(ChangingArguments):
-    """Import another trainer's latent cache into a store, without its images.
+    """Import another trainer's latent cache, without images.
 
     KIND is the trainer or format that wrote SOURCE: kohya (sd-scripts), musubi (musubi-tuner), simpletuner, onetrainer,
     ai-toolkit, diffusion-pipe, mds (mosaicml/diffusion, micro_diffusion), nemo (NeMo Automodel), fastvideo, or auto. Latents
@@ -33,6 +33,9 @@ class ImportConfig(ChangingArguments):
 
     Example: ingest import kohya photos imported.store --model stable-diffusion-v1-5
     """
+
+    SECTION = "import: everything else about the cache and the store"
+    FIRST = ("model", "vae", "captions", "text", "val_fraction", "dtype", "dry_run", "max_rejects", "replace", "json")
 
     kind: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="KIND")]
     """One of those above, or that of a package that you installed."""

@@ -15,7 +15,7 @@ from bucketline.store.commands.place import shown
 
 @dataclass(frozen=True, kw_only=True)
 class Peek(BatchOptions):
-    """Show what a step delivers, on one HTML page: the latents without a VAE, and the captions that were chosen.
+    """Show what a step delivers, on one HTML page: latents without a VAE, and the captions that were chosen.
 
     The rows are read by a loader that begins at the step. With the options and the seed of a training run, the page shows
     exactly what that run's step has: its rows, captions, dropped captions and flips. A run by --shuffle lines may have chosen
@@ -23,6 +23,9 @@ class Peek(BatchOptions):
 
     Example: loader peek photos.store --step 1000 --batch-size 16 -o step.html
     """
+
+    SECTION = "peek: what the page shows"
+    FIRST = ("batch_size", "world_size", "seed", "split", "state", "caption_dropout", "flip", "json")
 
     stores: tyro.conf.Positional[tuple[str, ...]]
     """Folders or URLs of the stores, with repeats, as for `loader plan`."""

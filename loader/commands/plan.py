@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand(BatchOptions):
-    """Print the steps of a training run and each bucket's batches. Reads no rows.
+    """Print a run's steps and each bucket's batches. Reads no rows.
 
     A step is an optimizer step. Its global batch is world size x rows of a micro-batch x accumulation, from one bucket.
     With `--shuffle full`, any batch may come at any step. With `blocks`, a bucket's rows are read in windows of
@@ -38,6 +38,20 @@ class PlanCommand(BatchOptions):
 
     Example: loader plan photos.store --batch-size 8 --world-size 2 --epochs 3
     """
+
+    SECTION = "plan: what to count and print"
+    FIRST = (
+        "batch_size",
+        "world_size",
+        "epochs",
+        "split",
+        "columns",
+        "machines",
+        "bandwidth",
+        "prices",
+        "list_batches",
+        "json",
+    )
 
     stores: tyro.conf.Positional[tuple[str, ...]]
     """Folders or URLs of the stores. Write `photos.store:3` to read a store's rows three times per pass,

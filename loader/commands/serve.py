@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(RemoteArguments):
-    """Serve batches through shared memory to all ranks of this machine, and to other processes of the same user.
+    """Serve batches to all ranks of this machine: through shared memory, to processes of the same user.
 
     Connect with `Loader(store, config, service=PATH)`. Ctrl-C or SIGTERM stops the service and removes the socket; each
     client gets an error at its next batch. SIGUSR1 prints statistics immediately; `loader stats` prints them elsewhere.

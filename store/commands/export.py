@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Export(ReadingArguments):
-    """Export samples to a folder that other tools can read: WebDataset tars, safetensors files, or another trainer's cache.
+    """Export samples to a folder that other tools read: WebDataset tars, safetensors files, or another trainer's cache.
 
     All checksums are verified. The folder appears by an atomic rename when it is complete. File names are digests of the ids,
     but of kohya's cache the ids themselves.

@@ -14,7 +14,7 @@ from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 @dataclass(frozen=True, kw_only=True)
 class Get(ReadingArguments):
-    """Write one sample's columns and caption embeddings to a safetensors file.
+    """Write one sample to a safetensors file: its columns and caption embeddings.
 
     Example: store get photos.store coffee/whole.png -o coffee.safetensors
     """

@@ -24,7 +24,7 @@ MAX_SHOWN = 100  # beyond this disk-to-payload ratio, the number is not informat
 
 @dataclass(frozen=True, kw_only=True)
 class Info(ReadingArguments):
-    """Show a store's samples, buckets, columns, sizes, encoders, prompts, and the options of `ingest pack` that made it.
+    """Show what a store holds: samples, buckets, columns, sizes, encoders, prompts, and the options that made it.
 
     Exit 1 if a shard file is missing or has the wrong length.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Ls(ReadingArguments):
-    r"""List samples in shard, bucket and row order, one line each: id, tab, bucket.
+    r"""List samples: id, tab, bucket, in shard, bucket and row order.
 
     Unprintable characters and backslashes are printed as Python escapes; --json prints ids unchanged.
 

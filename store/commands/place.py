@@ -73,6 +73,8 @@ StoreUrl = Annotated[Path | str, _place("URL")]
 class StorageArguments(ObjectArguments):
     """Options that reach object storage, as every command shows them."""
 
+    SECTION = "storage: how to reach object storage, and what to cache"
+
     endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
     """Of a URL: address of an S3-compatible server. Default: that of the URL's kind, or AWS_ENDPOINT_URL."""
     store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
@@ -97,6 +99,8 @@ class ChangingArguments(StorageArguments):
 @dataclass(frozen=True, kw_only=True)
 class ReadingArguments(StorageArguments, RemoteArguments):
     """Options that reach a store in object storage, and say where to keep what is read of it."""
+
+    SECTION = "storage: how to reach object storage, and what to cache"
 
     cache: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Of a store's URL: keep what is read in this folder. Default: BUCKETLINE_CACHE, or bucketline in the user's cache."""

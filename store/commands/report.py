@@ -14,7 +14,7 @@ from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 @dataclass(frozen=True, kw_only=True)
 class Report(ReadingArguments):
-    """Write one HTML page that shows what is in a store, and says at its top what is wrong with it.
+    """Write one HTML page about a store: what is in it and, at the top, what is wrong with it.
 
     The page needs no network: samples of each bucket with captions and search, sizes, crops, captions, rejects, latents against
     their VAE, near-duplicates, disk, provenance and the plan of an epoch. Samples are drawn by hash, so that the page stays

@@ -19,7 +19,7 @@ _NAMED = 5  # number of samples printed per damaged caption
 
 @dataclass(frozen=True, kw_only=True)
 class Verify(ChangingArguments):
-    """Read the store once, verify every checksum and report each fault. Exit 1 if any is found.
+    """Read a store, verify every checksum, report each fault. Exit 1 if any is found.
 
     Of a store's URL, one shard at a time is kept in a temporary folder while it is read.
 

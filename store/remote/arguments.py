@@ -16,6 +16,8 @@ from bucketline.store.remote.urls import RemoteOptions
 class ObjectArguments:
     """How a store in object storage is reached. A local store needs none of it."""
 
+    SECTION = "storage: how to reach object storage, and what to cache"
+
     endpoint: str | None = None
     """Address of an S3-compatible server, such as https://minio.example.com:9000; None: that of the URL's kind."""
     store_option: tuple[str, ...] = ()
@@ -51,6 +53,8 @@ class ObjectArguments:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteArguments(ObjectArguments):
     """How a store in object storage is reached, and where it is cached."""
+
+    SECTION = "storage: how to reach object storage, and what to cache"
 
     cache: str | None = None
     """Folder that caches stores in object storage; None: BUCKETLINE_CACHE, or bucketline in the user's cache directory."""

@@ -8,6 +8,15 @@ import sys
 import pytest
 
 import bucketline
+from bucketline.help_screen import command_help, options_of
+from bucketline.ingest.cli import COMMANDS as INGEST
+from bucketline.loader.cli import COMMANDS as LOADER
+from bucketline.store.cli import COMMANDS as STORE
+from bucketline.train.commands.export_model import ExportModel
+from bucketline.train.commands.memory import TrainMemory
+from bucketline.train.commands.presets import TrainPresets
+from bucketline.train.commands.report import TrainReport
+from bucketline.train.config import TrainConfig
 from tests.commands import BIN, ROOT, call, spawn
 
 COMMANDS: dict[str, list[object]] = {
@@ -47,6 +56,16 @@ COMMANDS: dict[str, list[object]] = {
     "python -m bucketline.train": [sys.executable, "-m", "bucketline.train"],
     "train/main.py": [sys.executable, ROOT / "train" / "main.py"],
 }
+COMMANDS_OF: dict[str, type] = {
+    **{f"ingest {name}": INGEST[name] for name in INGEST},
+    **{f"store {name}": STORE[name] for name in STORE},
+    **{f"loader {name}": LOADER[name] for name in LOADER},
+    "bucketline train": TrainConfig,
+    "bucketline train presets": TrainPresets,
+    "bucketline train report": TrainReport,
+    "bucketline train memory": TrainMemory,
+    "bucketline export-model": ExportModel,
+}
 GROUPS = ("ingest", "store", "loader", "bucketline")
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "datasets", "pyarrow", "matplotlib")
 
@@ -71,17 +90,68 @@ def test_help_imports_nothing_heavy_and_shows_an_example(name: str) -> None:
     assert re.sub(r"^import time:.*\n", "", ran.err, flags=re.MULTILINE) == ""
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith(("ingest ", "store "))])
+@pytest.mark.parametrize("name", COMMANDS_OF)
+def test_the_first_screen_is_one_and_begins_with_what_is_required(name: str) -> None:
+    command = COMMANDS_OF[name]
+    lines = command_help(name, command).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    required = [one.typed.split()[0] for one in options_of(command) if one.is_required]
+    below = lines[lines.index("") :]
+    shown = [line.split()[0] for line in below if line.startswith("  ") and line[2] != " "]
+    assert shown[: len(required)] == required or not required
+    assert any(line.startswith("Example: ") for line in lines)
+
+
+@pytest.mark.parametrize("name", COMMANDS_OF)
+def test_every_option_is_explained_once_in_full(name: str) -> None:
+    command = COMMANDS_OF[name]
+    options = options_of(command)
+    assert not [one.field for one in options if not one.text], "each has a docstring"
+    everything = command_help(name, command, "all").splitlines()
+    for one in options:
+        assert (
+            sum(line.startswith((f"  {one.typed} ", f"  {one.typed}\n")) or line == f"  {one.typed}" for line in everything)
+            == 1
+        )
+    assert {*getattr(command, "FIRST", ())} <= {one.field for one in options}
+    if "--help all: the same in full" not in (first := command_help(name, command).splitlines()):
+        sections = [line.split()[1] for line in first if line.startswith("  --help ")]
+        assert {one.section for one in options if not one.is_required} <= {*sections}
+
+
+@pytest.mark.parametrize("name", COMMANDS_OF)
 def test_help_calls_what_is_given_by_place_by_its_name(name: str) -> None:
-    shown = call(*name.split(), "--help").out
-    usage = " ".join(shown.partition("\n\n")[0].split())
-    assert "Example:" in shown
-    assert "SOURCE" in usage or "STORE" in usage
-    assert not re.search(r"\b(STR|PATH)\b", usage)
+    usage = command_help(name, COMMANDS_OF[name]).partition("\n\n")[0]
+    assert not re.search(r"\bSTR\b", usage)
+
+
+@pytest.mark.parametrize("program", ["ingest", "store", "loader"])
+def test_the_help_of_a_program_has_a_line_for_each_command(program: str) -> None:
+    lines = call(program, "--help").out.splitlines()
+    own = [name.split()[1] for name in COMMANDS_OF if name.startswith(f"{program} ")]
+    rows = [line for line in lines if line.startswith("  ")]
+    assert [row.split()[0] for row in rows] == [*own, "version"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_section_is_asked_for_by_its_name() -> None:
+    shown = call("ingest", "pack", "--help", "ray").out
+    assert "--ray-address ADDRESS" in shown
+    assert "--grid" not in shown
+    refused = call("ingest", "pack", "--help", "rays")
+    assert refused.code == 2
+    assert "--help rays: there is no such section, expected " in refused.err
+
+
+def test_an_option_that_is_not_known_is_refused_with_the_nearest() -> None:
+    refused = call("ingest", "pack", "photos", "photos.store", "--modle=sd15")
+    assert (refused.code, refused.out) == (2, "")
+    assert "there is no option --modle; did you mean '--model'?" in refused.err
 
 
 def test_the_trainers_help_names_its_other_commands_and_how_several_processes_start() -> None:
-    shown = " ".join(spawn([*COMMANDS["python -m bucketline.train"], "--help"]).out.replace("│", " ").split())
+    shown = " ".join(spawn([*COMMANDS["python -m bucketline.train"], "--help", "all"]).out.split())
     for said in ("bucketline train presets", "bucketline train memory", "bucketline train report"):
         assert f"`{said}`" in shown
     assert "`torchrun --nproc_per_node N -m bucketline.train`" in shown

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from bucketline.command_line import human_bytes, print_json
+from bucketline.command_line import human_bytes, parse_options, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +41,7 @@ class ExportModel:
 
 def main(args: Sequence[str], prog: str) -> int:
     """Parse the command line, write the weights and print their size."""
-    asked = tyro.cli(ExportModel, args=list(args), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+    asked = parse_options(ExportModel, args, prog)
     from bucketline.extras import extra_named
 
     with extra_named("train"):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from bucketline.command_line import parse_options
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -50,7 +52,7 @@ def _names(folders: Sequence[Path]) -> dict[str, Path]:
 
 def main(args: Sequence[str], prog: str) -> int:
     """Parse the command line and print the table."""
-    asked = tyro.cli(TrainMemory, args=list(args), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+    asked = parse_options(TrainMemory, args, prog)
     from bucketline.extras import extra_named
 
     with extra_named("train"):

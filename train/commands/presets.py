@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from bucketline.command_line import parse_options
 from bucketline.train.preset import preset_names, read_preset
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class TrainPresets:
 
 def main(args: Sequence[str], prog: str) -> int:
     """Parse the command line and print."""
-    asked = tyro.cli(TrainPresets, args=list(args), prog=prog)
+    asked = parse_options(TrainPresets, args, prog)
     if asked.name is not None:
         print(read_preset(asked.name), end="")
         return 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.command_line import human_bytes, print_json, printable
+from bucketline.command_line import human_bytes, parse_options, print_json, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ class TrainReport:
 
 def main(args: Sequence[str], prog: str) -> int:
     """Parse the command line, write the page and print what is wrong."""
-    asked = tyro.cli(TrainReport, args=list(args), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+    asked = parse_options(TrainReport, args, prog)
     from bucketline.errors import UsageError
     from bucketline.files.atomic_write import write_or_explain
     from bucketline.pages.page import refuse_page

@@ -21,7 +21,7 @@ OLDER_THAN = "24h"
 
 @dataclass(frozen=True, kw_only=True)
 class Compact(ChangingArguments):
-    """Rewrite shards that have dropped rows and join small neighbouring shards. Row order is kept.
+    """Rewrite shards with dropped rows, join small ones. Row order is kept.
 
     Readers of older generations keep their files until garbage collection.
 

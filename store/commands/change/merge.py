@@ -14,7 +14,7 @@ from bucketline.store.commands.place import ChangingArguments, OutPlace, StorePl
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(ChangingArguments):
-    """Create a new store from all samples of several stores. They must share the same encoders and rules.
+    """Create a new store from several. They must share the same encoders and rules.
 
     Stores given by URL are read there; a new one at a URL is made in a temporary folder and pushed.
 

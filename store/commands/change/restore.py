@@ -14,7 +14,7 @@ from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
 @dataclass(frozen=True, kw_only=True)
 class Restore(ChangingArguments):
-    """Make an earlier generation the newest one again, with exactly the samples it had. Nothing is rewritten.
+    """Make an earlier generation the newest one again. It has exactly the samples it had; nothing is rewritten.
 
     Every pack, drop, compact and repair publishes a generation; earlier ones stay until `store compact --gc`. Without
     GENERATION, list those that are there. What was newest until then stays a generation as well, and can be restored.

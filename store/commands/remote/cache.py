@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Show what the cache of stores in object storage holds (info), or remove what no process has open (clear).
+    """Show or clear the cache of stores in object storage: what it holds (info), or remove what no process has open (clear).
 
     Example: store cache info
     """

@@ -13,7 +13,7 @@ from bucketline.store.commands.place import ChangingArguments, LocalStore, Store
 
 @dataclass(frozen=True, kw_only=True)
 class Pull(ChangingArguments):
-    """Get a store, or some of its rows, from object storage to a disk. If it is interrupted, run it again.
+    """Get a store, or some of its rows, to a disk. If it is interrupted, run it again.
 
     If STORE is an older generation of the same store, only what it lacks is sent.
 

@@ -1,0 +1,253 @@
+"""The help of a command, from the dataclass of its options: one screen, and the rest by section.
+
+The options that one class declares are a section: its `SECTION` is "NAME: WHAT IT HAS".
+`FIRST` of a command names the options that its first screen has next to the required ones.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import re
+import shutil
+import textwrap
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum
+from functools import cache
+from itertools import pairwise
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+from bucketline.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+HELP = ("-h", "--help")
+ALL = "all"
+_FEW = 16  # a command with so many options or fewer shows all of them on its first screen
+_MAX_WIDTH, _INDENT = 100, 24
+_WORDS = {int: "INT", float: "FLOAT", str: "TEXT"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """An option or a positional argument, as it is typed and explained."""
+
+    field: str
+    typed: str  # "--batch-size INT", "--prune", "SOURCE"
+    text: str
+    default: str | None  # None: there is none, or it says nothing
+    section: str
+    is_required: bool
+
+    @property
+    def words(self) -> list[str]:
+        """Return how it may be spelt, without its value."""
+        return [word for word in self.typed.replace(",", "").split() if word.startswith("-")]
+
+    def explained(self, *, in_full: bool) -> str:
+        """Return what is said of it: its first sentence, or all of it with the default."""
+        says_default = self.default is None or re.search(r"\b[Dd]efault:", self.text)
+        if in_full:
+            return self.text if says_default else f"{self.text} Default: {self.default}."
+        short = re.split(r"[.:;](?= |$)", self.text, maxsplit=1)[0]
+        return short if self.default is None else f"{short} [{self.default}]"
+
+
+@cache
+def options_of(command: type) -> tuple[Option, ...]:
+    """Return the options of a command, in the order of their declaration."""
+    hints = get_type_hints(command, include_extras=True)
+    owners = {name: owner for owner in reversed(command.__mro__) for name in vars(owner).get("__annotations__", {})}
+    texts = {name: text for owner in reversed(command.__mro__) for name, text in _texts(owner).items()}
+    return tuple(_option(field, hints[field.name], owners[field.name], texts) for field in fields(command))
+
+
+def _option(field: Any, hint: Any, owner: type, texts: dict[str, str]) -> Option:  # noqa: ANN401 - a dataclass's field, a type
+    kind, extras = (get_args(hint)[0], get_args(hint)[1:]) if hasattr(hint, "__metadata__") else (hint, ())
+    metavar = next((found for one in extras if (found := getattr(one, "metavar", None))), None)
+    has_default = field.default is not MISSING or field.default_factory is not MISSING
+    alias = next((found[0] + ", " for one in extras if (found := getattr(one, "aliases", None))), "")
+    if any(str(one) == "Positional" for one in extras):
+        typed = metavar or field.name.upper()
+    else:
+        name = next((found for one in extras if (found := getattr(one, "name", None))), field.name)
+        typed = " ".join(filter(None, (f"{alias}--{name.replace('_', '-')}", metavar or _metavar(kind))))
+    return Option(
+        field=field.name,
+        typed=typed,
+        text=" ".join(texts.get(field.name, "").split()),
+        default=_shown(field.default),
+        section=vars(owner).get("SECTION", "").partition(":")[0],
+        is_required=not has_default,
+    )
+
+
+@cache
+def _texts(owner: type) -> dict[str, str]:
+    """Return the docstrings of the attributes that a class itself declares."""
+    if "__annotations__" not in vars(owner):
+        return {}
+    body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+    found: dict[str, str] = {}
+    for one, following in pairwise(body.body if isinstance(body, ast.ClassDef) else []):
+        match one, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = text
+    return found
+
+
+def _metavar(kind: Any) -> str | None:  # noqa: ANN401 - a type
+    """Return what stands for an option's value; None for a flag."""
+    if named := next((found for one in getattr(kind, "__metadata__", ()) if (found := getattr(one, "metavar", None))), None):
+        return str(named)
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "|".join(str(one.value) for one in kind)
+    inner = get_args(kind)[:1] if hasattr(kind, "__metadata__") else get_args(kind)
+    if inner:
+        return "|".join(dict.fromkeys(filter(None, (_metavar(one) for one in inner if one not in (NoneType, Ellipsis)))))
+    return None if kind is bool else _WORDS.get(kind, "PATH")
+
+
+def _shown(default: object) -> str | None:
+    if default is MISSING or default is None or default is False or default in ((), ""):
+        return None
+    return str(default.value) if isinstance(default, Enum) else str(default)
+
+
+def asked_for_help(args: Sequence[str]) -> str | None:
+    """Return what follows `--help` in a command line: a section, or "" for the first screen; None without `--help`."""
+    for at, word in enumerate(args):
+        if word == "--":
+            return None
+        if word in HELP:
+            rest = args[at + 1 : at + 2]
+            return rest[0] if rest and not rest[0].startswith("-") else ""
+    return None
+
+
+def command_help(prog: str, command: type, asked: str = "") -> str:
+    """Return the help of a command: its first screen, a section of its options, or all of them.
+
+    Raises:
+        UsageError: if there is no section of that name.
+    """
+    options, sections = options_of(command), _sections(command)
+    required = [one for one in options if one.is_required]
+    about = inspect.getdoc(command) or ""
+    if asked == ALL:
+        parts = [about, *_listed("", required, in_full=True)]
+        for name in sections:
+            parts += ["", *_listed(name, [one for one in _in(options, name) if not one.is_required], in_full=True)]
+        return _joined(_usage(prog, required), parts)
+    if asked:
+        if asked not in sections:
+            raise UsageError(f"--help {asked}: there is no such section, expected {', '.join([*filter(None, sections), ALL])}")
+        return _joined(f"{prog}: {sections[asked]}", [*_listed("", _in(options, asked), in_full=True)])
+    first = getattr(command, "FIRST", ())
+    rest = [one for one in options if not one.is_required]
+    shown = rest if len(rest) <= _FEW - len(required) else [one for name in first for one in rest if one.field == name]
+    summary, example = about.partition("\n\n")[0], re.search(r"^Example: (.*)$", about, re.MULTILINE)
+    parts = [" ".join(summary.split()), *([f"Example: {example[1]}"] if example else [])]
+    parts += ["", *_listed("", [*required, *shown], in_full=False), ""]
+    return _joined(_usage(prog, required), [*parts, *_other_sections(options, sections, shown)])
+
+
+def group_help(prog: str, description: str, commands: Mapping[str, type]) -> str:
+    """Return the help of a program with several commands: a line for each."""
+    parts = [" ".join(description.split()), "", *(_row(name, _line_about(command)) for name, command in commands.items())]
+    return _joined(f"usage: {prog} COMMAND …", [*parts, "", f"`{prog} COMMAND --help` shows a command's options."])
+
+
+def _line_about(command: type) -> str:
+    return re.split(r"[:.;](?= |$)", " ".join((inspect.getdoc(command) or "").split()), maxsplit=1)[0]
+
+
+def refuse_unknown(command: type, args: Sequence[str]) -> None:
+    """Check the names of the options in a command line.
+
+    Raises:
+        UsageError: if one is unknown; the message names the nearest.
+    """
+    known = [word for one in options_of(command) for word in one.words]
+    for word in args:
+        name = word.partition("=")[0].replace("_", "-")
+        if name == "--":
+            return
+        if name.startswith("--tyro-"):  # tyro's own: completion for shells
+            continue
+        if name.startswith("--") and name not in known and f"--{name.removeprefix('--no-')}" not in known:
+            raise UsageError(f"there is no option {name}{suggestion(name, known)} (`--help all` lists them)")
+
+
+def _sections(command: type) -> dict[str, str]:
+    """Return a command's sections in the order of their classes, storage last, with what is said of each."""
+    declared = [vars(one).get("SECTION", "") for one in command.__mro__ if vars(one).get("__annotations__")]
+    found = {name: about for name, _, about in (text.partition(": ") for text in reversed(declared))}
+    return {name: found[name] for name in sorted([*reversed(found)], key=lambda name: name == "storage")}
+
+
+def _in(options: Sequence[Option], section: str) -> list[Option]:
+    return [one for one in options if one.section == section]
+
+
+def _usage(prog: str, required: Sequence[Option]) -> str:
+    return " ".join(["usage:", prog, *(one.typed for one in required), "[OPTIONS]"])
+
+
+def _other_sections(options: Sequence[Option], sections: dict[str, str], shown: Sequence[Option]) -> Iterator[str]:
+    hidden = [one for one in options if not one.is_required and one not in shown]
+    if not hidden:
+        yield f"--help {ALL}: the same in full"
+        return
+    yield "More options:"
+    for name, about in sections.items():
+        if name and (own := _in(options, name)):
+            yield _row(f"--help {name}", f"{len(own)}: {about}")
+    yield _row(f"--help {ALL}", "everything, in full")
+
+
+def _listed(title: str, options: Sequence[Option], *, in_full: bool) -> Iterator[str]:
+    if title and options:
+        yield f"{title}:"
+    for one in options:
+        yield _row(one.typed, one.explained(in_full=in_full))
+
+
+def _row(typed: str, text: str) -> str:
+    """Return an option and its text in two columns, or the text below where the option is long."""
+    lines = textwrap.wrap(text, _width() - _INDENT, break_on_hyphens=False, break_long_words=False) or [""]
+    head = f"  {typed}"
+    if len(head) >= _INDENT - 1:
+        return "\n".join([head, *(" " * _INDENT + line for line in lines)])
+    return "\n".join([f"{head:<{_INDENT}}{lines[0]}", *(" " * _INDENT + line for line in lines[1:])])
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size((80, 40)).columns, _MAX_WIDTH)
+
+
+def _joined(head: str, parts: Sequence[str]) -> str:
+    wrapped = [textwrap.fill(head, _width(), subsequent_indent="  ", break_on_hyphens=False), ""]
+    for part in parts:
+        is_row = part.startswith(" ")
+        wrapped.append(part if is_row else "\n".join(_filled(line) for line in part.split("\n")))
+    return "\n".join(wrapped) + "\n"
+
+
+def _filled(line: str) -> str:
+    return textwrap.fill(line, _width(), break_long_words=False, break_on_hyphens=False) if line else ""
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """Return a suggestion for a name that is not known, to end a sentence with; "" if none is like it.
+
+    >>> suggestion("sdxl-lorra", ["sd15", "sdxl-lora"])
+    "; did you mean 'sdxl-lora'?"
+    """
+    found = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
