@@ -1,7 +1,8 @@
 """The help of a command, from the dataclass of its options: one screen, and the rest by section.
 
 The options that one class declares are a section: its `SECTION` is "NAME: WHAT IT HAS".
-`FIRST` of a command names the options that its first screen has next to the required ones.
+`FIRST` of a command names the options that its first screen has next to the required ones; `ELSEWHERE` answers those that other
+programs have, by name.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def refuse_unknown(command: type, args: Sequence[str]) -> None:
     """Check the names of the options in a command line.
 
     Raises:
-        UsageError: if one is unknown; the message names the nearest.
+        UsageError: if one is unknown; the message names the nearest, or what the command has for it.
     """
     known = [word for one in options_of(command) for word in one.words]
     for word in args:
@@ -181,7 +182,9 @@ def refuse_unknown(command: type, args: Sequence[str]) -> None:
         if name.startswith("--tyro-"):  # tyro's own: completion for shells
             continue
         if name.startswith("--") and name not in known and f"--{name.removeprefix('--no-')}" not in known:
-            raise UsageError(f"there is no option {name}{suggestion(name, known)} (`--help all` lists them)")
+            elsewhere = getattr(command, "ELSEWHERE", {}).get(name)
+            answer = f"; {elsewhere}" if elsewhere else f"{suggestion(name, known)} (`--help all` lists them)"
+            raise UsageError(f"there is no option {name}{answer}")
 
 
 def _sections(command: type) -> dict[str, str]:

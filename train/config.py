@@ -19,6 +19,7 @@ from bucketline.command_line import parse_options
 from bucketline.errors import UsageError
 from bucketline.help_screen import asked_for_help
 from bucketline.loader.config import ReadOptions
+from bucketline.train.option_names import ELSEWHERE
 from bucketline.train.preset import with_preset
 from bucketline.weight_format import WeightFormat
 
@@ -271,6 +272,7 @@ class TrainConfig(
         *("batch_size", "learning_rate", "lora_rank", "precision", "ema", "seed", "checkpoint_every", "validate_every"),
         *("images_every", "resume"),
     )
+    ELSEWHERE = ELSEWHERE
 
     store: tuple[Annotated[str | Path, tyro.conf.arg(metavar="STORE")], ...]
     """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass,

@@ -1,0 +1,108 @@
+"""Options of other trainers, of torchrun and of older versions, each with the answer to a command line that has it."""
+
+from __future__ import annotations
+
+_OURS = {
+    # diffusers' training scripts, kohya's sd-scripts, OneTrainer, ai-toolkit, SimpleTuner
+    "learning-rate": ("lr", "unet-lr", "base-lr"),
+    "model": ("pretrained-model-name-or-path", "base-model-name", "pretrained-transformer", "name-or-path", "checkpoint"),
+    "batch-size": ("train-batch-size", "micro-batch-size", "batch"),
+    "max-steps": ("max-train-steps", "steps", "iterations"),
+    "accumulation": ("gradient-accumulation-steps", "gradient-accumulation", "accum"),
+    "precision": ("mixed-precision", "train-dtype", "amp"),
+    "lora-rank": ("rank", "network-dim", "lora-dim", "lora-r"),
+    "lora-alpha": ("network-alpha",),
+    "lora-targets": ("lora-layers", "network-args", "target-modules", "layer-filter"),
+    "lora-from": ("network-weights", "init-lora"),
+    "warmup-steps": ("lr-warmup-steps", "learning-rate-warmup-steps"),
+    "lr-schedule": ("lr-scheduler", "lr-scheduler-type", "scheduler"),
+    "schedule-steps": ("lr-scheduler-num-steps",),
+    "weight-decay": ("adam-weight-decay", "decay"),
+    "clip-norm": ("max-grad-norm", "clip-grad-norm", "gradient-clipping"),
+    "optimizer": ("optimizer-type", "optim"),
+    "ema": ("use-ema",),
+    "min-snr-gamma": ("snr-gamma", "min-snr"),
+    "objective": ("prediction-type", "v-parameterization", "parameterization"),
+    "shift": ("discrete-flow-shift", "flow-shift", "timestep-shift"),
+    "timestep-min": ("min-timestep", "min-noising-strength"),
+    "timestep-max": ("max-timestep", "max-noising-strength"),
+    "guidance": ("guidance-scale",),
+    "caption-dropout": ("proportion-empty-prompts", "caption-dropout-rate", "caption-dropout-probability", "uncond-p"),
+    "gradient-checkpointing": ("activation-checkpointing",),
+    "offload-blocks": ("blocks-to-swap", "block-swap", "layer-offload-fraction"),
+    "base": ("fp8-base", "quantize", "quantize-base", "base-model-precision", "bnb-4bit"),
+    "weights": ("full-bf16", "full-fp16"),
+    "compile": ("torch-compile", "use-compile", "dynamo-backend"),
+    "checkpoint-every": ("checkpointing-steps", "save-every-n-steps", "save-every", "checkpoint-step-interval"),
+    "checkpoint-minutes": ("save-every-minutes",),
+    "keep-checkpoints": ("checkpoints-total-limit", "save-last-n-steps", "max-step-saves-to-keep"),
+    "resume": ("resume-from-checkpoint", "continue-last-backup"),
+    "output-dir": ("output-folder", "training-folder", "logging-dir", "save-dir"),
+    "export-dtype": ("save-precision", "save-dtype", "output-dtype"),
+    "push-to-hub": ("hub-model-id", "huggingface-repo-id"),
+    "validate-every": ("validation-steps", "validation-epochs", "eval-steps"),
+    "images-every": ("sample-every-n-steps", "sample-every", "pictures-every"),
+    "num-images": ("num-validation-images", "num-pictures"),
+    "image-steps": ("num-inference-steps", "sample-steps", "picture-steps"),
+    "image-guidance": ("validation-guidance", "picture-guidance"),
+    "track-with": ("report-to", "log-with"),
+    "log-every": ("logging-steps",),
+    "threads": ("dataloader-num-workers", "max-data-loader-n-workers", "num-workers"),
+    "preset": ("config", "config-file", "config-path"),
+    "sharding": ("fsdp", "strategy", "zero-stage"),
+    "keep-gathered": ("reshard-after-forward",),
+    "prefetch-bytes": ("prefetch-mib",),
+}
+_ELSEWHERE = {
+    "the length of a run is --max-steps; `loader plan STORE --epochs N` prints the steps of N epochs": (
+        *("epochs", "num-train-epochs", "max-train-epochs", "num-epochs"),
+    ),
+    "the sizes are the store's, packed by `ingest pack --grid`": (
+        *("resolution", "size", "width", "height", "enable-bucket", "min-bucket-reso", "max-bucket-reso", "bucket-reso-steps"),
+        *("bucket-no-upscale", "aspect-ratio-bucketing"),
+    ),
+    "images become a store by `ingest pack IMAGES STORE --model MODEL`, which `--store` names": (
+        *("train-data-dir", "instance-data-dir", "dataset-name", "dataset-config", "dataset", "data-dir", "image-column"),
+        *("in-json", "data-root"),
+    ),
+    "captions are read by `ingest pack`, which has options for them (`ingest pack --help source`)": (
+        *("caption-column", "caption-extension", "instance-prompt", "shuffle-caption", "keep-tokens", "trigger-word"),
+        *("default-caption", "max-sequence-length", "max-token-length", "clip-skip"),
+    ),
+    "the crop is the store's, packed by `ingest pack --crop`": ("center-crop", "random-crop", "image-interpolation-mode"),
+    "pack the store with `ingest pack --flip`, and train with `--flip 0.5`": ("random-flip", "flip-aug", "flip-x"),
+    "the store is this cache: latents and text are encoded once, by `ingest pack`": (
+        *("cache-latents", "cache-latents-to-disk", "cache-text-encoder-outputs", "vae-batch-size", "vae"),
+        *("cache-text-encoder-outputs-to-disk", "latent-caching", "cache-dir"),
+    ),
+    "text encoders are not trained, since the store has what they give": (
+        *("train-text-encoder", "text-encoder-lr", "te-lr", "train-text-encoder-ti", "stop-text-encoder-training"),
+    ),
+    "put prompts into the store by `ingest prompts STORE FILE`; `--image-prompts` chooses a set": (
+        *("validation-prompt", "validation-prompts", "sample-prompts", "prompts"),
+    ),
+    "prior preservation is a second --store of class images, with --store-weight for its weight": (
+        *("with-prior-preservation", "class-data-dir", "class-prompt", "prior-loss-weight", "num-class-images", "reg-data-dir"),
+    ),
+    "say --timestep-sampling logit_normal or mode; sigma_sqrt and cosmap are --flow-weighting": ("weighting-scheme",),
+    "say --optimizer adamw-8bit": ("use-8bit-adam", "use-8bit-adamw"),
+    "say --optimizer prodigy": ("use-prodigy",),
+    "give the last steps' export by --export-every, or `bucketline export-model RUN OUTPUT` afterwards": (
+        *("save-model-as", "output-name", "save-every-n-epochs"),
+    ),
+    "attention is torch's own, which is as fast": (
+        *("enable-xformers-memory-efficient-attention", "xformers", "sdpa", "mem-eff-attn", "flash-attention"),
+    ),
+    "products in TF32 are on wherever --precision allows them": ("allow-tf32",),
+    "the token is read from HF_TOKEN, or what `hf auth login` has stored": ("hub-token", "huggingface-token"),
+    "choose a GPU by CUDA_VISIBLE_DEVICES; the run takes the one it sees, or the CPU": ("device", "gpu", "gpu-ids", "cuda"),
+    "several processes are started by `torchrun --nproc_per_node N -m bucketline.train …`": (
+        *("nproc-per-node", "num-processes", "nnodes", "node-rank", "num-gpus", "multi-gpu", "local-rank", "master-addr"),
+        *("master-port", "rdzv-endpoint", "rdzv-backend", "num-machines", "machine-rank"),
+    ),
+}
+ELSEWHERE = {
+    **{f"--{other}": f"here it is --{ours}" for ours, others in _OURS.items() for other in others},
+    **{f"--{other}": answer for answer, others in _ELSEWHERE.items() for other in others},
+}
+"""The answer to an option that the trainer does not have, by its name with hyphens."""
