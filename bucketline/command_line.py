@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _C = TypeVar("_C")
+_MAX_SHOWN_BUCKETS = 16
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -290,6 +291,20 @@ def counted(number: int, noun: str) -> str:
     ('1 sample', '0 samples')
     """
     return f"{number} {noun if number == 1 else f'{noun}s'}"
+
+
+def shown_rows(about: str, rows: Sequence[tuple[str, int]]) -> str:
+    """Return a store or a loader as `print` shows it, in at most 20 lines: what it is, then the rows of each bucket.
+
+    >>> print(shown_rows("Store a.store", [("train/512x512", 3), ("train/512x768", 1)]))
+    Store a.store, 4 rows in 2 buckets
+      train/512x512: 3
+      train/512x768: 1
+    """
+    few = rows[:_MAX_SHOWN_BUCKETS]
+    more = [f"  and {counted(len(rows) - len(few), 'bucket')} more"] if len(rows) > len(few) else []
+    total = f"{counted(sum(number for _, number in rows), 'row')} in {counted(len(rows), 'bucket')}"
+    return "\n".join([f"{about}, {total}", *(f"  {name}: {number}" for name, number in few), *more])
 
 
 def human_number(value: float) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+MAX_SHOWN_TENSORS = 18  # of a printed batch
 LATENTS = "latents"  # the target's name when a batch's tensors are listed by name
 COLUMN_PREFIX, BATCH_PRESENT_PREFIX, FIXED_PREFIX = "columns.", "present.", "text_fixed."  # and those of what is in a mapping
 BATCH_RAGGED_PREFIX = "ragged."  # then NAME.columns.COLUMN, NAME.fixed.COLUMN, NAME.lengths, NAME.mask, NAME.present
@@ -76,6 +77,12 @@ class Batch:
             raise AssertionError(
                 f"a batch of {self.bucket} has tensors of {sorted(lengths)} rows; all must have the same number"
             )
+
+    def __repr__(self) -> str:
+        about = f"{len(self.weight)} rows of {self.bucket} on {self.device}, epoch {self.epoch}, step {self.step}"
+        tensors = self.by_name().items()
+        shapes = {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors}
+        return shown_batch(f"{about}, micro-step {self.micro_step}", shapes)
 
     @property
     def latents(self) -> Tensor:
@@ -144,6 +151,13 @@ class Batch:
         return as_numpy(self)
 
 
+def shown_batch(about: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
+    """Return a batch for the terminal, in at most 20 lines: what it is, then the name, shape and dtype of its values."""
+    rows = [f"  {name:<16} {list(shape)} {dtype}" for name, (shape, dtype) in shapes.items()]
+    more = [f"  and {len(rows) - MAX_SHOWN_TENSORS} more"] if len(rows) > MAX_SHOWN_TENSORS else []
+    return "\n".join([f"Batch: {about}", *rows[:MAX_SHOWN_TENSORS], *more])
+
+
 _TENSORS = (
     *("tokens", "token_mask", "original_size", "crop", "target_size"),
     *("weight", "keys", "ids", "flipped"),
@@ -200,6 +214,10 @@ class NumpyBatch:
     latent_kind: LatentKind
     arrays: Mapping[str, NDArray[Any]]  # by the names of `Batch.by_name`: `latents`, `columns.mask`, `text_fixed.pooled`
     dtypes: Mapping[str, str]  # by the same names: `BF16`, `F8_…`, or numpy's name
+
+    def __repr__(self) -> str:
+        about = f"numpy, {self.bucket}, epoch {self.epoch}, step {self.step}, micro-step {self.micro_step}"
+        return shown_batch(about, {name: (array.shape, self.dtypes[name]) for name, array in self.arrays.items()})
 
     def float32(self, name: str) -> NDArray[np.float32]:
         """Return a float32 copy of an array. Shorter floats convert exactly."""

@@ -12,6 +12,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from bucketline.command_line import shown_rows
 from bucketline.errors import StateError, StoreError, UsageError
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.columns import latent_kind
@@ -335,6 +336,13 @@ class Loader(EpochLoader):
             history=(),
         )
         return replace(now, history=short(self._past, now)) if self._past else now
+
+    def __repr__(self) -> str:
+        state = self._state()
+        size = " ".join(f"{name}={value}" for name, value in self.config.sizing().items())
+        rank = "" if self._world_size == 1 else f", rank {self._rank} of {self._world_size}"
+        buckets = [(bucket.name, bucket.num_rows) for bucket in self.plan.buckets]
+        return shown_rows(f"Loader: {size}, epoch {self.epoch}, step {state.step}{rank}", buckets)
 
     def close(self) -> None:
         """End the current iteration and a private service. Threads and processes are gone when this returns.

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from bucketline.command_line import default_cache
+from bucketline.command_line import counted, default_cache, shown_rows
 from bucketline.errors import CorruptError, StoreError
+from bucketline.files.redact import redacted
 from bucketline.forks import cached_property
 from bucketline.option_types import expect, expect_int, unlike
 from bucketline.store.folder import LocalFolder
@@ -502,6 +503,11 @@ class Store(OpenShards):
         self.path = path
         self.manifest = manifest
         self.source = source
+
+    def __repr__(self) -> str:
+        shards = counted(len(self.manifest.shards), "shard")
+        about = f"Store {redacted(str(self.place))}, generation {self.manifest.generation}, {shards}"
+        return shown_rows(about, [(bucket.name, bucket.num_rows) for bucket in self.buckets()])
 
     @classmethod
     def open(

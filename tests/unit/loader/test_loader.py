@@ -341,3 +341,17 @@ def test_what_is_said_of_an_iteration_that_was_ended_stays_when_its_iterator_goe
     assert said.ready
     batches.close()  # type: ignore[attr-defined]
     assert loader.stats() == said
+
+
+def test_a_store_a_loader_and_a_batch_are_printed_in_a_few_lines(store: Store) -> None:
+    with Loader(store, LoaderConfig(batch_size=3)) as loader:
+        batch = next(iter(loader))
+        shown = {"Store": str(store), "Loader": str(loader), "Batch": str(batch), "Batch: numpy": str(batch.numpy())}
+    for kind, text in shown.items():
+        assert text.startswith(kind)
+        assert len(text.splitlines()) <= 20
+    rows = sum(bucket.num_rows for bucket in store.buckets())
+    assert f"{rows} rows in {len(store.buckets())} buckets" in shown["Store"]
+    assert f"batch_size=3, epoch {loader.epoch}, step {loader.state_dict()['step']}, " in shown["Loader"]
+    for name, tensor in batch.by_name().items():
+        assert f"{name:<16} {list(tensor.shape)} {tensor.dtype}".replace("torch.", "") in shown["Batch"]

@@ -33,9 +33,9 @@ def test_the_options_that_answers_name_exist() -> None:
         ("--resolution", "there is no option --resolution; the sizes are the store's, packed by `ingest pack --grid`"),
         (
             "--nproc_per_node=2",
-            "there is no option --nproc-per-node; several processes are started by `torchrun --nproc_per_node N",
+            "there is no option --nproc-per-node; several processes are started by `torchrun --nproc_per_node",
         ),
-        ("--num-pictures", "there is no option --num-pictures; here it is --num-images"),
+        ("--prefetch-mib", "there is no option --prefetch-mib; here it is --prefetch-bytes"),
     ],
 )
 def test_an_option_of_another_trainer_is_answered_with_ours(given: str, answer: str) -> None:
