@@ -334,7 +334,7 @@ class ScanConfig(RulesOptions, SourceArguments):
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Reader threads; default: one per core, at most four."""
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="HTML")] = None
-    """HTML file to write: a contact sheet of each bucket's 24 worst crops and the rejects. Must not exist yet."""
+    """HTML file to write: a contact sheet of each bucket's 24 worst crops and the rejects."""
     json: bool = False
     """Print the report as one JSON object, including every reject."""
 

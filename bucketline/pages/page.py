@@ -14,6 +14,7 @@ from bucketline.errors import UsageError
 from bucketline.extras import extra_named
 from bucketline.files.atomic_folder import refuse_existing
 from bucketline.files.paths import overlap
+from bucketline.files.regular_file import read_regular
 from bucketline.pages.image_files import data_url
 
 with extra_named("report"):
@@ -74,6 +75,7 @@ def _shown(value: object) -> object:
     return value if hasattr(value, "__html__") else one_line(str(value))
 
 
+_GENERATOR = b'<meta name="generator" content="bucketline">'  # as in page.html
 _FOLDER = Path(bucketline.__file__).parent
 _ENVIRONMENT = Environment(
     loader=FileSystemLoader(_FOLDER),
@@ -134,11 +136,21 @@ def refuse_page(page: Path, folders: Iterable[tuple[str, Path]] = ()) -> None:
     """Check that a page can be written. `folders`: what they are, and their paths; it must be in none of them.
 
     Raises:
-        UsageError: if it exists, its folder does not, it is in one of the folders, or its name does not end in .html.
+        UsageError: if it exists and is not a page of ours, which is replaced; if its folder does not exist, it is in one of the
+            folders, or its name does not end in .html.
     """
     if page.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"{page}: the page is written as HTML; name a file that ends in .html")
     for what, folder in folders:
         if overlap(page, folder):
             raise UsageError(f"{page} is inside the {what} {folder}; choose a place outside it")
-    refuse_existing(page, "file")
+    if not _is_ours(page):
+        refuse_existing(page, "file")
+
+
+def _is_ours(page: Path) -> bool:
+    """Return True if a file is a page that a command of this package wrote."""
+    try:
+        return not page.is_symlink() and _GENERATOR in read_regular(page, 1024)
+    except OSError:
+        return False

@@ -40,7 +40,7 @@ class PeekSource(SourceArguments, ReadingArguments):
     model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="PNG|HTML")]
-    """PNG file to write, or HTML file of a source's sheet; must not exist yet."""
+    """PNG file to write, which must not exist yet, or HTML file of a source's sheet."""
     samples: int = 60
     """Of a source: images to show."""
     grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None

@@ -29,7 +29,7 @@ class PreviewsCommand(ReadingArguments):
     model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")]
-    """HTML file to write; must not exist yet."""
+    """HTML file to write; a page of an earlier run is replaced."""
     save_factors: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file to write the fitted factors to; must not exist yet."""
     samples: int = 48

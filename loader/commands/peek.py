@@ -32,7 +32,7 @@ class Peek(BatchOptions):
     step: int
     """Optimizer step, from 0."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")]
-    """HTML file to write; must not exist yet."""
+    """HTML file to write; a page of an earlier run is replaced."""
     world_size: int = 1
     """Number of training ranks; the page has the micro-batches of each."""
     split: str = "train"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import StoreError, UsageError
 from bucketline.store.change.commit import commit_change, newest_base
 from bucketline.store.format.hashing import sample_digest
+from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.shard.reader import as_keys
 from bucketline.store.write.publish import replaced
 
@@ -31,29 +32,47 @@ class Dropped:
     samples: int  # remaining
 
 
-def drop(place: Path | ObjectFolder, ids: Iterable[str], *, dry_run: bool = False) -> Dropped:
+def drop(place: Path | ObjectFolder, ids: Iterable[str], *, match: str | None = None, dry_run: bool = False) -> Dropped:
     """Publish a generation without the given samples; older generations keep them. With `dry_run`, only check.
 
+    `match`: a pattern of *, ? and [abc]; the samples whose ids match are dropped, too.
+
     Raises:
-        UsageError: if no id is given.
-        StoreError: if the store lacks one of them, naming the first few; nothing is dropped.
+        UsageError: if neither an id nor a pattern is given.
+        StoreError: if the store lacks one of them, naming the first few, or no id matches; nothing is dropped.
         LockedError: if another process changes the store on this disk.
     """
-    wanted = tuple(dict.fromkeys(ids))
-    if not wanted:
-        raise UsageError("there is no id to drop; name samples, or a file of ids with --from-file")
-    if dry_run:
-        with newest_base(place) as base:
-            _refuse_unknown(base, wanted)
-        manifest = base.manifest
-        return Dropped(generation=manifest.generation, ids=wanted, samples=manifest.samples - len(wanted))
+    named = tuple(ids)
+    if not named and match is None:
+        raise UsageError("there is no id to drop; name samples, a pattern with --match, or a file of ids with --from-file")
+    wanted: tuple[str, ...] = ()
+
+    def check(base: ChangeBase) -> None:
+        nonlocal wanted
+        wanted = tuple(dict.fromkeys((*named, *_matching(base, match))))
+        _refuse_unknown(base, wanted)
 
     def without(base: ChangeBase) -> Manifest:
-        _refuse_unknown(base, wanted)
+        check(base)
         return replace(base.manifest, shards=tuple(replaced(base, (), map(sample_digest, wanted))))
 
+    if dry_run:
+        with newest_base(place) as base:
+            check(base)
+        manifest = base.manifest
+        return Dropped(generation=manifest.generation, ids=wanted, samples=manifest.samples - len(wanted))
     _, after = commit_change(place, without)
     return Dropped(generation=after.generation, ids=wanted, samples=after.samples)
+
+
+def _matching(base: ChangeBase, match: str | None) -> list[str]:
+    if match is None:
+        return []
+    base.fetch_indexes()
+    found = [listed.record.id for listed in live_samples(base.store, Selection(match=match))]
+    if not found:
+        raise StoreError(f"{base.folder.place('')} has no sample that matches {match!r:.200}; nothing was dropped")
+    return found
 
 
 def read_ids(path: Path) -> list[str]:

@@ -26,7 +26,7 @@ class Report(ReadingArguments):
     store: tyro.conf.Positional[StorePlace]
     """Folder or URL of the store."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")] = Path("report.html")
-    """HTML file to write; must not exist yet."""
+    """HTML file to write; a page of an earlier run is replaced."""
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """Decode the shown latents with the VAE of this model, which the store was packed with. Needs the extra ingest."""
     model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None

@@ -28,7 +28,7 @@ class TrainReport:
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN …]")]
     """Folders of runs: their --output-dir."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")] = Path("runs.html")
-    """HTML file to write; must not exist yet."""
+    """HTML file to write; a page of an earlier run is replaced."""
     json: bool = False
     """Print the findings as one JSON object."""
 

@@ -28,6 +28,8 @@ class Drop(ChangingArguments):
     """Sample ids: paths in the source, including the extension."""
     from_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Read more ids from this file, one per line."""
+    match: Annotated[str | None, tyro.conf.arg(metavar="GLOB")] = None
+    """Drop the ids that match a pattern of *, ? and [abc], as for `store ls`; * also matches slashes. See --dry-run."""
     shard: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
     """Drop this shard and all its samples, instead of ids. Repeatable. `store info` lists shards with missing files."""
     dry_run: bool = False
@@ -41,7 +43,7 @@ class Drop(ChangingArguments):
         from bucketline.store.change.drop import drop, read_ids
 
         ids = (*self.ids, *(read_ids(self.from_file) if self.from_file else ()))
-        done = drop(self.path_or_objects(self.store), ids, dry_run=self.dry_run)
+        done = drop(self.path_or_objects(self.store), ids, match=self.match, dry_run=self.dry_run)
         if self.json:
             report = {"generation": done.generation, "dropped": list(done.ids), "samples": done.samples}
             print_json({**report, "dry_run": self.dry_run})
@@ -58,7 +60,7 @@ class Drop(ChangingArguments):
         from bucketline.errors import UsageError
         from bucketline.store.change.drop_shards import drop_shards
 
-        if self.ids or self.from_file:
+        if self.ids or self.from_file or self.match is not None:
             raise UsageError("ids and --shard are both given; use one command for each")
         done = drop_shards(self.path_or_objects(self.store), self.shard, dry_run=self.dry_run)
         if self.json:

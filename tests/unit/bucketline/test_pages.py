@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from jinja2 import UndefinedError
 
-from bucketline.pages.page import Finding, Section, document, parts
+from bucketline.errors import UsageError
+from bucketline.pages.page import Finding, Section, document, parts, refuse_page
 from tests.page_checks import RECORD, check_record
 from tests.pages import parsed
 
@@ -41,3 +42,14 @@ def test_html_that_no_template_made_is_text(tmp_path: Path) -> None:
 def test_a_name_that_a_template_was_not_given_is_an_error() -> None:
     with pytest.raises(UndefinedError, match="'losses' is undefined"):
         document("train/report/runs.html", title="", subtitle="", made_by="", summaries=[{}], overview=[], reasons=[])
+
+
+def test_a_page_replaces_one_of_ours_and_nothing_else(tmp_path: Path) -> None:
+    page, other, link = (tmp_path / name for name in ("page.html", "other.html", "link.html"))
+    page.write_bytes(document(title="", subtitle="", made_by=""))
+    other.write_text("<!doctype html><p>mine", encoding="ascii")
+    link.symlink_to(page)
+    refuse_page(page)
+    for taken in (other, link):
+        with pytest.raises(UsageError, match=f"{taken.name} exists; name a file that does not, or delete it"):
+            refuse_page(taken)

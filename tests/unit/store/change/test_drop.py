@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -128,3 +129,23 @@ def test_the_command_drops_ids_of_its_line_and_of_a_file(tmp_path: Path) -> None
     assert (again.code, again.out) == (1, "")
     assert "(3 of 3 ids given); nothing was dropped" in again.err
     assert call("store", "drop", tmp_path / "s").code == 2
+
+
+@pytest.mark.parametrize("is_url", [False, True])
+def test_a_pattern_drops_what_store_ls_lists_by_it(tmp_path: Path, is_url: bool) -> None:  # noqa: FBT001
+    make_store(tmp_path / "a.store", samples_of({BUCKET: 9, "val/64x64": 3}, "cats/"), samples_of({BUCKET: 5}, "dogs/"))
+    place = str(tmp_path / "a.store")
+    if is_url:
+        url = (tmp_path / "bucket" / "a.store").as_uri()
+        assert call("store", "push", place, url).code == 0
+        place = url
+    listed = [line.split("\t")[0] for line in call("store", "ls", place, "--match", "dogs/*").out.splitlines()]
+    assert len(listed) == 5
+    looked = call("store", "drop", place, "--match", "dogs/*", "--dry-run")
+    assert "would drop 5 samples, 12 would stay" in looked.out, looked.err
+    done = call("store", "drop", place, "--match", "dogs/*", "cats/val/64x64/2.png", "--json")
+    assert sorted(json.loads(done.out)["dropped"]) == sorted([*listed, "cats/val/64x64/2.png"])
+    assert len(call("store", "ls", place).out.splitlines()) == 11
+    again = call("store", "drop", place, "--match", "dogs/*")
+    assert again.code == 1
+    assert "has no sample that matches 'dogs/*'; nothing was dropped" in again.err
