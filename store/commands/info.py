@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from bucketline.command_line import counted, human_bytes, human_number, print_json, printable
-from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
+from bucketline.command_line import counted, human_bytes, human_number, printable
+from bucketline.store.commands.place import ReadingArguments, StorePlace, show_each, shown
 from bucketline.store.format.columns import LATENT
 from bucketline.store.remote.urls import is_url
 
@@ -32,24 +32,26 @@ class Info(ReadingArguments):
     """
 
     store: tyro.conf.Positional[StorePlace]
-    """Path or URL of the store."""
+    """Path or URL of the store, or the folder of a data set's stores."""
     json: bool = False
     """Print the result as one JSON object."""
 
     def run(self) -> int:
+        return show_each(self)
+
+    def look(self) -> tuple[dict[str, Any], int]:
         from bucketline.store.prompts.prompt_sets import describe_sets
         from bucketline.store.read.info import info
         from bucketline.store.read.lost_files import lost_shards
 
         store = self.open_store(self.store)
         lost = lost_shards(store.folder, store.manifest.shards)
-        report = info(store, lost, list(describe_sets(store.folder, store.manifest)))
-        if self.json:
-            print_json(report)
-        else:
-            _print_info(report)
+        if lost:
             _print_lost(shown(self.store), lost)
-        return 1 if lost else 0
+        return info(store, lost, list(describe_sets(store.folder, store.manifest))), 1 if lost else 0
+
+    def show(self, found: dict[str, Any]) -> None:
+        _print_info(found)
 
 
 def _print_lost(store: str, lost: Sequence[LostShard]) -> None:

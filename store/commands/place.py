@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import tyro
 
-from bucketline.command_line import one_line
+from bucketline.command_line import one_line, print_json
 from bucketline.errors import UsageError
 from bucketline.files.redact import redacted
 from bucketline.store.remote.arguments import ObjectArguments, RemoteArguments
@@ -112,6 +112,51 @@ class ReadingArguments(StorageArguments, RemoteArguments):
         from bucketline.store.read.store import Store
 
         return Store.open(place, remote=self.remote())
+
+
+class AboutStore(Protocol):
+    """A command that shows something of a store, or of each store of a data set's folder."""
+
+    @property
+    def store(self) -> Path | str: ...
+    @property
+    def json(self) -> bool: ...
+
+    def look(self) -> tuple[dict[str, Any], int]:
+        """Return what there is to show, as JSON values, and the exit code."""
+
+    def show(self, found: dict[str, Any]) -> None:
+        """Print it as text."""
+
+
+def show_each(command: AboutStore) -> int:
+    """Run a command for its store, or for all stores of a data set's folder; return the worst exit code."""
+    from bucketline.store.format.mixture_file import read_mixture
+
+    members = read_mixture(command.store) if isinstance(command.store, Path) else None
+    if members is None:
+        found, code = command.look()
+        if command.json:
+            print_json(found)
+        else:
+            command.show(found)
+        return code
+    assert isinstance(command.store, Path)
+    reports: dict[str, dict[str, Any]] = {}
+    codes: list[int] = []
+    for member in members:
+        changes: dict[str, Any] = {"store": command.store / member.name}
+        if isinstance(output := getattr(command, "output", None), Path):  # a page of each
+            changes["output"] = output.with_stem(f"{output.stem}-{member.name}")
+        one: Any = replace(command, **changes)  # type: ignore[type-var]
+        reports[member.name], code = one.look()
+        codes.append(code)
+        if not command.json:
+            print(f"{one_line(member.name)}:")
+            one.show(reports[member.name])
+    if command.json:
+        print_json({"stores": reports})
+    return max(codes)
 
 
 def objects_at(url: Path | str, options: RemoteOptions) -> ObjectFolder:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from bucketline.command_line import human_bytes, print_json, printable, refuse_below
-from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
+from bucketline.command_line import human_bytes, printable, refuse_below
+from bucketline.store.commands.place import ReadingArguments, StorePlace, show_each, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Report(ReadingArguments):
     """
 
     store: tyro.conf.Positional[StorePlace]
-    """Folder or URL of the store."""
+    """Path or URL of the store, or the folder of a data set's stores: a page of each."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")] = Path("report.html")
     """HTML file to write; a page of an earlier run is replaced."""
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
@@ -50,6 +50,9 @@ class Report(ReadingArguments):
         refuse_below(1, samples=self.samples, latents=self.latents, batch_size=self.batch_size)
 
     def run(self) -> int:
+        return show_each(self)
+
+    def look(self) -> tuple[dict[str, Any], int]:
         from bucketline.store.report.latent_rgb import read_factors
         from bucketline.store.report.report import Decoder, ReportOptions, write_report
 
@@ -65,11 +68,10 @@ class Report(ReadingArguments):
             factors=None if self.preview_factors is None else read_factors(self.preview_factors),
         )
         found = write_report(self.open_store(self.store), self.output, options)
-        if self.json:
-            print_json({"page": str(self.output), "findings": [asdict(one) for one in found]})
-            return 0
+        return {"page": str(self.output), "findings": [asdict(one) for one in found]}, 0
+
+    def show(self, found: dict[str, Any]) -> None:
         print(f"{shown(self.output)}: {human_bytes(self.output.stat().st_size)}")
-        for finding in found:
-            if finding.level != "good":
-                print(f"  {finding.level}: {printable(finding.title)}. {printable(finding.detail)}")
-        return 0
+        for finding in found["findings"]:
+            if finding["level"] != "good":
+                print(f"  {finding['level']}: {printable(finding['title'])}. {printable(finding['detail'])}")

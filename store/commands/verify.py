@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from bucketline.command_line import counted, one_line, print_json, printable, refuse_below
-from bucketline.store.commands.place import ChangingArguments, StorePlace
+from bucketline.command_line import counted, one_line, printable, refuse_below
+from bucketline.store.commands.place import ChangingArguments, StorePlace, show_each
 
 if TYPE_CHECKING:
     from bucketline.store.folder import Folder
@@ -27,22 +27,25 @@ class Verify(ChangingArguments):
     """
 
     store: tyro.conf.Positional[StorePlace]
-    """Path or URL of the store."""
+    """Path or URL of the store, or the folder of a data set's stores."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Number of shards to read in parallel. Default: number of CPU cores."""
     json: bool = False
     """Print the result as one JSON object."""
 
     def run(self) -> int:
+        refuse_below(1, threads=self.threads)
+        return show_each(self)
+
+    def look(self) -> tuple[dict[str, Any], int]:
         from bucketline.errors import CorruptError
         from bucketline.store.verify.verify import Fault, Verified
 
-        refuse_below(1, threads=self.threads)
         try:
             result = self._verified()
         except CorruptError as error:  # of the manifest
             result = Verified(blocks=0, rows=0, corrupt=(Fault(error=str(error)),))
-        return self._print(result)
+        return asdict(result), 1 if result.corrupt else 0
 
     def _verified(self) -> Verified:
         from bucketline.store.commands.progress import bar_of_bytes
@@ -59,20 +62,15 @@ class Verify(ChangingArguments):
         with bar_of_bytes("verify", sum(shard.data_bytes for shard in manifest.shards)) as on_bytes:
             return verify_folder(folder, on_bytes, self.threads, manifest)
 
-    def _print(self, result: Verified) -> int:
-        if self.json:
-            print_json(asdict(result))
-        else:
-            for fault in result.corrupt:
-                fields = {name: value for name, value in asdict(fault).items() if name not in ("error", "samples")}
-                named = {name: value for name, value in fields.items() if value is not None}
-                place = ", ".join(f"{name} {one_line(str(value))}" for name, value in named.items())
-                print(f"corrupt: {place or 'the store'}: {printable(fault.error)}{_listed(fault.samples)}")
-            for stray in result.strays:
-                print(f"not in the store: {one_line(stray.path)}: {printable(stray.what)}")
-            read = f"{counted(result.blocks, 'block')} and {counted(result.rows, 'row')} read"
-            print(f"{read}, {counted(len(result.corrupt), 'fault')}")
-        return 1 if result.corrupt else 0
+    def show(self, found: dict[str, Any]) -> None:
+        for fault in found["corrupt"]:
+            named = {name: value for name, value in fault.items() if name not in ("error", "samples") and value is not None}
+            place = ", ".join(f"{name} {one_line(str(value))}" for name, value in named.items())
+            print(f"corrupt: {place or 'the store'}: {printable(fault['error'])}{_listed(fault['samples'])}")
+        for stray in found["strays"]:
+            print(f"not in the store: {one_line(stray['path'])}: {printable(stray['what'])}")
+        read = f"{counted(found['blocks'], 'block')} and {counted(found['rows'], 'row')} read"
+        print(f"{read}, {counted(len(found['corrupt']), 'fault')}")
 
 
 def _listed(samples: tuple[str, ...]) -> str:

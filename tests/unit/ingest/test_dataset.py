@@ -98,6 +98,26 @@ def test_all_images_of_a_source_can_be_held_out(folder: Path, model: Path) -> No
     assert splits == [{"train"}, {"val"}]
 
 
+def test_the_folder_is_shown_verified_and_reported_store_by_store(folder: Path, model: Path) -> None:
+    good(pack(folder, model, "--json"))
+    data = folder / "data"
+    names = ["photos.store", "dogs.store"]
+    shown = good(call("store", "info", data, "--json"))["stores"]
+    assert {name: shown[name]["samples"] for name in names} == {"photos.store": 6, "dogs.store": 4}
+    told = call("store", "info", data)
+    assert [line for line in told.out.splitlines() if line[:-1] in names] == [f"{name}:" for name in names]
+    assert call("store", "verify", data).out.count("0 faults") == 2
+    assert call("store", "report", data, "-o", folder / "page.html").code == 0
+    assert all((folder / f"page-{name}.html").exists() for name in names)
+    (shard,) = (data / "dogs.store" / "shards").glob("*.lmdb")
+    with shard.open("r+b") as file:
+        file.seek(shard.stat().st_size - 5000)
+        file.write(bytes(5000))
+    bad = call("store", "verify", data, "--json")
+    assert bad.code == 1
+    assert [name for name, found in bad.json["stores"].items() if found["corrupt"]] == ["dogs.store"]
+
+
 def test_a_scan_foretells_each_source(folder: Path) -> None:
     report = good(call("ingest", "scan", folder / "data.toml", "--grid", "16x16", "--min-size-px", 8, "--json"))
     assert report["repeats"] == {"photos": 1, "dogs": 3}
