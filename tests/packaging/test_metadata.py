@@ -81,7 +81,7 @@ def test_the_extras_that_errors_name_are_those_of_the_package() -> None:
 def test_all_has_every_extra_but_what_is_under_another_kind_of_licence_or_a_matter_of_taste() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
     inside = set(everything.partition("[")[2].rstrip("]").split(","))
-    assert set(EXTRAS) - inside == {"heif", "optimizers", "quantised", "ray", "tensorboard"}
+    assert set(EXTRAS) - inside == {"heif", "ray"}
 
 
 def test_every_requirement_has_one_lower_bound() -> None:
