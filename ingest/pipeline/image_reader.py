@@ -131,23 +131,36 @@ class ImageReader:
             RejectedError: if the file is needed and cannot be read.
             SourceError: if the source changed during the run.
         """
-        split = split_of(item, self._config.val_fraction, self._config.split_by)
-        stored = self._samples.find(item.id) if item.caption_error is None else None
-        if stored is None:
-            return Compared(split=split, change=Change.NEW)
-        if stored.is_held_out != (split == "val"):
-            return Compared(split=split, change=Change.SPLIT)
-        has_captions = stored.captions == captions_checksum(item.captions)
-        if self._config.check is Check.SIZE_TIME:
-            stamp = self._source.stamp(item)
-            if _is_stamp_of(stored, stamp):
-                return Compared(split=split, change=Change.NONE if has_captions else Change.TEXT, stored=stored, stamp=stamp)
+        stored = self._samples.find(item.id)
+        split, change, stamp = self._by_stamp(item, stored)
+        if change is not None:
+            return Compared(split=split, change=change, stored=stored, stamp=stamp)
         found = self._source.read(item)
+        assert stored is not None, item.id
         if stored.content != identity(found.data):
             change = Change.CONTENT
         else:
-            change = Change.NONE if has_captions and self._config.check is Check.CONTENT else Change.TEXT
+            has_captions = self._config.check is Check.CONTENT and stored.captions == captions_checksum(item.captions)
+            change = Change.NONE if has_captions else Change.TEXT
         return Compared(split=split, change=change, stored=stored, stamp=found.stamp, found=found)
+
+    def _by_stamp(self, item: SourceItem, stored: PackedSample | None) -> tuple[str, Change | None, Stamp | None]:
+        """Return an image's split, how it differs, or None if only its file can tell, and its stamp if that tells.
+
+        Raises:
+            RejectedError: if there is no such file.
+        """
+        split = split_of(item, self._config.val_fraction, self._config.split_by)
+        if stored is None or item.caption_error is not None:
+            return split, Change.NEW, None
+        if stored.is_held_out != (split == "val"):
+            return split, Change.SPLIT, None
+        if self._config.check is not Check.SIZE_TIME:
+            return split, None, None
+        stamp = self._source.stamp(item)
+        if (stored.source_bytes, stored.source_mtime_ns) != (stamp.num_bytes, stamp.mtime_ns):
+            return split, None, None
+        return split, Change.NONE if stored.captions == captions_checksum(item.captions) else Change.TEXT, stamp
 
     def will_pack(self, item: SourceItem) -> bool:
         """Return whether an image that `are_unchanged` does not leave out may be packed. Reads its file for --check content."""
@@ -160,13 +173,8 @@ class ImageReader:
 
     def will_read(self, item: SourceItem) -> bool:
         """Return whether `read` needs the file of an item that is not unchanged: not if only its captions differ."""
-        stored = self._samples.find(item.id) if item.caption_error is None else None
-        if stored is None or self._config.check is not Check.SIZE_TIME:
-            return True
-        if stored.is_held_out != (split_of(item, self._config.val_fraction, self._config.split_by) == "val"):
-            return True
         try:
-            return not _is_stamp_of(stored, self._source.stamp(item))
+            return self._by_stamp(item, self._samples.find(item.id))[1] not in (Change.NONE, Change.TEXT)
         except (RejectedError, SourceError):
             return False  # `read` raises it again, in turn
 
@@ -190,15 +198,11 @@ class ImageReader:
         if self._config.check is not Check.SIZE_TIME:
             return [False] * len(items)
         samples = self._samples.find_all([item.id for item in items])
-        return [sample is not None and self._is_unchanged(item, sample) for item, sample in zip(items, samples, strict=True)]
+        return [self._is_unchanged(item, sample) for item, sample in zip(items, samples, strict=True)]
 
-    def _is_unchanged(self, item: SourceItem, stored: PackedSample) -> bool:
-        if item.caption_error is not None or stored.captions != captions_checksum(item.captions):
-            return False
-        if stored.is_held_out != (split_of(item, self._config.val_fraction, self._config.split_by) == "val"):
-            return False
+    def _is_unchanged(self, item: SourceItem, stored: PackedSample | None) -> bool:
         try:
-            return _is_stamp_of(stored, self._source.stamp(item))
+            return self._by_stamp(item, stored)[1] is Change.NONE
         except RejectedError:
             return False  # `read` raises it again, in turn
 
@@ -212,7 +216,3 @@ class ImageReader:
         if stored is None or stamp is None or (kept := self._kept.read(item.id, stored)) is None:
             return None
         return ReadImage(item=replace(item, held=None), image=kept, split=kept.split, stamp=stamp, content=stored.content)
-
-
-def _is_stamp_of(sample: PackedSample, stamp: Stamp) -> bool:
-    return (sample.source_bytes, sample.source_mtime_ns) == (stamp.num_bytes, stamp.mtime_ns)
