@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import types
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def encode(value: object) -> Json:
         return [encode(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, Path):
+        return str(value)
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
@@ -76,6 +79,8 @@ def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911 
         return float(value)
     if hint is int and not 0 <= _expect(value, int, at) < MAX_INT:
         raise TypedJsonError(f"{at} is {_short(value)}, expected 0 to {MAX_INT}")
+    if hint is Path:
+        return Path(_expect(value, str, at))
     if hint in (int, float, str, bool):
         return _expect(value, hint, at)
     raise TypeError(f"{at} is declared as {hint}, which has no JSON form")

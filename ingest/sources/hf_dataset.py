@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path  # noqa: TC003 - decoded by its annotation
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bucketline.errors import SourceError
@@ -19,7 +20,6 @@ from bucketline.ingest.sources.splits import TRAIN, VAL, SplitPlan, plan_splits,
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
 MARKS = ("dataset_dict.json", "dataset_info.json")  # written by `save_to_disk`; the folder of a split also has state.json
 _ROWS = 1000  # rows per batch

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from dataclasses import dataclass, field
+from pathlib import Path  # noqa: TC003 - decoded by its annotation
 from typing import TYPE_CHECKING, BinaryIO
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
@@ -14,7 +15,6 @@ from bucketline.ingest.sources.source import MAX_FILE_BYTES, SourceBytes, Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
     from bucketline.ingest.sources.source import SourceItem
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,7 @@ class Outer:
     perhaps: Inner | None
     colour: Colour
     free: Json
+    place: Path
 
     def __post_init__(self) -> None:
         if self.name == "forbidden":
@@ -46,6 +48,7 @@ GOOD: dict[str, object] = {
     "perhaps": None,
     "colour": "red",
     "free": {"anything": [1, None, "x"]},
+    "place": "folder/file",
 }
 
 
@@ -76,6 +79,7 @@ def test_a_value_comes_back_from_its_own_json() -> None:
         ("perhaps", 5, "Outer.perhaps is 5, expected dict"),
         ("colour", "blue", "Outer.colour is 'blue', expected one of red"),
         ("colour", ["red"], "Outer.colour is .*expected str"),
+        ("place", 5, "Outer.place is 5, expected str"),
         ("name", ["x" * 1000], "Outer.name is .{57}.*expected str"),
     ],
 )
