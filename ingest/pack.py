@@ -6,7 +6,7 @@ import sys
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.ingest.packing.finish import PackResult, finish
@@ -18,7 +18,7 @@ from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
 from bucketline.ingest.pipeline.model.encoder_facts import facts_without_weights
 from bucketline.ingest.pipeline.model.encoders import Encoders
-from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, SliceWorker
+from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, SliceRun, SliceWorker
 from bucketline.ingest.progress import caption_progress, packing_progress
 from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.folder import LocalFolder
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from bucketline.ingest.packing.target import Placed
     from bucketline.ingest.parallel.exchange import Exchange
     from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
-    from bucketline.store.sync.parts import PartStore
     from bucketline.store.transfer.sender import ShardSender
     from bucketline.store.write.target import StoreTarget
+
+T = TypeVar("T")
 
 
 def pack_images(
@@ -157,66 +158,76 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
 
         store = target.open(plan.manifest) if own_disk is None else own_disk.open()
         worker = SliceWorker(config, plan, store, begin, encoders, session.local_world_size)
-        return _pack_slice(session, worker, own, next(iter(runs), None), own_disk, is_last=is_last)
+        packer, mine = worker.slice(ranks.rank, plan.name_of(f"r{ranks.rank:04d}"))
+        run = next(iter(runs), None)
+        meanwhile = Meanwhile(
+            config.publish_every_s, ranks, run, lambda names: own_disk.sent(mine.folder, names) if own_disk else []
+        )
+        meanwhile.begin(packer, mine.ready)
+
+        def pack(check: Callable[[], None]) -> None:
+            if encoders.may_be_two_phases:
+                with caption_progress(len(own), ranks, lambda: encoders.phases) as (on_item, is_due):
+                    packer.encode_captions(own, on_item, check, is_due)
+            with packing_progress(len(own), ranks, "pack", lambda: f"slowest: {packer.stages.slowest}") as on_image:
+                packer.run(own, on_image, check)
+
+        def end(found: list[PackedSlice]) -> PackResult:
+            for number, one in enumerate(found):
+                runs[0].take(number, one)
+            return finish(runs[0])
+
+        return run_slice(session, mine, meanwhile, pack, end, is_last=is_last)
 
 
-def _pack_slice(
+def run_slice(
     session: PackSession,
-    worker: SliceWorker,
-    own: ItemParts,
-    run: PackRun | None,
-    own_disk: PartStore | None,
+    mine: SliceRun,
+    meanwhile: Meanwhile,
+    work: Callable[[Callable[[], None]], None],
+    end: Callable[[list[PackedSlice]], T],
     *,
-    is_last: bool,
-) -> PackResult | None:
-    """Pack the slice of this rank; on rank 0, which has the `run`, take those of all, and publish."""
-    ranks, encoders = session.ranks, worker.encoders
-    mine = worker.slice(ranks.rank, worker.plan.name_of(f"r{ranks.rank:04d}"))
-    packer = mine.packer
-    meanwhile = Meanwhile(
-        worker.config.publish_every_s, ranks, run, lambda names: own_disk.sent(mine.folder, names) if own_disk else []
-    )
+    is_last: bool = True,
+) -> T | None:
+    """Make the slice of this rank, of a pack or an import, and return what `end` makes of all slices on rank 0.
+
+    `work` makes it; it is given what is to be called between images, which may raise.
+    """
+    ranks, account = session.ranks, mine.account
     try:
-        meanwhile.begin(mine)
         with session.interrupts.between_images(ranks.check, meanwhile.check) as check, mine.sending():
             try:
-                if encoders.may_be_two_phases:
-                    with caption_progress(len(own), ranks, lambda: encoders.phases) as (on_item, is_due):
-                        packer.encode_captions(own, on_item, check, is_due)
-                with packing_progress(len(own), ranks, "pack", lambda: f"slowest: {packer.stages.slowest}") as on_image:
-                    packer.run(own, on_image, check)
-                send_rest(mine.sender, check, is_shown=ranks.is_first)
+                work(check)
+                _send_rest(mine.sender, check, is_shown=ranks.is_first)
             except BaseException:
-                if own_disk is not None:  # which the next run does not see
+                if not (ranks.is_first or ranks.shares_disk):  # the next run does not see this disk
                     with suppress(BucketlineError):
                         mine.seal_rest()
                         mine.send()
                         meanwhile.finish()
                 raise
             meanwhile.finish()
-        packed = PackedSlice(account=packer.account, sealed=mine.sealed, sent=[])
+        packed = PackedSlice(account=account, sealed=mine.sealed, sent=[])
         found = ranks.gather(
             packed, encode, lambda value: decode(PackedSlice, value), is_last=is_last, meanwhile=meanwhile.publish_due
         )
-        if found is None or run is None:
+        if found is None:
             return None
         meanwhile.take()
-        for number, one in enumerate(found):
-            run.take(number, one)
-        return finish(run)
+        return end(found)
     except BaseException as error:
-        if run is not None and not ranks.shares_disk:
+        if ranks.is_first and not ranks.shares_disk:
             ranks.stop(error)
             with suppress(BucketlineError):
                 meanwhile.take()
         if isinstance(error, KeyboardInterrupt):
-            raise Stopped(exit_code_of(error), session.num_packed + packer.account.packed) from error
+            raise Stopped(exit_code_of(error), session.num_packed + account.packed) from error
         raise
     finally:
-        session.num_packed += packer.account.packed
+        session.num_packed += account.packed
 
 
-def send_rest(sender: ShardSender | None, check: Callable[[], None], *, is_shown: bool) -> None:
+def _send_rest(sender: ShardSender | None, check: Callable[[], None], *, is_shown: bool) -> None:
     """Wait until all shards are sent, if there is a sender, and show the bytes that are left; raises what `finish` does."""
     if sender is not None:
         shown = bar_of_bytes("send", sender.bytes_left) if is_shown and sender.bytes_left else nullcontext(lambda _: None)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,14 +22,13 @@ from bucketline.store.format.columns import TOKENS
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.encoders.text_columns import Embedding
-    from bucketline.ingest.importers.cache import Cached, CacheListing
+    from bucketline.ingest.importers.cache import Cached, CacheListing, Text
     from bucketline.ingest.importers.config import ImportConfig
     from bucketline.ingest.importers.rows import ImportedRow
-    from bucketline.store import PartWriter
     from bucketline.store.format.text_block import TextSpec
     from bucketline.typed_json import Json
 
@@ -39,6 +37,7 @@ _KEPT_BYTES = 256 << 20  # of embeddings that a later sample may have too
 COMPARED = 4  # captions whose embeddings are compared with the encoder's
 LEAST_COSINE = 0.9  # of those; encoders that compute in BF16 or FP8 reach 0.99, other encoders' are near 0
 _NO_TOKENS = {TOKENS: np.zeros((0, 1), dtype="u1")}
+CaptionedRow: TypeAlias = "tuple[ImportedRow, Mapping[str, Any] | RejectedError]"  # arrays by caption, or why there are none
 
 
 def text_plan(config: ImportConfig, model: ModelFolder | None, listing: CacheListing) -> str:
@@ -98,14 +97,8 @@ def _family_of(model: ModelFolder, asked: str | None, of_cache: str | None, *, h
     return PLAIN_FAMILY if family is None else family.name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Waiting:
-    row: ImportedRow
-    cached: Cached
-
-
 class CaptionSource:
-    """Looks up or encodes the captions of rows, and adds these to a part of the store in the order in which they came."""
+    """Looks up or encodes the captions of rows, and returns these in the order in which they came."""
 
     columns: TextSpec | tuple[()]
     empty: Mapping[str, Any] | None
@@ -118,12 +111,9 @@ class CaptionSource:
             ModelError, UsageError: as `load_caption_encoder`.
         """
         self._config, self._plan = config, plan
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[ImportedRow] = []
         self._known: OrderedDict[str, dict[str, Any] | RejectedError] = OrderedDict()
         self._known_bytes = 0
-        self._part: PartWriter
-        self._on_row: Callable[[ImportedRow, Cached], None]
-        self._on_reject: Callable[[str, RejectedError], None]
         self.columns, self.empty, self.provenance = (), None, None
         if plan == _NONE or model is None:
             return
@@ -148,57 +138,42 @@ class CaptionSource:
         for text in list(texts.values())[:COMPARED]:
             self._compare(text.caption, text.tokens)
 
-    def write_to(
-        self, part: PartWriter, on_row: Callable[[ImportedRow, Cached], None], on_reject: Callable[[str, RejectedError], None]
-    ) -> None:
-        """Add rows to this part from now on; one of the functions is called for each, added or rejected for its text."""
-        self._part, self._on_row, self._on_reject = part, on_row, on_reject
-
-    def add(self, row: ImportedRow, cached: Cached) -> None:
-        """Take a row; it may wait for others, whose captions are encoded together.
+    def add(self, row: ImportedRow) -> list[CaptionedRow]:
+        """Take a row, and return those that are done: one may wait for others, whose captions are encoded together.
 
         Raises:
             RejectedError: if its text cannot be stored.
-            StoreError: as `PartWriter.add_record`.
         """
-        waiting = _Waiting(row=row, cached=cached)
-        if self._plan == SOURCE and not any(text.is_older for text in cached.texts):
-            self._write(waiting, {caption: self._from_source(caption, waiting) for caption in row.record.captions})
-        elif self._plan == _NONE:
-            self._write(waiting, dict.fromkeys(row.record.captions, _NO_TOKENS))
-        else:
-            self._waiting.append(waiting)
-            if len(self._waiting) >= self._config.batch_size:
-                self.flush()
+        captions = row.record.captions
+        if self._plan == SOURCE and not any(text.is_older for text in row.texts):
+            return [(row, {caption: self._from_source(caption, row.texts) for caption in captions})]
+        if self._plan == _NONE:
+            return [(row, dict.fromkeys(captions, _NO_TOKENS))]
+        self._waiting.append(row)
+        return self.flush() if len(self._waiting) >= self._config.batch_size else []
 
-    def flush(self) -> None:
-        """Encode the captions of the rows that wait, and add these."""
+    def flush(self) -> list[CaptionedRow]:
+        """Encode the captions of the rows that wait, and return these."""
         rows, self._waiting = self._waiting, []
-        wanted = {caption: None for one in rows for caption in one.row.record.captions if caption not in self._known}
+        wanted = {caption: None for row in rows for caption in row.record.captions if caption not in self._known}
         for caption, embedding in zip(wanted, self._fresh.embeddings(list(wanted)) if wanted else (), strict=True):
             self._known[caption] = values = self._fresh.problem(caption, embedding) or self._values(embedding)
             self._known_bytes += _bytes_of(values)
-        for one in rows:
-            found = {caption: self._known[caption] for caption in one.row.record.captions}
+        done: list[CaptionedRow] = []
+        for row in rows:
+            found = {caption: self._known[caption] for caption in row.record.captions}
             error = next((value for value in found.values() if isinstance(value, RejectedError)), None)
-            if error is not None:
-                self._on_reject(one.row.record.id, error)
-                continue
-            self._write(one, {caption: value for caption, value in found.items() if isinstance(value, dict)})
+            done.append((row, error or found))
         self._forget_some()
+        return done
 
-    def _write(self, one: _Waiting, values: Mapping[str, Any]) -> None:
-        # the same caption, embedded by another program, may differ in its last bits
-        self._part.add_record(one.row.record, one.row.columns, values, is_repeat_checked=False)
-        self._on_row(one.row, one.cached)
-
-    def _from_source(self, caption: str, waiting: _Waiting) -> dict[str, Any]:
+    def _from_source(self, caption: str, texts: Sequence[Text]) -> dict[str, Any]:
         """Return a caption's columns from the embedding of the cache.
 
         Raises:
             RejectedError: if there is none, or it is not one of the model's encoders.
         """
-        text = next((text for text in waiting.cached.texts if text.caption == caption), None)
+        text = next((text for text in texts if text.caption == caption), None)
         if text is None:
             raise RejectedError(
                 Reason.TEXT, f"the cache has no embedding of its caption {caption[:80]!r}; --text encode makes one"

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.ingest.importers.account import ImportPlan
-    from bucketline.ingest.importers.cache import Cached, CacheEntry
-    from bucketline.ingest.importers.captions import CaptionSource
+    from bucketline.ingest.importers.cache import CacheEntry
+    from bucketline.ingest.importers.captions import CaptionedRow, CaptionSource
     from bucketline.ingest.importers.config import ImportConfig
     from bucketline.ingest.importers.rows import ImportedRow
     from bucketline.ingest.importers.vae.named_vae import NamedVae
@@ -32,42 +32,51 @@ TOGETHER = 8  # entries that a thread reads at a time; handing over each takes a
 
 
 class CachePacker:
-    """Reads entries, and counts each in the summary as a row or a reject."""
+    """Reads entries, and counts each in the summary as a row or a reject; writes the rows if there is an `output`."""
 
-    def __init__(self, config: ImportConfig, plan: ImportPlan, vae: NamedVae, num_threads: int) -> None:
-        self._config, self._plan, self._vae, self._num_threads = config, plan, vae, num_threads
-        self.account = RunSummary()
-
-    def run(
+    def __init__(
         self,
-        entries: Sequence[CacheEntry],
-        on_entry: Callable[[], None],
-        check: Callable[[], None],
+        config: ImportConfig,
+        plan: ImportPlan,
+        vae: NamedVae,
+        num_threads: int,
         output: tuple[CaptionSource, PartWriter] | None = None,
     ) -> None:
-        """Import entries by writing them to `output`; None only counts them. `check` is called between them, and may raise.
+        self._config, self._plan, self._vae, self._num_threads, self._output = config, plan, vae, num_threads, output
+        self.account = RunSummary()
+
+    def run(self, entries: Sequence[CacheEntry], on_entry: Callable[[], None], check: Callable[[], None]) -> None:
+        """Import entries. `check` is called between them, and may raise.
 
         Raises:
             StoreError: if the disk is full. On any error, what was added is committed, for the next run to adopt.
         """
-        if output is None:
+        if self._output is None:
             self._read(entries, self._count, on_entry, check)
             return
-        captions, part = output
+        captions, part = self._output
         with part:
-            captions.write_to(part, self._count, self.account.reject)
             try:
-                self._read(entries, captions.add, on_entry, check)
-                captions.flush()
+                self._read(entries, lambda row: self._write(part, captions.add(row)), on_entry, check)
+                self._write(part, captions.flush())
             except BaseException:
                 with suppress(StoreError):
                     part.commit()
                 raise
 
+    def _write(self, part: PartWriter, rows: Sequence[CaptionedRow]) -> None:
+        for row, captions in rows:
+            if isinstance(captions, RejectedError):
+                self.account.reject(row.record.id, captions)
+                continue
+            # the same caption, embedded by another program, may differ in its last bits
+            part.add_record(row.record, row.columns, captions, is_repeat_checked=False)
+            self._count(row)
+
     def _read(
         self,
         entries: Sequence[CacheEntry],
-        add: Callable[[ImportedRow, Cached], None],
+        add: Callable[[ImportedRow], None],
         on_entry: Callable[[], None],
         check: Callable[[], None],
     ) -> None:
@@ -79,30 +88,30 @@ class CachePacker:
                     try:
                         if isinstance(found, RejectedError):
                             raise found
-                        add(*found)
+                        add(found)
                     except RejectedError as error:
                         self.account.reject(entry.id, error)
                     on_entry()
 
-    def _rows_of(self, entries: Sequence[CacheEntry]) -> list[tuple[ImportedRow, Cached] | RejectedError]:
+    def _rows_of(self, entries: Sequence[CacheEntry]) -> list[ImportedRow | RejectedError]:
         return [self._row_of(entry) for entry in entries]
 
-    def _row_of(self, entry: CacheEntry) -> tuple[ImportedRow, Cached] | RejectedError:
+    def _row_of(self, entry: CacheEntry) -> ImportedRow | RejectedError:
         config = self._config
         try:
             cached = read_entry(IMPORTERS[self._plan.kind], config.source, entry, self._plan.variant)
             with rejects_named(entry):
                 stamp = cache_stamp(config.source, entry)
-                return row_of(entry, cached, self._vae, self._plan, config, stamp), cached
+                return row_of(entry, cached, self._vae, self._plan, config, stamp)
         except RejectedError as error:
             return error
 
-    def _count(self, row: ImportedRow, cached: Cached) -> None:
+    def _count(self, row: ImportedRow) -> None:
         account, bucket = self.account, row.record.bucket
         account.packed += 1
         account.without_caption += not row.record.captions
         account.buckets[bucket] = account.buckets.get(bucket, 0) + 1
-        for what in (*row.left_out, *([cached.leaves_out] if cached.leaves_out else [])):
+        for what in row.left_out:
             account.left_out[what] = account.left_out.get(what, 0) + 1
 
 

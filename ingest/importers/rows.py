@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.ingest.importers.account import ImportPlan
-    from bucketline.ingest.importers.cache import Cached, CacheEntry, Geometry
+    from bucketline.ingest.importers.cache import Cached, CacheEntry, Geometry, Text
     from bucketline.ingest.importers.config import ImportConfig
     from bucketline.ingest.importers.vae.named_vae import NamedVae
 
@@ -40,7 +40,8 @@ class ImportedRow:
 
     record: SampleRecord
     columns: dict[str, Any]  # by role
-    left_out: tuple[str, ...] = ()  # roles that the cache has and the store does not
+    texts: tuple[Text, ...]  # of the cache
+    left_out: tuple[str, ...]  # what the cache has and the store does not
 
 
 def row_of(
@@ -83,7 +84,8 @@ def row_of(
         captions=kept_captions(cached.captions if entry.captions is None else entry.captions, config.most_captions(plan.text)),
         caption_rows=(),
     )
-    return ImportedRow(record=record, columns=columns, left_out=plan.columns.left_out(cached))
+    left_out = (*plan.columns.left_out(cached), *([cached.leaves_out] if cached.leaves_out else []))
+    return ImportedRow(record=record, columns=columns, texts=cached.texts, left_out=left_out)
 
 
 def kept_captions(found: tuple[str, ...] | None, at_most: int) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,27 +20,28 @@ from bucketline.ingest.importers.changes import not_stored
 from bucketline.ingest.importers.packer import CachePacker, SentPart
 from bucketline.ingest.importers.planning import Planned, plan_import
 from bucketline.ingest.importers.vae.named_vae import named_vae
-from bucketline.ingest.pack import pack_session, send_rest
+from bucketline.ingest.pack import pack_session, run_slice
+from bucketline.ingest.packing.meanwhile import Meanwhile
 from bucketline.ingest.packing.target import target_of
 from bucketline.ingest.parallel.shares import rank_of
-from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.pipeline.model.device import share_of_cores
 from bucketline.ingest.pipeline.packed_index import PackedIndex
-from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan
+from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, SliceRun
 from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.rules import reject_limit
-from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
+from bucketline.ingest.summary import by_reason, check_identity, joined_summaries, rejects_as_lines
 from bucketline.store import StoreWriter
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.sync.place import sender_to
 from bucketline.typed_json import Json, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from bucketline.ingest.importers.config import ImportConfig
     from bucketline.ingest.importers.vae.named_vae import NamedVae
     from bucketline.ingest.pack import PackSession
+    from bucketline.ingest.summary import RunSummary
     from bucketline.store import Manifest
 
 PART_ENTRIES = 1000
@@ -76,6 +77,7 @@ class _Import:
         self._started = time.monotonic()
         self._model = None if config.model is None else open_model(config.model, config.model_config)
         self._planned: Planned | None = None  # on rank 0
+        self._writer: StoreWriter | None = None  # if there is something to write
 
     def run(self) -> ImportResult | None:
         ranks, config = self._ranks, self._config
@@ -86,27 +88,31 @@ class _Import:
             planned = self._planned
             vae = named_vae(self._model, config.vae, config.dtype, plan.latents) if planned is None else planned.vae
             threads = config.threads or min(4, share_of_cores(self._session.local_world_size))
-            packer = CachePacker(config, plan, vae, threads)
-            if not plan.is_written:  # nothing new, or a dry run: only rank 0 has to do with it
-                if planned is not None and config.dry_run:
-                    self._pack(packer, planned.changed)
-                ranks.gather(0, lambda value: value, lambda _: 0)
-                return None if planned is None else self._result(planned, packer.account, None)
-            captions = None if planned is None else planned.captions
-            captions = captions or CaptionSource(config, self._model, plan.text, self._session.local_rank)
-            writer = self._writer(plan, vae, captions)
-            with writer if planned is not None else nullcontext():
-                rows = ranks.from_first(lambda: self._begin(plan, writer), encode, lambda value: decode(PackPlan, value))
-                own = self._pack(packer, self._dealt(), (captions, self._part(writer, rows)))
-                found = ranks.gather(own, encode, lambda value: decode(PackedSlice, value))
-                if found is None or planned is None:
-                    return None
+            writing = held.enter_context(ExitStack())
+            output = self._output(plan, vae, writing) if plan.is_written else None
+            entries = self._dealt() if output is not None else planned.changed if planned is not None else []
+            packer = CachePacker(config, plan, vae, threads, output)
+            sealed, sender = ([], None) if output is None else (output[1].sealed, output[1].sender)
+            mine = SliceRun(packer.account, sealed, self._target.path, sender)
+
+            def work(check: Callable[[], None]) -> None:
+                if entries:
+                    with packing_progress(len(entries), ranks, "import") as on_entry:
+                        packer.run(entries, on_entry, check)
+
+            def end(found: list[PackedSlice]) -> ImportResult:
+                assert planned is not None
                 account = joined_summaries(one.account for one in found)
                 check_identity(len(planned.changed), account)
-                write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
-                published = writer.publish(name for one in found for name in one.sealed)
-                self._target.send_lists()
-            return self._result(planned, account, published)
+                published = None
+                if self._writer is not None:
+                    write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
+                    published = self._writer.publish(name for one in found for name in one.sealed)
+                    self._target.send_lists()
+                writing.close()
+                return self._result(planned, account, published)
+
+            return run_slice(self._session, mine, Meanwhile(None, ranks, None, lambda _: []), work, end)
 
     def _plan(self, held: ExitStack) -> ImportPlan:
         if not self._config.dry_run:
@@ -114,21 +120,31 @@ class _Import:
         self._planned = plan_import(self._config, self._model, self._session.local_rank)
         return self._planned.plan
 
-    def _writer(self, plan: ImportPlan, vae: NamedVae, captions: CaptionSource) -> StoreWriter:
-        config = self._config
+    def _output(self, plan: ImportPlan, vae: NamedVae, writing: ExitStack) -> tuple[CaptionSource, SentPart]:
+        """Return what captions rows, and what writes this rank's shards; rank 0 locks the store until `writing` is closed."""
+        config, ranks, target, planned = self._config, self._ranks, self._target, self._planned
+        captions = None if planned is None else planned.captions
+        captions = captions or CaptionSource(config, self._model, plan.text, self._session.local_rank)
         encoders: dict[str, Json] = {"vae": dict(vae.provenance)}
         if captions.provenance is not None:
             encoders["text_encoder"] = dict(captions.provenance)
-        return StoreWriter.to(
-            self._target,
+        shard_bytes = config.shard_size_mib << 20
+        self._writer = writer = StoreWriter.to(
+            target,
             columns=plan.columns.row_columns(vae, config.dtype),
             encoders=encoders,
             rules=plan.rules,
             text=captions.columns,
             empty_caption=captions.empty,
             max_captions=config.max_captions,
-            shard_bytes=config.shard_size_mib << 20,
+            shard_bytes=shard_bytes,
         )
+        if planned is not None:
+            writing.enter_context(writer)
+        rows = ranks.from_first(lambda: self._begin(plan, writer), encode, lambda value: decode(PackPlan, value))
+        name = rows.name_of(f"r{ranks.rank:04d}")
+        sender = sender_to(target, rows.manifest, name, is_first=ranks.is_first)
+        return captions, SentPart(target.path, writer._form, f"{name}-{{:04d}}", shard_bytes, sender, ranks.check)
 
     def _begin(self, plan: ImportPlan, writer: StoreWriter) -> PackPlan:
         """Adopt what a killed run had committed, and return the generation to continue. On rank 0."""
@@ -154,27 +170,6 @@ class _Import:
         if size == 1 and planned is not None:
             return planned.changed
         return [entry for part in self._ranks.deal(parts) for entry in _from_bytes(part)]
-
-    def _part(self, writer: StoreWriter, rows: PackPlan) -> SentPart:
-        """Return what writes this rank's shards, which the store's writer may publish."""
-        target, name, is_first = self._target, rows.name_of(f"r{self._ranks.rank:04d}"), self._ranks.is_first
-        sender = sender_to(target, rows.manifest, name, is_first=is_first)
-        size = self._config.shard_size_mib << 20
-        return SentPart(target.path, writer._form, f"{name}-{{:04d}}", size, sender, self._ranks.check)
-
-    def _pack(
-        self, packer: CachePacker, entries: Sequence[CacheEntry], output: tuple[CaptionSource, SentPart] | None = None
-    ) -> PackedSlice:
-        """Import entries into a part of the store; without an `output`, only count them."""
-        ranks, sender = self._ranks, None if output is None else output[1].sender
-        try:
-            with self._session.interrupts.between_images(ranks.check) as check, sender or nullcontext():
-                with packing_progress(len(entries), ranks, "import") as on_entry:
-                    packer.run(entries, on_entry, check, output)
-                send_rest(sender, check, is_shown=ranks.is_first)
-        except KeyboardInterrupt as stop:
-            raise Stopped(exit_code_of(stop), packer.account.packed) from stop
-        return PackedSlice(account=packer.account, sealed=[] if output is None else output[1].sealed, sent=[])
 
     def _result(self, planned: Planned, account: RunSummary, published: Manifest | None) -> ImportResult:
         """Sum up; `published` is None if nothing was. Rank 0 only."""

@@ -102,18 +102,18 @@ class PackWorker:
         if self._worker is None or self._place is None:
             self._worker, self._place = self._begin(decode(PackPlan, plan))
         encoders = self._worker.encoders
-        own = self._worker.slice(attempt.number, self._worker.plan.name_of(attempt.name))
-        self._stages = own.packer.stages
+        packer, own = self._worker.slice(attempt.number, self._worker.plan.name_of(attempt.name))
+        self._stages = packer.stages
         with own.sending():
             try:
                 if encoders.may_be_two_phases:
-                    own.packer.encode_captions(items, lambda: None, self._check, lambda: encoders.phases.are_two)
-                own.packer.run(items, self._count, self._check)
+                    packer.encode_captions(items, lambda: None, self._check, lambda: encoders.phases.are_two)
+                packer.run(items, self._count, self._check)
             except _ToldToStop:
                 own.seal_rest()
             own.send()
         sent = self._place.finish(own.folder, own.sealed)
-        return PackedSlice(account=own.packer.account, sealed=own.sealed, sent=sent)
+        return PackedSlice(account=own.account, sealed=own.sealed, sent=sent)
 
     def _count(self) -> None:
         self._num_done += 1

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.packing.run import PackRun
     from bucketline.ingest.parallel.ranks import PackRanks
     from bucketline.ingest.pipeline.slice_packer import SlicePacker
-    from bucketline.ingest.pipeline.slice_worker import SliceRun
 
 _ALL = 1 << 60  # the number of the period that a rank tells of when it has packed its slice
 
@@ -56,9 +55,9 @@ class Meanwhile:
         self._waiting: list[str] = []  # on rank 0: shards to publish
         self._since = 0  # the period that was over when the first of them was told
 
-    def begin(self, own: SliceRun) -> None:
-        """Begin to pack."""
-        self._own = _OwnShards(own.packer, own.ready)
+    def begin(self, packer: SlicePacker, ready: Sequence[str]) -> None:
+        """Begin to pack; `ready` are the names of the shards that a generation may list, and become more."""
+        self._own = _OwnShards(packer, ready)
         self._began = self._clock()
 
     def check(self) -> None:

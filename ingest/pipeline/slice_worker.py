@@ -80,8 +80,8 @@ class SliceWorker:
         self._store, self._begin = store, begin
         self._decode_threads = config.decode_threads or share_of_cores(workers_on_machine)
 
-    def slice(self, number: int, name: str) -> SliceRun:
-        """Return the packing of one slice. `name` was never used before; it begins its shards' names."""
+    def slice(self, number: int, name: str) -> tuple[SlicePacker, SliceRun]:
+        """Return the packer of one slice, and its run. `name` was never used before; it begins its shards' names."""
         folder, sender = self._begin(name)
         model = self.encoders.model
         packer = SlicePacker(
@@ -98,20 +98,22 @@ class SliceWorker:
             shard_prefix=name,
             sender=sender,
         )
-        return SliceRun(packer, folder, sender)
+        return packer, SliceRun(packer.account, packer.sealed, folder, sender)
 
 
 class SliceRun:
-    """The packing of one slice. What it makes is sent in the block of `sending`, if the store is in object storage."""
+    """The making of one slice. What is made is sent in the block of `sending`, if the store is in object storage."""
 
-    def __init__(self, packer: SlicePacker, folder: Path, sender: ShardSender | None) -> None:
-        self.packer, self.folder, self.sender = packer, folder, sender
+    def __init__(self, account: RunSummary, sealed: list[str], folder: Path, sender: ShardSender | None) -> None:
+        """Take what its packer counts, and the names of the shards that it has sealed; both grow."""
+        self.account, self.folder, self.sender = account, folder, sender
+        self._sealed = sealed
         self._rest: list[str] = []
 
     @property
     def ready(self) -> Sequence[str]:
         """Names of the shards that are sealed, and sent if that is needed; they become more."""
-        return self.packer.sealed if self.sender is None else self.sender.sent
+        return self._sealed if self.sender is None else self.sender.sent
 
     def sending(self) -> AbstractContextManager[object]:
         return self.sender or nullcontext()
@@ -131,4 +133,4 @@ class SliceRun:
     @property
     def sealed(self) -> list[str]:
         """Names of the shards."""
-        return [*self.packer.sealed, *self._rest]
+        return [*self._sealed, *self._rest]
