@@ -137,22 +137,15 @@ def _encoded(
     encoder: CaptionEncoder, manifest: Manifest, file: Path, lines: Sequence[tuple[int, Prompt]]
 ) -> tuple[list[Caption], list[str]]:
     """Return the embeddings of all texts, each once, and the prompts and negative prompts that were cut."""
-    from bucketline.ingest.encoders.oom_retry import OomRetry
-    from bucketline.ingest.pipeline.batch_encoder import as_caption
-    from bucketline.store.format.hashing import caption_digest
+    from bucketline.ingest.images.rejects import RejectedError
+    from bucketline.ingest.pipeline.captions import FreshCaptions
 
     wanted = {text: number for number, prompt in reversed(lines) for text in (prompt.negative_prompt, prompt.prompt)}
-    texts, spec = sorted(wanted, key=lambda text: wanted[text]), manifest.text.spec()
-    encode, captions, cut = OomRetry(encoder.encode, "prompt"), list[Any](), list[str]()
-    for at in range(0, len(texts), BATCH):
-        part = texts[at : at + BATCH]
-        for text, embedding in zip(part, encode(part), strict=True):
-            item = f"{file}, line {wanted[text]}: {text[:80]!r}"
-            if embedding.refusal is not None:
-                raise SourceError(f"{item}: {embedding.refusal}")
-            if not embedding.is_finite:
-                raise SourceError(f"{item}: its embedding is not finite as {spec.tokens[0].dtype}; change the prompt")
-            captions.append(as_caption(spec, caption_digest(text), embedding))
-            if embedding.is_truncated or embedding.cuts:
-                cut.append(text)
+    texts, captions, cut = sorted(wanted, key=lambda text: wanted[text]), list[Any](), list[str]()
+    for text, found in zip(texts, FreshCaptions(encoder, manifest.text.spec(), BATCH).of(texts), strict=True):
+        if isinstance(found, RejectedError):
+            raise SourceError(f"{file}, line {wanted[text]}: {text[:80]!r}: {found}; change the prompt")
+        captions.append(found.caption)
+        if found.is_truncated or found.cuts:
+            cut.append(text)
     return captions, cut
