@@ -11,7 +11,7 @@ import tyro
 from bucketline.command_line import counted, one_line, print_json, refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.config import SourceArguments
-from bucketline.ingest.images.crop import Crop
+from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit
 from bucketline.store.commands.place import ReadingArguments, shown, store_place
 
 
@@ -81,7 +81,8 @@ class PeekSource(SourceArguments, ReadingArguments):
         return 0
 
     def _sheet(self) -> int:
-        from bucketline.ingest.sheet.source_sheet import SheetOptions, source_sheet
+        from bucketline.ingest.images.bucket_grid import parse_grid
+        from bucketline.ingest.sheet.source_sheet import source_sheet
         from bucketline.store.format.manifest import MANIFEST
 
         if (Path(self.place) / MANIFEST).is_file():
@@ -90,14 +91,13 @@ class PeekSource(SourceArguments, ReadingArguments):
             )
         if self.model is not None:
             raise UsageError(f"--model {self.model}: it decodes one sample of a store; give its ID, or leave the option out")
-        options = SheetOptions(
-            samples=self.samples,
-            grid=self.grid,
+        framing = Framing(
+            grid=parse_grid(self.grid or "area:512:64", step_px=64, align_px=8),
             crop=self.crop,
-            max_captions=self.max_captions,
+            max_crop=crop_limit(DEFAULT_MAX_CROP),
             min_size_px=self.min_size_px,
         )
-        found = source_sheet(self.place, self, options, self.output)
+        found = source_sheet(self.place, self, framing, self.output, samples=self.samples, max_captions=self.max_captions)
         if self.json:
             print_json(asdict(found))
         else:

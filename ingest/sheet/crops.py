@@ -17,8 +17,7 @@ from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.crop import Framing
 from bucketline.ingest.images.decode import decode_image
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
-from bucketline.ingest.progress import counting_progress
+from bucketline.ingest.look import look_at
 from bucketline.pages.image_files import jpeg
 from bucketline.pages.page import Card, Section, document, parts, percent, refuse_page
 from bucketline.store.format.manifest import MANIFEST
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.images.geometry import Placement
+    from bucketline.ingest.pipeline.ordered_pool import WorkLimits
     from bucketline.ingest.sources.source import Listing, Source, SourceItem
     from bucketline.ingest.summary import Reject
 
@@ -89,19 +89,13 @@ def crop_sections(
     cards: dict[str, Card] = {}
 
     def look(item: SourceItem) -> Card:
-        try:
-            return crop_card(item.id, source.read(item).data, placements[item.id], _THUMBNAIL_PX)
-        except RejectedError as error:
-            return Card(images=[], title=item.id, notes=[_note(placements[item.id])], problem=str(error))
+        return crop_card(item.id, source.read(item).data, placements[item.id], _THUMBNAIL_PX)
 
     items = [item for item in listing.items if item.id in placements]  # in the listing's order, which a stream needs
-    with (
-        counting_progress("sheet", len(items)) as on_image,
-        OrderedPool(source.in_turn(items), look, lambda _: 0, room) as ahead,
-    ):
-        for item, future in ahead.results(lambda: None):
-            cards[item.id] = future.result()
-            on_image()
+    for item, card in look_at("sheet", source, items, look, room):
+        if isinstance(card, RejectedError):
+            card = Card(images=[], title=item.id, notes=[_note(placements[item.id])], problem=str(card))  # noqa: PLW2901 - in its place
+        cards[item.id] = card
     found = {name: [image.placement.cropped_away for image in own] for name, own in images.items()}
     order = sorted(found, key=lambda name: (name == TOO_CROPPED, -max(found[name]), -sum(found[name]) / len(found[name]), name))
     rows = [(name, len(own), percent(sum(own) / len(own)), percent(max(own))) for name in order for own in [found[name]]]

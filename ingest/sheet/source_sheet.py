@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from bucketline.command_line import counted
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.redact import redacted
-from bucketline.ingest.images.bucket_grid import parse_grid
-from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Framing, crop_limit
 from bucketline.ingest.images.decode import placed_by_header
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.sheet.crops import LEGEND, crop_card, refuse_sheet
@@ -24,22 +22,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.ingest.config import SourceArguments
-    from bucketline.ingest.images.crop import Crop
+    from bucketline.ingest.images.crop import Framing
     from bucketline.ingest.sources.source import Source, SourceItem
 
-DEFAULT_GRID = "area:512:64"
 REJECTED = "rejected"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SheetOptions:
-    """Options of the sheet: the images of a source to show, and how packing would crop them."""
-
-    samples: int
-    grid: str | None
-    crop: Crop
-    max_captions: int
-    min_size_px: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,27 +38,23 @@ class SourceSheet:
     rejected: int  # of those shown
 
 
-def source_sheet(place: str, arguments: SourceArguments, options: SheetOptions, page: Path) -> SourceSheet:
-    """Write the contact sheet of a source.
+def source_sheet(
+    place: str, arguments: SourceArguments, framing: Framing, page: Path, *, samples: int, max_captions: int
+) -> SourceSheet:
+    """Write the contact sheet of a source: some images, and how packing would crop and caption them.
 
     Raises:
         SourceError: if the source cannot be listed.
-        UsageError: if the page or the grid is invalid.
+        UsageError: if the page is invalid.
         StoreError: if the page cannot be written.
     """
     source = open_source(place, arguments)
     refuse_sheet(page, source.local_paths)
-    framing = Framing(
-        grid=parse_grid(options.grid or DEFAULT_GRID, step_px=64, align_px=8),
-        crop=options.crop,
-        max_crop=crop_limit(DEFAULT_MAX_CROP),
-        min_size_px=options.min_size_px,
-    )
     listing = arguments.listing_of(source)
-    drawn = {item.id for item in heapq.nsmallest(options.samples, listing.items, key=lambda item: draw(item.id, "page"))}
+    drawn = {item.id for item in heapq.nsmallest(samples, listing.items, key=lambda item: draw(item.id, "page"))}
     groups: dict[str, list[Card]] = {}
     for item in source.in_turn([item for item in listing.items if item.id in drawn]):
-        bucket, card = _card(source, item, framing, options)
+        bucket, card = _card(source, item, framing, max_captions)
         groups.setdefault(bucket, []).append(card)
     shown = sum(map(len, groups.values()))
     rejected = len(groups.get(REJECTED, []))
@@ -97,9 +79,9 @@ def source_sheet(place: str, arguments: SourceArguments, options: SheetOptions, 
     return SourceSheet(page=str(page), found=len(listing.items), shown=shown, rejected=rejected)
 
 
-def _card(source: Source, item: SourceItem, framing: Framing, options: SheetOptions) -> tuple[str, Card]:
+def _card(source: Source, item: SourceItem, framing: Framing, max_captions: int) -> tuple[str, Card]:
     """Return an image's bucket and its card."""
-    captions = item.captions[: options.max_captions] or ("(the empty caption)",)
+    captions = item.captions[:max_captions] or ("(the empty caption)",)
     try:
         if item.caption_error is not None:
             raise RejectedError(Reason.CAPTION, item.caption_error)
