@@ -23,7 +23,7 @@ from bucketline.ingest.images.crop import DEFAULT_MAX_CROP
 from bucketline.ingest.images.decode import Decoded, decode_image
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.pack import pack_images
-from bucketline.ingest.pipeline.batch_encoder import as_caption
+from bucketline.ingest.pipeline.captions import as_caption
 from bucketline.ingest.pipeline.model.device import chosen_device
 from bucketline.ingest.pipeline.model.load_encoders import load_text_encoder, load_vae_encoder
 from bucketline.ingest.sources.open_source import open_source

@@ -19,7 +19,7 @@ from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.weight_files import DIFFUSERS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -71,20 +71,17 @@ class VaeEncoder:
         self.stored_channels = self.latent_channels * (2 if latents is LatentKind.MOMENTS else 1)
         # As diffusers' pipelines: such a VAE overflows in F16. BF16 has the exponents of F32.
         dtype = "F32" if encode_dtype == "F16" and getattr(config, "force_upcast", False) else encode_dtype
-        self.provenance: dict[str, Json] = {
-            "class": kind,
-            "config_hash": config_hash(model.config("vae") or {}),
-            "weights_hash": weights_hash(vae),
-            "dtype": dtype,
-            "latents": latents.value,
-            "stored_dtype": stored_dtype,
-            "latent_channels": self.latent_channels,
-            "downscale": self.downscale,
-            "scaling_factor": float(getattr(config, "scaling_factor", None) or self._kind.scaling),
-            "shift_factor": float(getattr(config, "shift_factor", None) or 0.0),
-            "latents_mean": _numbers(getattr(config, "latents_mean", None)),
-            "latents_std": _numbers(getattr(config, "latents_std", None)),
-        }
+        self.provenance = vae_provenance(
+            kind,
+            config,
+            config_hash=config_hash(model.config("vae") or {}),
+            weights_hash=weights_hash(vae),
+            dtype=dtype,
+            latents=latents.value,
+            stored_dtype=stored_dtype,
+            latent_channels=self.latent_channels,
+            downscale=self.downscale,
+        )
         if self._kind.has_batch_norm:
             self.provenance["batch_norm"] = batch_norm(vae)
         self._device = device
@@ -157,5 +154,14 @@ def load_vae(model: ModelFolder, kinds: Sequence[str] = PACKED_VAES) -> Any:  # 
     return vae
 
 
-def _numbers(values: Sequence[float] | None) -> Json:
-    return None if values is None else [float(value) for value in values]
+def vae_provenance(kind: str, constants: Mapping[str, Any], **made: Json) -> dict[str, Json]:
+    """Return what a manifest says of a VAE of class `kind`: how latents were `made`, and the constants of its configuration."""
+    mean, std = (constants.get(name) for name in ("latents_mean", "latents_std"))
+    return {
+        "class": kind,
+        **made,
+        "scaling_factor": float(constants.get("scaling_factor") or VAES[kind].scaling),
+        "shift_factor": float(constants.get("shift_factor") or 0.0),
+        "latents_mean": mean and [float(value) for value in mean],
+        "latents_std": std and [float(value) for value in std],
+    }

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.store.format.hashing import caption_digest
+from bucketline.store.format.text_block import Caption, make_caption, quantised_caption
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bucketline.ingest.encoders.text_columns import CaptionEncoder, Cut, Embedding
-    from bucketline.store.format.text_block import Caption, TextSpec
+    from bucketline.store.format.text_block import TextSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,16 @@ class EncodedCaption:
     caption: Caption
     is_truncated: bool = False
     cuts: tuple[Cut, ...] = ()
+
+
+def as_caption(spec: TextSpec, digest: bytes, embedding: Embedding) -> Caption:
+    """Return an encoded caption in its stored form; quantises its tokens if its columns are of quantised text."""
+    from bucketline.torch_dtypes import as_stored  # imports torch
+
+    fixed = {name: as_stored(value) for name, value in embedding.fixed.items()}
+    if not spec.is_quantised:
+        return make_caption(spec, digest, {spec.tokens[0].name: as_stored(embedding.tokens)}, fixed)
+    return quantised_caption(spec, digest, as_stored(embedding.tokens), fixed)
 
 
 class EncodedCaptions(Protocol):
@@ -71,9 +83,6 @@ class FreshCaptions:
         return [found[n] for n in range(len(texts))]
 
     def _stored(self, text: str, embedding: Embedding) -> EncodedCaption | RejectedError:
-        from bucketline.ingest.pipeline.batch_encoder import as_caption
-        from bucketline.store.format.hashing import caption_digest
-
         if (problem := self.problem(text, embedding)) is not None:
             return problem
         caption = as_caption(self._spec, caption_digest(text), embedding)

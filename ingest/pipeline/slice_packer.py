@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.encoders.latents import LatentColumns
     from bucketline.ingest.encoders.text_columns import CaptionEncoder, Cut
     from bucketline.ingest.encoders.vae import VaeEncoder
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.parallel.shares import Share
-    from bucketline.ingest.pipeline.batch_encoder import BatchEncoder
     from bucketline.ingest.pipeline.captions import EncodedCaptions
     from bucketline.ingest.pipeline.kept_captions import CaptionWriter
     from bucketline.ingest.pipeline.stage_timer import StageTimer
@@ -88,7 +88,7 @@ class SlicePacker:
             num_threads=decode_threads, items=AHEAD_ITEMS, num_bytes=_AHEAD_BYTES, in_bursts=stages.on_shared_cores
         )
         self._share, self._load_vae, self._load_text = share, vae, text
-        self._encoder: BatchEncoder | None = None
+        self._encoder: LatentColumns | None = None
         self._captions: EncodedCaptions | None = None
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
         self._sender = sender
@@ -263,32 +263,36 @@ class SlicePacker:
         for _ in images:
             on_image()
 
-    def _loaded(self) -> BatchEncoder:
-        from bucketline.ingest.pipeline.batch_encoder import BatchEncoder  # imports torch
+    def _loaded(self) -> LatentColumns:
+        from bucketline.ingest.encoders.latents import LatentColumns  # imports torch
 
         self.account.has_encoded = True
-        return BatchEncoder(self._load_vae(), flip=self._config.flip)
+        return LatentColumns(self._load_vae(), flip=self._config.flip)
 
     def _fresh_captions(self) -> FreshCaptions:
         self.account.has_encoded = True
         return FreshCaptions(self._load_text(), self._store.text, self._config.batch_size)
 
     def _encoded(
-        self, encoder: BatchEncoder, captions: EncodedCaptions, bucket: str, images: list[ReadImage], *, begins_shard: bool
+        self, encoder: LatentColumns, captions: EncodedCaptions, bucket: str, images: list[ReadImage], *, begins_shard: bool
     ) -> EncodedBatch:
-        latents = encoder.latents(images)
+        decoded = [(image.item.id, image.image.pixels) for image in images if isinstance(image.image, Decoded)]
+        encoded = iter(encoder.encode(decoded) if decoded else ())
         batch = EncodedBatch(spec=self._spec(encoder, bucket, images[0]), begins_shard=begins_shard)
         batch.captions, bad_captions = self._new_captions(captions, images)
-        for image, row in zip(images, latents, strict=True):
-            if row.problem is not None:
-                self._reject(image.item, RejectedError(Reason.LATENT, row.problem))
-                continue
+        for image in images:
+            if isinstance(image.image, Decoded):
+                if (row := next(encoded)).problem is not None:
+                    self._reject(image.item, RejectedError(Reason.LATENT, row.problem))
+                    continue
+                latents = row.columns
+            else:
+                latents = image.image.latents
             digests = [caption_digest(text) for text in self._kept(image.item)] or [caption_digest("")]
             if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
                 self._reject(image.item, error)
                 continue
-            self._take(batch, image, row.columns, digests)
-        self._shard.num_rows += len(batch.rows)
+            self._take(batch, image, latents, digests)
         self._shard.num_bytes += len(batch.rows) * batch.spec.row_bytes
         return batch
 
@@ -306,7 +310,7 @@ class SlicePacker:
     def _kept(self, item: SourceItem) -> tuple[str, ...]:
         return item.captions[: self._config.max_captions]
 
-    def _spec(self, encoder: BatchEncoder, bucket: str, image: ReadImage) -> BlockSpec:
+    def _spec(self, encoder: LatentColumns, bucket: str, image: ReadImage) -> BlockSpec:
         """Return the bucket's columns; they depend only on its size, never on the output of an encoder."""
         size = image.image.placement.bucket
         latents = encoder.columns(size.height_px, size.width_px)
@@ -349,7 +353,6 @@ class ShardFill:
     def __init__(self) -> None:
         self.captions = {caption_digest("")}
         self.cuts: dict[bytes, tuple[Cut, ...]] = {}  # of those captions that an encoder did not see to their end
-        self.num_rows = 0
         self.num_bytes = 0  # of rows, captions and the text in records
 
     def is_full(self, max_bytes: int) -> bool:

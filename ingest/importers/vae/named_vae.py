@@ -15,7 +15,7 @@ import torch
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.vaes import VAES, batch_norm, latent_channels, vae_class
 from bucketline.fingerprint import config_hash
-from bucketline.ingest.encoders.vae import VaeEncoder, load_vae
+from bucketline.ingest.encoders.vae import VaeEncoder, load_vae, vae_provenance
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Scaling
 from bucketline.ingest.importers.vae.spread import MAX_FACTOR_OF_ONE, ExpectedLatents, Moments
@@ -183,13 +183,12 @@ def named_vae(model: ModelFolder | None, published: str | None, dtype: str, late
     constants = {
         "scaling_factor": known.scaling,
         "shift_factor": known.shift,
-        "latents_mean": known.mean and list(known.mean),
-        "latents_std": known.std and list(known.std),
+        "latents_mean": known.mean,
+        "latents_std": known.std,
     }
+    made = _made(dtype, latents, known.channels, 8)
     return NamedVae(
-        name=f"--vae {published}",
-        provenance=_provenance(known.kind, None, None, dtype, latents, known.channels, 8, constants),
-        frames_step=known.frames_step,
+        name=f"--vae {published}", provenance=vae_provenance(known.kind, constants, **made), frames_step=known.frames_step
     )
 
 
@@ -204,12 +203,8 @@ def _of_model(model: ModelFolder, dtype: str, latents: str) -> NamedVae:
     downscale = own.px_per_latent(config)
     if downscale is None:
         raise ModelError(f"{model.name}: vae/config.json does not tell its levels; download it again")
-    constants = {name: config.get(name) for name in ("scaling_factor", "shift_factor", "latents_mean", "latents_std")}
-    if constants["scaling_factor"] is None:
-        constants["scaling_factor"] = own.scaling  # the class's own default
-    provenance = _provenance(
-        kind, config_hash(config), _weights_hash(model, kind), dtype, latents, channels, downscale, constants
-    )
+    made = _made(dtype, latents, channels, downscale, config_hash(config), _weights_hash(model, kind))
+    provenance = vae_provenance(kind, config, **made)
     if own.has_batch_norm:
         provenance["batch_norm"] = _saved_batch_norm(model)
     frames_step = None if own.frames_field is None else int(config.get(own.frames_field) or own.frames_step)
@@ -246,18 +241,11 @@ def _weights_hash(model: ModelFolder, kind: str) -> str | None:
     return str(VaeEncoder(model, torch.device("cpu"), "F32").provenance["weights_hash"])
 
 
-def _provenance(  # noqa: PLR0917 - each once
-    kind: str,
-    config: str | None,
-    weights: str | None,
-    dtype: str,
-    latents: str,
-    channels: int,
-    downscale: int,
-    constants: Mapping[str, Any],
+def _made(
+    dtype: str, latents: str, channels: int, downscale: int, config: str | None = None, weights: str | None = None
 ) -> dict[str, Json]:
+    """Return how latents were made, as far as it is known; `config` and `weights` are digests."""
     return {
-        "class": kind,
         "config_hash": config,
         "weights_hash": weights,
         "dtype": None,  # unknown: another program encoded the images
@@ -265,10 +253,6 @@ def _provenance(  # noqa: PLR0917 - each once
         "stored_dtype": dtype,
         "latent_channels": channels,
         "downscale": downscale,
-        "scaling_factor": float(constants["scaling_factor"]),
-        "shift_factor": float(constants["shift_factor"] or 0.0),
-        "latents_mean": constants["latents_mean"] and [float(value) for value in constants["latents_mean"]],
-        "latents_std": constants["latents_std"] and [float(value) for value in constants["latents_std"]],
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bucketline.allocator import free_memory
 from bucketline.ingest.encoders.model_folder import open_model
@@ -38,8 +38,7 @@ class Encoders:
         """
         self.model = open_model(config.model, config.model_config)
         self._config, self._local_rank, self._processes = config, local_rank, processes
-        self._vae: VaeEncoder | None = None
-        self._text: CaptionEncoder | None = None
+        self._parts: dict[str, Any] = {}  # that are loaded
         self._known: dict[str, Mapping[str, Json]] = {}  # provenance of what was loaded, even if it is freed
         self._columns: TextSpec | None = None
         self.on_shared_cores = False  # once a device is chosen: the encoders run on the CPU
@@ -54,35 +53,36 @@ class Encoders:
         """The order of the encoders: if it is two phases, loading VAE or text encoders frees the others."""
         return plan_phases(self._config, self.model, self._device(), self._processes)
 
-    def vae(self) -> VaeEncoder:
-        """Load the VAE, or return it if it is loaded.
+    def vae(self, manifest: Manifest | None = None) -> VaeEncoder:
+        """Load the VAE, or return it if it is loaded; compare it with the one that a store was made with.
 
         Raises:
             ModelError, UsageError: as `load_vae_encoder` and `chosen_device`.
+            FingerprintError: if they differ.
         """
-        if self._vae is None:
+        loaded: VaeEncoder = self._loaded("vae", "load_vae_encoder", manifest)
+        return loaded
+
+    def text(self, manifest: Manifest | None = None) -> CaptionEncoder:
+        """Load the text encoders, or return them if they are loaded; compare them as `vae` does, and raise what it does."""
+        loaded: CaptionEncoder = self._loaded("text_encoder", "load_text_encoder", manifest)
+        return loaded
+
+    def _loaded(self, name: str, function: str, manifest: Manifest | None) -> Any:  # noqa: ANN401 - either encoder
+        if name not in self._parts:
             from bucketline.ingest.pipeline.model import load_encoders
 
             device = self._device()
             if self.phases.are_two:
-                self._text = None
+                self._parts.clear()
                 free_memory(device)
-            self._vae = load_encoders.load_vae_encoder(self._config, self.model, device)
-            self._known["vae"] = self._vae.provenance
-        return self._vae
-
-    def text(self) -> CaptionEncoder:
-        """Load the text encoders, or return them if they are loaded; raises what `vae` does."""
-        if self._text is None:
-            from bucketline.ingest.pipeline.model import load_encoders
-
-            device = self._device()
-            if self.phases.are_two:
-                self._vae = None
-                free_memory(device)
-            self._text = load_encoders.load_text_encoder(self._config, self.model, device)
-            self._known["text_encoder"], self._columns = self._text.provenance, self._text.columns
-        return self._text
+            self._parts[name] = own = getattr(load_encoders, function)(self._config, self.model, device)
+            self._known[name] = own.provenance
+            if name == "text_encoder":
+                self._columns = own.columns
+        if manifest is not None:
+            self._compare(manifest)
+        return self._parts[name]
 
     def facts(self) -> EncoderFacts:
         """Return the facts of the encoders; those that were not loaded before are loaded, the text encoders last."""
@@ -94,23 +94,6 @@ class Encoders:
         known = self._known
         is_text_first = self.phases.are_two
         return EncoderFacts(vae=known["vae"], text=known["text_encoder"], columns=self._columns, is_text_first=is_text_first)
-
-    def vae_for(self, manifest: Manifest) -> VaeEncoder:
-        """Return the loaded VAE, compared with the one that a store was made with.
-
-        Raises:
-            FingerprintError: if they differ.
-            ModelError, UsageError: as `vae`.
-        """
-        loaded = self.vae()
-        self._compare(manifest)
-        return loaded
-
-    def text_for(self, manifest: Manifest) -> CaptionEncoder:
-        """Return the loaded text encoders, compared with those that a store was made with; raises what `vae_for` does."""
-        loaded = self.text()
-        self._compare(manifest)
-        return loaded
 
     def _compare(self, manifest: Manifest) -> None:
         """Compare all that was loaded with what a store was made with."""
