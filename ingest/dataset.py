@@ -16,7 +16,6 @@ from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile, is
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.format.mixture_file import MixedStore, write_mixture
-from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +61,7 @@ def pack_dataset(
     workers = ray_workers(config, world_size)
     with pack_session(config, rank, world_size, local_rank, local_world_size, workers) as session:
         try:
-            file = session.ranks.from_first(lambda: _checked(config), encode, lambda value: decode(DatasetFile, value))
+            file = session.ranks.from_first(lambda: _checked(config), DatasetFile)
             for entry in file.sources:
                 own = _pack_config(config, entry)
                 with naming_source(config.source, entry):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
+from bucketline.ingest.pipeline.read_ahead import num_header_threads
 from bucketline.ingest.progress import counting_progress
-from bucketline.ingest.sources.read_ahead import num_header_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

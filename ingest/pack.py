@@ -23,7 +23,6 @@ from bucketline.ingest.progress import caption_progress, packing_progress
 from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.folder import LocalFolder
 from bucketline.store.sync.place import sender_to
-from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -139,14 +138,14 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
 
         own = ItemParts(ranks.deal(listed))
         encoders = session.encoders = session.encoders or Encoders(config, session.local_rank, session.local_world_size)
-        if ranks.from_first(lambda: target.newest() is None, encode, bool):
+        if ranks.from_first(lambda: target.newest() is None, bool):
             encoders.facts()  # on all ranks at once; those of a store that exists are loaded when there is something to encode
 
         def planned() -> PackPlan:
             num_making = ranks.world_size if ranks.shares_disk else session.local_world_size
             return runs[0].begin(encoders.model, _facts(config, target, encoders), held, num_making=num_making)
 
-        plan = ranks.from_first(planned, encode, lambda value: decode(PackPlan, value))
+        plan = ranks.from_first(planned, PackPlan)
         own_disk = None  # of a rank on another machine
         if not ranks.is_first and not ranks.shares_disk:
             own_disk = held.enter_context(closing(plan.parts(config)))
@@ -208,9 +207,7 @@ def run_slice(
                 raise
             meanwhile.finish()
         packed = PackedSlice(account=account, sealed=mine.sealed, sent=[])
-        found = ranks.gather(
-            packed, encode, lambda value: decode(PackedSlice, value), is_last=is_last, meanwhile=meanwhile.publish_due
-        )
+        found = ranks.gather(packed, is_last=is_last, meanwhile=meanwhile.publish_due)
         if found is None:
             return None
         meanwhile.take()

@@ -33,7 +33,6 @@ from bucketline.ingest.summary import by_reason, check_identity, joined_summarie
 from bucketline.store import StoreWriter
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.sync.place import sender_to
-from bucketline.typed_json import Json, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.pack import PackSession
     from bucketline.ingest.summary import RunSummary
     from bucketline.store import Manifest
+    from bucketline.typed_json import Json
 
 PART_ENTRIES = 1000
 """Entries that are sent to a rank at a time."""
@@ -84,7 +84,7 @@ class _Import:
         if not ranks.shares_disk:
             raise UsageError("ranks on several machines import through one folder: give --work on a disk that they share")
         with ExitStack() as held:
-            plan = ranks.from_first(lambda: self._plan(held), encode, lambda value: decode(ImportPlan, value))
+            plan = ranks.from_first(lambda: self._plan(held), ImportPlan)
             planned = self._planned
             vae = named_vae(self._model, config.vae, config.dtype, plan.latents) if planned is None else planned.vae
             threads = config.threads or min(4, share_of_cores(self._session.local_world_size))
@@ -141,7 +141,7 @@ class _Import:
         )
         if planned is not None:
             writing.enter_context(writer)
-        rows = ranks.from_first(lambda: self._begin(plan, writer), encode, lambda value: decode(PackPlan, value))
+        rows = ranks.from_first(lambda: self._begin(plan, writer), PackPlan)
         name = rows.name_of(f"r{ranks.rank:04d}")
         sender = sender_to(target, rows.manifest, name, is_first=ranks.is_first)
         return captions, SentPart(target.path, writer._form, f"{name}-{{:04d}}", shard_bytes, sender, ranks.check)

@@ -74,8 +74,8 @@ def take_apart(listing: Listing, world_size: int) -> tuple[Outline, list[ItemPar
     """Return a listing's outline and each rank's items. Empties `listing.items` in the process, to free memory."""
     items = listing.items
     digests, num_captions, caption_chars, without_caption = bytearray(), array("i"), array("i"), bytearray()
-    slices: dict[int, ItemParts] = {rank: ItemParts() for rank in range(world_size)}
-    waiting: dict[int, list[SourceItem]] = {rank: [] for rank in range(world_size)}
+    slices = [ItemParts() for _ in range(world_size)]
+    waiting: list[list[SourceItem]] = [[] for _ in range(world_size)]
     items.reverse()  # popped from the end one by one
     while items:
         item = items.pop()
@@ -86,14 +86,14 @@ def take_apart(listing: Listing, world_size: int) -> tuple[Outline, list[ItemPar
             without_caption += as_line(item.id)
         caption_chars.extend(map(len, item.captions))
         rank = rank_of(digest, world_size)
-        own = waiting.setdefault(rank, [])
+        own = waiting[rank]
         own.append(item)
         if len(own) == _PART_ITEMS:
-            slices.setdefault(rank, ItemParts()).append(pack_items(own), len(own))
+            slices[rank].append(pack_items(own), len(own))
             own.clear()
-    for rank, own in waiting.items():
+    for rank, own in enumerate(waiting):
         if own:
-            slices.setdefault(rank, ItemParts()).append(pack_items(own), len(own))
+            slices[rank].append(pack_items(own), len(own))
     outline = Outline(
         keys=np.frombuffer(bytes(digests), dtype=KEY),
         num_captions=np.array(num_captions, dtype=np.int32),
@@ -105,7 +105,7 @@ def take_apart(listing: Listing, world_size: int) -> tuple[Outline, list[ItemPar
         notes=listing.notes,
         without_caption=bytes(without_caption),
     )
-    return outline, [slices[rank] for rank in range(world_size)]
+    return outline, slices
 
 
 def pack_items(items: Sequence[SourceItem]) -> bytes:

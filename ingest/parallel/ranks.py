@@ -119,8 +119,8 @@ class PackRanks:
             if self.is_first:
                 self._exchange.remove(is_all=len(self._ended) == self.world_size - 1)
 
-    def from_first(self, make: Callable[[], T], as_json: Callable[[T], Json], from_json: Callable[[Json], T]) -> T:
-        """Return the value that `make` returns on rank 0, sent to all ranks as JSON; an error of `make` ends all ranks.
+    def from_first(self, make: Callable[[], T], kind: type[T]) -> T:
+        """Return the value, of a `kind`, that `make` returns on rank 0, sent to all as JSON; an error of `make` ends all ranks.
 
         Raises:
             BucketlineError: on rank 0, what `make` raised.
@@ -132,9 +132,9 @@ class PackRanks:
         if self.is_first:
             self._look()
             value = make()
-            self._exchange.say(self._next(0), _as_bytes(as_json(value)))
+            self._exchange.say(self._next(0), _as_bytes(encode(value)))
             return value
-        return from_json(json.loads(self._of_first(self._next(0))))
+        return decode(kind, json.loads(self._of_first(self._next(0))))
 
     def deal(self, make: Callable[[], list[list[bytes]]]) -> list[bytes]:
         """Return this rank's parts of what `make` returns on rank 0: lines without their ends. Rank 0 empties the other lists.
@@ -152,7 +152,7 @@ class PackRanks:
             own.append(parts[0])
             return [0, *(self._deal_to(rank, parts[rank], turn) for rank in range(1, self.world_size))]
 
-        numbers = self.from_first(dealt, encode, lambda value: cast("list[int]", value))
+        numbers = self.from_first(dealt, list[int])
         if own:
             return own[0]
         names = [f"0-{turn:04d}-{self.rank}-{number:04d}" for number in range(numbers[self.rank])]
@@ -161,8 +161,6 @@ class PackRanks:
     def gather(
         self,
         value: T,
-        as_json: Callable[[T], Json],
-        from_json: Callable[[Json], T],
         *,
         is_last: bool = True,
         meanwhile: Callable[[], None] = lambda: None,
@@ -179,10 +177,10 @@ class PackRanks:
         found: list[T] | None = None
         if self.is_first:
             names = [self._next(rank, turn=self._turn) for rank in range(1, self.world_size)]
-            found = [value, *(from_json(json.loads(data)) for data in self._of_others(names, meanwhile))]
+            found = [value, *(decode(type(value), json.loads(data)) for data in self._of_others(names, meanwhile))]
         else:
-            self._exchange.say(self._next(self.rank, turn=self._turn), _as_bytes(as_json(value)))
-        self.from_first(lambda: None, lambda _: None, lambda _: None)  # nobody ends before all are known
+            self._exchange.say(self._next(self.rank, turn=self._turn), _as_bytes(encode(value)))
+        self.from_first(bool, bool)  # nobody ends before all are known
         self._is_over = is_last
         return found
 

@@ -20,11 +20,11 @@ from bucketline.ingest.pipeline.image_reader import ImageReader, ReadImage, reco
 from bucketline.ingest.pipeline.kept_captions import KeptCaptions
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.pipeline.packed_index import PackedIndex
+from bucketline.ingest.pipeline.read_ahead import read_ahead
 from bucketline.ingest.pipeline.row_writer import EncodedBatch, EncodedRow, RowWriter
 from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE
 from bucketline.ingest.pipeline.unchanged import ChangedItems
 from bucketline.ingest.rules import Check
-from bucketline.ingest.sources.read_ahead import read_ahead
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest
@@ -293,6 +293,7 @@ class SlicePacker:
                 self._reject(image.item, error)
                 continue
             self._take(batch, image, latents, digests)
+        self._shard.num_rows += len(batch.rows)
         self._shard.num_bytes += len(batch.rows) * batch.spec.row_bytes
         return batch
 
@@ -353,6 +354,7 @@ class ShardFill:
     def __init__(self) -> None:
         self.captions = {caption_digest("")}
         self.cuts: dict[bytes, tuple[Cut, ...]] = {}  # of those captions that an encoder did not see to their end
+        self.num_rows = 0
         self.num_bytes = 0  # of rows, captions and the text in records
 
     def is_full(self, max_bytes: int) -> bool:

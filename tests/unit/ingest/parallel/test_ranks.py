@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from bucketline.ingest.parallel.exchange import Exchange
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.signals import Interrupts
 from bucketline.store.folder import LocalFolder
+from bucketline.typed_json import Json  # noqa: TC001 - decoded by its annotation
 from tests.building import tree
 from tests.object_storage import in_memory
 
@@ -27,18 +29,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store.folder import Folder
-    from bucketline.typed_json import Json
 
-SAID: Json = {"a": ["\udcff", 1 << 70]}
+
+@dataclass
+class Said:
+    a: Json
+
+
+SAID = Said(["\udcff", 1 << 70])
 Places = list[tuple["Folder", "Path"]]
-
-
-def as_it_is(value: Json) -> Json:
-    return value
-
-
-def number(value: Json) -> int:
-    return int(str(value))
 
 
 @pytest.fixture(autouse=True)
@@ -88,13 +87,13 @@ def test_values_and_parts_go_from_rank_0_to_all_and_values_come_back_and_nothing
     parts = [b"P1", b"", b"3", b"long" * 100]
 
     def work(ranks: PackRanks) -> object:
-        said = ranks.from_first(lambda: SAID, as_it_is, as_it_is)
+        said = ranks.from_first(lambda: SAID, Said)
         own = ranks.deal(lambda: [[b"0"], list(parts), []])
         ranks.check()
-        first = ranks.gather(ranks.rank, as_it_is, lambda value: 10 * number(value), is_last=False)
+        first = ranks.gather(10 * ranks.rank, is_last=False)
         if not ranks.is_first:
             ranks.note(ranks.rank)
-        second = ranks.gather(ranks.rank, as_it_is, number)
+        second = ranks.gather(ranks.rank)
         return said, own, first, second, sorted(ranks.notes())  # of several ranks, in the order in which they were seen
 
     at = places(tmp_path, kind, 3)
@@ -107,7 +106,7 @@ def test_values_and_parts_go_from_rank_0_to_all_and_values_come_back_and_nothing
 
 def test_ranks_know_whether_they_share_a_disk(tmp_path: Path) -> None:
     for kind, shared in (("disk", True), ("bucket and disk", True), ("bucket", False)):
-        gave = in_ranks(places(tmp_path, kind), *[lambda ranks: ranks.gather(ranks.shares_disk, bool, bool)] * 2)
+        gave = in_ranks(places(tmp_path, kind), *[lambda ranks: ranks.gather(ranks.shares_disk)] * 2)
         assert gave[0] == [shared, shared]
 
 
@@ -123,7 +122,7 @@ def test_what_a_killed_run_has_left_misleads_no_rank_and_is_removed_from_a_disk(
 
     def be(rank: int) -> None:
         with PackRanks(rank=rank, world_size=2, interrupts=Interrupts(), exchange=Exchange(*at[rank], rank, 2)) as ranks:
-            gave.append(ranks.gather(SAID, as_it_is, as_it_is))
+            gave.append(ranks.gather(SAID))
 
     late = threading.Timer(0.2, be, (0,))  # rank 1 has read what was left
     late.start()
@@ -202,7 +201,7 @@ def test_a_rank_that_is_silent_is_named_and_in_the_end_given_up(
 
     def first(ranks: PackRanks) -> object:
         try:
-            return ranks.gather(0, as_it_is, number)
+            return ranks.gather(0)
         finally:
             over.set()
 
@@ -233,9 +232,9 @@ def test_a_rank_at_work_is_waited_for_however_long_it_takes(
             sleep(0.01)
             if work == "packing":
                 ranks.check()
-        return ranks.gather(1, as_it_is, number)
+        return ranks.gather(1)
 
-    gave = in_ranks(places(tmp_path, "disk"), lambda ranks: ranks.gather(0, as_it_is, number), at_work)
+    gave = in_ranks(places(tmp_path, "disk"), lambda ranks: ranks.gather(0), at_work)
     assert gave == [[0, 1], None]
     assert "silent" not in capfd.readouterr().err
 

@@ -187,7 +187,7 @@ def test_shards_are_closed_at_their_size_and_a_run_may_make_many(
 ) -> None:
     from bucketline.ingest.pipeline.slice_packer import ShardFill
 
-    monkeypatch.setattr(ShardFill, "is_full", lambda self, _: self.num_bytes > 0)
+    monkeypatch.setattr(ShardFill, "is_full", lambda self, _: self.num_rows > 0)
     assert pack(source, tmp_path / "s", model, "--batch-size", 2).json["packed"] == 14
     store = Store.open(tmp_path / "s")
     assert len(store.shards) > 4

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from bucketline.errors import BucketlineError
 from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.sources.objects.source import ObjectSource
 from bucketline.ingest.sources.tar.tar_source import TarSource
 
@@ -47,29 +46,20 @@ def read_ahead(source: Source, items: Iterable[SourceItem], will_read: Callable[
     if remote is None:
         yield from items
         return
-    waiting: deque[tuple[SourceItem, Future[SourceItem] | None, int]] = deque()
-    num_bytes = 0
-    with ThreadPoolExecutor(REQUESTS, thread_name_prefix="bucketline-read") as pool:
-        for item in items:
-            wants = item.held is None and will_read(item)
-            size = (remote.known_bytes(item) or _GUESSED_BYTES) if wants else 0
-            while waiting and (len(waiting) >= 2 * REQUESTS or num_bytes + size > MOST_BYTES):
-                num_bytes -= waiting[0][2]
-                yield _taken(*waiting.popleft()[:2])
-            waiting.append((item, pool.submit(remote.fetched, item) if wants else None, size))
-            num_bytes += size
-        while waiting:
-            yield _taken(*waiting.popleft()[:2])
+
+    def fetched(item: SourceItem) -> SourceItem:
+        try:
+            return remote.fetched(item) if item.held is None and will_read(item) else item
+        except (BucketlineError, RejectedError):
+            return item
+
+    room = WorkLimits(num_threads=REQUESTS, items=2 * REQUESTS, num_bytes=MOST_BYTES)
+    with OrderedPool(items, fetched, lambda item: remote.known_bytes(item) or _GUESSED_BYTES, room) as ahead:
+        for _, future in ahead.results(lambda: None):
+            yield future.result()
 
 
 def _as_remote(source: Source) -> ReadAheadSource | None:
     if isinstance(source, ObjectSource) or (isinstance(source, TarSource) and source.is_remote):
         return source
     return None
-
-
-def _taken(item: SourceItem, future: Future[SourceItem] | None) -> SourceItem:
-    try:
-        return item if future is None else future.result()
-    except (BucketlineError, RejectedError):
-        return item
