@@ -29,7 +29,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "prometheus": ("network/metrics.py",),
     },
     "train": {
-        "images": ("evaluation/drawing.py", "evaluation/fonts.py", "evaluation/image_grid.py", "evaluation/pipeline.py"),
+        "images": ("images",),
         "export": (
             "commands/export_model.py",
             "outputs/export.py",

@@ -224,7 +224,7 @@ class WatchingOptions:
     """Classifier-free guidance of the images, away from the prediction for the empty caption, or a guidance-distilled model's
     guidance input; 1: none; None: as the model's pipeline."""
     images_every: int | None = None
-    """Optimizer steps between image grids in images/; None: only at the end."""
+    """Optimizer steps between images in images/; None: only at the end."""
     track_with: tuple[str, ...] = ()
     """Accelerate tracker that also receives the lines of metrics.jsonl, such as tensorboard or wandb; may be repeated."""
 

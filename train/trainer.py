@@ -19,8 +19,6 @@ from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER, LOSS_CURVE
 from bucketline.loader.history import StoreId
 from bucketline.train import data
 from bucketline.train.compile import mark
-from bucketline.train.evaluation.prompts import load_prompts
-from bucketline.train.evaluation.validation import validate
 from bucketline.train.outputs import checkpoint, run_dir
 from bucketline.train.outputs.checkpoint import Start, expect_finite_weights, folder_of_step
 from bucketline.train.outputs.metrics import WindowRecorder, cut_back
@@ -31,6 +29,7 @@ from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, fro
 from bucketline.train.refusals import refuse_stores
 from bucketline.train.setup import build, count_work, refuse_model, resolved, scale_of, start_processes, warn_of_assumptions
 from bucketline.train.step import train_step
+from bucketline.train.validation import validate
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -40,9 +39,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.evaluation.validation import ValidationResult
+    from bucketline.train.images.prompts import StoredPrompt
     from bucketline.train.outputs.hub import HubUploads
     from bucketline.train.parallel import Agreed
+    from bucketline.train.validation import ValidationResult
     from bucketline.typed_json import Json
 
 COLLECT_EVERY_STEPS = 5000
@@ -142,7 +142,11 @@ class Trainer:
             self.loader.load_state_dict(start.state.loader)
             window = start.state.window  # its buckets are those of this plan
         self.training, self.schedule, self._weights = build(config, ranks, start, self.loader)
-        self._prompts = load_prompts(config, self.loader.shares, self.training.family)
+        self._prompts: tuple[StoredPrompt, ...] = ()
+        if config.num_images:
+            from bucketline.train.images.prompts import load_prompts
+
+            self._prompts = load_prompts(config, self.loader.shares, self.training.family)
         warn_of_assumptions(start, self.training, self.loader)
         self._follower = data.Follower(config, ranks, self.loader)
         self.loader.start()  # to read ahead while the rest compiles
@@ -221,8 +225,10 @@ class Trainer:
             self._to_save.add(Output.EXPORT)
         if is_saving := bool(self._to_save):
             self._save()
-        if is_drawing := _due(self.config.images_every, self.steps_done) and self.steps_done < self.config.max_steps:
-            self._draw(self.config.output_dir / IMAGES_FOLDER / f"{folder_of_step(self.steps_done)}.png")
+        is_due, is_first = _due(self.config.images_every, self.steps_done), self.steps_done == self._steps_before + 1
+        if is_drawing := (is_due or is_first) and self.steps_done < self.config.max_steps:
+            sheet = self.config.output_dir / IMAGES_FOLDER / f"{folder_of_step(self.steps_done)}.png"
+            self._draw(sheet if is_due else None)  # with all that a step leaves in memory: the first one tells what lacks
         if is_pause := is_validating or is_saving or is_drawing or _due(COLLECT_EVERY_STEPS, self.steps_done):
             gc.collect()
         return is_pause or has_taken_up
@@ -302,12 +308,14 @@ class Trainer:
         if line is not None and self._log is not None:
             self._log.write(line, self.steps_done)
 
-    def _draw(self, path: Path) -> bool:
-        """Draw an image grid on rank 0 (a sharded model needs every rank); return whether it was written."""
-        from bucketline.train.evaluation.drawing import draw_images
+    def _draw(self, sheet: Path | None) -> bool:
+        """Draw images on rank 0 (a sharded model needs every rank), without a `sheet` only try; return whether any are new."""
+        if self.config.num_images == 0:
+            return False
+        from bucketline.train.images.drawing import draw_images
 
         of, done, keeps = (self.training, self.schedule, self.loader.shares, self._prompts), self.steps_done, self.ranks.is_main
-        draw = functools.partial(draw_images, *of, path, steps_done=done, keeps=keeps)
+        draw = functools.partial(draw_images, *of, sheet, steps_done=done, keeps=keeps)
         return draw() if isinstance(self.training.model, FSDPModule) else from_rank_zero(self.ranks, draw)
 
     def _finish(self, stopped_by: str | None) -> TrainSummary:

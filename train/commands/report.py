@@ -19,7 +19,7 @@ class TrainReport:
     """Write one HTML page about a run, or about several next to each other.
 
     It has the training and validation loss, validation by timestep, throughput, data wait, step times, memory, learning rate,
-    buckets, the grids of images along the run with a slider, the configuration, and what differs between the runs. The page
+    buckets, the images along the run with a slider, the configuration, and what differs between the runs. The page
     says at its top what is wrong, and needs no network. A run may still be in progress.
 
     Example: bucketline train report runs/a runs/b -o runs.html

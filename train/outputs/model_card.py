@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from bucketline.loader import WeightedStore
-    from bucketline.train.evaluation.validation import ValidationResult
     from bucketline.train.outputs.weights import Weights
     from bucketline.train.step import Training
+    from bucketline.train.validation import ValidationResult
 
 
 def model_card(

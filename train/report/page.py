@@ -11,9 +11,9 @@ from bucketline.pages.page import Finding, document, percent
 from bucketline.train.report.read_run import by_timestep, flat, frames_of, run_differences, spread, texts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from bucketline.train.report.read_run import Frame, ReportedRun, Series
+    from bucketline.train.report.read_run import ReportedRun, Series
 
 MUCH_WAITED = 0.05  # share of the time that steps waited for data
 SLOW_STEPS = 3.0  # the 99th percentile over the median
@@ -38,7 +38,7 @@ def page_of(runs: Sequence[ReportedRun]) -> tuple[bytes, list[Finding]]:
     names = ", ".join(run.name for run in runs)
     summaries = [_summary(run) for run in runs]
     drawn = [(run, frames_of(run)) for run in runs]
-    steps = sorted({frame.step for _, frames in drawn for frame in frames})
+    steps = sorted({step for _, frames in drawn for step in frames})
     data = document(
         "train/report/runs.html",
         title=runs[0].name if is_one else f"{len(runs)} runs",
@@ -54,7 +54,7 @@ def page_of(runs: Sequence[ReportedRun]) -> tuple[bytes, list[Finding]]:
         by_timestep=_by_timestep(runs),
         speed=_charts(runs, SPEED),
         steps=steps,
-        images=[(run, *_places(frames, steps), _texts(run)) for run, frames in drawn],
+        images=[(run, frames, _places(frames, steps), _texts(run)) for run, frames in drawn],
         differences=[(name, *values) for name, values in run_differences(runs)] if not is_one else [],
         flat=flat,
     )
@@ -145,30 +145,25 @@ def _by_timestep(runs: Sequence[ReportedRun]) -> dict[str, str]:
     return {name: lines(drawn, "loss by timestep", "timestep") for name, drawn in found.items()}
 
 
-def _places(frames: Sequence[Frame], steps: Sequence[int]) -> tuple[list[tuple[Frame, str]], str]:
-    """Return a run's grids, each with the places of the slider at which it is the newest one, and the places before the first.
-
-    A run shows its newest grid up to the chosen step.
-    """
-    newest = [max((frame.step for frame in frames if frame.step <= step), default=None) for step in steps]
-
-    def places(step: int | None) -> str:
-        return " ".join(str(at) for at, own in enumerate(newest) if own == step)
-
-    return [(frame, places(frame.step)) for frame in frames], places(None)
+def _places(frames: Iterable[int], steps: Sequence[int]) -> dict[int | None, str]:
+    """Return the places of the slider at which a run's sheet of each step is the newest one; None: before the first."""
+    newest = [max((step for step in frames if step <= chosen), default=None) for chosen in steps]
+    return {step: " ".join(str(at) for at, own in enumerate(newest) if own == step) for step in (None, *frames)}
 
 
 def _texts(run: ReportedRun) -> tuple[Sequence[str], Sequence[tuple[object, ...]]] | None:
-    """Return the head and rows of a table with the texts of a run's newest grid in full: the grid itself cuts them."""
+    """Return the head and rows of a table with the texts of a run's newest sheet, in the order of its images."""
     found = texts_of(run)
     if not any("seed" in one for one in found):
-        return (("sample", "caption"), [(one.get("id", ""), one.get("caption", "")) for one in found]) if found else None
+        captions = [(n, one.get("id", ""), one.get("caption", "")) for n, one in enumerate(found, 1)]
+        return (("", "sample", "caption"), captions) if found else None
     prompts = [
         (
+            n,
             *(one.get(name, "") for name in ("caption", "negative_prompt", "seed")),
             f"{one.get('height_px')}x{one.get('width_px')}",
             "as the run" if one.get("guidance") is None else one["guidance"],
         )
-        for one in found
+        for n, one in enumerate(found, 1)
     ]
-    return ("prompt", "negative prompt", "seed", "size, px", "guidance"), prompts
+    return ("", "prompt", "negative prompt", "seed", "size, px", "guidance"), prompts

@@ -1,4 +1,4 @@
-"""Read what a training run has left in its folder: configuration, status, metrics and image grids."""
+"""Read what a training run has left in its folder: configuration, status, metrics and contact sheets."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MAX_BYTES = 1 << 30  # of a metrics file
-MAX_FRAMES = 12  # grids of a run that a page shows
-MAX_TEXTS = 1000  # captions or prompts of a grid
-FRAME_PX = 1000  # width of a grid on the page
+MAX_FRAMES = 12  # contact sheets of a run that a page shows
+MAX_TEXTS = 1000  # captions or prompts of a sheet
+FRAME_PX = 1000  # longest side of a sheet on the page
 _STEP = re.compile(r"step-(\d+)\.png")
 
 T = TypeVar("T")
@@ -61,9 +61,8 @@ class ReportedRun:
         return [line for line in self.lines if "val_loss" in line]
 
     def series(self, field: str) -> Series:
-        """Return a value by the steps done, of the lines that have it as a finite number."""
-        # A window's line has its last step, counted from 0; a validation's has the steps done.
-        return _series((line["step"] + (0 if "val_loss" in line else 1), line.get(field)) for line in self.lines)
+        """Return a value by the steps done."""
+        return series_of(self.lines, field)
 
     @property
     def buckets(self) -> Counter[str]:
@@ -73,6 +72,12 @@ class ReportedRun:
             found = line.get("buckets")
             total.update({name: count for name, count in found.items() if _is_number(count)} if isinstance(found, dict) else ())
         return total
+
+
+def series_of(lines: Iterable[Mapping[str, Any]], field: str) -> Series:
+    """Return a value by the steps done, of the lines of metrics that have it as a finite number."""
+    # A window's line has its last step, counted from 0; a validation's has the steps done.
+    return _series((line["step"] + (0 if "val_loss" in line else 1), line.get(field)) for line in lines)
 
 
 def by_timestep(line: Mapping[str, Any]) -> Series:
@@ -148,35 +153,24 @@ def spread(values: Sequence[T], most: int) -> list[T]:
     return [values[round(n * (len(values) - 1) / (most - 1))] for n in range(most)]
 
 
-def frames_of(run: ReportedRun) -> list[Frame]:
-    """Return the image grids of a run by step, at most MAX_FRAMES of them, the first and the last included."""
+def frames_of(run: ReportedRun) -> dict[int, bytes]:
+    """Return the contact sheets of a run by step, as JPEGs, at most MAX_FRAMES of them, the first and the last included."""
     found = {int(match[1]): path for path in (run.path / IMAGES_FOLDER).glob("*.png") if (match := _STEP.fullmatch(path.name))}
     if (last := run.path / IMAGES).is_file():
         done = run.status.get("step")
         found[int(done) if isinstance(done, int) else 1 + max(found, default=0)] = last
-    return [Frame(step=step, image=small_jpeg(found[step])) for step in spread(sorted(found), MAX_FRAMES)]
+    return {step: _frame(found[step]) for step in spread(sorted(found), MAX_FRAMES)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """A grid of images that a run drew."""
+def _frame(path: Path) -> bytes:
+    from PIL import Image
 
-    step: int
-    image: bytes  # JPEG
-
-
-def small_jpeg(path: Path) -> bytes:
-    """Return an image file as a JPEG of at most FRAME_PX in width."""
-    from PIL import Image  # matplotlib, which drew it, needs Pillow too
-
-    with Image.open(path) as opened:
-        image = opened.convert("RGB")
-        image.thumbnail((FRAME_PX, image.height), Image.Resampling.LANCZOS, reducing_gap=None)
-        return jpeg(image)
+    with Image.open(path) as image:
+        return jpeg(image.convert("RGB"), FRAME_PX)
 
 
 def texts_of(run: ReportedRun) -> list[dict[str, Any]]:
-    """Return the captions, or the prompts with seed, size and guidance, of a run's newest grid, as the run wrote them."""
+    """Return the captions, or the prompts with seed, size and guidance, of a run's newest sheet, as the run wrote them."""
     along = sorted((run.path / IMAGES_FOLDER).glob("step-*.json"), reverse=True)
     last = (run.path / IMAGES).with_suffix(".json")
     entries: list[Any] = next((_read(path, []) for path in (last, *along) if path.is_file()), [])

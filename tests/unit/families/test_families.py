@@ -20,8 +20,8 @@ from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.train.config import TrainConfig
 from bucketline.train.ema import Average
-from bucketline.train.evaluation.pipeline import draw_latents
-from bucketline.train.evaluation.prompts import DrawingBatch
+from bucketline.train.images.pipeline import draw_latents
+from bucketline.train.images.prompts import DrawingBatch
 from bucketline.train.models.load import load
 from bucketline.train.noise import LatentScale, NoiseSchedule, Prep, load_schedule, squared_error
 from bucketline.train.step import Training

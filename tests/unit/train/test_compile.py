@@ -21,13 +21,13 @@ from bucketline.train import data, setup
 from bucketline.train.compile import compile_blocks, count_flops, example_batches, flops_of_buckets, graphs_compiled, warm_up
 from bucketline.train.config import Compile
 from bucketline.train.ema import Average
-from bucketline.train.evaluation.pipeline import draw_latents
-from bucketline.train.evaluation.prompts import DrawingBatch
-from bucketline.train.evaluation.validation import validate
+from bucketline.train.images.pipeline import draw_latents
+from bucketline.train.images.prompts import DrawingBatch
 from bucketline.train.noise import Prep, load_schedule, sample_noise
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import loss_of, train_step
 from bucketline.train.trainer import train
+from bucketline.train.validation import validate
 from tests.family_models import tiny_vae
 from tests.unit.train.test_step import make_training
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, make_batch, make_training_store, samples, write_unet

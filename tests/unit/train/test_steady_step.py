@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.train import trainer as run_module
-from bucketline.train.evaluation.validation import validate
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.parallel import StopRequest
 from bucketline.train.step import train_step
 from bucketline.train.trainer import train
+from bucketline.train.validation import validate
 from tests.unit.train.tiny_run import ALONE, config
 
 if TYPE_CHECKING:

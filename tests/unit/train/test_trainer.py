@@ -22,13 +22,13 @@ from bucketline.errors import StateError, TrainError, UsageError
 from bucketline.store.format.mixture_file import MixedStore, write_mixture
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
-from bucketline.train.evaluation import image_grid
-from bucketline.train.evaluation.image_grid import draw_loss_curve
 from bucketline.train.main import main
 from bucketline.train.outputs import progress, run_dir, weights
 from bucketline.train.outputs.checkpoint import read_state
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.parallel import TrainRanks
+from bucketline.train.report import loss_curve
+from bucketline.train.report.loss_curve import draw_loss_curve
 from bucketline.train.trainer import train
 from tests.building import flip_bit, tree
 from tests.unit.train.tiny_run import ALONE, add_to_store, as_arguments, config, losses, make_training_store, samples
@@ -55,7 +55,7 @@ def test_a_run_writes_windows_validations_status_and_a_checkpoint(folder: Path) 
 
 
 def test_a_run_ends_with_a_loss_curve_and_a_grid_of_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_grid, "draw_loss_curve", draw_loss_curve)
+    monkeypatch.setattr(loss_curve, "draw_loss_curve", draw_loss_curve)
     asked = config(folder, num_images=3)
     summary = train(asked, ALONE)
     assert [path.name for path in summary.images] == ["loss.png", "images.png"]
@@ -71,7 +71,7 @@ def test_the_loss_curve_grows_during_a_run(folder: Path, monkeypatch: pytest.Mon
         draw_loss_curve(lines, path)
         assert path.read_bytes().startswith(b"\x89PNG")
 
-    monkeypatch.setattr(image_grid, "draw_loss_curve", draw)
+    monkeypatch.setattr(loss_curve, "draw_loss_curve", draw)
     monkeypatch.setattr(progress, "CURVE_EVERY_S", 1e6)
     train(config(folder, max_steps=3), ALONE)
     assert len(drawn) == 1, "a short run draws it at its end"
@@ -463,7 +463,7 @@ def test_a_budget_of_pixels_gives_smaller_buckets_more_samples_and_windows_count
 
 
 def test_images_are_drawn_at_intervals_and_the_vae_is_gone_after_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bucketline.train.evaluation import drawing
+    from bucketline.train.images import drawing
 
     vaes = []
     real = drawing.drawing_vae
@@ -480,7 +480,7 @@ def test_images_are_drawn_at_intervals_and_the_vae_is_gone_after_each(folder: Pa
     names = sorted(path.name for path in (asked.output_dir / "images").iterdir())
     assert names == ["step-00000002", "step-00000002.json", "step-00000002.png", "step-00000004"]
     assert (asked.output_dir / "images.png").exists()
-    assert [vae() for vae in vaes] == [None, None]
+    assert [vae() for vae in vaes] == [None] * 3  # it was tried after the first step
 
 
 def test_the_model_card_names_data_encoders_and_configuration_and_its_example_loads_the_model(

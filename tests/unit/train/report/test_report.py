@@ -90,10 +90,10 @@ def test_the_prompts_of_a_grid_are_on_the_page_in_full(tmp_path: Path) -> None:
     def page() -> str:
         return re.sub(r"(<[^>]*>\s*)+", "|", page_of([read_reported_run(run)])[0].decode())
 
-    assert f"|{html.escape(long)}|rain|7|768x512|as the run|" in page()
+    assert f"|1|{html.escape(long)}|rain|7|768x512|as the run|" in page()
     grid(run / "images.png", 30)
     (run / "images.json").write_text(json.dumps([{"id": "cats/a.png", "caption": "a cat"}]))
-    assert "|sample|caption|cats/a.png|a cat|" in page()
+    assert "|sample|caption|1|cats/a.png|a cat|" in page()
     (run / "images.json").write_text("[{")
     assert "a cat" not in page()
 
@@ -149,8 +149,8 @@ def test_long_runs_show_a_part_of_their_grids(tmp_path: Path) -> None:
         grid(run / "images" / f"step-{step:08d}.png", step)
     frames = frames_of(read_reported_run(run))
     assert len(frames) == MAX_FRAMES
-    assert (frames[0].step, frames[-1].step) == (1, 39)
-    with Image.open(io.BytesIO(frames[0].image)) as image:
+    assert (min(frames), max(frames)) == (1, 39)
+    with Image.open(io.BytesIO(frames[1])) as image:
         assert image.size == (1000, 25)
 
 
@@ -183,5 +183,5 @@ def test_a_real_run_is_read(folder: Path) -> None:
     assert run.series("val_loss").steps == (0.0, 2.0, 4.0)
     assert len(by_timestep(run.validations[-1]).steps) == 2
     assert sum(run.buckets.values()) == 4
-    assert [frame.step for frame in frames_of(run)] == [2, 4]
+    assert list(frames_of(run)) == [2, 4]
     page_of([run])

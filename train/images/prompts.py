@@ -64,13 +64,13 @@ class DrawingBatch:
 
 
 def load_prompts(config: TrainConfig, shares: Sequence[WeightedStore], family: Family) -> tuple[StoredPrompt, ...]:
-    """Return the prompts that a run draws, of all of its stores, each once; none if it draws stored captions, or nothing.
+    """Return the prompts that a run draws, of all of its stores, each once; none if it draws stored captions.
 
     Raises:
         UsageError: if no store has a set that --image-prompts names, or the model cannot draw a prompt's size.
         StoreError: if a set is damaged or cannot be read, or other encoders made it.
     """
-    if config.num_images == 0 or _CAPTIONS in config.image_prompts:
+    if _CAPTIONS in config.image_prompts:
         return ()
     from bucketline.store.prompts.prompt_sets import DEFAULT, read_set
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from bucketline.loader import Batch
-    from bucketline.train.evaluation.prompts import DrawingBatch
+    from bucketline.train.images.prompts import DrawingBatch
     from bucketline.train.noise import ModelSchedule
     from bucketline.train.step import Training
 

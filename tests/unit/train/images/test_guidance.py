@@ -12,9 +12,9 @@ import torch
 
 from bucketline.families.flux import Flux
 from bucketline.families.registry import FAMILIES
-from bucketline.train.evaluation import drawing
-from bucketline.train.evaluation.pipeline import draw_latents
-from bucketline.train.evaluation.prompts import DrawingBatch
+from bucketline.train.images import drawing
+from bucketline.train.images.pipeline import draw_latents
+from bucketline.train.images.prompts import DrawingBatch
 from bucketline.train.noise import load_schedule, sample_noise
 from bucketline.train.trainer import train
 from tests.family_models import tiny_vae

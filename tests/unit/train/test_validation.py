@@ -10,10 +10,10 @@ import torch
 
 from bucketline.train.config import Objective
 from bucketline.train.ema import Average
-from bucketline.train.evaluation.validation import ValidationResult, spaced_timesteps, validate
 from bucketline.train.models.load import load
 from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
 from bucketline.train.step import Training
+from bucketline.train.validation import ValidationResult, spaced_timesteps, validate
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:

@@ -17,24 +17,24 @@ from bucketline.families.sd3 import Sd3
 from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.loader import WeightedStore
 from bucketline.store import Store
-from bucketline.train.evaluation import drawing, image_grid
-from bucketline.train.evaluation.pipeline import draw_latents
-from bucketline.train.evaluation.prompts import load_prompts, prompt_batches
+from bucketline.train.images import drawing, image_files
+from bucketline.train.images.pipeline import draw_latents
+from bucketline.train.images.prompts import load_prompts, prompt_batches
 from bucketline.train.models.load import facts_of
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.setup import start_processes
 from bucketline.train.trainer import Trainer, train
 from tests.building import flip_bit
 from tests.commands import call
-from tests.unit.train.test_no_room_for_pictures import no_room
+from tests.unit.train.images.test_no_room import no_room
 from tests.unit.train.tiny_run import ALONE, PROMPTS, UNET, config, facts, losses, write_prompts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.evaluation.image_grid import DrawnSample
-    from bucketline.train.evaluation.prompts import StoredPrompt
+    from bucketline.train.images.image_files import DrawnSample
+    from bucketline.train.images.prompts import StoredPrompt
     from tests.unit.train.packed_families import Packed
 
 CPU = torch.device("cpu")
@@ -56,13 +56,13 @@ def test_grids_of_a_run_have_the_same_noise_and_leave_training_as_it_is(
     prompted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grids: dict[str, list[DrawnSample]] = {}
-    draw = image_grid.draw_grid
+    write = image_files.write_images
 
-    def noting(samples: list[DrawnSample], path: Path, *, title: str) -> None:
-        grids[path.name] = samples
-        draw(samples, path, title=title)
+    def noting(samples: list[DrawnSample], sheet: Path, folder: Path) -> None:
+        grids[sheet.name] = samples
+        write(samples, sheet, folder)
 
-    monkeypatch.setattr(drawing, "draw_grid", noting)
+    monkeypatch.setattr(drawing, "write_images", noting)
     still = config(prompted, max_steps=2, learning_rate=0.0, num_images=1, images_every=1)
     train(still, ALONE)
     assert list(grids) == ["step-00000001.png", "images.png"]
@@ -125,8 +125,7 @@ def test_the_sets_of_all_stores_are_drawn_each_prompt_once_and_those_that_are_na
     both = dataclasses.replace(asked, store=(*asked.store, other))
     assert [one.prompt.prompt for one in loaded(both)] == ["a red barn", "snow", "a red barn", "two boats"]
     assert [one.id for one in loaded(dataclasses.replace(both, image_prompts=("few",)))] == ["few/1"]
-    for nothing in ({"num_images": 0}, {"image_prompts": ("captions",)}):
-        assert loaded(dataclasses.replace(both, **nothing)) == ()
+    assert loaded(dataclasses.replace(both, image_prompts=("captions",))) == ()
     with pytest.raises(UsageError, match=r"--image-prompts none: .*tiny\.store, .*other\.store has no such set of prompts"):
         loaded(dataclasses.replace(both, image_prompts=("none",)))
     flip_bit(other / "prompts" / "default.safetensors", 8 * 700)

@@ -8,26 +8,28 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
-from bucketline.command_line import counted
+from bucketline.allocator import is_out_of_memory
+from bucketline.errors import TrainError
 from bucketline.families import vaes
 from bucketline.files.run_marker import IMAGES_FOLDER
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import captions_of
 from bucketline.loader.mixture import once_each
-from bucketline.train.evaluation.image_grid import PER_ROW, DrawnSample, draw_grid, write_each
-from bucketline.train.evaluation.joint_pass import NoRoom, attempt, attempt_jointly
-from bucketline.train.evaluation.pipeline import draw_latents, guidance_of
-from bucketline.train.evaluation.prompts import DrawingBatch, prompt_batches
+from bucketline.train.images.image_files import PER_ROW, DrawnSample, write_images
+from bucketline.train.images.pipeline import draw_latents, guidance_of
+from bucketline.train.images.prompts import DrawingBatch, prompt_batches
 from bucketline.train.models.encoder_check import UNREADABLE, VAE_FOLDER, read_vae
 from bucketline.train.models.load import locate
 from bucketline.train.noise import sample_noise
+from bucketline.train.outputs.checkpoint import folder_of_step, way_on
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -37,11 +39,17 @@ if TYPE_CHECKING:
     from bucketline.loader import WeightedStore
     from bucketline.store import Store
     from bucketline.train.config import TrainConfig
-    from bucketline.train.evaluation.prompts import StoredPrompt
+    from bucketline.train.images.prompts import StoredPrompt
     from bucketline.train.noise import ModelSchedule
     from bucketline.train.step import Training
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class NoRoom(Exception):  # noqa: N818 - a result: nothing is wrong with the run
+    """Device memory has ended, in the words of torch or of a library of CUDA."""
 
 
 def draw_images(
@@ -49,51 +57,76 @@ def draw_images(
     schedule: ModelSchedule,
     shares: Sequence[WeightedStore],
     prompts: Sequence[StoredPrompt],
-    path: Path,
+    sheet: Path | None,
     *,
     steps_done: int,
     keeps: bool,
 ) -> bool:
-    """Generate images with the averaged weights, write a grid and a file of each; return whether there were any.
+    """Generate images with the averaged weights, write a contact sheet and a file of each; return whether there were any.
 
     They are of the prompts, or without any `--num-images` of stored captions, held-out ones if there are any. There are none,
-    with a warning, without a VAE or enough memory. With sharding every rank must call this, and only one `keeps` the images.
+    with a warning, without a VAE or enough memory. `sheet` None: only try, in one step of the sampler, whether there will be.
+    With sharding every rank must call this, and only one `keeps` the images.
+
+    Raises:
+        TrainError: if a rank of a sharded model has not enough memory: the others wait for it within the model.
     """
+    if sheet is None:
+        training = replace(training, config=replace(training.config, image_steps=1))
     config = training.config
-    if config.num_images == 0:
+    if (vae := drawing_vae(config, shares[0].store)) is None:
         return False
-    kind, batches = "prompts", _prompt_batches(training, prompts)
-    if not prompts:
-        has_val = any(share.store.buckets("val") for share in shares)
-        kind = "held-out samples, never trained on" if has_val else "training samples"
-        batches = _caption_batches(training, shares, "val" if has_val else "train")
-    drawn = _drawn(training, schedule, shares[0].store, batches, keeps=keeps)
+    batches = _prompt_batches(training, prompts) if prompts else _caption_batches(training, shares)
+    drawn = _drawn(training, schedule, vae, batches, keeps=keeps)
     torch.cuda.empty_cache()  # for the next step
-    if not drawn:
+    if isinstance(drawn, NoRoom):
+        log.warning("no images: not enough device memory in addition to training (%.200s); training is not affected", drawn)
+        return False
+    if not drawn or sheet is None:
         return False
     order = {prompt.id: number for number, prompt in enumerate(prompts)}
     drawn = sorted(drawn, key=lambda one: order[str(one.entry["id"])]) if prompts else drawn[: config.num_images]
-    path.parent.mkdir(exist_ok=True)
-    draw_grid(drawn, path, title=f"After {counted(steps_done, 'step')}: {kind}")
-    write_each(drawn, config.output_dir / IMAGES_FOLDER / f"step-{steps_done:08d}")
+    write_images(drawn, sheet, config.output_dir / IMAGES_FOLDER / folder_of_step(steps_done))
     return True
 
 
 def _drawn(
-    training: Training, schedule: ModelSchedule, store: Store, batches: Iterable[DrawingBatch], *, keeps: bool
-) -> list[DrawnSample]:
-    """Return the images of all batches; none, with a warning, without a VAE or enough memory."""
-    if (vae := drawing_vae(training.config, store)) is None:
-        return []
-
-    def sample(one: DrawingBatch) -> Tensor:
-        return training.prep.scale.invert(draw_latents(training, schedule, vae, one))
-
-    sampled = attempt_jointly(training.model, lambda: [(batch, sample(batch)) for batch in batches])
+    training: Training, schedule: ModelSchedule, vae: nn.Module, batches: Iterable[DrawingBatch], *, keeps: bool
+) -> list[DrawnSample] | NoRoom:
+    """Return the images of all batches, if memory is short decoded in tiles, whose edges may be visible."""
+    invert, device = training.prep.scale.invert, next(training.model.parameters()).device
+    sampled = _attempt(lambda: [(one, invert(draw_latents(training, schedule, vae, one))) for one in batches])
     if isinstance(sampled, NoRoom):
-        _say_no_room("the model's pass", sampled)
+        if isinstance(training.model, FSDPModule):
+            raise TrainError(
+                f"not enough device memory for images in addition to training ({sampled!s:.200}), and no rank can leave a "
+                f"sharded model by itself; {way_on(training.config.output_dir)}, with --num-images 0"
+            )
+        return sampled
+    if not keeps:
         return []
-    return _decode_all(vae, sampled) if keeps else []
+
+    def decode() -> list[DrawnSample]:
+        vae.to(device)
+        return [image for one, latents in sampled for image in _decode_batch(vae, one, latents)]
+
+    drawn = _attempt(decode)
+    if isinstance(drawn, NoRoom) and hasattr(vae, "enable_tiling"):
+        vae.enable_tiling()  # type: ignore[operator]
+        drawn = _attempt(decode)
+    return drawn
+
+
+def _attempt(make: Callable[[], T]) -> T | NoRoom:
+    """Return what `make` returns, or that memory has ended: then it has left no tensor."""
+    try:
+        return make()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        found = NoRoom(str(error))  # the traceback of the error itself would keep the tensors of the failed call alive
+    torch.cuda.empty_cache()
+    return found
 
 
 def _prompt_batches(training: Training, prompts: Sequence[StoredPrompt]) -> Iterator[DrawingBatch]:
@@ -102,8 +135,9 @@ def _prompt_batches(training: Training, prompts: Sequence[StoredPrompt]) -> Iter
     return prompt_batches(prompts, at_most, guidance_of(training), device, training.family)
 
 
-def _caption_batches(training: Training, shares: Sequence[WeightedStore], split: str) -> Iterator[DrawingBatch]:
-    """Yield the first `--num-images` samples of a split, each with one of its captions."""
+def _caption_batches(training: Training, shares: Sequence[WeightedStore]) -> Iterator[DrawingBatch]:
+    """Yield the first `--num-images` samples, held-out ones if there are any, each with one of its captions."""
+    split = "val" if any(share.store.buckets("val") for share in shares) else "train"
     config, guidance, device = training.config, guidance_of(training), next(training.model.parameters()).device
     at_most = training.family.most_drawn or config.num_images
     asked = LoaderConfig(batch_size=at_most, seed=config.seed, split=split, remainder=Remainder.PARTIAL, epochs=1)
@@ -127,29 +161,6 @@ def _caption_batches(training: Training, shares: Sequence[WeightedStore], split:
             num_samples += int((batch.weight > 0).sum())
             if num_samples >= config.num_images:
                 return
-
-
-def _decode_all(vae: nn.Module, sampled: Sequence[tuple[DrawingBatch, Tensor]]) -> list[DrawnSample]:
-    """Decode full images, or tiles with possibly visible edges if memory is short during training."""
-
-    def decode_all() -> list[DrawnSample]:
-        vae.to(sampled[0][1].device)
-        return [drawn for batch, latents in sampled for drawn in _decode_batch(vae, batch, latents)]
-
-    drawn = attempt(decode_all)
-    if isinstance(drawn, NoRoom) and hasattr(vae, "enable_tiling"):
-        vae.enable_tiling()  # type: ignore[operator]
-        drawn = attempt(decode_all)
-    if isinstance(drawn, NoRoom):
-        _say_no_room("the VAE's decoding", drawn)
-        return []
-    return drawn
-
-
-def _say_no_room(what: str, why: NoRoom) -> None:
-    log.warning(
-        "no images: not enough device memory for %s in addition to training (%.200s); training is not affected", what, why
-    )
 
 
 def _decode_batch(vae: nn.Module, one: DrawingBatch, latents: Tensor) -> Iterator[DrawnSample]:

@@ -1,1 +1,0 @@
-"""Evaluation of a run: validation loss and images."""

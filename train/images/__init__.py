@@ -1,0 +1,1 @@
+"""Images that a run draws: of a store's prompts or of stored captions, by the family's pipeline of diffusers."""
