@@ -1,4 +1,4 @@
-"""A training step of each family, and its checkpoints and exports as diffusers opens them: the trainer's model to the bit."""
+"""Checkpoints and exports of each family as diffusers opens them: the trainer's model to the bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.outputs.export import export_model
 from bucketline.train.parallel import StopRequest
 from bucketline.train.setup import start_processes
-from bucketline.train.step import train_step
 from bucketline.train.trainer import Trainer
 from tests.family_models import FORMS, open_pipeline
 from tests.unit.train.tiny_run import ALONE
@@ -29,10 +28,11 @@ if TYPE_CHECKING:
     from bucketline.loader import Batch
     from bucketline.train.trainer import TrainSummary
     from tests.unit.families.packed import Packed
+    from tests.unit.train.packed_families import Packed as PackedFamily
 
 
 @contextlib.contextmanager
-def trainer_of(packed: Packed, output: Path, **changes: Any) -> Iterator[Trainer]:
+def trainer_of(packed: Packed | PackedFamily, output: Path, **changes: Any) -> Iterator[Trainer]:
     """Yield a trainer whose batches have both captions."""
     asked: dict[str, Any] = {"store": (packed.store,), "model": packed.model, "output_dir": output, "batch_size": 2}
     asked |= {"max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-2, "num_images": 0, "ema": Ema.OFF, **changes}
@@ -54,31 +54,6 @@ def predicted(trainer: Trainer, batch: Batch, model: Any) -> torch.Tensor:
     """Return a model's prediction for a batch."""
     noised = trainer.training.prep.for_training(batch)
     return trainer.training.family.predict(model.eval(), noised.noisy, noised.timesteps, noised.conditions(batch))
-
-
-def test_a_step_of_the_trainer_is_that_of_a_plain_loop_over_captions_of_different_lengths(
-    packed: Packed, tmp_path: Path
-) -> None:
-    with trainer_of(packed, tmp_path, clip_norm=0.5, learning_rate=1e-3) as trainer:
-        training = trainer.training
-        plain: Any = type(training.model).from_pretrained(packed.model / packed.family.folder)  # type: ignore[attr-defined]
-        training.family.prepare(plain.train())  # HiDream's experts have no gradient in evaluation
-        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01)
-        batches = trainer.loader.forever()
-        for step in range(2):
-            batch = next(batches)
-            assert len({tuple(row.tolist()) for row in batch.tokens.flatten(1)}) == 2, "both captions"
-            noised = training.prep.for_training(batch)
-            given = training.family.arguments(noised.noisy, noised.timesteps, batch)
-            output = plain(**given, return_dict=False)[0]
-            loss = torch.nn.functional.mse_loss(training.family.answer(output, noised.noisy), noised.target)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-            optimizer.step()
-            found = train_step(training, iter([batch]), step)
-            assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
-            assert float(found.grad_norm) == pytest.approx(float(norm), rel=1e-4)
 
 
 def test_the_model_that_diffusers_opens_has_the_trainers_weights(packed: Packed, tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from bucketline.train.config import Precision, WeightDtype
@@ -21,7 +19,6 @@ from bucketline.train.step import train_step
 from bucketline.train.trainer import Trainer, train
 from tests.family_models import PIPELINES, tiny_dc
 from tests.unit.train.packed_families import FAMILIES, pack_family
-from tests.unit.train.reference_steps import reference_loss
 from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
@@ -123,42 +120,6 @@ def with_adapters(packed: Packed, folder: Path, **options: Any) -> Any:
     return PeftModel.from_pretrained(model, str(folder)).eval()
 
 
-def assert_steps_equal(packed: Packed, parts: Trainer, model: torch.nn.Module) -> None:
-    """Take two steps of the trainer, and of a plain loop with torch's optimizer; hold them against each other."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
-    with parts.loader as loader:
-        batches = loader.forever()
-        for step in range(2):
-            batch = next(batches)
-            found = train_step(parts.training, iter([copy.copy(batch)]), step)
-            loss = reference_loss(packed, model, batch)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
-            optimizer.step()
-            assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
-            assert float(found.grad_norm) == pytest.approx(float(norm), rel=1e-4)
-
-
-def test_a_step_of_adapters_equals_one_of_plain_peft(packed: Packed, tmp_path: Path) -> None:
-    parts = assembled(packed, tmp_path, learning_rate=1e-3, clip_norm=0.5, lora_rank=2, lora_alpha=6.0)
-    plain = packed.model_class.from_pretrained(packed.model / packed.part).eval()
-    targets = list(parts.training.family.lora_targets)
-    model: Any = get_peft_model(plain, LoraConfig(r=2, lora_alpha=6, target_modules=targets))
-    with torch.no_grad():  # begin with the same adapters
-        for name, parameter in parts.training.model.named_parameters():
-            if parameter.requires_grad:
-                plain.get_parameter(name).copy_(parameter)
-    assert_steps_equal(packed, parts, plain)
-    trained, own = ([one for one in each.parameters() if one.requires_grad] for each in (model, parts.training.model))
-    assert len(trained) == len(own)
-    for name, parameter in parts.training.model.named_parameters():
-        if parameter.requires_grad:
-            wanted = plain.get_parameter(name)
-            assert float((parameter - wanted).detach().norm()) <= 1e-4 * float(wanted.detach().norm()) + 1e-5, name
-
-
 def test_the_models_own_weights_stand_still_beside_adapters(packed: Packed, tmp_path: Path) -> None:
     parts = assembled(packed, tmp_path, lora_rank=2, learning_rate=1e-2)
     model = parts.training.model
@@ -197,15 +158,6 @@ def test_gradient_checkpointing_changes_no_step(packed: Packed, tmp_path: Path) 
     first, second = (train_step(parts.training, iter([batch]), 0) for parts in (plain, saving))
     torch.testing.assert_close(first.loss, second.loss)
     torch.testing.assert_close(first.grad_norm, second.grad_norm)
-
-
-def test_a_step_equals_one_written_by_hand_with_diffusers_alone(packed: Packed, tmp_path: Path) -> None:
-    parts = assembled(packed, tmp_path, learning_rate=1e-3, clip_norm=0.5)
-    model = packed.model_class.from_pretrained(packed.model / packed.part).eval()  # which drops no labels
-    assert_steps_equal(packed, parts, model)
-    for (name, trained), wanted in zip(parts.training.model.named_parameters(), model.parameters(), strict=True):
-        # AdamW's first steps are as long for the smallest gradient as for the largest, so the norm of a tensor is compared
-        assert float((trained - wanted).detach().norm()) <= 1e-4 * float(wanted.detach().norm()) + 1e-5, name
 
 
 def test_moments_and_mirror_images_and_channels_of_their_own_scale_train(tmp_path: Path) -> None:

@@ -1,0 +1,377 @@
+"""A training step as diffusers' scripts (`examples/`) write it, with its schedulers, models and pipelines only.
+
+A family without a script is called as its pipeline calls it. Of the trainer there are the options and the numbers that are
+drawn for a row, by its key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import diffusers
+import torch
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
+from torch.nn.functional import mse_loss, pixel_shuffle, pixel_unshuffle
+
+from bucketline.loader.plan.rng import Purpose, normal, uniform
+from bucketline.train.config import Objective, TimestepSampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from bucketline.loader import Batch
+    from bucketline.train.config import TrainConfig
+
+T = 1000
+LIBRARY: Any = diffusers  # which has no types
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A script for a model's folder, with its arguments."""
+
+    folder: Path
+    family: str
+    asked: TrainConfig
+
+    @cached_property
+    def vae(self) -> Any:
+        return self._part("vae")
+
+    @cached_property
+    def model(self) -> Any:
+        """The UNet or transformer, in training."""
+        folder = "unet" if (self.folder / "unet").exists() else "transformer"
+        model = self._part(folder)
+        if self.family == "hidream_image":  # the script's `force_inference_output` would leave the experts without gradients
+            model.unpatchify = lambda tokens, sizes, _: type(model).unpatchify(model, tokens, sizes, is_training=False)
+        return (
+            model.eval() if self.family == "class_labels" else model.train()
+        )  # a DiT drops labels in training, by torch's generator
+
+    def _part(self, name: str) -> Any:
+        kind = getattr(diffusers, json.loads((self.folder / name / "config.json").read_text(encoding="utf-8"))["_class_name"])
+        return kind.from_pretrained(self.folder / name, local_files_only=True)
+
+    @cached_property
+    def scheduler(self) -> Any:
+        """The schedule of the noise, with the script's options."""
+        config = json.loads((self.folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
+        objective = self.asked.objective
+        if "FlowMatch" in config["_class_name"] or config.get("use_flow_sigmas") or objective is Objective.FLOW:
+            shift = {"shift": config.get("flow_shift", 1.0)} if config.get("use_flow_sigmas") or "shift" not in config else {}
+            if self.asked.shift is not None:
+                shift = {"shift": self.asked.shift, "use_dynamic_shifting": False}
+            given = {**config, **shift, "use_beta_sigmas": False, "_class_name": "FlowMatchEulerDiscreteScheduler"}
+            return LIBRARY.FlowMatchEulerDiscreteScheduler.from_config(given)
+        more = {} if objective is None else {"prediction_type": str(objective)}
+        return LIBRARY.DDPMScheduler.from_config({**config, **more})
+
+    @property
+    def shifts_by_size(self) -> bool:
+        return bool(self.scheduler.config.get("use_dynamic_shifting"))
+
+    def step(self, batches: Sequence[Batch], prior_weight: float | None = None) -> tuple[float, float]:
+        """Return the loss of a step over some batches, and the norm of its gradient, which stays on the model.
+
+        `prior_weight`: that of the loss of each batch's second half.
+        """
+        loss = torch.stack([self.loss(batch, prior_weight) / len(batches) for batch in batches]).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        trained = [one for one in self.model.parameters() if one.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(trained, math.inf if self.asked.clip_norm is None else self.asked.clip_norm)
+        return float(loss.detach()), float(norm)
+
+    def loss(self, batch: Batch, prior_weight: float | None) -> Tensor:
+        """Return a batch's loss."""
+        clean = scaled(self.vae, self.family, batch.latents.float())
+        noise = normal(batch.keys, Purpose.NOISE, shape=tuple(clean.shape[1:]))
+        indices = (self._density(batch) * T).long()
+        is_flow = not isinstance(self.scheduler, diffusers.DDPMScheduler)
+        weighting = torch.ones(len(clean))
+        if is_flow:
+            sigmas = self._sigmas(clean)[indices].view(-1, 1, 1, 1)
+            noisy, told, target = (1.0 - sigmas) * clean + sigmas * noise, sigmas.flatten() * T, noise - clean
+            weighting = compute_loss_weighting_for_sd3(str(self.asked.flow_weighting), sigmas).flatten()
+        else:
+            noisy, told, target = self.scheduler.add_noise(clean, noise, indices), indices, noise
+            if is_v := self.scheduler.config.prediction_type == "v_prediction":
+                target = self.scheduler.get_velocity(clean, noise, indices)
+            if (gamma := self.asked.min_snr_gamma) is not None:
+                snr = compute_snr(self.scheduler, indices)
+                weighting = torch.stack([snr, gamma * torch.ones_like(indices)], dim=1).min(dim=1)[0] / (snr + is_v)
+        prediction = CALLS[self.family](self.model, noisy, told, batch, self.asked.guidance)
+        errors = mse_loss(prediction.float(), target.float(), reduction="none").flatten(1).mean(1) * weighting
+        if prior_weight is None:
+            return errors.mean()
+        own, prior = errors.chunk(2)
+        return own.mean() + prior_weight * prior.mean()
+
+    def _density(self, batch: Batch) -> Tensor:
+        """Return the share of all timesteps up to that of each row, as `compute_density_for_timestep_sampling` draws it."""
+        asked = self.asked
+        if asked.timestep_sampling is TimestepSampling.LOGIT_NORMAL:
+            drawn = normal(batch.keys, Purpose.TIMESTEP, (1,))[:, 0].double()
+            return torch.sigmoid(asked.logit_mean + asked.logit_std * drawn)
+        u = uniform(batch.keys, Purpose.TIMESTEP)
+        if asked.timestep_sampling is TimestepSampling.MODE:
+            return 1 - u - asked.mode_scale * (torch.cos(math.pi * u / 2) ** 2 - 1 + u)
+        return u
+
+    def _sigmas(self, clean: Tensor) -> Tensor:
+        """Return the noise's share by index, rising; by the size where the pipeline draws images so."""
+        sigmas: Tensor = self.scheduler.sigmas.flip(0)[-T:]
+        config = self.scheduler.config
+        if self.shifts_by_size:
+            tokens = clean.shape[2] * clean.shape[3] // (1 if self.family == "qwenimage21" else 4)
+            sizes = config.base_image_seq_len, config.max_image_seq_len
+            sigmas = self.scheduler.time_shift(
+                calculate_shift(tokens, *sizes, config.base_shift, config.max_shift), 1.0, sigmas
+            )
+        return sigmas
+
+
+def scaled(vae: Any, family: str, latents: Tensor) -> Tensor:
+    """Return the VAE's latents as the model takes them."""
+    config: Mapping[str, Any] = vae.config
+    if hasattr(vae, "bn"):
+        own = {"ernie_image": 1e-5}.get(family, config.get("batch_norm_eps", 1e-5))
+        mean, std = vae.bn.running_mean, torch.sqrt(vae.bn.running_var + own)
+        if family == "ideogram4":  # a patch's places, and in each of them the channels
+            return _from_places((_to_places(latents) - mean) / std, latents.shape)
+        tiles = pixel_unshuffle(latents, 2)
+        return pixel_shuffle((tiles - mean.view(1, -1, 1, 1)) / std.view(1, -1, 1, 1), 2)
+    if config.get("latents_mean") is not None:
+        mean, std = (torch.tensor(config[name]).view(1, -1, 1, 1) for name in ("latents_mean", "latents_std"))
+        return (latents - mean) / std
+    return (latents - (config.get("shift_factor") or 0.0)) * float(config["scaling_factor"])
+
+
+def _to_places(latents: Tensor) -> Tensor:
+    """As `patchify_latents` of Ideogram 4's script."""
+    count, channels, height, width = latents.shape
+    tiles = latents.view(count, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 3, 5, 1)
+    return tiles.reshape(count, height * width // 4, 4 * channels)
+
+
+def _from_places(tokens: Tensor, shape: Sequence[int]) -> Tensor:
+    """As Ideogram 4's pipeline decodes."""
+    count, channels, height, width = shape
+    return tokens.view(count, height // 2, width // 2, 2, 2, channels).permute(0, 5, 1, 3, 2, 4).reshape(*shape)
+
+
+def _sd(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    return model(noisy, told, batch.tokens.float()).sample
+
+
+def _sdxl(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    rows = zip(batch.original_size.tolist(), batch.crop.tolist(), batch.target_size.tolist(), strict=True)
+    ids = [[*original, *crop, *target] for original, crop, target in rows]
+    added = {"text_embeds": batch.text_fixed["pooled"].float(), "time_ids": torch.tensor(ids, dtype=torch.float32)}
+    return model(noisy, told, batch.tokens.float(), added_cond_kwargs=added).sample
+
+
+def _dit(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    return model(noisy, timestep=told, class_labels=batch.tokens.reshape(-1)).sample.chunk(2, dim=1)[0]
+
+
+def _pixart(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    height, width = (int(side) for side in batch.target_size[0])
+    added: dict[str, Any] = {"resolution": None, "aspect_ratio": None}
+    if model.config.sample_size == 128:
+        resolution = torch.tensor([height, width]).repeat(len(noisy), 1).float()
+        added = {"resolution": resolution, "aspect_ratio": torch.tensor([float(height / width)]).repeat(len(noisy), 1)}
+    mask = batch.token_mask.float()
+    given = {"encoder_hidden_states": batch.tokens.float(), "encoder_attention_mask": mask, "timestep": told}
+    return model(noisy, **given, added_cond_kwargs=added).sample.chunk(2, dim=1)[0]
+
+
+def _sd3(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    pooled = batch.text_fixed["pooled"].float()
+    return model(noisy, batch.tokens.float(), pooled_projections=pooled, timestep=told).sample
+
+
+def _flux(model: Any, noisy: Tensor, told: Tensor, batch: Batch, guidance: float) -> Any:
+    pipeline = LIBRARY.FluxPipeline
+    count, channels, height, width = noisy.shape
+    output = model(
+        hidden_states=pipeline._pack_latents(noisy, count, channels, height, width),
+        timestep=told / 1000,
+        guidance=torch.full([count], guidance),
+        pooled_projections=batch.text_fixed["pooled"].float(),
+        encoder_hidden_states=batch.tokens.float(),
+        txt_ids=torch.zeros(batch.tokens.shape[1], 3),
+        img_ids=pipeline._prepare_latent_image_ids(count, height // 2, width // 2, "cpu", torch.float32),
+    ).sample
+    return pipeline._unpack_latents(output, height * 8, width * 8, 8)
+
+
+def _chroma(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    pipeline = LIBRARY.ChromaPipeline
+    count, channels, height, width = noisy.shape
+    packed, mask = pipeline._pack_latents(noisy, count, channels, height, width), batch.token_mask
+    output = model(
+        hidden_states=packed,
+        timestep=told / 1000,
+        encoder_hidden_states=batch.tokens.float(),
+        txt_ids=torch.zeros(batch.tokens.shape[1], 3),
+        img_ids=pipeline._prepare_latent_image_ids(count, height // 2, width // 2, "cpu", torch.float32),
+        attention_mask=torch.cat([mask, torch.ones(packed.shape[:2], dtype=torch.bool)], dim=1),
+    ).sample
+    return pipeline._unpack_latents(output, height * 8, width * 8, 8)
+
+
+def _flux2(model: Any, noisy: Tensor, told: Tensor, batch: Batch, guidance: float) -> Any:
+    pipeline = LIBRARY.Flux2Pipeline
+    tiles = pipeline._patchify_latents(noisy)
+    ids, packed = pipeline._prepare_latent_ids(tiles), pipeline._pack_latents(tiles)
+    output = model(
+        hidden_states=packed,
+        timestep=told / 1000,
+        guidance=torch.full([1], guidance).expand(len(noisy)) if model.config.guidance_embeds else None,
+        encoder_hidden_states=batch.tokens.float(),
+        txt_ids=pipeline._prepare_text_ids(batch.tokens),
+        img_ids=ids,
+    ).sample
+    return pipeline._unpatchify_latents(pipeline._unpack_latents_with_ids(output[:, : packed.shape[1]], ids))
+
+
+def _qwenimage(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    pipeline = LIBRARY.QwenImagePipeline
+    count, channels, height, width = noisy.shape
+    output = model(
+        hidden_states=pipeline._pack_latents(noisy[:, None], count, channels, height, width),
+        encoder_hidden_states=batch.tokens.float(),
+        encoder_hidden_states_mask=batch.token_mask.long(),
+        timestep=told / 1000,
+        img_shapes=[(1, height // 2, width // 2)] * count,
+    ).sample
+    return pipeline._unpack_latents(output, height * 8, width * 8, 8)[:, :, 0]
+
+
+def _qwenimage21(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    pipeline = LIBRARY.QwenImage21Pipeline
+    count, channels, height, width = noisy.shape
+    packed = pipeline._pack_latents(noisy[:, :, None], count, channels, height, width)
+    places = torch.ones(count, height * width // 4, dtype=torch.bool)
+    output = model(
+        hidden_states=packed,
+        timestep=told / 1000,
+        encoder_hidden_states=batch.tokens.float(),
+        encoder_hidden_states_mask=batch.token_mask.long(),
+        img_shapes=[[(1, height, width)]] * count,
+        img_mask=torch.cat([torch.zeros_like(batch.token_mask), places], dim=1),
+    ).sample
+    return output[:, -packed.shape[1] :].transpose(1, 2).view(noisy.shape)
+
+
+def _krea2(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    count, channels, height, width = noisy.shape
+    tiles = noisy.view(count, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    output = model(
+        hidden_states=tiles.reshape(count, height * width // 4, channels * 4),
+        encoder_hidden_states=batch.tokens.float().view(*batch.tokens.shape[:2], model.config.num_text_layers, -1),
+        timestep=told / 1000,
+        position_ids=LIBRARY.Krea2Pipeline.prepare_position_ids(batch.tokens.shape[1], height // 2, width // 2, "cpu"),
+        encoder_attention_mask=batch.token_mask,
+    ).sample
+    return output.view(count, height // 2, width // 2, channels, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(noisy.shape)
+
+
+def _ideogram4(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    (count, _channels, height, width), length = noisy.shape, batch.tokens.shape[1]
+    image, lengths = _to_places(noisy), batch.token_mask.sum(dim=1).tolist()
+    prepare = LIBRARY.Ideogram4Pipeline._prepare_ids
+    ids, segments, indicator = prepare(torch.tensor(lengths), height // 2, width // 2, length, "cpu")
+    text = torch.zeros(count, length + image.shape[1], batch.tokens.shape[2])
+    for own, tokens, number in zip(text, batch.tokens.float(), lengths, strict=True):
+        own[length - number : length] = tokens[:number]
+    output = model(
+        hidden_states=torch.cat([torch.zeros(count, length, image.shape[2]), image], dim=1),
+        timestep=1.0 - told / 1000,
+        encoder_hidden_states=text,
+        position_ids=ids,
+        segment_ids=segments,
+        indicator=indicator,
+    ).sample
+    return -_from_places(output[:, length:], noisy.shape)
+
+
+def _z_image(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    tokens = [own[mask] for own, mask in zip(batch.tokens.float(), batch.token_mask, strict=True)]
+    output = model(list(noisy.unsqueeze(2).unbind(dim=0)), (1000 - told) / 1000, tokens, return_dict=False)[0]
+    return -torch.stack(output, dim=0).squeeze(2)
+
+
+def _lumina2(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    given = {"encoder_hidden_states": batch.tokens.float(), "encoder_attention_mask": batch.token_mask}
+    return -model(hidden_states=noisy, timestep=1 - told / 1000, **given).sample
+
+
+def _sana(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    given = {"encoder_hidden_states": batch.tokens.float(), "encoder_attention_mask": batch.token_mask}
+    return model(hidden_states=noisy, timestep=told * model.config.timestep_scale, **given).sample
+
+
+def _prx(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    given = {"encoder_hidden_states": batch.tokens.float(), "attention_mask": batch.token_mask}
+    return model(hidden_states=noisy, timestep=told / 1000, **given).sample
+
+
+def _auraflow(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    return model(noisy, encoder_hidden_states=batch.tokens.float(), timestep=told / 1000).sample
+
+
+def _ernie_image(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    given = {"text_bth": batch.tokens.float(), "text_lens": batch.token_mask.sum(dim=1)}
+    tiles = LIBRARY.ErnieImagePipeline._patchify_latents(noisy)
+    output = model(hidden_states=tiles, timestep=told, **given, return_dict=False)[0]
+    return LIBRARY.ErnieImagePipeline._unpatchify_latents(output)
+
+
+def _hidream(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    t5, llama = model.config.caption_channels
+    tokens, layers = batch.tokens.float().tensor_split([t5], dim=2)
+    output = model(
+        hidden_states=noisy,
+        encoder_hidden_states_t5=tokens,
+        encoder_hidden_states_llama3=layers.reshape(*layers.shape[:2], -1, llama).permute(2, 0, 1, 3),
+        pooled_embeds=batch.text_fixed["pooled"].float(),
+        timesteps=told,
+        return_dict=False,
+    )[0]
+    return output * -1
+
+
+CALLS: dict[str, Callable[[Any, Tensor, Tensor, Batch, float], Any]] = {
+    "sd": _sd,
+    "sdxl": _sdxl,
+    "class_labels": _dit,
+    "pixart_alpha": _pixart,
+    "pixart_sigma": _pixart,
+    "sd3": _sd3,
+    "flux": _flux,
+    "chroma": _chroma,
+    "flux2": _flux2,
+    "flux2_klein": _flux2,
+    "qwenimage": _qwenimage,
+    "qwenimage21": _qwenimage21,
+    "krea2": _krea2,
+    "ideogram4": _ideogram4,
+    "z_image": _z_image,
+    "lumina2": _lumina2,
+    "sana": _sana,
+    "prx": _prx,
+    "auraflow": _auraflow,
+    "ernie_image": _ernie_image,
+    "hidream_image": _hidream,
+}
+"""By the name of a family: its model's prediction of the noise, or of noise - latents, for latents [B, C, h, w]."""
