@@ -1,4 +1,4 @@
-"""The loss of a short training run by order: rows shuffled fully, by lines, or not at all."""
+"""The loss of a short training run by order: all rows shuffled, a few at a time, or not at all."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ShuffleLoss(Case):
     """Train the demo's model by each order, with a new seed per round, and compare the losses at the end.
 
     The photographs are packed folder by folder, so that each shard has one subject, the hardest case for an order that reads
-    shards from front to back. `none` shows what no shuffling at all does to the same run. The seed also draws the weights,
-    noise and captions, the same for each order. Figures are the mean training loss of the last quarter, and the last
+    shards from front to back. A window of 0 shows what no shuffling at all does to the same run. The seed also draws the
+    weights, noise and captions, the same for each order. Figures are the mean training loss of the last quarter, and the last
     validation loss.
 
     Example: python demo/shuffle_loss.py --demo build/demo --repeats 3
@@ -39,10 +39,8 @@ class ShuffleLoss(Case):
     """Steps of a run."""
     batch_size: int = 16
     """Images per batch."""
-    orders: tuple[str, ...] = ("full", "lines", "none")
-    """Orders to compare; the first one is the limit of the others."""
-    window: int = 16
-    """Rows that `lines` mixes at a time: 4096 would be all of the demo's."""
+    windows: tuple[str, ...] = ("all", "16", "0")
+    """Windows to compare; the first one is the limit of the others. 4096 would be all of the demo's rows."""
 
     def measure(self, folder: Path) -> list[Result]:
         if not (self.demo / "photos").is_dir():
@@ -52,11 +50,11 @@ class ShuffleLoss(Case):
         for figure in ("train_loss", "val_loss"):
             subjects = [
                 Subject(
-                    name=f"shuffle {order}",
+                    name=f"window {order}",
                     measure=partial(runs.figure, figure, order),
-                    limit=None if order == self.orders[0] else f"shuffle {self.orders[0]}",
+                    limit=None if order == self.windows[0] else f"window {self.windows[0]}",
                 )
-                for order in self.orders
+                for order in self.windows
             ]
             results += summarise(f"shuffle_loss, {figure}", "", subjects, alternate(subjects, self.repeats, warm_up=False))
         return results
@@ -95,8 +93,8 @@ class Runs:
     def _train(self, order: str, seed: int) -> dict[str, float]:
         case, out = self.case, self.folder / f"run-{order}-{seed}"
         shutil.rmtree(out, ignore_errors=True)
-        window = ("--shuffle-window", case.window) if order == "lines" else ()
-        given = ("--store", self.store, "--model", case.model, "--output-dir", out, "--seed", seed, "--shuffle", order, *window)
+        window = () if order == "all" else ("--window", order)
+        given = ("--store", self.store, "--model", case.model, "--output-dir", out, "--seed", seed, *window)
         sizes = ("--batch-size", case.batch_size, "--max-steps", case.steps, "--validate-every", case.steps)
         rates = ("--learning-rate", 1e-3, "--warmup-steps", 20, "--ema-decay", 0.995, "--caption-dropout", 0.1)
         _run("train", *given, *sizes, *rates, "--log-every", max(1, case.steps // 20), "--checkpoint-every", case.steps)
@@ -106,7 +104,7 @@ class Runs:
             "train_loss": statistics.mean(losses[-max(1, int(LAST * len(losses))) :]),
             "val_loss": next(line["val_loss"] for line in reversed(lines) if "val_loss" in line),
         }
-        print(f"shuffle {order}, seed {seed}: {found}", file=sys.stderr, flush=True)
+        print(f"window {order}, seed {seed}: {found}", file=sys.stderr, flush=True)
         return found
 
 

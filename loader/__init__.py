@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bucketline.loader.batch import Batch, NumpyBatch, RaggedBatch, numpy_batches
-    from bucketline.loader.config import LoaderConfig, Remainder, Shuffle, TextForm
+    from bucketline.loader.config import LoaderConfig, Remainder, TextForm
     from bucketline.loader.loader import Loader
     from bucketline.loader.mixture import WeightedStore
     from bucketline.loader.network.remote_loader import RemoteLoader
@@ -26,7 +26,6 @@ __all__ = [
     "RaggedBatch",
     "Remainder",
     "RemoteLoader",
-    "Shuffle",
     "TextForm",
     "WeightedStore",
     "make_plan",
@@ -44,7 +43,6 @@ _PLACES = {
     "RaggedBatch": "batch",
     "Remainder": "config",
     "RemoteLoader": "network.remote_loader",
-    "Shuffle": "config",
     "TextForm": "config",
     "WeightedStore": "mixture",
     "make_plan": "plan.make_plan",

@@ -12,29 +12,16 @@ from bucketline.option_types import check_fields
 from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Self
 
     from bucketline.store import Bucket
     from bucketline.typed_json import Json
 
 
-class Shuffle(StrEnum):
-    """Order of the rows in a pass and of the steps in an epoch."""
-
-    FULL = "full"  # any row at any position, any bucket at any step
-    BLOCKS = "blocks"  # reads stay within one window of rows at a time; buckets take turns in proportion
-    LINES = "lines"  # each machine reads shards of its own, several at a time, each in one go; buckets take turns likewise
-    NONE = "none"  # stored order, one bucket after the other
-
-
-if TYPE_CHECKING:  # the types of fields that take a word, too; at run time the enum, from which commands make their choices
-    ShuffleWord: TypeAlias = Shuffle | Literal["full", "blocks", "lines", "none"]
-else:
-    ShuffleWord = Shuffle
-
-WINDOW_BLOCKS = 16  # blocks of neighbouring rows that one shuffle window mixes
-SHARDS_AT_ONCE = 16  # shards that a lane of `lines` reads at a time, or more if they are small
-LINES_WINDOW_BYTES = 1 << 30  # limit on a window of `lines`: the lines of two windows of each lane are in use at a time
+USUAL_WINDOW, LEAST_WINDOW = 4096, 16  # rows
+MOST_WINDOW_BYTES = 1 << 30  # limit on a window: the lines of two windows of each lane are in use at a time
+SHARDS_AT_ONCE = 16  # shards that a lane reads at a time, or more if they are small
 
 
 class Remainder(StrEnum):
@@ -46,7 +33,7 @@ class Remainder(StrEnum):
     in some epochs and none in others. A batch that spans two passes may hold a row twice.
 
     `drop`: a pass has floor(n / G) batches of distinct rows and leaves n mod G rows out. Each pass leaves out different rows,
-    unless the order is `none`. A bucket smaller than a batch is never read.
+    unless the order is the stored one. A bucket smaller than a batch is never read.
 
     `partial`: a pass has ceil(n / G) batches, and each row once with weight 1. The last batch is padded to full shape with
     the first rows of the pass, repeated as needed, at weight 0. A rank may get a micro-batch that has only weight 0, but
@@ -65,19 +52,25 @@ class TextForm(StrEnum):
     STORED = "stored"  # as stored, with `Batch.tokens_scale`: half the bytes; `Batch.dequantised` computes float16
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the types of fields that take a word, too; at run time the enum, from which commands make their choices
     RemainderWord: TypeAlias = Remainder | Literal["carry", "drop", "partial"]
     TextFormWord: TypeAlias = TextForm | Literal["dequantised", "stored"]
 else:
     RemainderWord, TextFormWord = Remainder, TextForm
 
-SHUFFLE_WINDOW = 4096  # rows
-
-
 PREFETCH_BYTES = 256 << 20
 _MAX_THREADS = 256  # prefetch threads: a client of a service may request them
 
 SIZES = ("batch_size", "batch_pixels", "batch_tokens")
+
+
+_NOT_HERE = {
+    "shuffle": f"window sets the order: leave it out to shuffle all rows (full), set it to {USUAL_WINDOW} (blocks, lines) or to 0 "
+    "(none)",
+    "shuffle_window": "it is window",
+    "lanes": "each machine has a lane; a program may set LoaderConfig.lanes",
+}
+"""The answers to options of version 0.1.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,17 +99,20 @@ class BatchOptions(RemoteArguments):
     """Gradient accumulation: micro-batches per optimizer step, all from one bucket."""
     seed: int = 0
     """Seed of the sample order and, in training, of every other random draw."""
-    shuffle: ShuffleWord = Shuffle.FULL
-    """Shuffle mode: full; blocks, which keeps reads close together for slow media; lines, by which each machine reads shards
-    of its own, a few at a time, for object storage; none, the stored order."""
-    lanes: int | None = None
-    """Equal shares of each global batch that --shuffle lines deals the shards to; must divide every bucket's global batch.
-    Any number of machines that divides it reads no line twice. Default: the number of machines; on resume, the saved number."""
+    window: int | None = None
+    """Rows that are mixed at a time, of a few shards that each machine reads in one go: for slow disks and object storage.
+    Default: all rows; of a URL whose store --cache-bytes does not hold, as many as fit. 0: the stored order.
+    On resume, the saved number."""
 
-    shuffle_window: int | None = None
-    """Rows that --shuffle blocks mixes at a time, in 16 blocks of neighbours, and each lane of --shuffle lines (there at most
-    1 GiB of them). Default: 4096; by lines, if --cache-bytes is less than the store, fewer, so that the cache keeps nearly all
-    that it holds; on resume, the saved number."""
+    def __new__(cls, *_: object, **given: object) -> Self:
+        """Refuse the names that options had in version 0.1.0.
+
+        Raises:
+            UsageError: if one is given; says what to set instead.
+        """
+        for name in _NOT_HERE.keys() & given.keys() - {field.name for field in fields(cls)}:
+            raise UsageError(f"there is no option {name}; {_NOT_HERE[name]}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Validate the options.
@@ -126,14 +122,8 @@ class BatchOptions(RemoteArguments):
         """
         RemoteArguments.__post_init__(self)  # `super()` does not work in a dataclass with slots
         check_fields(self, BatchOptions, self._named)
-        self._take_word("shuffle", Shuffle)
-        self._expect_at_least(1, *SIZES, "batch_multiple", "accumulation", "lanes")
-        self._expect_at_least(WINDOW_BLOCKS, "shuffle_window")
-        if self.lanes is not None and self.shuffle is not Shuffle.LINES:
-            raise UsageError(
-                f"{self._named('lanes')} is {self.lanes} with shuffle {self.shuffle}; only shuffle lines has lanes: leave "
-                "them out, or set it"
-            )
+        self._expect_at_least(1, *SIZES, "batch_multiple", "accumulation")
+        self._expect(f"{LEAST_WINDOW} or more, or 0", lambda rows: rows == 0 or rows >= LEAST_WINDOW, "window")
         given = [f"{self._named(name)} {value}" for name in SIZES if (value := getattr(self, name)) is not None]
         if not given:
             *others, last = map(self._named, SIZES)
@@ -234,9 +224,9 @@ class LoaderConfig(ReadOptions):
         remainder: What becomes of rows that do not fill a global batch: "carry" (they open the next epoch), "drop", or
             "partial" (padded with weight 0 in each epoch); see `Remainder`.
         seed: Seed of the order and of every draw.
-        shuffle: "full", "blocks" (for slow disks), "lines" (for object storage) or "none" (as stored); see `Shuffle`.
-        shuffle_window: Rows that "blocks" mixes at a time, and each lane of "lines". None: 4096, or by the cache.
-        lanes: Equal parts of each global batch that "lines" deals the shards to. None: one for each machine.
+        window: Rows that each lane mixes at a time, of a few shards, for slow disks and object storage. None: all rows are
+            shuffled, unless a store at a URL is larger than `cache_bytes`, by which the window is chosen then. 0: as stored.
+        lanes: Equal parts of each global batch that a window deals the shards to. None: one for each machine.
         row_weights: `batch.weight` of each store's rows, in the order of the stores. (): 1.
 
     What a row has:
@@ -265,6 +255,7 @@ class LoaderConfig(ReadOptions):
     remainder: RemainderWord = Remainder.CARRY
     epochs: int | None = None
     rewind: bool = False
+    lanes: int | None = None
     plain_reads: bool = False
     columns: tuple[str, ...] = ("target",)
     ragged: tuple[str, ...] = ()
@@ -280,7 +271,12 @@ class LoaderConfig(ReadOptions):
         self._take_word("text", TextForm)
         if not all(math.isfinite(weight) and weight >= 0 for weight in self.row_weights):
             raise UsageError(f"{self._named('row_weights')} is {self.row_weights}, expected numbers, 0 or more")
-        self._expect_at_least(1, "epochs", "pad_to", "pad_multiple")
+        self._expect_at_least(1, "epochs", "lanes", "pad_to", "pad_multiple")
+        if self.lanes is not None and not self.window and (self.window == 0 or self.cache_bytes is None):
+            raise UsageError(
+                f"lanes is {self.lanes} with window {self.window}; only rows that are mixed in windows have lanes: leave them "
+                f"out, or set window={USUAL_WINDOW}"
+            )
         if self.pad_to is not None and self.pad_multiple is not None:
             raise UsageError(f"pad_to is {self.pad_to} and pad_multiple is {self.pad_multiple}, expected one of them")
 
@@ -323,11 +319,7 @@ class LoaderConfig(ReadOptions):
         values: dict[str, Json] = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in _DECIDE_NOTHING_ALONE
         }
-        if self.shuffle not in (Shuffle.BLOCKS, Shuffle.LINES):
-            del values["shuffle_window"]
-        elif self.shuffle_window is None:
-            values["shuffle_window"] = SHUFFLE_WINDOW  # by `lines`, a loader sets what it has chosen
-        if self.shuffle is not Shuffle.LINES:
+        if not self.window:
             del values["lanes"]
         return {name: str(value) if isinstance(value, str) else value for name, value in values.items()}
 

@@ -73,7 +73,7 @@ def expect_readable(shares: Sequence[WeightedStore], config: LoaderConfig, world
     `is_served`: by a service, whose cache is its own.
 
     Raises:
-        PlanError: if the plan has no step, or the lanes of `lines` do not divide a global batch.
+        PlanError: if the plan has no step, or the lanes of a window do not divide a global batch.
         FingerprintError: if two stores were packed with different settings.
         UsageError: if they lack what the configuration requests, or the order would cost too many requests.
     """
@@ -83,7 +83,7 @@ def expect_readable(shares: Sequence[WeightedStore], config: LoaderConfig, world
     plan = plan_of(rows, config, world_size)
     make_conditioning(rows, rows.buckets(config.split), config)
     if not is_served:
-        refuse_small_caches(rows, plan, config.split, world_size)
+        refuse_small_caches(rows, plan, world_size)
     return Readable(rows, plan)
 
 

@@ -16,7 +16,6 @@ from bucketline.command_line import shown_rows
 from bucketline.errors import StateError, StoreError, UsageError
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.columns import latent_kind
-from bucketline.loader.config import Shuffle
 from bucketline.loader.device import device_of
 from bucketline.loader.follow import GenerationWatch, Readable, at_generations, expect_readable
 from bucketline.loader.history import StoreId, short
@@ -122,7 +121,7 @@ class Loader(EpochLoader):
             UsageError: if `follow` is set with several ranks, or with `epochs`, whose steps are not known; if `rank` is not
                 below `world_size`, a store is given twice, the process does not see the GPU, or `service` is not a
                 socket's path.
-            PlanError: if the plan has no step, or the lanes of `lines` do not divide a global batch.
+            PlanError: if the plan has no step, or the lanes of a window do not divide a global batch.
             StoreError: if a store cannot be opened.
             FingerprintError: if two stores were packed with different settings.
         """
@@ -137,7 +136,7 @@ class Loader(EpochLoader):
                 "(several ranks agree on a step by newer() and take_up())"
             )
         self._follows, self._watch = follow, GenerationWatch(config, world_size, is_served=service is not None)
-        chosen = ("lanes", "shuffle_window") if config.shuffle is Shuffle.LINES else ()
+        chosen = ("lanes", "window") if config.window != 0 else ()
         self._chosen = [name for name in chosen if getattr(config, name) is None]  # a state may set them
         self.device = device_of(device)
         self._rank, self._world_size, self._service = rank, world_size, service
@@ -158,9 +157,9 @@ class Loader(EpochLoader):
     def _set_plan(self, config: LoaderConfig, plan: Plan) -> None:
         """Read by a plan; the configuration then names the lanes and the window that it has."""
         self.plan = plan
-        if self._chosen:
-            window = config.shuffle_window or asked_window(self._rows, plan)
-            config = replace(config, lanes=plan.lanes, shuffle_window=window)
+        if plan.window:
+            window = config.window or asked_window(self._rows, plan)
+            config = replace(config, lanes=plan.lanes, window=window)
         self.config, self._steps = config, plan.epoch_steps
 
     def _set_backend(self) -> None:
@@ -171,7 +170,7 @@ class Loader(EpochLoader):
             self._backend = ServiceBackend(self._service, self._request(), self.device)
         else:
             builder = BatchBuilder(self._rows, self.plan, self.config, self._rank, self._world_size)
-            reserve_ring(builder, self._rows, self.plan, self.config.split, self._rank, self._world_size)
+            reserve_ring(builder, self._rows, self.plan, self._rank, self._world_size)
             self._backend = ThreadBackend(builder, self.device)
 
     def _request(self) -> Request:

@@ -8,6 +8,7 @@ overhead.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -268,10 +269,15 @@ class _RepeatedBucket(Bucket):
     def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         shard, _, live = super().runs()
         store = np.repeat(np.arange(len(self._num_shards)), self._num_shards)[shard]
-        own = [np.flatnonzero(store == number) for number in range(len(self._num_shards))]
-        times = [(at, repeat) for at, count in zip(own, self._repeats.tolist(), strict=True) for repeat in range(count)]
-        order = np.concatenate([at for at, _ in times])
-        return shard[order], np.concatenate([np.full(len(at), repeat) for at, repeat in times]), live[order]
+        found = []
+        for number, times in enumerate(self._times):
+            own, count = store == number, math.ceil(times)
+            ends = np.cumsum(np.tile(live[own], count))
+            rows = np.diff(np.minimum(ends, rows_per_pass(int(self._own_rows[number]), times)), prepend=0)
+            runs = np.stack([np.tile(shard[own], count), np.repeat(np.arange(count), own.sum()), rows])
+            found.append(runs[:, rows > 0])
+        shard, repeat, rows = np.concatenate(found, axis=1)
+        return shard, repeat, rows
 
     def first_rows(self, shard: int) -> list[int]:
         store = int(np.searchsorted(np.cumsum(self._num_shards), shard, side="right"))

@@ -50,12 +50,13 @@ def with_choices(config: LoaderConfig, state: LoaderState) -> LoaderConfig:
     """Return the configuration with the lanes and the window of a saved state, where it has none itself.
 
     Raises:
-        StateError: if the state has another shuffle.
+        StateError: if the state has another window.
     """
-    if (shuffle := state.settings.get("shuffle")) != config.shuffle:
-        raise StateError(f"the state's shuffle is {shuffle}, and --shuffle is {config.shuffle}; give the run's options")
-    saved: dict[str, Any] = {name: state.settings.get(name) for name in ("lanes", "shuffle_window")}
-    return replace(config, **{name: value for name, value in saved.items() if getattr(config, name) is None})
+    window: Any = state.settings.get("window")
+    if config.window not in (None, window):
+        raise StateError(f"the state's window is {window}, and --window is {config.window}; give the run's options, or none")
+    lanes: Any = state.settings.get("lanes")
+    return replace(config, window=window, lanes=lanes)
 
 
 def read_step(stores: Sequence[str], config: LoaderConfig, step: int, world_size: int) -> list[PeekedBatch]:

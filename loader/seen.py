@@ -204,11 +204,13 @@ class Seen:
 
     def _opened(self, past: PastSteps) -> RunPart:
         shares = self._shares(past)
+        if (shuffle := past.settings.get("shuffle")) is not None:
+            raise StateError(f"an earlier version planned them, by a shuffle {shuffle} that this one does not have")
         config = LoaderConfig(**past.batch, **past.settings, accumulation=past.accumulation, epochs=past.epochs)  # type: ignore[arg-type]
         rows = join(shares)
         plan = make_plan(rows, config, world_size=past.world_size)
         if plan.earlier_digest == past.plan:
-            raise StateError(f"an earlier version planned them, whose shuffle {plan.shuffle} had another order")
+            raise StateError("an earlier version planned them, whose windows had another order")
         if plan.digest != past.plan:
             raise StateError(
                 f"the plan of these stores has the digest {plan.digest}, the state's {past.plan}; give all stores of the run, "

@@ -6,10 +6,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import StateError
-from bucketline.loader.config import WINDOW_BLOCKS
+from bucketline.loader.config import LEAST_WINDOW
 from bucketline.loader.history import PastSteps, PlanMark, StoreMark, StoreMarks, added, in_full, short
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
@@ -113,6 +113,9 @@ def parse_state(saved: Mapping[str, object]) -> LoaderState:
     entries = dict(saved)
     if version == LAST_RELEASED:
         entries |= {"epoch": None, "epochs": None, "batch": {}, "generations": [], "since": [0, 0], "history": []}
+    entries = _by_window(entries)
+    if isinstance(past := entries.get("history"), list | tuple):
+        entries["history"] = [_by_window(one) if isinstance(one, dict) else one for one in past]
     try:
         state = decode(LoaderState, entries, "loader state")
     except TypedJsonError as error:
@@ -124,6 +127,16 @@ def parse_state(saved: Mapping[str, object]) -> LoaderState:
         state = replace(state, since=(state.step, state.micro_step), history=short(past, state))
     state.past()
     return state
+
+
+def _by_window(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return a state's or its history's entries with the order of the settings as `window`; `blocks`, which is gone, stays."""
+    settings = entries.get("settings")
+    if not isinstance(settings, dict) or settings.get("shuffle") not in ("full", "lines", "none"):
+        return entries
+    own = {name: value for name, value in settings.items() if name not in ("shuffle", "shuffle_window")}
+    window = {"full": None, "none": 0}.get(settings["shuffle"], settings.get("shuffle_window"))
+    return {**entries, "settings": {**own, "window": window}}
 
 
 def _is_older(version: object) -> bool:
@@ -154,10 +167,15 @@ def check_state(saved: Mapping[str, object], present: LoaderState, earlier_plan:
         StateError: if it cannot; the message names the field, its saved and its current value.
     """
     state = parse_state(saved)
+    if (shuffle := state.settings.get("shuffle")) is not None:
+        raise StateError(
+            f"the state is of an earlier version, with a shuffle {shuffle!r:.80} that this one does not have (window mixes "
+            f"rows of a few shards at a time); {_NEW_PLAN}"
+        )
     if state.plan == earlier_plan:
         raise StateError(
-            f"the state is of an earlier version, whose shuffle {state.settings['shuffle']} had another order, that was nearly "
-            f"the same in every epoch; {_NEW_PLAN}"
+            f"the state is of an earlier version, whose windows had another order, that was nearly the same in every epoch; "
+            f"{_NEW_PLAN}"
         )
     for (name, before), (_, now) in zip(_deciding(state, present), _deciding(present, state), strict=True):
         if before != now or type(before) is not type(now):
@@ -186,17 +204,19 @@ def schedule_of(state: LoaderState) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple(span for n, span in enumerate(spans) if n == 0 or span[1] != spans[n - 1][1])
 
 
-def saved_choices(saved: Mapping[str, object], plan: Plan) -> dict[str, int]:
+def saved_choices(saved: Mapping[str, object], plan: Plan) -> dict[str, int | None]:
     """Return the lanes and the window of a saved state that a plan of these buckets can have; `check_state` judges the rest."""
     _expect_mapping(saved)
-    settings = saved.get("settings")
+    settings = _by_window(dict(saved)).get("settings")
     found = settings if isinstance(settings, dict) else {}
-    lanes, window = found.get("lanes"), found.get("shuffle_window")
-    choices: dict[str, int] = {}
+    lanes, window = found.get("lanes"), found.get("window", 0)
+    if window is None:
+        return {"lanes": None, "window": None}
+    if type(window) is not int or window < LEAST_WINDOW:
+        return {}
+    choices: dict[str, int | None] = {"window": window}
     if type(lanes) is int and lanes > 0 and all(bucket.global_batch % lanes == 0 for bucket in plan.buckets):
         choices["lanes"] = lanes
-    if type(window) is int and window >= WINDOW_BLOCKS:
-        choices["shuffle_window"] = window
     return choices
 
 
@@ -210,7 +230,7 @@ def _deciding(state: LoaderState, other: LoaderState) -> Iterator[tuple[str, Jso
             yield name, None if own is None else getattr(own, field.name)
     yield "stores.digest", state.stores.digest
     yield "global_batch", state.global_batch
-    for name in sorted({*state.settings, *other.settings}):
+    for name in sorted({*state.settings, *other.settings}, key=lambda name: (name != "window", name)):  # it decides on lanes
         yield name, state.settings.get(name)
     yield "plan", state.plan
 
@@ -220,8 +240,8 @@ def _advice(name: str) -> str:
         return "choose batch size x accumulation x ranks so that each bucket has the saved number"
     if name == "lanes":
         return "give the saved number, or none, with a global batch that it divides"
-    if name == "shuffle_window":
-        return "give the saved number, or none"
+    if name == "window":
+        return "give the saved number, or none (if that was None: with a cache that holds the stores)"
     if name in ("store_id", "generation", "repeats", "plan"):
         return "open the store and the generation that the run was planned on"
     if name.startswith("stores."):

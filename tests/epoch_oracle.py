@@ -1,6 +1,6 @@
 """The batches that a loader delivers, written down from the plan's definition in plain Python: no plan, no loader, no arrays.
 
-For `shuffle="full"` and buckets of at most 65,536 rows, whose order is a sort of hashes. Letters: n rows of a bucket, G its
+For `window=None` and buckets of at most 65,536 rows, whose order is a sort of hashes. Letters: n rows of a bucket, G its
 global batch, E epochs.
 """
 

@@ -26,7 +26,7 @@ Rows = dict[str, "NDArray[Any]"]  # a batch's tensors, by field name, `[rows, â€
 def loaders_of(store: Store, **options: Any) -> list[Loader]:
     """Return a loader for each split; unless `options` differ, an epoch of it has every row once, and in order."""
     splits = dict.fromkeys(bucket.name.partition("/")[0] for bucket in store.buckets() if bucket.num_rows)
-    asked = {"batch_size": 8, "rewind": True, "shuffle": "none", "remainder": "partial", **options}
+    asked = {"batch_size": 8, "rewind": True, "window": 0, "remainder": "partial", **options}
     return [Loader(store, LoaderConfig(split=split, **asked)) for split in splits]
 
 

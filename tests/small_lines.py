@@ -19,9 +19,9 @@ from bucketline.bench.fixtures.pushed_store import pushed
 from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
 from bucketline.errors import BucketlineError
-from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle
+from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.loader.plan.bill import make_bill, store_lines
-from bucketline.loader.plan.cache_needs import ring_of, sidecar_bytes_of
+from bucketline.loader.plan.cache_needs import CacheNeeds
 from bucketline.loader.plan.make_plan import plan_of
 from bucketline.store import Store
 from bucketline.store.remote.cache import remote_source  # noqa: F401 - to be changed before any process opens it
@@ -39,7 +39,7 @@ SCALED = {  # sizes that go with a line's
     "LEAST_BYTES": 16 * USUAL_BYTES,
     "SPARE_BYTES": 2 * USUAL_BYTES,
     "USUAL_RING_BYTES": 96 * USUAL_BYTES,
-    "LINES_WINDOW_BYTES": 1 << 30,
+    "MOST_WINDOW_BYTES": 1 << 30,
     "LOOKAHEAD_BYTES": 512 << 20,
     "MAX_BYTES_IN_FLIGHT": 128 << 20,
 }
@@ -111,8 +111,7 @@ def machine(url: str, run: Run, cache: Path, cache_bytes: int, rank: int) -> dic
 def config_of(run: Run, cache_bytes: int, **more: Any) -> LoaderConfig:
     return LoaderConfig(
         batch_size=run.batch_size // run.machines,
-        shuffle=Shuffle.LINES,
-        shuffle_window=run.window,
+        window=run.window,
         remainder=Remainder(run.remainder),
         ragged=tuple(run.ragged),
         cache_bytes=str(cache_bytes),
@@ -123,20 +122,21 @@ def config_of(run: Run, cache_bytes: int, **more: Any) -> LoaderConfig:
 def forecast(store: Store, run: Run, cache_bytes: int) -> dict[str, Any]:
     """Return the figures of the bill."""
     plan = plan_of(store, config_of(run, cache_bytes), run.machines)
+    needs = CacheNeeds(store, plan, run.machines)
     bill = make_bill(
         store_lines(store, plan, "train", ragged=run.ragged),
         plan,
         machines=run.machines,
         epochs=run.epochs,
         cache_bytes=cache_bytes,
-        ring_bytes=ring_of(store, plan, run.machines, cache_bytes),
-        kept_bytes=sidecar_bytes_of(store),
+        ring_bytes=needs.ring_of(cache_bytes),
+        kept_bytes=needs.kept_bytes,
     )
     return {
         "bill_bytes": [epoch.store_bytes for epoch in bill.epochs],
         "bill_gets": [epoch.gets for epoch in bill.epochs],
         "read_bytes": bill.read_bytes,
-        "window": plan.shuffle_window,
+        "window": plan.window,
     }
 
 

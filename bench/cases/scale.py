@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from bucketline.loader.config import Shuffle
     from bucketline.loader.plan.lanes import ShardRuns
     from bucketline.loader.plan.plan import Plan
 
@@ -24,6 +23,8 @@ FILL = 0.95  # sizes are this fraction of a power of two, so that none is a best
 LARGE = Mark(bound=1.5, is_at_most=True)
 NO_DEARER = Mark(bound=1.0, is_at_most=True)
 BUCKETS = (1_000, 1_900, 3_500, 6_600, 12_300, 23_100, 43_300, 81_100, 152_000, 285_000, 534_000, 1_000_000)
+
+WINDOW = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,7 @@ class PlanCost(Case):
 
     def measure(self, folder: Path) -> list[Result]:
         del folder
-        from bucketline.loader.config import Shuffle
-
-        others = [subject for shuffle in Shuffle if shuffle is not Shuffle.FULL for subject in self._by_rows(shuffle, None)]
-        timed = [*self._by_rows(Shuffle.FULL, LARGE), *others]
+        timed = [*self._by_rows(None, LARGE), *self._by_rows(WINDOW, None), *self._by_rows(0, None)]
         memory = [
             Subject(
                 name=f"memory: {name}",
@@ -58,26 +56,26 @@ class PlanCost(Case):
                 limit=limit and f"memory: {limit}",
                 mark=LARGE if mark is LARGE else None,
             )
-            for name, plan, limit, mark in self._plans(Shuffle.FULL, LARGE)
+            for name, plan, limit, mark in self._plans(None, LARGE)
         ]
         return [
             *summarise("scale", "us", timed, alternate(timed, self.repeats)),
             *summarise("scale", "MiB", memory, alternate(memory, 1)),
         ]
 
-    def _plans(self, shuffle: Shuffle, large: Mark | None) -> list[tuple[str, Plan, str | None, Mark | None]]:
+    def _plans(self, window: int | None, large: Mark | None) -> list[tuple[str, Plan, str | None, Mark | None]]:
         """Return (name, plan, limit, target) tuples; the plan of a million rows is the limit of the others."""
         thousand, million, most = (int(FILL * (1 << bits)) for bits in BITS)
         limit = f"{million:,} rows"
         no_dearer = large and NO_DEARER
         return [
-            (f"{thousand:,} rows", self._plan((thousand,), shuffle), limit, no_dearer),
-            (limit, self._plan((million,), shuffle), None, None),
-            (f"{most:,} rows", self._plan((most,), shuffle), limit, large),
-            ("12 buckets", self._plan(BUCKETS, shuffle), limit, None),
+            (f"{thousand:,} rows", self._plan((thousand,), window), limit, no_dearer),
+            (limit, self._plan((million,), window), None, None),
+            (f"{most:,} rows", self._plan((most,), window), limit, large),
+            ("12 buckets", self._plan(BUCKETS, window), limit, None),
         ]
 
-    def _plan(self, sizes: Sequence[int], shuffle: Shuffle) -> Plan:
+    def _plan(self, sizes: Sequence[int], window: int | None) -> Plan:
         from bucketline.loader.config import Remainder
         from bucketline.loader.plan.plan import Plan, PlanBucket
 
@@ -86,13 +84,13 @@ class PlanCost(Case):
             for number, rows in enumerate(sizes, 1)
         )
         runs = tuple(in_shards(rows) for rows in sizes)
-        return Plan(seed=0, remainder=Remainder.CARRY, buckets=buckets, source="made up", shuffle=shuffle, runs=runs)
+        return Plan(seed=0, remainder=Remainder.CARRY, buckets=buckets, source="made up", window=window, runs=runs)
 
-    def _by_rows(self, shuffle: Shuffle, large: Mark | None) -> list[Subject]:
+    def _by_rows(self, window: int | None, large: Mark | None) -> list[Subject]:
         subjects = []
         for how, measure in (("drawn together", self._together), ("drawn one by one", self._alone)):
-            for name, plan, limit, mark in self._plans(shuffle, large):
-                at = f"{shuffle}, {how}"
+            for name, plan, limit, mark in self._plans(window, large):
+                at = f"{'all shuffled' if window is None else f'window {window}'}, {how}"
                 subjects.append(
                     Subject(name=f"{at}: {name}", measure=measure(plan), limit=limit and f"{at}: {limit}", mark=mark)
                 )

@@ -19,7 +19,7 @@ import numpy.ma  # noqa: F401 - numpy imports it at the first `unique`
 import obstore.store  # noqa: F401 - imported when the first object is requested
 
 from bucketline.bench.fixtures.server_process import control
-from bucketline.loader.config import LoaderConfig, Shuffle
+from bucketline.loader.config import USUAL_WINDOW, LoaderConfig
 from bucketline.loader.loader import Loader
 from bucketline.store import Store
 from bucketline.store.format.hashing import LINE_BYTES
@@ -52,7 +52,7 @@ class RemoteRun:
 
     def config(self, cache: Path) -> LoaderConfig:
         """Return the configuration of a loader with this cache."""
-        return LoaderConfig(batch_size=self.batch_size, shuffle=Shuffle.LINES, epochs=1, cache=str(cache))
+        return LoaderConfig(batch_size=self.batch_size, window=USUAL_WINDOW, epochs=1, cache=str(cache))
 
     def lines(self) -> Iterator[tuple[str, int, int]]:
         """Iterate over the lines of the store's shards: path below the server's URL, first byte, the one after the last."""
@@ -148,7 +148,7 @@ def local(run: RemoteRun) -> list[Part]:
 
 
 def _steady(run: RemoteRun, store: Store) -> list[Part]:
-    with Loader(store, LoaderConfig(batch_size=run.batch_size, shuffle=Shuffle.LINES)) as opened:
+    with Loader(store, LoaderConfig(batch_size=run.batch_size, window=USUAL_WINDOW)) as opened:
         one_pass = opened.plan.steps_before(1)
         batches = opened.forever()
         for _ in range(2 * one_pass):

@@ -19,7 +19,7 @@ from bucketline.loader.collate.dequantise_field import dequantise_field
 from bucketline.loader.collate.gather import Gather, PlainRead
 from bucketline.loader.collate.verify import name_sample, verify_batch
 from bucketline.loader.collate.window import SMALL_COLUMNS, CopyPlanner, PendingBatch, Window
-from bucketline.loader.plan.cache_needs import share_of
+from bucketline.loader.plan.cache_needs import CacheNeeds
 from bucketline.loader.plan.rng import keys_of_rows
 from bucketline.store.format.block import CAPTIONS, ID
 from bucketline.store.format.columns import TOKENS, TOKENS_SCALE
@@ -132,8 +132,8 @@ class BatchBuilder:
 
         An epoch's first window may need all of them.
         """
-        share, epochs = share_of(self._store, self._plan.lanes, self._machines), num_steps / self._plan.steps_before(1)
-        return int(share * max(1.0, epochs))
+        share = CacheNeeds(self._store, self._plan, self._machines).share_bytes
+        return int(share * max(1.0, num_steps / self._plan.steps_before(1)))
 
     def hold_rows(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
         """Request the lines of a micro-batch's rows, of their whole blocks, and keep them until it is released."""

@@ -18,8 +18,8 @@ class Peek(BatchOptions):
     """Show what a step delivers, on one HTML page: latents without a VAE, and the captions that were chosen.
 
     The rows are read by a loader that begins at the step. With the options and the seed of a training run, the page shows
-    exactly what that run's step has: its rows, captions, dropped captions and flips. A run by --shuffle lines may have chosen
-    its lanes and its window by its machines and caches: name its checkpoint with --state, or give the same --cache-bytes.
+    exactly what that run's step has: its rows, captions, dropped captions and flips. A run may have chosen its
+    window by its machines and caches: name its checkpoint with --state, or give the same --cache-bytes.
 
     Example: loader peek photos.store --step 1000 --batch-size 16 -o step.html
     """
@@ -40,8 +40,7 @@ class Peek(BatchOptions):
     remainder: Remainder = Remainder.CARRY
     """How to handle rows that do not fill a global batch: carry, drop or partial."""
     state: Annotated[Path | None, tyro.conf.arg(metavar="STATE")] = None
-    """Checkpoint, folder of a run, or loader state as JSON: take the lanes and the window of --shuffle lines from it, which a
-    run may have chosen by its machines and their caches."""
+    """Checkpoint, folder of a run, or loader state as JSON: take the window from it, and the machines that it was made for."""
     caption_dropout: float = 0.0
     """Probability of replacing a caption with the empty one."""
     flip: float = 0.0

@@ -11,7 +11,7 @@ import tyro
 
 from bucketline.command_line import counted, human_bytes, one_line, print_json, printable
 from bucketline.errors import UsageError
-from bucketline.loader.config import BatchOptions, Remainder, Shuffle
+from bucketline.loader.config import BatchOptions, Remainder
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ class PlanCommand(BatchOptions):
     """Print a run's steps and each bucket's batches. Reads no rows.
 
     A step is an optimizer step. Its global batch is world size x rows of a micro-batch x accumulation, from one bucket.
-    With `--shuffle full`, any batch may come at any step. With `blocks`, a bucket's rows are read in windows of
-    `--shuffle-window` rows, each made of 16 blocks of neighbouring rows, and the buckets take turns in proportion to their
-    batches. With `lines`, each of `--lanes` equal parts of a global batch comes from shards of its own, of which 16 at a time
-    are read in one go and mixed. With `none`, rows come in stored order, one bucket after the other.
+    All rows are shuffled, and any batch may come at any step. With `--window`, each machine's part of a global batch comes from
+    shards of its own, of which 16 at a time are read in one go and so many rows mixed, and the buckets take turns in proportion
+    to their batches. With `--window 0`, rows come in stored order, one bucket after the other.
 
-    With `--machines` and `--cache-bytes`, print the bill of `--shuffle lines` as well: what that many machines, each with such
-    a cache, fetch from the store and read from their caches in each epoch. This also reads the extents, 33 KB for each GiB.
+    With `--machines` and `--cache-bytes`, print the bill of a window as well, which is chosen by the cache if none is given:
+    what that many machines, each with such a cache, fetch from the store and read from their caches in each epoch. This also
+    reads the extents, 33 KB for each GiB.
 
     Example: loader plan photos.store --batch-size 8 --world-size 2 --epochs 3
     """
@@ -97,8 +97,6 @@ class PlanCommand(BatchOptions):
             object.__setattr__(self, "world_size", self.machines)
         if self.world_size % self.machines:
             raise UsageError(f"--world-size is {self.world_size}, expected a multiple of --machines {self.machines}")
-        if self.shuffle is Shuffle.LINES and self.lanes is None:
-            object.__setattr__(self, "lanes", self.machines)
 
     def run(self) -> int:
         from bucketline.loader.mixture import join, open_shares
@@ -106,8 +104,10 @@ class PlanCommand(BatchOptions):
 
         shares = open_shares(self.stores, self.remote())
         store = join(shares)
-        config = self.for_loader(epochs=None, columns=self._roles(), ragged=names_in(self.ragged))
-        plan = make_plan(store, config, world_size=self.world_size)
+        own = {} if self.machines is None or self.window == 0 else {"lanes": self.machines}
+        config = self.for_loader(epochs=None, columns=self._roles(), ragged=names_in(self.ragged), **own)
+        cache_bytes = None if self.machines is None else self.remote().cache_bytes
+        plan = make_plan(store, config, world_size=self.world_size, cache_bytes=cache_bytes)
         report = plan_counts(plan, self.epochs, self.split)
         if self.columns is not None:
             self._add_bytes(report, store, config)
@@ -145,22 +145,24 @@ class PlanCommand(BatchOptions):
 
     def _bill(self, store: OpenShards, plan: Plan, machines: int) -> Bill:
         from bucketline.loader.plan.bill import make_bill, parse_bandwidth, parse_prices, store_lines
-        from bucketline.loader.plan.cache_needs import ring_of, sidecar_bytes_of, why_too_small
+        from bucketline.loader.plan.cache_needs import CacheNeeds
 
         cache_bytes = self.remote().cache_bytes
         assert cache_bytes is not None
-        if (reason := why_too_small(store, plan, cache_bytes, self.split, machines)) is not None:
+        needs = CacheNeeds(store, plan, machines)
+        if (reason := needs.why_too_small(cache_bytes)) is not None:
             raise UsageError(reason)
-        if self.shuffle is not Shuffle.LINES:
-            raise UsageError(f"a bill is of --shuffle lines, and the shuffle is {self.shuffle}; set --shuffle lines")
+        if not plan.window:
+            order = "in stored order" if plan.window == 0 else "shuffled, since the cache holds the store"
+            raise UsageError(f"a bill is of rows that are mixed in windows, and all are {order}; set --window 4096")
         return make_bill(
             store_lines(store, plan, self.split, ragged=names_in(self.ragged), roles=self._roles()),
             plan,
             machines=machines,
             epochs=max(2, self.epochs),
             cache_bytes=cache_bytes,
-            ring_bytes=ring_of(store, plan, machines, cache_bytes),
-            kept_bytes=sidecar_bytes_of(store),
+            ring_bytes=needs.ring_of(cache_bytes),
+            kept_bytes=needs.kept_bytes,
             step_bytes=None if self.bandwidth is None else parse_bandwidth(self.bandwidth, "--bandwidth"),
             prices=None if self.prices is None else parse_prices(self.prices, "--prices"),
         )

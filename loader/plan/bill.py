@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import PlanError, UsageError
-from bucketline.loader.config import SHARDS_AT_ONCE, Shuffle
+from bucketline.loader.config import SHARDS_AT_ONCE
 from bucketline.loader.plan.cache_needs import cache_for
 from bucketline.store.format.columns import RAGGED_PREFIX, stored_name
 from bucketline.store.format.hashing import LINE_BYTES
@@ -52,11 +52,14 @@ def store_lines(
     in each bucket, and in each group of what belongs to rows. A shard that is repeated is read as often.
 
     Raises:
-        PlanError: if the plan has no lanes.
+        PlanError: if the plan has no window, or a pass reads a share of a store.
         UsageError: if the store has no such group.
     """
-    if plan.shuffle is not Shuffle.LINES:
-        raise PlanError(f"only the order by lines has a bill, and the plan's shuffle is {plan.shuffle}")
+    if not plan.window or any(bucket.parts for bucket in plan.buckets):
+        raise PlanError(
+            f"{store.where} has no bill: it is of rows that are mixed in windows (--window), of stores that a pass reads whole "
+            f"or several times; the plan's window is {plan.window}"
+        )
     if unknown := [name for name in ragged if name not in store.ragged]:
         raise UsageError(f"{store.where} has no ragged group {unknown[0]!r:.80}, expected some of {list(store.ragged)}")
     sizes = np.array([file.entry.lmdb.num_bytes for file in store.files], dtype=np.int64)
@@ -84,8 +87,8 @@ def store_lines(
     is_read = np.cumsum(edges[:-1]) > 0
     per_file = np.add.reduceat(np.where(is_read, num_bytes, 0), first)
     rows, shards = sum(bucket.num_rows for bucket in plan.buckets), int(times[: len(store.shards)].sum())
-    groups = max(1, min(shards // plan.lanes // SHARDS_AT_ONCE, rows // plan.lanes // plan.shuffle_window))
-    goes_around = rows // plan.lanes > 2 * groups * plan.shuffle_window  # else its ends are in neighbouring windows
+    groups = max(1, min(shards // plan.lanes // SHARDS_AT_ONCE, rows // plan.lanes // plan.window))
+    goes_around = rows // plan.lanes > 2 * groups * plan.window  # else its ends are in neighbouring windows
     ends = np.minimum(regions * LINE_BYTES, per_file)  # a line of each region
     return StoreLines(
         num_lines=int(is_read.sum()),

@@ -1,4 +1,4 @@
-"""`shuffle=lines`: whole shards are dealt to lanes, and each lane mixes the rows of a few of its shards at a time.
+"""Windows of some rows: whole shards are dealt to lanes, and each lane mixes the rows of a few of its shards at a time.
 
 A store that is read over a network is fetched in lines, 8 MiB of a shard's file. This order lets one machine fetch a line, once
 an epoch, and need in each epoch what it has kept from the last one.
@@ -15,7 +15,8 @@ an epoch, and need in each epoch what it has kept from the last one.
   differ from pass to pass, also of a lane that has no other shards to combine them with.
 
 Only live row counts by shard are used, which the manifest has: no sidecar is read. A shard that a mixture repeats counts as
-several, which are neighbours when they are dealt and apart when they are visited.
+several, which are neighbours when they are dealt and apart when they are visited. Of a store of which a pass reads a share, the
+runs are those of its first pass; in the others the rows of a run are as many that follow later (`shares`).
 
 Letters: n rows of a bucket, G its global batch, L lanes, h = G / L, S shards of a bucket, U of all buckets, K of a group.
 """

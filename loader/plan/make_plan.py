@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.command_line import machines_of
 from bucketline.errors import PlanError
-from bucketline.loader.config import SHUFFLE_WINDOW, Remainder, Shuffle
-from bucketline.loader.plan.cache_needs import most_window, window_for
+from bucketline.loader.config import USUAL_WINDOW, Remainder
+from bucketline.loader.plan.cache_needs import CacheNeeds
 from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.plan import Plan, PlanBucket
 from bucketline.option_types import expect
@@ -18,14 +18,24 @@ if TYPE_CHECKING:
     from bucketline.loader.config import LoaderConfig
 
 
-def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -> Plan:
+def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1, cache_bytes: int | None = None) -> Plan:
     """Make the plan over one split of a store's generation, or of several joined stores.
+
+    If `config.window` is None, the window is chosen by `cache_bytes`, the size of each machine's cache: by default by the
+    configuration's, if a store is read at a URL.
 
     Raises:
         PlanError: if the split has no rows.
         UsageError: if `store` is not an open one.
     """
     expect("store", store, OpenShards, "an open store: make_plan(Store.open('photos.store'), config)")
+    of_split = store.buckets(config.split)
+    if not of_split:
+        held = ", ".join(sorted({bucket.split for bucket in store.buckets()})) or "none"
+        raise PlanError(
+            f"the plan has no step: {store.where} has no rows in the split {config.split!r} (splits with rows: {held}); pack "
+            "into it, or name a split that has rows"
+        )
     buckets = tuple(
         PlanBucket(
             name=bucket.name,
@@ -33,50 +43,35 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
             global_batch=config.rows_of(bucket) * config.accumulation * world_size,
             parts=parts,
         )
-        for bucket in store.buckets(config.split)
+        for bucket in of_split
         for parts in [bucket.shares()]
     )
-    if config.shuffle is Shuffle.LINES and any(bucket.parts for bucket in buckets):
-        raise PlanError(
-            f"{store.where} is to be read by shuffle lines, and a pass reads a share of a store's rows, expected whole "
-            "repeats: lines deals whole shards. Set shuffle='full' or 'blocks', or give whole repeats"
-        )
-    if not buckets:
-        held = ", ".join(sorted({bucket.split for bucket in store.buckets()})) or "none"
-        raise PlanError(
-            f"the plan has no step: {store.where} has no rows in the split {config.split!r} (splits with rows: {held}); pack "
-            "into it, or name a split that has rows"
-        )
-    is_lines = config.shuffle is Shuffle.LINES
-    lanes = lanes_of(config, world_size)
-    runs = [bucket.runs() for bucket in store.buckets(config.split)] if is_lines else []
     plan = Plan(
         seed=config.seed,
         remainder=Remainder(config.remainder),
         buckets=buckets,
         source=store.generations,
-        shuffle=Shuffle(config.shuffle),
-        shuffle_window=config.shuffle_window or SHUFFLE_WINDOW,
-        lanes=lanes,
+        window=0 if config.window == 0 else None,
         epochs=config.num_epochs,
-        runs=tuple(ShardRuns(shard=shard, repeat=repeat, num_rows=num_rows) for shard, repeat, num_rows in runs),
     )
-    if not is_lines:
+    if cache_bytes is None and any(shard.source is not None for shard in store.shards):
+        cache_bytes = config.remote().cache_bytes
+    if config.window == 0 or (config.window is None and cache_bytes is None):
         return plan
-    window, cache_bytes = plan.shuffle_window, config.remote().cache_bytes
-    if config.shuffle_window is None and cache_bytes is not None:
-        window = window_for(store, plan, machines_of(world_size), cache_bytes)
-    return replace(plan, shuffle_window=min(window, most_window(store)))
+    runs = [ShardRuns(shard=shard, repeat=repeat, num_rows=rows) for shard, repeat, rows in (own.runs() for own in of_split)]
+    machines = machines_of(world_size)
+    mixed = replace(plan, window=config.window or USUAL_WINDOW, lanes=config.lanes or machines, runs=tuple(runs))
+    needs = CacheNeeds(store, mixed, machines)
+    window = config.window
+    if window is None and cache_bytes is not None:
+        window = needs.window_for(cache_bytes)
+    return plan if window is None else replace(mixed, window=min(window, needs.most_window))
 
 
-def lanes_of(config: LoaderConfig, world_size: int) -> int:
-    """Return the lanes of a configuration's plan: one for each machine, unless it says how many."""
-    return (config.lanes or machines_of(world_size)) if config.shuffle is Shuffle.LINES else 1
-
-
-def asked_window(store: OpenShards, plan: Plan) -> int:
-    """Return the window that a plan by `lines` was made with: the usual one, if the plan has as much of it as there may be."""
-    return SHUFFLE_WINDOW if plan.shuffle_window == min(SHUFFLE_WINDOW, most_window(store)) else plan.shuffle_window
+def asked_window(store: OpenShards, plan: Plan) -> int | None:
+    """Return the window that a plan was made with: the usual one, if the plan has as much of it as there may be."""
+    most = CacheNeeds(store, plan, 1).most_window
+    return USUAL_WINDOW if plan.window == min(USUAL_WINDOW, most) else plan.window
 
 
 def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:

@@ -5,7 +5,8 @@ the bucket's global batch j takes the positions [jG, (j + 1)G): the rest of a pa
 batches floor(e n / G) to floor((e + 1) n / G) of that bucket. If there is a last epoch, it ends with the bucket's next batch,
 in which the positions of later epochs are padding: they have weight 0, and rows of the batch before.
 
-`shuffle` decides the rows at a pass's positions and the bucket of a step; both are computed in `order`.
+`window` decides the rows at a pass's positions and the bucket of a step; both are computed in `order`, and those of a window of
+some rows in `lanes`.
 
 Letters: n rows of a bucket, G its global batch (ranks x batch size x accumulation), e epoch, j index of a bucket's batch.
 """
@@ -25,7 +26,7 @@ import numpy as np
 from bucketline.command_line import counted
 from bucketline.errors import PlanError
 from bucketline.forks import cached_property
-from bucketline.loader.config import SHARDS_AT_ONCE, SHUFFLE_WINDOW, Remainder, Shuffle
+from bucketline.loader.config import SHARDS_AT_ONCE, Remainder
 from bucketline.loader.plan.epoch_steps import EpochSteps
 from bucketline.loader.plan.lanes import Lanes, ShardRuns
 from bucketline.loader.plan.order import Epoch, Span, rows_of
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from bucketline.store.read.store import StoreRows
 
 PLAN_VERSION = 2
-LINES_VERSION = 3  # of `lines`; by 2, a lane of few shards had the same windows in every epoch
+WINDOW_VERSION = 3  # of windows of some rows; by 2, a lane of few shards had the same windows in every epoch
 MAX_NAMED = 8  # buckets listed in a message
 _NAMED_SMALL = 3  # buckets listed in a warning
 _PASS, _STEPS = 1, 2  # purposes of keys
@@ -93,16 +94,15 @@ class Plan:
     remainder: Remainder
     buckets: tuple[PlanBucket, ...]
     source: str  # each store's id, the digest of its generation, and its repeats
-    shuffle: Shuffle = Shuffle.FULL
-    shuffle_window: int = SHUFFLE_WINDOW  # rows; see `order.rows_of` and `lanes`; used only by `blocks` and `lines`
-    lanes: int = 1  # used only by `lines`
+    window: int | None = None  # rows that each lane mixes at a time; None: all are shuffled; 0: the stored order
+    lanes: int = 1  # used only by a window, as `runs`
     epochs: int | None = None  # the last one completes its batches with weight 0; None: endless. Decides no other step
-    runs: tuple[ShardRuns, ...] = field(default=(), repr=False, compare=False)  # of each bucket; used only by `lines`
+    runs: tuple[ShardRuns, ...] = field(default=(), repr=False, compare=False)  # of each bucket
 
     def __post_init__(self) -> None:
         if not self.buckets:
             raise PlanError("the plan has no rows; the store has none in this split")
-        if self.shuffle is Shuffle.LINES:
+        if self.window:
             self._check_lanes()
 
     def _check_lanes(self) -> None:
@@ -112,27 +112,25 @@ class Plan:
             if bucket.global_batch % self.lanes:
                 fits = math.gcd(self.lanes, *(bucket.global_batch for bucket in self.buckets))
                 raise PlanError(
-                    f"{bucket.name} has a global batch of {bucket.global_batch}, which {self.lanes} lanes of shuffle lines do "
-                    f"not divide; make batch size x accumulation x ranks a multiple of {self.lanes} for every bucket (for a "
+                    f"{bucket.name} has a global batch of {bucket.global_batch}, which {self.lanes} lanes do not "
+                    f"divide; make batch size x accumulation x ranks a multiple of {self.lanes} for every bucket (for a "
                     f"batch by pixels or tokens, by its batch multiple), or use {counted(fits, 'lane')}"
                 )
 
     @cached_property
     def lane_order(self) -> Lanes:
-        """Return the order of `lines`: which lane reads which rows, and when."""
+        """Return the order of a window: which lane reads which rows, and when."""
         return Lanes(
             seed=self.seed,
             lanes=self.lanes,
-            window_rows=self.shuffle_window,
+            window_rows=self.window or 0,
             carries=self.remainder is Remainder.CARRY,
             sizes=[(bucket.num_rows, bucket.global_batch) for bucket in self.buckets],
             runs=self.runs,
         )
 
     def _rows_of(self, spans: Sequence[Span]) -> NDArray[np.int64]:
-        if self.shuffle is Shuffle.LINES:
-            return self.lane_order.rows_of(spans)
-        numbers = rows_of(spans, self.shuffle, self.shuffle_window)
+        numbers = self.lane_order.rows_of(spans) if self.window else rows_of(spans, self.window)
         if not self._has_shares:
             return numbers
         at = 0
@@ -153,26 +151,25 @@ class Plan:
     @cached_property
     def _all_pass_rows(self) -> list[PassRows | None]:
         return [
-            PassRows(bucket.parts, key, self.shuffle) if bucket.parts else None
+            PassRows(bucket.parts, key, is_mixed=self.window is None) if bucket.parts else None
             for bucket, key in zip(self.buckets, self._pass_keys, strict=True)
         ]
 
     @cached_property
     def digest(self) -> str:
         """Digest of everything that decides the order, and of the stores' generations. 32 hexadecimal digits."""
-        return self._digest(LINES_VERSION if self.shuffle is Shuffle.LINES else PLAN_VERSION)
+        return self._digest(WINDOW_VERSION if self.window else PLAN_VERSION)
 
     @cached_property
     def earlier_digest(self) -> str | None:
         """Return the digest that an earlier version gave this plan, if it had another order by it."""
-        return self._digest(PLAN_VERSION) if self.shuffle is Shuffle.LINES else None
+        return self._digest(PLAN_VERSION) if self.window else None
 
     def _digest(self, version: int) -> str:
         buckets = [[bucket.name, bucket.num_rows, bucket.global_batch] for bucket in self.buckets]
-        is_lines = self.shuffle is Shuffle.LINES
-        window = self.shuffle_window if is_lines or self.shuffle is Shuffle.BLOCKS else None
-        lanes = [self.lanes, SHARDS_AT_ONCE] if is_lines else []
-        text = json.dumps([version, self.seed, self.remainder, self.shuffle, window, self.source, buckets, *lanes])
+        order = "full" if self.window is None else "lines" if self.window else "none"  # their names when digests began
+        lanes = [self.lanes, SHARDS_AT_ONCE] if self.window else []
+        text = json.dumps([version, self.seed, self.remainder, order, self.window or None, self.source, buckets, *lanes])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -285,7 +282,7 @@ class Plan:
         return {
             step: (epoch.number, bucket, number)
             for epoch, own in by_epoch.values()
-            for step, (bucket, number) in zip(own, epoch.batches_at(own, self.shuffle), strict=True)
+            for step, (bucket, number) in zip(own, epoch.batches_at(own, self.window), strict=True)
         }
 
     def _add_spans(self, spans: list[Span], bucket: int, number: int, begin: int, count: int) -> int:
@@ -296,7 +293,7 @@ class Plan:
             number_of_pass, at = divmod(number * size + begin, n)
             real = count if self.epochs is None else min(count, self.epochs * n - number * size - begin)
             if real < count and n >= size and self.epochs is not None:
-                # padded with rows of the batch before, which has been read, and by `lines` on the same lanes
+                # padded with rows of the batch before, which has been read, and on the same lanes
                 read = max(real, 0)
                 before = number * size + begin + read - size - (self.epochs - 1) * n
                 if read:
@@ -307,8 +304,8 @@ class Plan:
             number_of_pass, within = divmod(number, self.epoch_steps.per_pass[bucket])
             at = within * size + begin
             real = max(0, n - at)
-            # a partial batch is padded with rows of its own pass; by `lines`, with those that the same lanes began with
-            if self.shuffle is Shuffle.LINES and n >= size:
+            # a partial batch is padded with rows of its own pass; of windows, with those that the same lanes began with
+            if self.window and n >= size:
                 padding = n % size
             at = padding + (at - n) % n if at >= n else at
         while count > 0:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.loader.config import Shuffle
 from bucketline.loader.plan.permutation import extend_key, permute
 
 if TYPE_CHECKING:
@@ -36,9 +35,9 @@ def rows_per_pass(num_rows: int, share: float) -> int:
 class PassRows:
     """The rows of a bucket's passes, by the numbers 0 to N - 1 that the order deals with; N rows come in a pass."""
 
-    def __init__(self, parts: Sequence[StoreRows], key: int, shuffle: Shuffle) -> None:
-        """`key` is the bucket's. Only `full` mixes a round; the other orders keep neighbouring rows together."""
-        self._parts, self._key, self._shuffle = tuple(parts), key, shuffle
+    def __init__(self, parts: Sequence[StoreRows], key: int, *, is_mixed: bool) -> None:
+        """`key` is the bucket's. `is_mixed`: rounds are; otherwise neighbouring rows stay together."""
+        self._parts, self._key, self._is_mixed = tuple(parts), key, is_mixed
         self._ends = np.cumsum([part.per_pass for part in parts])
 
     def rows(self, numbers: NDArray[np.int64], pass_number: int) -> NDArray[np.int64]:
@@ -59,7 +58,7 @@ class PassRows:
         return rows
 
     def _mixed(self, places: NDArray[np.int64], part: StoreRows, at: int, number: int) -> NDArray[np.int64]:
-        return permute(places, part.num_rows, self._key_of(at, number)) if self._shuffle is Shuffle.FULL else places
+        return permute(places, part.num_rows, self._key_of(at, number)) if self._is_mixed else places
 
     def _key_of(self, at: int, number: int) -> int:
         return extend_key(extend_key(extend_key(self._key, _ROUND), at), number)

@@ -155,7 +155,7 @@ class LinesAhead:
         self._has_warned = True
         log.warning(
             "%s were fetched for %d steps, which need at most %s: the cache keeps too few of the lines in use, so they are "
-            "fetched again and again; give it more room (--cache-bytes), or mix fewer rows at a time (--shuffle-window)",
+            "fetched again and again; give it more room (--cache-bytes), or mix fewer rows at a time (--window)",
             *(human_bytes(fetched), num_steps, human_bytes(needed)),
         )
 

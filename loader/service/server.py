@@ -169,7 +169,7 @@ class Service:
         if not 0 <= wanted.rank < wanted.world_size:
             raise DeliveryError(f"rank is {wanted.rank} of {wanted.world_size} ranks")
         builder = BatchBuilder(store.store, plan, wanted.config, wanted.rank, wanted.world_size, gather=store.gather)
-        reserve_ring(builder, store.store, plan, wanted.config.split, wanted.rank, wanted.world_size)
+        reserve_ring(builder, store.store, plan, wanted.rank, wanted.world_size)
         depth = depth_of(wanted.config, builder.buffer_bytes)
         stores = tuple(str(self._paths[one.store_id]) for one in wanted.stores)
         session = Session(sock, wanted, builder, stores=stores, depth=depth)

@@ -119,7 +119,8 @@ class Bucket:
     def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return runs of consecutive row numbers that one shard holds, in row order: (shard, repeat, rows), `[N]` each.
 
-        `repeat` counts how often the shard has come before: 0, unless a mixture repeats its store.
+        `repeat` counts how often the shard has come before: 0, unless a mixture repeats its store. If a pass reads a share of
+        some store's rows, they are those of its first pass.
         """
         live = self._ends - self._starts
         shard = np.flatnonzero(live)

@@ -40,7 +40,7 @@ ROOM_BYTES = 1 << 30
 LONGEST_S = 120.0  # of one size
 SIZES_MIB = (0.5, 12, 100, 220, 400)
 ENOUGH_MIB = 220  # for the lines of a window and of what is fetched ahead
-CONFIG = replace(in_lines(batch_size=16, seed=2), shuffle_window=256)
+CONFIG = replace(in_lines(batch_size=16, seed=2), window=256)
 PINNED_BYTES, SLOW_BYTES_PER_S = 64 << 20, 60e6  # until the disk is full, and so that not all lines are pinned by then
 
 

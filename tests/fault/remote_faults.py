@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.loader import LoaderConfig
-from bucketline.loader.config import Remainder, Shuffle
+from bucketline.loader.config import Remainder
 from bucketline.store.remote.urls import RemoteOptions
 from tests.fault.known import recorded
 from tests.fault.record import Kind, Outcome
@@ -82,7 +82,7 @@ def drawn_config(draw: random.Random) -> LoaderConfig:
         seed=draw.randrange(3),
         epochs=1,
         remainder=Remainder.PARTIAL,
-        shuffle=draw.choice([Shuffle.FULL, Shuffle.LINES]),
+        window=draw.choice([None, 4096]),
         threads=draw.choice([1, 2]),
         prefetch_bytes=draw.choice([1, 1 << 22]),
     )

@@ -15,7 +15,7 @@ from bucketline.bench.fixtures.pushed_store import pushed
 from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.config import Remainder, Shuffle
+from bucketline.loader.config import Remainder
 from bucketline.store import Store
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.layout import shard_paths
@@ -47,7 +47,7 @@ class Served:
 
     def digests(self, config: LoaderConfig) -> list[str]:
         """Return the digest of each batch of the first epoch, by a loader of the local store."""
-        key = f"{config.batch_size} {config.seed} {config.shuffle} {config.text}"
+        key = f"{config.batch_size} {config.seed} {config.window} {config.text}"
         if key not in self.expected:
             with Loader(Store.open(self.local), config) as loader:
                 self.expected[key] = [digest_of(batch) for batch in loader.forever()]
@@ -71,14 +71,13 @@ def digest_of(batch: Batch) -> str:
 
 
 def in_lines(*, batch_size: int, seed: int, epochs: int = 1) -> LoaderConfig:
-    """Return the configuration of a loader that reads from far away: every row, shuffled by lines."""
+    """Return the configuration of a loader that reads from far away: every row, a few mixed at a time."""
     return LoaderConfig(
         batch_size=batch_size,
         seed=seed,
         epochs=epochs,
         remainder=Remainder.PARTIAL,
-        shuffle=Shuffle.LINES,
-        shuffle_window=WINDOW_ROWS,
+        window=WINDOW_ROWS,
     )
 
 

@@ -21,7 +21,7 @@ PROBE = """\
 from bucketline.loader import BatchDataset, Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store, write_store
 
-loader = Loader(WeightedStore("a.store", 0.5), LoaderConfig(batch_size=4, shuffle="blocks", remainder="partial"))
+loader = Loader(WeightedStore("a.store", 0.5), LoaderConfig(batch_size=4, window=4096, remainder="partial"))
 for batch in loader:
     reveal_type(batch)
     reveal_type(batch.epoch)

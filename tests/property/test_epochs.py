@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bucketline.errors import PlanError
-from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore
+from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.plan.epoch_steps import EpochSteps
 from tests.building import make_store, samples_of
 from tests.epoch_oracle import Micro, Oracle, epochs_of, rows_of
@@ -34,7 +34,7 @@ def configs(draw: st.DrawFn) -> LoaderConfig:
         accumulation=draw(st.integers(1, 2)),
         epochs=draw(st.integers(1, 3)),
         remainder=draw(st.sampled_from(Remainder)),
-        shuffle=draw(st.sampled_from(Shuffle)),
+        window=draw(st.sampled_from([None, 16, 32, 100, 4096, 0])),
         seed=draw(st.integers(0, 1 << 40)),
     )
 
@@ -57,7 +57,7 @@ def test_after_some_epochs_each_row_was_delivered_as_often(
     assert len({tuple(map(len, own)) for own in found}) == 1
     assert all(one.epoch == number for own in found for number, epoch in enumerate(own) for one in epoch)
     rows = rows_of(list(zip(stores, repeats, strict=False)))
-    if config.shuffle is Shuffle.FULL:
+    if config.window is None:
         model = Oracle(
             rows=rows,
             batch_size=config.batch_size or 0,

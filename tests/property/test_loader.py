@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bucketline.errors import PlanError
-from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore
+from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.plan.rng import Purpose, uniform
 from bucketline.store.format.hashing import sample_digest
 from tests.building import Sample, embedding, make_store
@@ -97,7 +97,7 @@ def test_two_ranks_read_what_one_rank_reads_with_twice_the_accumulation(
 @given(
     batch=st.sampled_from([{"batch_size": 1}, {"batch_size": 3}, {"batch_pixels": 3 * 64 * 64}, {"batch_tokens": 200}]),
     remainder=st.sampled_from(Remainder),
-    shuffle=st.sampled_from(Shuffle),
+    window=st.sampled_from([None, 16, 4096, 0]),
     repeats=st.integers(1, 3),
     seed=st.integers(0, 1 << 62),
     stops=st.lists(st.integers(0, 3), min_size=4, max_size=4),
@@ -107,7 +107,7 @@ def test_a_run_goes_from_one_rank_to_two_to_four_and_back(
     store: Store,
     batch: dict[str, Any],
     remainder: Remainder,
-    shuffle: Shuffle,
+    window: int | None,
     repeats: int,
     seed: int,
     stops: list[int],
@@ -115,7 +115,7 @@ def test_a_run_goes_from_one_rank_to_two_to_four_and_back(
     """Elastic resume: the global batches stay, ranks and accumulation change between steps, in the midst of an epoch."""
 
     def config(world_size: int) -> LoaderConfig:
-        order: dict[str, Any] = {"remainder": remainder, "shuffle": shuffle, "shuffle_window": 16, "seed": seed}
+        order: dict[str, Any] = {"remainder": remainder, "window": window, "seed": seed}
         return LoaderConfig(**batch, **order, accumulation=4 // world_size, caption_dropout=0.2)
 
     shares = WeightedStore(store=store, repeats=repeats)
@@ -148,7 +148,7 @@ def test_a_run_goes_from_one_rank_to_two_to_four_and_back(
     batch=st.sampled_from([{"batch_size": 2}, {"batch_pixels": 3 * 64 * 64}]),
     accumulation=st.integers(1, 2),
     remainder=st.sampled_from([Remainder.CARRY, Remainder.PARTIAL]),
-    shuffle=st.sampled_from(Shuffle),
+    window=st.sampled_from([None, 16, 4096, 0]),
     repeats=st.integers(1, 2),
     seed=st.integers(0, 1 << 62),
     prefetch_bytes=st.sampled_from([SMALLEST_PREFETCH, 1 << 22]),
@@ -160,13 +160,13 @@ def test_stopped_and_resumed_at_every_batch_in_turn_a_loader_gives_the_uninterru
     batch: dict[str, Any],
     accumulation: int,
     remainder: Remainder,
-    shuffle: Shuffle,
+    window: int | None,
     repeats: int,
     seed: int,
     prefetch_bytes: int,
 ) -> None:
     """Again and again: a new loader for each batch, over the state of the one before."""
-    order: dict[str, Any] = {"remainder": remainder, "shuffle": shuffle, "seed": seed}
+    order: dict[str, Any] = {"remainder": remainder, "window": window, "seed": seed}
     config = LoaderConfig(**batch, **order, accumulation=accumulation, epochs=1, prefetch_bytes=prefetch_bytes)
     shares = WeightedStore(store=store, repeats=repeats)
     with Loader(shares, config) as loader:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from bucketline.loader.config import Remainder, Shuffle
+from bucketline.loader.config import Remainder
 from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.plan import Plan, PlanBucket
 
@@ -19,31 +19,30 @@ SHARDS, ROWS, BATCH, WINDOW, EPOCHS = 64, 512, 64, 1024, 5
 SHARD = np.repeat(np.arange(SHARDS), ROWS)
 
 
-def orders(shuffle: Shuffle, lanes: int, seed: int) -> list[NDArray[np.int64]]:
+def orders(window: int | None, lanes: int, seed: int) -> list[NDArray[np.int64]]:
     """Return the rows of each epoch, in the order in which they are read."""
     runs = ShardRuns(shard=np.arange(SHARDS), repeat=np.zeros(SHARDS, dtype=np.int64), num_rows=np.full(SHARDS, ROWS))
     bucket = PlanBucket(name="train/64x64", num_rows=SHARDS * ROWS, global_batch=BATCH)
-    more: dict[str, Any] = {"shuffle": shuffle, "shuffle_window": WINDOW, "lanes": lanes, "runs": (runs,)}
+    more: dict[str, Any] = {"window": window, "lanes": lanes, "runs": (runs,)}
     plan = Plan(seed=seed, remainder=Remainder.DROP, buckets=(bucket,), source="s", **more)
     ends = [plan.steps_before(epoch) for epoch in range(EPOCHS + 1)]
     return [np.concatenate([step.rows for step in plan.draw([(k, 0) for k in range(*pair)])]) for pair in pairwise(ends)]
 
 
 @pytest.mark.parametrize(
-    ("shuffle", "lanes", "neighbours", "shards", "spread"),
+    ("window", "lanes", "neighbours", "shards", "spread"),
     [
-        (Shuffle.FULL, 1, 0.003, 38, 0.95),
-        (Shuffle.BLOCKS, 1, 0.1, 12, 0.8),
-        (Shuffle.LINES, 1, 0.1, 12, 0.05),
-        (Shuffle.LINES, 8, 0.02, 38, 0.3),
+        (None, 1, 0.003, 38, 0.95),
+        (WINDOW, 1, 0.1, 12, 0.05),
+        (WINDOW, 8, 0.02, 38, 0.3),
     ],
 )
 def test_an_order_mixes_within_an_epoch_and_epochs_differ(
-    shuffle: Shuffle, lanes: int, neighbours: float, shards: int, spread: float
+    window: int | None, lanes: int, neighbours: float, shards: int, spread: float
 ) -> None:
     """Neighbours in one batch at most, shards in a batch and a shard's spread over a full shuffle's at least."""
     for seed in (1, 2):
-        epochs = orders(shuffle, lanes, seed)
+        epochs = orders(window, lanes, seed)
         for rows in epochs:
             assert len(np.unique(rows)) == len(rows) == SHARDS * ROWS
             position = np.argsort(rows)

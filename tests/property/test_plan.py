@@ -1,4 +1,4 @@
-"""The plan's promises, for drawn buckets, batches, ranks, policies, shuffles and seeds, against plain enumeration."""
+"""The plan's promises, for drawn buckets, batches, ranks, policies, windows and seeds, against plain enumeration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bucketline.errors import PlanError
-from bucketline.loader.config import WINDOW_BLOCKS, Remainder, Shuffle
+from bucketline.loader.config import Remainder
 from bucketline.loader.plan import order
 from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.permutation import permute_all
@@ -70,8 +70,7 @@ def plans(draw: st.DrawFn, remainder: Remainder | None = None) -> Drawn:
         batches,
         seed,
         remainder or draw(st.sampled_from(Remainder)),
-        shuffle=draw(st.sampled_from(Shuffle)),
-        shuffle_window=draw(st.sampled_from([16, 32, 100, 4096])),
+        window=draw(st.sampled_from([None, 16, 32, 100, 4096, 0])),
         lanes=draw(st.sampled_from([lanes for lanes in range(1, common + 1) if common % lanes == 0])),
         runs=tuple(in_shards(n, num_shards, seed + k) for k, n in enumerate(sizes)),
     )
@@ -189,7 +188,7 @@ def test_partial_delivers_every_row_with_weight_one_exactly_once_a_pass(drawn: D
             assert all(weight[0] == 1 for _, weight in batches)
             together = np.concatenate([rows for rows, _ in batches])
             filled = np.resize(together[: bucket.num_rows], per_pass * bucket.global_batch)
-            if plan.shuffle is Shuffle.LINES and per_pass > 1:  # with those at the same places of the first batch
+            if plan.window and per_pass > 1:  # with those at the same places of the first batch
                 filled[bucket.num_rows :] = together[bucket.num_rows % bucket.global_batch : bucket.global_batch][
                     : len(filled) - bucket.num_rows
                 ]
@@ -235,13 +234,11 @@ def test_the_digest_stands_for_everything_that_decides_the_order(drawn: Drawn, o
         replace(plan, buckets=(more, *plan.buckets[1:]), runs=(*runs, *plan.runs[1:])),
         replace(plan, buckets=(replace(first, global_batch=first.global_batch + other * plan.lanes), *plan.buckets[1:])),
         replace(plan, buckets=(replace(first, name="val/8x8"), *plan.buckets[1:])),
-        *(replace(plan, shuffle=shuffle) for shuffle in Shuffle if shuffle is not plan.shuffle),
+        *(replace(plan, window=window) for window in (None, 0, 5000 + other) if window != plan.window),
     ]
-    assert len({plan.digest, *(one.digest for one in changed)}) == 10
-    window = replace(plan, shuffle_window=plan.shuffle_window + other)
-    assert (window.digest == plan.digest) == (plan.shuffle not in (Shuffle.BLOCKS, Shuffle.LINES))
+    assert len({plan.digest, *(one.digest for one in changed)}) == len(changed) + 1
     fewer = replace(plan, lanes=1)
-    assert (fewer.digest == plan.digest) == (plan.lanes == 1 or plan.shuffle is not Shuffle.LINES)
+    assert (fewer.digest == plan.digest) == (plan.lanes == 1 or not plan.window)
 
 
 def test_passes_buckets_and_seeds_have_orders_of_their_own() -> None:
@@ -258,9 +255,9 @@ def test_buckets_are_mixed_within_an_epoch() -> None:
     assert 70 < changes < 130
 
 
-@pytest.mark.parametrize(("shuffle", "asked"), [(Shuffle.FULL, 64), (Shuffle.BLOCKS, 128), (Shuffle.NONE, 0)])
-def test_a_step_costs_the_same_for_a_million_rows_and_for_ten_to_the_fifteen(shuffle: Shuffle, asked: int) -> None:
-    """Counted in indices permuted, not in seconds: only the rows of the batch, twice where blocks are ordered too."""
+@pytest.mark.parametrize(("window", "asked"), [(None, 64), (0, 0)])
+def test_a_step_costs_the_same_for_a_million_rows_and_for_ten_to_the_fifteen(window: int | None, asked: int) -> None:
+    """Counted in indices permuted, not in seconds: only the rows of the batch."""
     found: list[int] = []
 
     def counted(parts: Sequence[tuple[NDArray[np.int64], int, int]]) -> NDArray[np.int64]:
@@ -271,44 +268,14 @@ def test_a_step_costs_the_same_for_a_million_rows_and_for_ten_to_the_fifteen(shu
         patch.setattr(order, "permute_all", counted)
         for rows in (10**6, 10**10, 10**15):
             found.clear()
-            planned = make([rows, rows // 3], 64, 0, Remainder.CARRY, shuffle=shuffle).at(rows // 7)
+            planned = make([rows, rows // 3], 64, 0, Remainder.CARRY, window=window).at(rows // 7)
             assert len(planned.rows) == 64
             assert sum(found) == asked
 
 
-@given(n=st.integers(1, 9000), window=st.sampled_from([16, 160, 1000, 4096]), seed=st.integers(0, 1 << 40))
-@settings(max_examples=60)
-def test_blocks_keep_reads_within_a_window_of_blocks_at_a_time(n: int, window: int, seed: int) -> None:
-    plan = make([n], n, seed, Remainder.CARRY, shuffle=Shuffle.BLOCKS, shuffle_window=window)
-    rows, _ = plan.batch(plan.buckets[0], 0)
-    assert sorted(rows.tolist()) == list(range(n))
-    block = window // WINDOW_BLOCKS
-    length = block * WINDOW_BLOCKS
-    blocks_read: list[set[int]] = [set((rows[at : at + length] // block).tolist()) for at in range(0, n, length)]
-    assert max(map(len, blocks_read)) <= WINDOW_BLOCKS + 1  # one is cut at each end where the short one shifts it
-    for distance in range(2, len(blocks_read)):  # a block is in one window, or in two that touch
-        assert not any(early & late for early, late in zip(blocks_read, blocks_read[distance:], strict=False))
-
-
-def test_blocks_come_in_an_order_of_their_own_in_each_pass_and_rows_are_mixed_within() -> None:
-    plan = make([65536], 65536, 5, Remainder.CARRY, shuffle=Shuffle.BLOCKS, shuffle_window=4096)
-    passes = [plan.batch(plan.buckets[0], number)[0] for number in range(4)]
-    for rows in passes:
-        assert (np.diff(rows) == 1).mean() < 0.002
-        of_window = rows.reshape(-1, 4096) // 256
-        firsts = {tuple(np.unique(blocks).tolist()) for blocks in of_window}
-        assert len(firsts) == 16
-        assert all(len(first) == 16 for first in firsts)
-        assert np.abs(np.corrcoef(np.arange(65536), rows)[0, 1]) < 0.25  # of 256 blocks: 4 standard deviations
-    assert len({tuple(rows.tolist()) for rows in passes}) == 4
-
-
 @pytest.mark.parametrize("remainder", Remainder)
-@pytest.mark.parametrize("shuffle", [Shuffle.BLOCKS, Shuffle.LINES])
-def test_blocks_and_lines_let_each_bucket_come_in_proportion_and_its_batches_in_order(
-    remainder: Remainder, shuffle: Shuffle
-) -> None:
-    plan = make([4000, 1000, 250, 3], 4, 11, remainder, shuffle=shuffle, lanes=2)
+def test_with_a_window_each_bucket_comes_in_proportion_and_its_batches_in_order(remainder: Remainder) -> None:
+    plan = make([4000, 1000, 250, 3], 4, 11, remainder, window=4096, lanes=2)
     for epoch in range(3):
         steps = range(plan.steps_before(epoch), plan.steps_before(epoch + 1))
         placed = plan._place(steps)
@@ -320,8 +287,8 @@ def test_blocks_and_lines_let_each_bucket_come_in_proportion_and_its_batches_in_
         assert max(share) - min(share) <= 4
 
 
-def test_none_reads_as_stored_bucket_after_bucket() -> None:
-    plan = make([7, 5], 3, 9, Remainder.CARRY, shuffle=Shuffle.NONE)
+def test_a_window_of_nothing_reads_as_stored_bucket_after_bucket() -> None:
+    plan = make([7, 5], 3, 9, Remainder.CARRY, window=0)
     read = [(s.bucket, s.rows.tolist()) for s in (plan.at(step) for step in range(plan.steps_before(2)))]
     one, two = "train/64x64", "train/128x64"
     assert read == [

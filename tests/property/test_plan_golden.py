@@ -1,6 +1,6 @@
 """The order of a seed, as literal values: a run of last year continues in the same order today, on any machine.
 
-A change that makes one of these fail changes every order: it needs another PLAN_VERSION or LINES_VERSION, and breaks each
+A change that makes one of these fail changes every order: it needs another PLAN_VERSION or WINDOW_VERSION, and breaks each
 saved state.
 """
 
@@ -11,25 +11,23 @@ import hashlib
 import numpy as np
 import pytest
 
-from bucketline.loader.config import Remainder, Shuffle
+from bucketline.loader.config import Remainder
 from bucketline.loader.plan.lanes import ShardRuns
-from bucketline.loader.plan.plan import LINES_VERSION, PLAN_VERSION, Plan, PlanBucket
+from bucketline.loader.plan.plan import PLAN_VERSION, WINDOW_VERSION, Plan, PlanBucket
 
 SIZES = [1, 2, 7, 255, 256, 257, 65_535, 65_536, 65_537, (1 << 17) - 1, 1 << 17, (1 << 17) + 1, 10**6, 10**12, (1 << 40) + 1]
 STEPS = [0, 1, 1_000_003, 10**11]
 
 
-def plan_of(shuffle: Shuffle, remainder: Remainder, *sizes: int, seed: int = 2026) -> Plan:
+def plan_of(window: int | None, remainder: Remainder, *sizes: int, seed: int = 2026) -> Plan:
     buckets = tuple(PlanBucket(name=f"train/{64 * (k + 1)}x64", num_rows=n, global_batch=4) for k, n in enumerate(sizes))
-    window = 4096 if shuffle is Shuffle.LINES else 64
     runs = tuple(map(in_shards, sizes))
     return Plan(
         seed=seed,
         remainder=remainder,
         buckets=buckets,
         source="s:1:d",
-        shuffle=shuffle,
-        shuffle_window=window,
+        window=window,
         lanes=2,
         runs=runs,
     )
@@ -43,14 +41,14 @@ def in_shards(n: int) -> ShardRuns:
     return ShardRuns(shard=shard, repeat=np.zeros_like(shard), num_rows=held[shard])
 
 
-def rows_at(shuffle: Shuffle, n: int) -> list[list[int]]:
-    plan = plan_of(shuffle, Remainder.CARRY, n)
+def rows_at(window: int | None, n: int) -> list[list[int]]:
+    plan = plan_of(window, Remainder.CARRY, n)
     return [plan.at(step).rows.tolist() for step in STEPS]
 
 
-def digest_of(shuffle: Shuffle, remainder: Remainder) -> str:
+def digest_of(window: int | None, remainder: Remainder) -> str:
     """Return a digest of thousands of rows: 600 steps from several places on, over buckets of all kinds of sizes."""
-    plan = plan_of(shuffle, remainder, *SIZES[2:])
+    plan = plan_of(window, remainder, *SIZES[2:])
     found = hashlib.blake2b(digest_size=16)
     for first in (0, 10**6, 10**10, 3 * 10**11):
         for planned in plan.draw([(first + k, 0) for k in range(150)]):
@@ -60,33 +58,28 @@ def digest_of(shuffle: Shuffle, remainder: Remainder) -> str:
 
 @pytest.mark.parametrize("n", SIZES)
 def test_the_rows_of_a_seed_never_change(n: int) -> None:
-    assert rows_at(Shuffle.FULL, n) == FULL[n]
+    assert rows_at(None, n) == SHUFFLED[n]
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_the_rows_of_a_seed_in_blocks_never_change(n: int) -> None:
-    assert rows_at(Shuffle.BLOCKS, n) == BLOCKS[n]
+def test_the_rows_of_a_seed_in_windows_never_change(n: int) -> None:
+    assert rows_at(4096, n) == IN_WINDOWS[n]
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_the_rows_of_a_seed_by_lines_never_change(n: int) -> None:
-    assert rows_at(Shuffle.LINES, n) == LINES[n]
-
-
-@pytest.mark.parametrize("shuffle", Shuffle)
+@pytest.mark.parametrize("window", [None, 4096, 0])
 @pytest.mark.parametrize("remainder", Remainder)
-def test_steps_buckets_rows_and_weights_of_a_seed_never_change(shuffle: Shuffle, remainder: Remainder) -> None:
-    assert digest_of(shuffle, remainder) == DIGESTS[shuffle, remainder]
+def test_steps_buckets_rows_and_weights_of_a_seed_never_change(window: int | None, remainder: Remainder) -> None:
+    assert digest_of(window, remainder) == DIGESTS[window, remainder]
 
 
 def test_the_digest_of_a_plan_never_changes() -> None:
-    assert (PLAN_VERSION, LINES_VERSION) == (2, 3)
-    plans = [plan_of(shuffle, Remainder.CARRY, 7, 3) for shuffle in Shuffle]
+    assert (PLAN_VERSION, WINDOW_VERSION) == (2, 3)
+    plans = [plan_of(window, Remainder.CARRY, 7, 3) for window in (None, 4096, 0)]
     assert [plan.digest for plan in plans] == PLAN_DIGESTS
-    assert [plan.earlier_digest for plan in plans] == [None, None, EARLIER_DIGEST, None]
+    assert [plan.earlier_digest for plan in plans] == [None, EARLIER_DIGEST, None]
 
 
-FULL = {
+SHUFFLED = {
     1: [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     2: [[0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0]],
     7: [[0, 6, 5, 4], [2, 1, 3, 0], [4, 1, 5, 1], [0, 2, 3, 5]],
@@ -148,64 +141,7 @@ FULL = {
         [929452740025, 29876503260, 99471522243, 466635749963],
     ],
 }
-BLOCKS = {
-    1: [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
-    2: [[0, 1, 0, 1], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]],
-    7: [[1, 4, 3, 2], [6, 0, 5, 0], [1, 6, 5, 0], [4, 2, 0, 3]],
-    255: [[193, 53, 40, 82], [46, 205, 54, 155], [244, 123, 16, 190], [101, 46, 213, 176]],
-    256: [[52, 76, 40, 82], [46, 205, 77, 155], [231, 22, 229, 238], [215, 39, 197, 208]],
-    257: [[195, 55, 40, 82], [46, 205, 76, 155], [140, 120, 154, 216], [48, 122, 243, 208]],
-    65535: [
-        [10084, 41876, 8524, 47402],
-        [45030, 4573, 41877, 39915],
-        [26510, 39683, 61440, 47257],
-        [38651, 12736, 48817, 27281],
-    ],
-    65536: [[10084, 41876, 8524, 47402], [45030, 4573, 41877, 39915], [26661, 59834, 42031, 4618], [15819, 51743, 2125, 14357]],
-    65537: [
-        [10084, 41876, 8524, 47402],
-        [45030, 4573, 41877, 39915],
-        [44273, 60853, 15961, 60619],
-        [33273, 45641, 15051, 3368],
-    ],
-    131071: [
-        [123492, 4572, 45028, 102998],
-        [60742, 103861, 4573, 124735],
-        [15547, 59698, 37430, 34146],
-        [71650, 71651, 48558, 51854],
-    ],
-    131072: [
-        [123492, 4572, 45028, 102998],
-        [60742, 103861, 4573, 124735],
-        [19406, 126779, 70540, 33248],
-        [110714, 46051, 50736, 12324],
-    ],
-    131073: [
-        [123492, 4572, 45028, 102998],
-        [60742, 103861, 4573, 124735],
-        [59323, 52941, 26665, 115657],
-        [54319, 88518, 44672, 79095],
-    ],
-    1000000: [
-        [345532, 723916, 989392, 83834],
-        [674182, 864165, 723917, 897139],
-        [522964, 543467, 543464, 768163],
-        [691377, 367595, 589204, 367594],
-    ],
-    1000000000000: [
-        [904680167000, 871461033932, 202581903016, 905429050382],
-        [932411424038, 649381323465, 871461033933, 798906495019],
-        [993291091847, 675197617324, 479422242317, 916645383454],
-        [659263994105, 752644638818, 280896250144, 954965990816],
-    ],
-    1099511627777: [
-        [910549126736, 849254372996, 668877421372, 158405812190],
-        [921827555578, 255103070493, 849254372997, 1007965904779],
-        [655602002459, 550903377360, 1089488152581, 677775100718],
-        [107557725329, 408803360990, 69980203428, 387172813464],
-    ],
-}
-LINES = {
+IN_WINDOWS = {
     1: [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
     2: [[1, 0, 0, 1], [1, 0, 0, 1], [0, 1, 1, 0], [1, 0, 0, 1]],
     7: [[3, 6, 1, 0], [2, 5, 4, 1], [3, 6, 0, 4], [3, 3, 0, 1]],
@@ -268,23 +204,19 @@ LINES = {
     ],
 }
 DIGESTS = {
-    (Shuffle.FULL, Remainder.CARRY): "fa75f8e9550db1e9949f54de832fdc3b",
-    (Shuffle.BLOCKS, Remainder.CARRY): "7b9bf285801d9e2cd500b1f3fe9deaf0",
-    (Shuffle.LINES, Remainder.CARRY): "5ab0efae38352f532066d67a0192687d",
-    (Shuffle.NONE, Remainder.CARRY): "c1c846af7aa415c38af425ac4472f528",
-    (Shuffle.FULL, Remainder.DROP): "fa75f8e9550db1e9949f54de832fdc3b",
-    (Shuffle.BLOCKS, Remainder.DROP): "7b9bf285801d9e2cd500b1f3fe9deaf0",
-    (Shuffle.LINES, Remainder.DROP): "5ab0efae38352f532066d67a0192687d",
-    (Shuffle.NONE, Remainder.DROP): "c1c846af7aa415c38af425ac4472f528",
-    (Shuffle.FULL, Remainder.PARTIAL): "9d9186ae5dc54c502826517c2c287ba4",
-    (Shuffle.BLOCKS, Remainder.PARTIAL): "149e682f39e2a08d30c5fe8fad614f5f",
-    (Shuffle.LINES, Remainder.PARTIAL): "d028c19dd8745ac9a99e3ba241bc8d1e",
-    (Shuffle.NONE, Remainder.PARTIAL): "a21ee446b9a142f5bee79e1db977beba",
+    (None, Remainder.CARRY): "fa75f8e9550db1e9949f54de832fdc3b",
+    (4096, Remainder.CARRY): "5ab0efae38352f532066d67a0192687d",
+    (0, Remainder.CARRY): "c1c846af7aa415c38af425ac4472f528",
+    (None, Remainder.DROP): "fa75f8e9550db1e9949f54de832fdc3b",
+    (4096, Remainder.DROP): "5ab0efae38352f532066d67a0192687d",
+    (0, Remainder.DROP): "c1c846af7aa415c38af425ac4472f528",
+    (None, Remainder.PARTIAL): "9d9186ae5dc54c502826517c2c287ba4",
+    (4096, Remainder.PARTIAL): "d028c19dd8745ac9a99e3ba241bc8d1e",
+    (0, Remainder.PARTIAL): "a21ee446b9a142f5bee79e1db977beba",
 }
 PLAN_DIGESTS = [
     "7c1258f771a2acb63b87bcf60e177ce6",
-    "e34bac638e8c76d660280f906c615219",
     "803228941cf1bafde0b12bd0e8eeff8d",
     "f33597b60221766d275f240e8087fe04",
 ]
-EARLIER_DIGEST = "97d91db4cfd801863f3b8e389ca645d0"  # of `lines`, by version 2
+EARLIER_DIGEST = "97d91db4cfd801863f3b8e389ca645d0"  # of the window, by version 2

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bucketline.errors import PlanError
-from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore
+from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.mixture import parse_stores
 from bucketline.loader.seen import Seen, read_loader_state
 from bucketline.store import Store
@@ -80,12 +80,11 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Stores:
 def random_options(draw: random.Random) -> dict[str, Any]:
     """Draw the options of a plan; each bucket's micro-batch of a rank has `TOTAL` / ranks / accumulation of them."""
     batch = draw.choice([{"batch_size": 1}, {"batch_size": 2}, {"batch_size": 3}, {"batch_pixels": 2 * 64 * 128}])
-    shuffle = draw.choice(list(Shuffle))
+    window = draw.choice([None, 16, 20, 4096, 0])
     return {
         **batch,
-        "shuffle": shuffle,
-        "lanes": draw.choice([1, 2, 4]) if shuffle is Shuffle.LINES else None,
-        "shuffle_window": draw.choice([16, 20, 4096]),
+        "lanes": draw.choice([1, 2, 4]) if window else None,
+        "window": window,
         "remainder": draw.choice(list(Remainder)),
         "seed": draw.getrandbits(40),
         "caption_dropout": draw.choice([0.0, 0.3]),

@@ -16,7 +16,6 @@ from bucketline.bench.peers.gate import PeerBatch
 from bucketline.bench.peers.peer import Opened
 from bucketline.bench.peers.samples import sample
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.config import Shuffle
 from bucketline.store import Column, LatentColumn, StoreWriter, new_record
 from bucketline.store.format.hashing import sample_digest
 
@@ -98,11 +97,10 @@ class OursRemote(Ours):
         make_pushed(folder / "samples.store")
 
     def stream(self, shape: SetShape, remote: Remote, way: Way) -> Opened:
-        """Open the store by its URL, shuffled by lines, of which few are mixed at a time, since the cache is small."""
+        """Open the store by its URL, of which few rows are mixed at a time, since the cache is small."""
         config = replace(
             self._config(shape, way),
-            shuffle=Shuffle.LINES,
-            shuffle_window=REMOTE_WINDOW_ROWS,
+            window=REMOTE_WINDOW_ROWS,
             cache=f"{remote.cache}/lines",
             cache_bytes=str(remote.cache_bytes),
         )

@@ -41,24 +41,25 @@ def test_plan_lists_what_a_loader_reads(packed: tuple[Path, Path]) -> None:
     assert read == [sample_digest(i) for batch in listed["batches"] for ids in batch["ranks"] for i in ids]
 
 
-@pytest.mark.parametrize("shuffle", ["full", "blocks", "lines", "none"])
+@pytest.mark.parametrize("window", [None, 32, 0])
 def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
-    packed: tuple[Path, Path], tmp_path: Path, shuffle: str
+    packed: tuple[Path, Path], tmp_path: Path, window: int | None
 ) -> None:
-    from bucketline.loader import Loader, LoaderConfig, Shuffle
+    from bucketline.loader import Loader, LoaderConfig
     from bucketline.store.format.hashing import sample_digest
 
     one = make_store(tmp_path / "one.store", samples_of({"train/64x64": 9, "train/64x128": 5}, "one/")).path
     two = make_store(tmp_path / "two.store", samples_of({"train/64x64": 4}, "two/")).path
-    asked = ("plan", one, f"{two}:3", "--batch-pixels", 17_000, "--batch-multiple", 2, "--world-size", 2, "--shuffle", shuffle)
-    listed = call("loader", *asked, "--shuffle-window", 32, "--list", "--json").json
+    asked = ("plan", one, f"{two}:3", "--batch-pixels", 17_000, "--batch-multiple", 2, "--world-size", 2)
+    order = () if window is None else ("--window", window)
+    listed = call("loader", *asked, *order, "--list", "--json").json
     assert {bucket["name"]: (bucket["rows"], bucket["global_batch"]) for bucket in listed["buckets"]} == {
         "train/64x64": (9 + 3 * 4, 8),
         "train/64x128": (5, 4),
     }
     assert [(store["path"], store["repeats"]) for store in listed["stores"]] == [(str(one), 1), (str(two), 3)]
     assert f"{two} x 3" in call("loader", *asked).out
-    config = LoaderConfig(batch_pixels=17_000, batch_multiple=2, shuffle=Shuffle(shuffle), shuffle_window=32)
+    config = LoaderConfig(batch_pixels=17_000, batch_multiple=2, window=window)
     for rank in range(2):
         with Loader([one, f"{two}:3"], config, rank=rank, world_size=2) as loader:
             read = [bytes(row.tolist()) for batch in loader for row in batch.ids]
@@ -71,7 +72,11 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
         ((), "error: no batch size given: pass --batch-size, --batch-pixels or --batch-tokens\n"),
         (("--batch-size", 0), "--batch-size is 0, expected 1 or more"),
         (("--batch-pixels", -1), "--batch-pixels is -1, expected 1 or more"),
-        (("--batch-size", 1, "--shuffle", "all"), "invalid choice 'all'"),
+        (("--batch-size", 1, "--window", "all"), "all"),
+        (("--batch-size", 1, "--shuffle", "lines"), "--shuffle is 'lines', and --window sets the order now: set it to 4096"),
+        (("--batch-size", 1, "--shuffle=none"), "--shuffle is 'none', and --window sets the order now: set it to 0"),
+        (("--batch-size", 1, "--shuffle-window", 64), "--shuffle-window is '64', and it is called --window now"),
+        (("--batch-size", 1, "--lanes", 2), "--lanes is not an option any more"),
         (("--batch-size", 1, "--batch-tokens", 9), "set by --batch-size 1 and --batch-tokens 9"),
     ],
 )

@@ -8,7 +8,6 @@ import pytest
 
 from bucketline.errors import UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder, make_plan
-from bucketline.loader.config import Shuffle
 
 if TYPE_CHECKING:
     from bucketline.store import Store
@@ -50,7 +49,7 @@ def test_a_budget_gives_each_bucket_as_many_rows_as_fit_in_multiples_and_one_mul
         ({"batch_tokens": -1}, "batch_tokens is -1, expected 1 or more"),
         ({"batch_pixels": 5, "batch_multiple": 0}, "batch_multiple is 0, expected 1 or more"),
         ({"batch_size": 5, "batch_multiple": 4}, "batch_multiple is 4 with a batch_size of 5"),
-        ({"batch_size": 5, "shuffle_window": 15}, "shuffle_window is 15, expected 16 or more"),
+        ({"batch_size": 5, "window": 15}, "window is 15, expected 16 or more, or 0"),
     ],
 )
 def test_a_senseless_batch_or_window_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -58,9 +57,25 @@ def test_a_senseless_batch_or_window_is_refused_by_name(changes: dict[str, Any],
         LoaderConfig(**changes)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"shuffle": "full"}, "shuffle is 'full', and window sets the order now: leave it out"),
+        ({"shuffle": "blocks"}, "window sets the order now: set it to 4096"),
+        ({"shuffle": "lines"}, "set it to 4096, or set only the size of the cache, by which it is chosen"),
+        ({"shuffle": "none"}, "window sets the order now: set it to 0"),
+        ({"shuffle": True}, "set it to the rows that are mixed at a time"),
+        ({"shuffle_window": 64}, "shuffle_window is 64, and it is called window now"),
+        ({"lanes": 2}, r"lanes is 2 with window None; .* or set window=4096"),
+        ({"lanes": 2, "window": 0}, "lanes is 2 with window 0"),
+    ],
+)
+def test_the_old_names_of_the_order_are_answered_with_the_new(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        LoaderConfig(batch_size=1, **given)
+
+
 def test_plain_words_are_the_choices_of_their_names_and_others_are_refused() -> None:
-    for shuffle in Shuffle:
-        assert LoaderConfig(batch_size=1, shuffle=str(shuffle)).shuffle is shuffle  # type: ignore[arg-type]
     for remainder in Remainder:
         assert LoaderConfig(batch_size=1, remainder=str(remainder)).remainder is remainder  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="remainder is 'keep', expected carry or drop or partial"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bucketline.errors import PlanError, StateError, UsageError
-from bucketline.loader import Loader, LoaderConfig, Shuffle
+from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.state import parse_state, schedule_of
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
@@ -70,9 +70,9 @@ def follow(
         return taken, loader.state_dict()
 
 
-@pytest.mark.parametrize("shuffle", Shuffle)
-def test_each_step_is_that_of_an_ordinary_loader_of_the_generation_taken_up(grown: Path, shuffle: Shuffle) -> None:
-    config = config_of(shuffle=shuffle, accumulation=2)
+@pytest.mark.parametrize("window", [None, 4096, 0])
+def test_each_step_is_that_of_an_ordinary_loader_of_the_generation_taken_up(grown: Path, window: int | None) -> None:
+    config = config_of(window=window, accumulation=2)
     found, state = follow(grown, config)
     assert schedule_of(parse_state(state)) == tuple((step, (generation,)) for step, generation in SCHEDULE)
     expected = []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bucketline.errors import FingerprintError, StoreError, UsageError
-from bucketline.loader import Loader, LoaderConfig, Shuffle, WeightedStore
+from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.loader.mixture import join, open_shares, parse_store
 from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
@@ -47,14 +47,14 @@ def test_one_store_that_comes_once_is_not_wrapped(made: list[tuple[Store, list[S
 
 @given(
     repeats=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    shuffle=st.sampled_from(Shuffle),
+    window=st.sampled_from([None, 16, 4096, 0]),
     batch_size=st.integers(1, 5),
     epochs=st.integers(1, 2),
     seed=st.integers(0, 1 << 40),
 )
 @settings(max_examples=40)
 def test_a_pass_delivers_every_sample_as_often_as_its_stores_say(
-    made: list[tuple[Store, list[Sample]]], repeats: list[int], shuffle: Shuffle, batch_size: int, epochs: int, seed: int
+    made: list[tuple[Store, list[Sample]]], repeats: list[int], window: int | None, batch_size: int, epochs: int, seed: int
 ) -> None:
     shares = [WeightedStore(store=store, repeats=k) for (store, _), k in zip(made, repeats, strict=False)]
     expected: dict[str, Counter[bytes]] = {}
@@ -64,7 +64,7 @@ def test_a_pass_delivers_every_sample_as_often_as_its_stores_say(
             if sample.record.split == "train":
                 expected.setdefault(sample.bucket, Counter())[sample_digest(sample.id)] += k * epochs
     found: dict[str, Counter[bytes]] = {}
-    config = LoaderConfig(batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, verify=seed % 4 == 0)
+    config = LoaderConfig(batch_size=batch_size, epochs=epochs, seed=seed, window=window, verify=seed % 4 == 0)
     with Loader(shares, config) as loader:
         for batch in loader.forever():
             for n, digest in enumerate(bytes(row) for row in batch.ids.tolist()):

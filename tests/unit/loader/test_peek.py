@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bucketline.loader import Loader, LoaderConfig, Shuffle
-from bucketline.loader.plan import cache_needs
+from bucketline.loader import Loader, LoaderConfig
 from tests.building import make_store, samples_of
 from tests.commands import Ran, call
 from tests.pages import parsed
@@ -74,24 +73,17 @@ def test_a_step_below_0_and_a_page_that_cannot_be_written_are_refused(store: Sto
     assert "name a file that ends in .html" in peek(store, tmp_path / "step.png", "--step", 0).err
 
 
-@pytest.mark.parametrize("given", ["cache", "state"])
-def test_by_lines_the_sheet_has_the_window_that_a_run_chose_by_its_cache(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache_needs, "LINE_BYTES", 4096)
+def test_the_sheet_has_the_window_of_a_state(tmp_path: Path) -> None:
     samples = samples_of({"train/64x64": 600})
     store = make_store(tmp_path / "s", samples[:200], samples[200:400], samples[400:])
-    size = f"{cache_needs.num_bytes_of(store) // 4}B"
     state = tmp_path / "state.json"
-    with Loader(store.path, LoaderConfig(batch_size=4, shuffle=Shuffle.LINES, cache_bytes=size)) as loader:
-        assert loader.plan.shuffle_window < 600
+    with Loader(store.path, LoaderConfig(batch_size=4, window=64)) as loader:
         state.write_text(json.dumps(loader.state_dict()), encoding="utf-8")
         batches = iter(loader)
         expected = [loader.names(next(batches)) for _ in range(4)][3]
-    option = ("--cache-bytes", size) if given == "cache" else ("--state", state)
-    options = ("--batch-size", 4, "--shuffle", "lines", "--step", 3, "--json")
-    ran = call("loader", "peek", store.path, "-o", tmp_path / "step.html", *options, *option)
+    options = ("--batch-size", 4, "--step", 3, "--state", state, "--json")
+    ran = call("loader", "peek", store.path, "-o", tmp_path / "step.html", *options)
     assert ran.code == 0, ran.err
     assert [row["id"] for row in ran.json["batches"][0]["rows"]] == expected
-    other = call("loader", "peek", store.path, "-o", tmp_path / "b.html", "--batch-size", 4, "--step", 3, "--state", state)
-    assert "the state's shuffle is lines, and --shuffle is full; give the run's options" in other.err
+    other = call("loader", "peek", store.path, "-o", tmp_path / "b.html", *options, "--window", 0)
+    assert "the state's window is 64, and --window is 0; give the run's options, or none" in other.err

@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 import time
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bucketline.errors import StoreError, UsageError
-from bucketline.loader import Loader, LoaderConfig, Shuffle, WeightedStore
+from bucketline.errors import StateError, StoreError, UsageError
+from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.loader.prefetch import lines_ahead
 from bucketline.store import Store
 from bucketline.store.remote.cache import folder as folder_module
@@ -97,7 +97,7 @@ def roles(store: Store) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"verify": True}, {"plain_reads": True}, {"threads": 2, "shuffle": "blocks"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"plain_reads": True}, {"threads": 2, "window": 16}], ids=str)
 def test_batches_are_those_of_the_local_store(options: dict[str, Any], store: Store, tmp_path: Path) -> None:
     url, columns = pushed(store), roles(store)
     expected = batches_of(store, columns=columns, **options)
@@ -111,14 +111,13 @@ def test_batches_are_those_of_the_local_store(options: dict[str, Any], store: St
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shuffle", ["blocks", "lines", "none"])
+@pytest.mark.parametrize("window", [16, 0])
 def test_a_cache_smaller_than_the_store_gives_the_same_batches(
-    shuffle: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    window: int, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_module.CacheFolder, "ring_bytes", property(lambda own: own.limit // 2))
     size = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
-    options: dict[str, Any] = {"epochs": 2, "remainder": "drop", "shuffle": shuffle, "batch_size": 2, "columns": roles(store)}
-    options["shuffle_window"] = 16
+    options: dict[str, Any] = {"epochs": 2, "remainder": "drop", "window": window, "batch_size": 2, "columns": roles(store)}
     small = opened(pushed(store), tmp_path / "cache", cache_bytes=size // 2)
     assert batches_of(small, **options) == batches_of(store, **options)
     assert small.source is not None
@@ -135,19 +134,32 @@ def test_lines_that_are_fetched_too_often_are_said_once(
     """A hundredth of what the order needs is more than that, too."""
     monkeypatch.setattr(lines_ahead, "CHECK_EVERY", 8)
     monkeypatch.setattr(lines_ahead, "TOO_OFTEN", times)
-    batches_of(pushed(store), epochs=2, shuffle="lines", columns=roles(store), cache=str(tmp_path / "cache"))
+    batches_of(pushed(store), epochs=2, window=4096, columns=roles(store), cache=str(tmp_path / "cache"))
     found = [record.getMessage() for record in caplog.records if record.name == lines_ahead.__name__]
     assert len(found) == num_said
     assert all("fetched again and again; give it more room (--cache-bytes)" in message for message in found)
 
 
-def test_full_is_refused_if_the_cache_does_not_hold_the_store(store: Store, tmp_path: Path) -> None:
+def test_a_window_is_chosen_if_the_cache_does_not_hold_the_store(store: Store, tmp_path: Path) -> None:
     size = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
     url, config = pushed(store), LoaderConfig(batch_size=2, cache=str(tmp_path / "cache"), cache_bytes=str(size // 2))
-    with pytest.raises(UsageError, match=r"each epoch would fetch about .* times the store; use shuffle lines"):
-        Loader(url, config)
-    Loader(url, replace(config, shuffle=Shuffle.LINES)).close()
-    Loader(store, config).close()  # a local store has no cache
+    with Loader(url, config) as chosen, Loader(store, config) as local:
+        assert chosen.plan.window == chosen.config.window
+        assert local.plan.window is local.config.window is None  # a local store has no cache
+        state = chosen.state_dict()
+        with pytest.raises(StateError, match=r"window was None .* and is \d+ now; .* with a cache that holds the stores"):
+            chosen.load_state_dict(local.state_dict())
+    with Loader(store, LoaderConfig(batch_size=2)) as resumed:
+        resumed.load_state_dict(state)
+        assert resumed.plan.digest == state["plan"]
+
+
+def test_all_rows_are_not_shuffled_through_a_cache_that_does_not_hold_the_store(store: Store, tmp_path: Path) -> None:
+    size = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
+    small = opened(pushed(store), tmp_path / "cache", cache_bytes=size // 2)
+    with pytest.raises(UsageError, match=r"each epoch would fetch about .* times the store; mix 4096 rows at a time"):
+        Loader(small, LoaderConfig(batch_size=2))
+    Loader(small, LoaderConfig(batch_size=2, window=16)).close()
 
 
 def test_no_hole_is_read_as_data(store: Store, tmp_path: Path) -> None:

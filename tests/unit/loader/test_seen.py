@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle
+from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push import push
 from tests.building import make_store, samples_of
@@ -88,11 +88,11 @@ def test_all_and_never_list_every_sample_of_the_split_once(store: Store, tmp_pat
     assert seen(state, store.path, "--ids", tmp_path / "ids.txt").out.count(": seen never") == 3
 
 
-@pytest.mark.parametrize("shuffle", Shuffle)
-def test_the_padding_of_the_last_epoch_is_not_counted(store: Store, tmp_path: Path, shuffle: Shuffle) -> None:
+@pytest.mark.parametrize("window", [None, 4096, 0])
+def test_the_padding_of_the_last_epoch_is_not_counted(store: Store, tmp_path: Path, window: int | None) -> None:
     steps: dict[str, list[int]] = {}
     num_padded = 0
-    with Loader(store, LoaderConfig(batch_size=4, epochs=2, shuffle=shuffle)) as loader:
+    with Loader(store, LoaderConfig(batch_size=4, epochs=2, window=window)) as loader:
         for _ in range(2):
             for batch in loader:
                 real = (batch.weight > 0).tolist()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.plan.cache_needs import bytes_at_once, num_bytes_of, sidecar_bytes_of
+from bucketline.loader.plan.cache_needs import CacheNeeds
 from bucketline.store.remote.cache import folder as folder_module
 from bucketline.store.remote.cache.room import Room
 from tests.building import make_store, samples_of
@@ -61,9 +61,9 @@ def used(cache: Path) -> int:
     return int(words[:3].sum() + words[8:].sum())
 
 
-@pytest.mark.parametrize(("names", "shuffle"), [("aa", "lines"), ("ab", "none")], ids=str)
+@pytest.mark.parametrize(("names", "window"), [("aa", 16), ("ab", 0)], ids=str)
 def test_two_runs_on_a_cache_for_one_finish_with_the_right_batches(
-    names: str, shuffle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: str, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_lines(monkeypatch.setattr)
     stores: dict[str, Store] = {}
@@ -73,13 +73,14 @@ def test_two_runs_on_a_cache_for_one_finish_with_the_right_batches(
         stores[name] = make_store(tmp_path / name / f"{name}.store", *parts)
     urls = {name: pushed(store) for name, store in stores.items()}
     asked: list[dict[str, Any]] = []
-    expected, limit = [], 0
+    expected, limit, store_bytes = [], 0, 0
     for seed, name in enumerate(names):
-        asked.append({"batch_size": 4, "epochs": 1, "shuffle": shuffle, "shuffle_window": 16, "seed": seed})
+        asked.append({"batch_size": 4, "epochs": 1, "window": window, "seed": seed})
         with Loader(stores[name], LoaderConfig(**asked[-1])) as loader:
-            limit = max(limit, bytes_at_once(loader._rows, loader.plan, 1) + sidecar_bytes_of(loader._rows))
+            needs = CacheNeeds(loader.rows, loader.plan, 1)
+            limit, store_bytes = max(limit, needs.ring_bytes + needs.kept_bytes), needs.num_bytes
             expected.append([digest(batch) for batch in loader])
-    assert limit < num_bytes_of(stores["a"])
+    assert limit < store_bytes
     cache = tmp_path / "cache"
     answers = [tmp_path / f"{number}.json" for number in range(2)]
     runs = []
@@ -111,10 +112,10 @@ def test_files_that_are_fetched_whole_take_the_place_of_lines(tmp_path: Path, mo
         (tmp_path / name).mkdir()
         parts = (samples_of(ROWS, f"{name}/{part}/") for part in "1234")
         stores[name] = make_store(tmp_path / name / f"{name}.store", *parts)
-    options: dict[str, Any] = {"batch_size": 4, "epochs": 1, "shuffle": "none"}
+    options: dict[str, Any] = {"batch_size": 4, "epochs": 1, "window": 0}
     with Loader(stores["a"], LoaderConfig(**options)) as loader:
-        sidecars = sidecar_bytes_of(loader._rows)
-        limit = bytes_at_once(loader._rows, loader.plan, 1) + 2 * sidecars
+        needs = CacheNeeds(loader.rows, loader.plan, 1)
+        sidecars, limit = needs.kept_bytes, needs.ring_bytes + 2 * needs.kept_bytes
     assert sidecars > LINE_BYTES
     cache = tmp_path / "cache"
     most, reserve = 0, Room.reserve

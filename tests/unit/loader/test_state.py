@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bucketline.errors import StateError
-from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore
+from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.mixture import StoreArgument
 from bucketline.loader.seen import Seen, read_loader_state
 from tests.building import make_store, samples_of
@@ -40,8 +40,7 @@ def refused(store: Store, state: dict[str, object]) -> str:
         ("seed", {"seed": 4}, (4, 3)),
         ("remainder", {"remainder": Remainder.PARTIAL}, ("'partial'", "'carry'")),
         ("caption_dropout", {"caption_dropout": 0.1}, (0.1, 0.0)),
-        ("shuffle", {"shuffle": Shuffle.NONE}, ("'none'", "'full'")),
-        ("shuffle", {"shuffle": Shuffle.BLOCKS}, ("'blocks'", "'full'")),
+        ("window", {"window": 0}, ("0", "None")),
     ],
 )
 def test_a_state_of_another_configuration_is_refused_with_field_and_both_values(
@@ -159,31 +158,74 @@ def test_every_field_of_the_configuration_that_decides_what_is_delivered_is_in_t
         "threads",
         "plain_reads",
         "lanes",
-        "shuffle_window",
         "columns",
         "ragged",
         "text",
         "row_weights",
         *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     }
-    in_blocks = state_of(store, shuffle=Shuffle.BLOCKS)["settings"]
-    assert isinstance(in_blocks, dict)
-    assert in_blocks["shuffle_window"] == 4096
+    in_windows = state_of(store, window=4096)["settings"]
+    assert isinstance(in_windows, dict)
+    assert (in_windows["window"], in_windows["lanes"]) == (4096, 1)
 
 
 def test_what_decides_nothing_may_change_between_save_and_load(store: Store) -> None:
     state = state_of(store)
-    for changes in ({"epochs": 7}, {"prefetch_bytes": 5}, {"verify": True}, {"shuffle_window": 64}, {"accumulation": 1}):
+    for changes in ({"epochs": 7}, {"prefetch_bytes": 5}, {"verify": True}, {"accumulation": 1}):
         more = {"batch_size": 4} if "accumulation" in changes else {}
         with Loader(store, LoaderConfig(**{**BASE, **changes, **more})) as loader:
             loader.load_state_dict(state)
 
 
-def test_a_window_of_blocks_that_changed_is_refused(store: Store) -> None:
-    state = state_of(store, shuffle=Shuffle.BLOCKS)
-    config = LoaderConfig(**BASE, shuffle=Shuffle.BLOCKS, shuffle_window=64)
-    with Loader(store, config) as loader, pytest.raises(StateError, match=r"shuffle_window was 4096 .* and is 64 now"):
+def test_a_window_that_changed_is_refused(store: Store) -> None:
+    state = state_of(store, window=4096)
+    config = LoaderConfig(**BASE, window=64)
+    with Loader(store, config) as loader, pytest.raises(StateError, match=r"window was 4096 .* and is 64 now"):
         loader.load_state_dict(state)
+    with Loader(store, config) as loader, pytest.raises(StateError, match=r"window was None .* and is 64 now.*or none"):
+        loader.load_state_dict(state_of(store))
+
+
+def in_words(state: dict[str, Any], shuffle: str) -> dict[str, object]:
+    """Return a state as earlier versions had it, which named the order by a word."""
+    settings = {name: value for name, value in state["settings"].items() if name != "window"}
+    window = {"shuffle_window": state["settings"]["window"] or 4096} if shuffle in ("lines", "blocks") else {}
+    return {**state, "settings": {**settings, "shuffle": shuffle, **window}}
+
+
+@pytest.mark.parametrize(("window", "shuffle"), [(None, "full"), (64, "lines"), (0, "none")])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_state_that_names_its_order_by_a_word_is_resumed(
+    store: Store, window: int | None, shuffle: str, *, is_given: bool
+) -> None:
+    state = in_words(state_of(store, window=window), shuffle)
+    with Loader(store, LoaderConfig(**BASE, window=window if is_given or not window else None)) as loader:
+        loader.load_state_dict({**state, "step": 3})
+        assert [batch.step for _, batch in zip(range(2), loader, strict=False)] == [3, 3]
+        assert loader.config.window == window
+        loader.take_up([1])
+        past = loader.state_dict()["history"]
+        assert isinstance(past, list)
+        older = {
+            **in_words(loader.state_dict(), shuffle),
+            "history": [in_words({**one, "settings": loader.state_dict()["settings"]}, shuffle) for one in past],
+        }
+        loader.load_state_dict(older)
+        assert loader.state_dict()["history"] == past
+
+
+def test_a_state_in_blocks_is_refused_with_the_way_on(store: Store, tmp_path: Path) -> None:
+    state = {**in_words(state_of(store, window=4096), "blocks"), "step": 3, "plan": "0" * 32}
+    for config in (LoaderConfig(**BASE), LoaderConfig(**BASE, window=4096)):
+        with Loader(store, config) as loader:
+            with pytest.raises(StateError, match=r"shuffle 'blocks' that this one does not have .*: --new-plan .*start_anew"):
+                loader.load_state_dict(state)
+            loader.start_anew(state)
+            assert next(iter(loader)).step == 3
+            (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()), encoding="utf-8")
+    (unknown,) = Seen(read_loader_state(tmp_path / "state.json"), [StoreArgument(path=store.path, repeats=1)]).unknown
+    assert (unknown.begin, unknown.end) == ((0, 0), (3, 0))
+    assert unknown.why == "an earlier version planned them, by a shuffle blocks that this one does not have"
 
 
 def test_batches_by_a_budget_go_on_with_other_ranks_where_every_buckets_global_batch_is_the_same(store: Store) -> None:
@@ -211,7 +253,7 @@ def many(path: Path, count: int) -> list[WeightedStore]:
 
 def test_a_state_has_at_most_a_kilobyte_and_names_each_store_that_differs(tmp_path: Path) -> None:
     shares = many(tmp_path, 6)
-    config = LoaderConfig(batch_pixels=3 * 64 * 128, seed=(1 << 63) - 1, shuffle=Shuffle.BLOCKS, caption_dropout=0.123456789)
+    config = LoaderConfig(batch_pixels=3 * 64 * 128, seed=(1 << 63) - 1, window=4096, caption_dropout=0.123456789)
     with Loader(shares, config) as loader:
         loader.load_state_dict({**loader.state_dict(), "step": 10**15})
         state = loader.state_dict()
@@ -267,12 +309,12 @@ def test_a_damaged_history_is_refused_by_field(store: Store) -> None:
     assert "since is" in refused(store, {**state, "since": [1, 2, 3]})
 
 
-def test_a_state_by_the_earlier_order_of_lines_is_refused_with_the_way_on(store: Store, tmp_path: Path) -> None:
-    by_lines = LoaderConfig(**BASE, shuffle=Shuffle.LINES)
-    with Loader(store, by_lines) as loader:
+def test_a_state_by_the_earlier_order_of_windows_is_refused_with_the_way_on(store: Store, tmp_path: Path) -> None:
+    in_windows = LoaderConfig(**BASE, window=4096)
+    with Loader(store, in_windows) as loader:
         state = {**loader.state_dict(), "step": 3, "plan": loader.plan.earlier_digest}
         with pytest.raises(
-            StateError, match=r"shuffle lines had another order.*; continue .*: --new-plan .*Loader\.start_anew\(state\)"
+            StateError, match=r"windows had another order.*; continue .*: --new-plan .*Loader\.start_anew\(state\)"
         ):
             loader.load_state_dict(state)
         loader.start_anew(state)
@@ -283,4 +325,4 @@ def test_a_state_by_the_earlier_order_of_lines_is_refused_with_the_way_on(store:
     path.write_text(json.dumps(after), encoding="utf-8")
     (unknown,) = Seen(read_loader_state(path), [StoreArgument(path=store.path, repeats=1)]).unknown
     assert (unknown.begin, unknown.end) == ((0, 0), (3, 0))
-    assert unknown.why == "an earlier version planned them, whose shuffle lines had another order"
+    assert unknown.why == "an earlier version planned them, whose windows had another order"

@@ -30,7 +30,7 @@ class Delivered:
 def delivered(path: Path, *roles: str, split: str = "train") -> dict[str, Delivered]:
     """Return every row as a loader delivers it, with the columns of these roles."""
     store, found = Store.open(path), {}
-    asked: dict[str, Any] = {"batch_size": 1, "epochs": 1, "shuffle": "none", "remainder": "partial"}
+    asked: dict[str, Any] = {"batch_size": 1, "epochs": 1, "window": 0, "remainder": "partial"}
     options = LoaderConfig(split=split, columns=("target", *roles), **asked)
     ids = {sample_digest(name): name for bucket in store.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows))}
     with Loader(store, options) as loader:

@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_every_way_of_reading_delivers_each_rows_own_value(options: dict[str, Any], store: Store) -> None:
-    loaders = loaders_of(store, columns=MASKED, shuffle="full", **options)
+    loaders = loaders_of(store, columns=MASKED, window=None, **options)
     found = rows_of(loaders)
     for own in found.values():
         for digest, mask in zip(own["ids"], own["columns.mask"], strict=True):
@@ -86,7 +86,7 @@ def test_batches_from_another_process_are_those_of_this_one(where: str, store: S
 
 
 def test_the_rest_of_a_batch_is_as_without_it(store: Store) -> None:
-    with_it, without = (rows_of(loaders_of(store, columns=columns, shuffle="full")) for columns in (MASKED, ("target",)))
+    with_it, without = (rows_of(loaders_of(store, columns=columns, window=None)) for columns in (MASKED, ("target",)))
     for bucket, own in without.items():
         assert all(np.array_equal(values, with_it[bucket][name]) for name, values in own.items())
 

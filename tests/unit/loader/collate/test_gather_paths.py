@@ -56,7 +56,7 @@ used = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    loader = Loader(store, LoaderConfig(batch_size=len(rows), epochs=1, shuffle="none", remainder="partial"))
+    loader = Loader(store, LoaderConfig(batch_size=len(rows), epochs=1, window=0, remainder="partial"))
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 (batch,) = (batch for batch in loader.forever() if batch.bucket == bucket.name)
 assert batch.latents.numpy().tobytes() == bucket.read(rows, "latent").tobytes()

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from bucketline.errors import PlanError, UsageError
-from bucketline.loader import LoaderConfig, Shuffle, WeightedStore
+from bucketline.loader import LoaderConfig, WeightedStore
 from bucketline.loader.mixture import join
 from bucketline.loader.plan import bill as bill_module
+from bucketline.loader.plan import cache_needs
 from bucketline.loader.plan.bill import Bill, Prices, make_bill, parse_bandwidth, parse_prices, store_lines
 from bucketline.loader.plan.make_plan import make_plan
 from bucketline.store import Store, add_column
@@ -40,7 +41,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def plan_of(store: OpenShards, lanes: int, window: int = 64, **more: Any) -> Plan:
-    config = LoaderConfig(batch_size=16 // lanes, shuffle=Shuffle.LINES, lanes=lanes, shuffle_window=window, seed=SEED, **more)
+    config = LoaderConfig(batch_size=16 // lanes, window=window, lanes=lanes, seed=SEED, **more)
     return make_plan(store, config, world_size=lanes)
 
 
@@ -164,8 +165,8 @@ def test_a_repeated_store_is_counted_by_what_is_read(store: Store) -> None:
     assert found.bytes_again == once.num_bytes + 2 * once.bytes_again
 
 
-def test_another_shuffle_or_number_of_machines_has_no_bill(store: Store) -> None:
-    with pytest.raises(PlanError, match="the plan's shuffle is full"):
+def test_another_order_or_number_of_machines_has_no_bill(store: Store) -> None:
+    with pytest.raises(PlanError, match="the plan's window is None"):
         store_lines(store, make_plan(store, LoaderConfig(batch_size=4)), "train")
     with pytest.raises(PlanError, match="3 machines do not divide 4 lanes"):
         bill_of(store, plan_of(store, 4), 0.5, machines=3)
@@ -197,8 +198,8 @@ def test_the_command_prints_the_bill(store: Store) -> None:
         store.path,
         "--batch-size",
         8,
-        "--shuffle",
-        "lines",
+        "--window",
+        4096,
         "--machines",
         2,
         "--cache-bytes",
@@ -213,9 +214,25 @@ def test_the_command_prints_the_bill(store: Store) -> None:
     shown = call("loader", *asked, "--epochs", 3).out
     assert "2 machines with 2 lanes together, caches of 1.0 GiB each" in shown
     assert "assumed: requests are for one line of 8 MiB" in shown
-    full = call("loader", "plan", store.path, "--batch-size", 8, "--machines", 1, "--cache-bytes", "200KiB")
-    assert full.code == 2
-    assert "times the store; use shuffle lines" in full.err
+    for window, words in (((), "shuffled, since the cache holds the store"), (("--window", 0), "in stored order")):
+        other = call("loader", "plan", store.path, "--batch-size", 8, "--machines", 1, "--cache-bytes", "1G", *window)
+        assert other.code == 2
+        assert f"a bill is of rows that are mixed in windows, and all are {words}; set --window 4096" in other.err
+
+
+def test_the_bill_of_a_cache_that_does_not_hold_the_store_is_of_the_window_that_is_chosen_by_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_needs, "LINE_BYTES", LINE)
+    size = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
+    options = ("--batch-size", 8, "--machines", 2, "--cache-bytes", size // 2, "--json")
+    chosen = call("loader", "plan", store.path, *options)
+    assert chosen.code == 0, chosen.err
+    plan = make_plan(
+        store, LoaderConfig(batch_size=8, lanes=2, window=None, cache_bytes="1"), world_size=2, cache_bytes=size // 2
+    )
+    assert plan.window
+    assert chosen.json["plan"] == plan.digest
 
 
 @pytest.mark.parametrize(
@@ -230,6 +247,6 @@ def test_the_command_prints_the_bill(store: Store) -> None:
     ],
 )
 def test_what_does_not_make_a_bill_is_refused(store: Store, options: tuple[Any, ...], words: str) -> None:
-    ran = call("loader", "plan", store.path, "--batch-size", 8, "--shuffle", "lines", *options)
+    ran = call("loader", "plan", store.path, "--batch-size", 8, "--window", 4096, *options)
     assert ran.code != 0
     assert words in ran.err

@@ -10,19 +10,11 @@ import numpy as np
 import pytest
 
 from bucketline.errors import StateError, UsageError
-from bucketline.loader import Loader, LoaderConfig, Shuffle
-from bucketline.loader.config import SHUFFLE_WINDOW, WINDOW_BLOCKS
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.config import LEAST_WINDOW, USUAL_WINDOW
 from bucketline.loader.plan import cache_needs
-from bucketline.loader.plan.cache_needs import (
-    bytes_at_once,
-    cache_for,
-    in_use,
-    num_bytes_of,
-    share_of,
-    sidecar_bytes_of,
-    why_too_small,
-)
-from bucketline.loader.plan.make_plan import plan_of
+from bucketline.loader.plan.cache_needs import CacheNeeds, cache_for
+from bucketline.loader.plan.make_plan import make_plan, plan_of
 from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share
 from tests.building import make_store, samples_of
 
@@ -51,7 +43,7 @@ def small_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(**more: Any) -> LoaderConfig:
-    return LoaderConfig(**{"batch_size": 4, "shuffle": Shuffle.LINES, **more})
+    return LoaderConfig(**{"batch_size": 4, "window": 4096, **more})
 
 
 def most_at_once(store: OpenShards, plan: Plan, machines: int) -> int:
@@ -61,90 +53,93 @@ def most_at_once(store: OpenShards, plan: Plan, machines: int) -> int:
     for part in parts:
         located = store.bucket(part.bucket).locate(part.rows)
         lines.append(set(zip(located.shard.tolist(), (located.data // LINE).tolist(), strict=True)))
-    steps = max(1, 2 * plan.shuffle_window * plan.lanes // machines // len(parts[0].rows))
+    steps = max(1, 2 * (plan.window or 0) * plan.lanes // machines // len(parts[0].rows))
     return max(len(set().union(*lines[at : at + steps])) for at in range(len(lines))) * LINE
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("window", [16, 64, 200])
 def test_the_lines_in_use_at_a_time_are_about_those_of_two_windows(store: Store, lanes: int, window: int) -> None:
-    plan = plan_of(store, config(lanes=lanes, shuffle_window=window), lanes)
-    used, share = in_use(store, plan, lanes)(window), share_of(store, lanes, lanes)
-    assert most_at_once(store, plan, lanes) * 0.7 <= min(used, share)
+    plan = plan_of(store, config(lanes=lanes, window=window), lanes)
+    needs = CacheNeeds(store, plan, lanes)
+    used = needs.in_use(window)
+    assert most_at_once(store, plan, lanes) * 0.7 <= min(used, needs.share_bytes)
     assert used <= 2.5 * most_at_once(store, plan, lanes)
 
 
-def test_a_smaller_cache_has_a_smaller_window_and_one_that_holds_all_the_usual(store: Store) -> None:
-    size = num_bytes_of(store) + sidecar_bytes_of(store)
-    windows = [
-        plan_of(store, config(cache_bytes=str(cache)), 2).shuffle_window
-        for cache in (cache_for(size), size, size // 2, size // 8)
+def test_a_smaller_cache_has_a_smaller_window_and_one_that_holds_all_has_none(store: Store) -> None:
+    needs = CacheNeeds(store, plan_of(store, config(), 2), 2)
+    size, whole = needs.whole_bytes, cache_for(needs.whole_bytes)
+    plans = [
+        make_plan(store, config(window=None), world_size=2, cache_bytes=cache) for cache in (whole, size, size // 2, size // 8)
     ]
-    assert windows[0] == SHUFFLE_WINDOW
-    assert windows == sorted(windows, reverse=True)
-    assert WINDOW_BLOCKS <= windows[-1] < windows[1]
-    given = plan_of(store, config(cache_bytes=str(size // 8), shuffle_window=100), 2)
-    assert given.shuffle_window == 100
+    windows = [plan.window or 0 for plan in plans]
+    assert plans[0].window is None
+    assert plans[0].digest == plan_of(store, config(window=None), 2).digest
+    assert windows[1:] == sorted(windows[1:], reverse=True)
+    assert LEAST_WINDOW <= windows[-1] < windows[1] <= USUAL_WINDOW
+    given = make_plan(store, config(window=100), world_size=2, cache_bytes=size // 8)
+    assert given.window == 100
 
 
-def test_full_is_refused_with_its_factor_unless_the_cache_holds_the_store(store: Store) -> None:
-    num_bytes, rows = num_bytes_of(store), sum(bucket.num_rows for bucket in store.buckets("train"))
-    plan = plan_of(store, config(shuffle=Shuffle.FULL), 1)
-    assert why_too_small(store, plan, cache_for(num_bytes + sidecar_bytes_of(store)), "train", 1) is None
-    words = why_too_small(store, plan, num_bytes // 2, "train", 1)
+def test_a_full_shuffle_is_refused_with_its_factor_unless_the_cache_holds_the_store(store: Store) -> None:
+    rows = sum(bucket.num_rows for bucket in store.buckets("train"))
+    needs = CacheNeeds(store, plan_of(store, config(window=None), 1), 1)
+    assert needs.why_too_small(cache_for(needs.whole_bytes)) is None
+    words = needs.why_too_small(needs.num_bytes // 2)
     assert words is not None
     assert f"its {rows:,} rows" in words
     factor = float(words.split(" times the store")[0].rpartition(" ")[2])
-    assert factor == pytest.approx(rows * 2 * LINE * 0.5 / num_bytes, rel=0.1)
-    assert "use shuffle lines (--shuffle lines)" in words
+    assert factor == pytest.approx(rows * 2 * LINE * 0.5 / needs.num_bytes, rel=0.2)
+    assert "mix 4096 rows at a time (--window 4096)" in words
     for size in (1 << 20, 5 << 30, 700 << 30):
         assert cache_for(size) - ring_share(cache_for(size)) >= size
         assert cache_for(size) <= size + USUAL_RING_BYTES
 
 
 def test_what_does_not_fit_is_refused_with_the_cache_and_the_window_that_do(store: Store) -> None:
-    plan = plan_of(store, config(shuffle_window=400), 1)
-    needed = bytes_at_once(store, plan, 1)
-    assert why_too_small(store, plan, needed + sidecar_bytes_of(store), "train", 1) is None
-    words = why_too_small(store, plan, needed // 2, "train", 1)
+    plan = plan_of(store, config(window=400), 1)
+    needs = CacheNeeds(store, plan, 1)
+    assert needs.why_too_small(needs.ring_bytes + needs.kept_bytes) is None
+    words = needs.why_too_small(needs.ring_bytes // 2)
     assert words is not None
     assert "windows of 400 rows of 1 lane have up to" in words
-    found = re.search(r"--shuffle-window (\d+)\)$", words)
+    found = re.search(r"--window (\d+)\)$", words)
     assert found is not None
-    smaller = replace(plan, shuffle_window=int(found[1]))
-    assert why_too_small(store, smaller, needed // 2, "train", 1) is None
-    least = why_too_small(store, plan, 8 * LINE, "train", 1)
+    assert CacheNeeds(store, replace(plan, window=int(found[1])), 1).why_too_small(needs.ring_bytes // 2) is None
+    least = needs.why_too_small(8 * LINE)
     assert least is not None
     assert least.endswith("give at least that (--cache-bytes)")
 
 
-@pytest.mark.parametrize("shuffle", [Shuffle.BLOCKS, Shuffle.NONE])
-def test_another_order_needs_room_for_two_batches(shuffle: Shuffle, store: Store) -> None:
-    plan = plan_of(store, config(shuffle=shuffle, batch_size=16), 1)
-    assert why_too_small(store, plan, num_bytes_of(store) // 2, "train", 1) is None
-    words = why_too_small(store, plan, 2 * LINE, "train", 1)
+def test_the_stored_order_needs_room_for_two_batches(store: Store) -> None:
+    needs = CacheNeeds(store, plan_of(store, config(window=0, batch_size=16), 1), 1)
+    assert needs.why_too_small(needs.num_bytes // 2) is None
+    words = needs.why_too_small(2 * LINE)
     assert words is not None
-    assert f"by shuffle {shuffle}, two batches need" in words
+    assert "in stored order, two batches need" in words
 
 
-def test_a_state_has_the_window_that_was_chosen(store: Store) -> None:
-    size = num_bytes_of(store)
-    with Loader(store, config(cache_bytes=str(size // 2))) as first, Loader(store, config()) as other:
+def test_a_state_has_the_window_and_a_loader_without_one_takes_it(store: Store) -> None:
+    with Loader(store, config(window=100)) as first, Loader(store, config(window=None)) as other:
         state = first.state_dict()
-        assert first.config.shuffle_window == first.plan.shuffle_window
-        assert first.plan.digest != other.plan.digest
+        assert other.plan.window is None
         other.load_state_dict(state)
         assert other.plan.digest == first.plan.digest
+        other.load_state_dict(other.state_dict())
         with (
-            Loader(store, config(shuffle_window=17)) as given,
-            pytest.raises(StateError, match=r"shuffle_window was \d+ .* is 17 now"),
+            Loader(store, config(window=17)) as given,
+            pytest.raises(StateError, match=r"window was \d+ .* is 17 now"),
         ):
             given.load_state_dict(state)
-        before = {**state, "settings": {**state["settings"], "shuffle_window": SHUFFLE_WINDOW}}  # type: ignore[dict-item]
+        before = {**state, "settings": {**state["settings"], "window": USUAL_WINDOW}}  # type: ignore[dict-item]
         with pytest.raises(StateError, match="plan was"):  # of the usual window, not of the chosen one
             other.load_state_dict(before)
+        with Loader(store, config(window=None)) as shuffled:
+            other.load_state_dict(shuffled.state_dict())
+            assert other.plan.digest == shuffled.plan.digest
 
 
 def test_windows_smaller_than_the_least_are_refused() -> None:
-    with pytest.raises(UsageError, match="shuffle_window is 3, expected 16 or more"):
-        config(shuffle_window=3)
+    with pytest.raises(UsageError, match="window is 3, expected 16 or more"):
+        config(window=3)

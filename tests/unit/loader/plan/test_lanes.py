@@ -1,4 +1,4 @@
-"""`shuffle=lines`: lanes keep whole shards, machines take whole lanes, and few shards are open at a time."""
+"""Windows: lanes keep whole shards, machines take whole lanes, and few shards are open at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bucketline.command_line import machines_of
 from bucketline.errors import PlanError, StateError, UsageError
-from bucketline.loader import Loader, LoaderConfig, Shuffle, WeightedStore
+from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.loader.config import SHARDS_AT_ONCE, Remainder
 from bucketline.loader.mixture import join
 from bucketline.loader.plan import lanes as lanes_module
@@ -59,9 +59,8 @@ def make(held: NDArray[np.int64], batches: Sequence[int], lanes: int, window: in
     plan = Plan(
         buckets=tuple(buckets),
         source="s",
-        shuffle=Shuffle.LINES,
+        window=window,
         lanes=lanes,
-        shuffle_window=window,
         runs=tuple(runs),
         **options,
     )
@@ -214,7 +213,7 @@ def test_planning_is_counted_in_shards_of_the_lane_and_not_in_rows(monkeypatch: 
     monkeypatch.setattr(lanes_module, "permute_all", counted)
     made = ShardRuns(shard=np.arange(10**4), repeat=np.zeros(10**4, dtype=np.int64), num_rows=np.full(10**4, 10**5))
     buckets = (PlanBucket(name="train/64x64", num_rows=10**9, global_batch=256),)
-    options: dict[str, Any] = {"seed": 0, "remainder": Remainder.CARRY, "source": "s", "shuffle": Shuffle.LINES}
+    options: dict[str, Any] = {"seed": 0, "remainder": Remainder.CARRY, "source": "s", "window": 4096}
     plan = Plan(buckets=buckets, lanes=8, runs=(made,), **options)
     plan.draw([(1234, 3)], 8)
     assert sum(asked) == 32
@@ -230,9 +229,9 @@ def test_lanes_that_do_not_divide_a_batch_are_refused_with_what_fits() -> None:
             remainder=Remainder.CARRY,
             buckets=(PlanBucket(name="train/64x64", num_rows=3, global_batch=1),),
             source="s",
-            shuffle=Shuffle.LINES,
+            window=4096,
         )
-    with pytest.raises(UsageError, match="lanes is 2 with shuffle full; only shuffle lines has lanes"):
+    with pytest.raises(UsageError, match="lanes is 2 with window None; only rows that are mixed in windows have lanes"):
         LoaderConfig(batch_size=1, lanes=2)
 
 
@@ -266,7 +265,7 @@ def test_a_repeated_store_comes_as_repeated_shards_that_stay_in_a_lane(stores: l
     held = {number for number in shard.tolist() if number < 3}
     expected = [(number, times) for number in held for times in range(2)] + [(3, times) for times in range(3)]
     assert sorted(zip(shard.tolist(), repeat.tolist(), strict=True)) == sorted(expected)
-    plan = make_plan(joined, LoaderConfig(batch_size=4, shuffle=Shuffle.LINES, lanes=2))
+    plan = make_plan(joined, LoaderConfig(batch_size=4, window=4096, lanes=2))
     units = [plan.lane_order.owned(0, 0, lane)[0].tolist() for lane in range(2)]
     assert len(units[0]) + len(units[1]) <= len(shard) + 1
 
@@ -278,7 +277,7 @@ def test_a_run_resumes_on_other_machines_with_the_lanes_of_its_state(stores: lis
         rows: list[list[bytes]] = [[] for _ in range(steps)]
         after: dict[str, object] = {}
         for rank in range(world):
-            config = LoaderConfig(batch_size=8 // world, shuffle=Shuffle.LINES, seed=3, **lanes)
+            config = LoaderConfig(batch_size=8 // world, window=4096, seed=3, **lanes)
             with Loader(stores[0], config, rank=rank, world_size=world) as loader:
                 if state is not None:
                     loader.load_state_dict(state)
@@ -299,8 +298,8 @@ def test_a_run_resumes_on_other_machines_with_the_lanes_of_its_state(stores: lis
         delivered(2, state, 1, lanes=2)
 
 
-def test_a_state_of_another_shuffle_has_no_lanes(stores: list[Store], tmp_path: Path) -> None:
-    for shuffle in (Shuffle.FULL, Shuffle.BLOCKS, Shuffle.NONE):
-        with Loader(stores[0], LoaderConfig(batch_size=2, shuffle=shuffle)) as loader:
+def test_a_state_of_another_order_has_no_lanes(stores: list[Store], tmp_path: Path) -> None:
+    for window in (None, 0):
+        with Loader(stores[0], LoaderConfig(batch_size=2, window=window)) as loader:
             assert "lanes" not in loader.state_dict()["settings"]  # type: ignore[operator]
             assert loader.config.lanes is None

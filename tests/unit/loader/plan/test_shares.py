@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketline.errors import PlanError, UsageError
-from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore
+from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.mixture import parse_store
+from bucketline.loader.plan.bill import store_lines
 from bucketline.loader.plan.shares import PassRows, rows_per_pass
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.store import StoreRows
@@ -20,7 +21,6 @@ from tests.building import make_store, samples_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-ORDERS = (Shuffle.FULL, Shuffle.BLOCKS, Shuffle.NONE)
 FIRST, SECOND = {"train/64x64": 11, "train/96x64": 4}, {"train/64x64": 6}
 
 
@@ -34,16 +34,16 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 3)), min_size=1, max_size=3),
-    shuffle=st.sampled_from(ORDERS),
+    is_mixed=st.booleans(),
     key=st.integers(0, 1 << 63),
 )
-def test_every_row_comes_once_before_any_comes_twice(sizes: list[tuple[int, float]], shuffle: Shuffle, key: int) -> None:
+def test_every_row_comes_once_before_any_comes_twice(*, sizes: list[tuple[int, float]], is_mixed: bool, key: int) -> None:
     starts = np.cumsum([0, *(n for n, _ in sizes)]).tolist()
     parts = [
         StoreRows(first=first, num_rows=n, per_pass=rows_per_pass(n, share))
         for first, (n, share) in zip(starts, sizes, strict=False)
     ]
-    shares, total = PassRows(parts, key, shuffle), sum(part.per_pass for part in parts)
+    shares, total = PassRows(parts, key, is_mixed=is_mixed), sum(part.per_pass for part in parts)
     passes = [shares.rows(np.arange(total), number) for number in range(8)]
     for part in parts:
         own = np.concatenate([rows[(rows >= part.first) & (rows < part.first + part.num_rows)] for rows in passes])
@@ -80,9 +80,31 @@ def test_two_epochs_of_a_half_read_every_sample_once_and_a_state_resumes(paths: 
     assert begun + rest == all_of_it
 
 
-def test_a_share_is_refused_by_lines_and_by_name(paths: tuple[Path, Path]) -> None:
-    with pytest.raises(PlanError, match=r"a\.store.* by shuffle lines.* expected whole repeats: .*Set shuffle='full'"):
-        Loader(WeightedStore(paths[0], 0.5), LoaderConfig(batch_size=1, shuffle=Shuffle.LINES))
+@pytest.mark.parametrize("window", [None, 16, 0])
+@pytest.mark.parametrize("times", [0.3, 0.5, 1.7, 2.5])
+def test_shares_are_read_in_any_order_on_any_number_of_machines(
+    paths: tuple[Path, Path], window: int | None, times: float
+) -> None:
+    shares: Any = [WeightedStore(paths[0], times), WeightedStore(paths[1], 2)]
+    config = LoaderConfig(batch_size=1, seed=4, window=window, lanes=2 if window else None)
+    with Loader(shares, config, world_size=2) as loader:
+        plan = loader.plan
+        assert [sum(own.num_rows) for own in plan.runs] == ([own.num_rows for own in plan.buckets] if window else [])
+        drawn = plan.draw([(step, 0) for step in range(plan.steps_before(10))])
+        for bucket, n in (("train/64x64", 11), ("train/96x64", 4)):
+            rows = np.concatenate([one.rows for one in drawn if one.bucket == bucket])
+            counts = np.bincount(rows[rows < n * (1 if times < 1 or times % 1 else times)], minlength=n)
+            assert counts.max() - counts.min() <= 1 + 1, "all come before any comes again, up to a pass that is cut"
+            assert counts.sum() == pytest.approx(10 * rows_per_pass(n, times), abs=4)
+
+
+def test_a_share_has_no_bill(paths: tuple[Path, Path]) -> None:
+    half = WeightedStore(paths[0], 0.5)
+    with (
+        Loader(half, LoaderConfig(batch_size=1, window=4096)) as loader,
+        pytest.raises(PlanError, match=r"has no bill: .* of stores that a pass reads whole"),
+    ):
+        store_lines(loader.rows, loader.plan, "train")
 
 
 @pytest.mark.parametrize("repeats", [0, -0.5, float("nan"), float("inf"), "2", True, None])

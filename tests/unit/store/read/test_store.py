@@ -154,7 +154,6 @@ def test_batches_hold_what_plain_reads_give_over_all_shards_with_captions_padded
     monkeypatch.setattr(ColdDetector, "is_cold", property(lambda _: cold))
     shards: set[int] = set()
     options = {
-        "shuffle": "full",
         "remainder": "carry",
         "rewind": False,
         "epochs": 4,

@@ -67,7 +67,7 @@ def test_it_is_added_and_read_through_the_cache(objects: ObjectFolder, tmp_path:
     assert {name: after[name] for name in before} == before
     expect_masks(objects.url, NUM, remote)
     assert is_clean(objects)
-    config = LoaderConfig(batch_size=5, epochs=1, columns=("target", "mask"), verify=True, shuffle="lines")
+    config = LoaderConfig(batch_size=5, epochs=1, columns=("target", "mask"), verify=True, window=4096)
     store = Store.open(objects.url, remote=remote)
     with Loader(store, config) as loader:
         for batch in loader.forever():
