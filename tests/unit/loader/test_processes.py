@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import traceback
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,89 +17,15 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service import client
 from bucketline.loader.service.server import Service
 from tests.commands import spawn
-from tests.leftovers import held, left_since, wait_until
+from tests.leftovers import wait_until
 from tests.serving import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from bucketline.store import Store
 
 SERVICES = [None, "auto"]
-LONG_WITH_A_SERVICE = [None, pytest.param("auto", marks=pytest.mark.slow)]
-
-
-def in_child(work: Callable[[], object]) -> int:
-    """Run some work in a process that is forked off; give its exit code, 0 where the work gave something true."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if work() else 3)
-        except BaseException:  # noqa: BLE001 - the child must not continue as a test
-            traceback.print_exc()
-            os._exit(4)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def ids_of(loader: Loader) -> list[list[list[int]]]:
-    return [batch.ids.tolist() for batch in loader.forever()]
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking while threads run is what is tested
-@pytest.mark.parametrize("service", LONG_WITH_A_SERVICE)
-def test_a_forked_child_iterates_on_its_own_and_changes_nothing_for_its_parent(store: Store, service: str | None) -> None:
-    config = LoaderConfig(batch_size=2, epochs=2, prefetch_bytes=1)
-    with Loader(store, config) as own:
-        expected = ids_of(own)
-    with Loader(store, config, service=service) as loader:
-        batches = loader.forever()
-        kept = [next(batches) for _ in range(3)]
-
-        def new_iteration() -> bool:
-            found = [batch.ids.tolist() for batch in loader.forever()]
-            loader.close()
-            return found == expected[3:]
-
-        def same_loop() -> bool:
-            kept.clear()  # the parent holds these still: their end here must not free its memory
-            found = [batch.ids.tolist() for batch in batches]
-            loader.close()
-            return found == expected[3:]
-
-        assert in_child(new_iteration) == 0
-        assert in_child(same_loop) == 0
-        rest = [batch.ids.tolist() for batch in batches]
-        assert rest == expected[3:]
-        assert [batch.ids.tolist() for batch in kept] == expected[:3]
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-@pytest.mark.parametrize("service", SERVICES)
-def test_a_forked_child_that_only_ends_leaves_the_parents_loader_alone(store: Store, service: str | None) -> None:
-    with Loader(store, LoaderConfig(batch_size=1), service=service) as loader:
-        batches = loader.forever()
-        assert next(batches).step == 0
-
-        def drop() -> bool:
-            nonlocal batches, loader
-            del batches, loader
-            return True
-
-        assert in_child(drop) == 0
-        assert [next(batches).step for _ in range(80)] == list(range(1, 81))
-
-
-@pytest.mark.parametrize("service", LONG_WITH_A_SERVICE)
-def test_a_loader_goes_on_in_another_process_from_its_state(store: Store, service: str | None) -> None:
-    with Loader(store, LoaderConfig(batch_size=2, epochs=2), service=service) as loader:
-        batches = loader.forever()
-        for _ in range(4):
-            next(batches)
-        data = pickle.dumps(loader)
-        expected = [batch.ids.tolist() for batch in batches]
-    with pickle.loads(data) as again:
-        assert ids_of(again) == expected
 
 
 SPAWNED = """
@@ -194,27 +118,6 @@ def test_a_client_that_is_killed_leaves_nothing_in_the_service(store: Store, tmp
         assert wait_until(lambda: len(os.listdir(descriptors)) == before)  # noqa: PTH208
         stats = call("loader", "stats", "--socket", tmp_path / "s", "--json").json
         assert (stats["clients"], stats["clients_so_far"]) == ([], 2)
-
-
-@pytest.mark.parametrize("service", SERVICES)
-def test_a_loop_that_is_left_leaves_nothing(store: Store, service: str | None) -> None:
-    before = held()
-    loader = Loader(store, LoaderConfig(batch_size=1, threads=2), service=service)
-    for batch in loader.forever():
-        assert batch.step == 0
-        break
-    del batch
-    loader.close()
-    assert left_since(before) == {}
-
-    def fail() -> None:
-        for batch in loader.forever():
-            raise ValueError(batch.step)
-
-    with pytest.raises(ValueError, match=r"^1$"):
-        fail()
-    loader.close()
-    assert left_since(before) == {}
 
 
 @pytest.mark.parametrize("service", [None, "a service"])

@@ -7,16 +7,15 @@ import json
 import os
 import signal
 import stat
-import threading
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError, UsageError
-from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
-from tests.building import flip_bit, make_store, samples_of
+from bucketline.errors import DeliveryError, PlanError, StoreError, UsageError
+from bucketline.loader import Batch, Loader, LoaderConfig
+from tests.building import make_store, samples_of
 from tests.commands import call
 from tests.leftovers import children, held, left_since, wait_until
 from tests.serving import serving
@@ -37,43 +36,6 @@ def assert_same(one: Batch, other: Batch) -> None:
             assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, field.name
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        LoaderConfig(batch_size=2, epochs=3),
-        LoaderConfig(batch_size=3, accumulation=2, epochs=2, seed=7, caption_dropout=0.3, prefetch_bytes=1),
-        LoaderConfig(batch_size=4, split="val", epochs=1, remainder=Remainder.PARTIAL, verify=True),
-        LoaderConfig(batch_size=1, epochs=2, threads=3, plain_reads=True),
-    ],
-)
-def test_batches_are_those_of_the_loader_in_the_process_bit_for_bit(
-    store: Store, socket_path: Path, config: LoaderConfig
-) -> None:
-    for rank in range(2):
-        with (
-            Loader(store, config, rank=rank, world_size=2) as own,
-            Loader(store, config, rank=rank, world_size=2, service=socket_path) as served,
-        ):
-            for one, other in zip(own.forever(), served.forever(), strict=True):
-                assert_same(one, other)
-            assert own.state_dict() == served.state_dict()
-            assert own.stats().by_bucket == served.stats().by_bucket
-
-
-def test_every_batch_stays_what_it_was_however_many_are_held(store: Store, socket_path: Path) -> None:
-    config = LoaderConfig(batch_size=4, epochs=8, prefetch_bytes=1)
-    before = held()
-    with Loader(store, config, service=socket_path) as served:
-        kept = list(served.forever())
-        assert served.stats().buffers >= len(kept) > 30
-    with Loader(store, config) as own:
-        for batch, fresh in zip(kept, own.forever(), strict=True):
-            assert_same(batch, fresh)
-    del batch, fresh
-    kept.clear()
-    assert left_since(before) == {}
-
-
 def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_buffers_and_one_that_let_go_gives_memory_back(
     store: Store, socket_path: Path
 ) -> None:
@@ -85,38 +47,6 @@ def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_buffers_and_one_that_l
         for _ in range(20):
             next(batches)
         assert loader.stats().buffers <= 8
-
-
-def test_what_is_in_use_when_the_loader_is_closed_stays_valid(store: Store, socket_path: Path) -> None:
-    with Loader(store, LoaderConfig(batch_size=2), service=socket_path) as loader:
-        batch = next(loader.forever())
-    again = next(iter(Loader(store, LoaderConfig(batch_size=2))))
-    assert_same(batch, again)
-
-
-def test_an_iteration_goes_on_where_the_last_one_stood_and_a_saved_state_moves_between_both_ways(
-    store: Store, socket_path: Path
-) -> None:
-    config = LoaderConfig(batch_size=2, epochs=3)
-    with Loader(store, config) as own:
-        expected = list(own.forever())
-    with Loader(store, config, service=socket_path) as served:
-        batches = served.forever()
-        found = [next(batches) for _ in range(5)]
-        second = served.forever()
-        found.append(next(second))
-        with pytest.raises(UsageError, match="another iterator of the same loader was started"):
-            next(batches)
-        state = served.state_dict()
-    with Loader(store, config) as own:
-        own.load_state_dict(state)
-        found.append(next(own.forever()))
-        state = own.state_dict()
-    with Loader(store, config, service=socket_path) as served:
-        served.load_state_dict(state)
-        found += list(served.forever())
-    for one, other in zip(found, expected, strict=True):
-        assert_same(one, other)
 
 
 @pytest.mark.slow
@@ -150,26 +80,6 @@ def test_a_private_service_that_was_killed_is_an_error_and_the_next_iteration_ha
             found.extend(batch.step for batch in batches)  # what came before the failure counts
         assert found == list(range(len(found)))
         assert next(loader.forever()).step == len(found)
-
-
-def test_a_bad_row_is_named_by_the_service_as_in_the_process_and_the_next_iteration_meets_it_again(tmp_path: Path) -> None:
-    samples = samples_of({"train/64x64": 30})
-    store = make_store(tmp_path / "s", samples)
-    bucket = store.bucket("train/64x64")
-    import numpy as np
-
-    flip_bit(store.shards[0].paths.lmdb, 8 * int(bucket.locate(np.array([7])).offsets(bucket.spec, "latent")[0]))
-    config = LoaderConfig(batch_size=5, epochs=1, verify=True)
-    with Loader(store, config, service="auto") as loader:
-        steps = []
-        for _ in range(2):
-            with pytest.raises(CorruptError, match=rf"step \d, bucket train/64x64: sample '{samples[7].id}'"):
-                steps += [batch.step for batch in loader.forever()]
-    assert steps == list(range(len(steps)))
-    with Loader(store, config) as own:
-        own.load_state_dict(loader.state_dict())
-        with pytest.raises(CorruptError):
-            next(own.forever())
 
 
 def test_a_store_that_is_not_served_is_refused_by_name(socket_path: Path, tmp_path: Path) -> None:
@@ -244,23 +154,6 @@ def test_statistics_say_who_was_given_what(store: Store, socket_path: Path) -> N
 
 def call_stats(path: Path) -> dict[str, list[dict[str, object]]]:
     return call("loader", "stats", "--socket", path, "--json").json
-
-
-def test_several_clients_at_once_are_all_served(store: Store, socket_path: Path) -> None:
-    config = LoaderConfig(batch_size=1, epochs=4, prefetch_bytes=1)
-    counts: list[int] = []
-
-    def read(rank: int) -> None:
-        with Loader(store, config, rank=rank, world_size=4, service=socket_path) as loader:
-            counts.append(sum(1 for _ in loader.forever()))
-
-    threads = [threading.Thread(target=read, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert len(counts) == 4
-    assert len(set(counts)) == 1
 
 
 def test_a_signal_makes_the_service_print_its_statistics_as_an_object(store: Store, tmp_path: Path) -> None:
