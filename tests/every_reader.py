@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bucketline.store.format.hashing import bytes_digest
 from tests.loading import loaders_of, rows_of
 
 if TYPE_CHECKING:
@@ -32,3 +33,8 @@ def everything(store: Store) -> list[bytes]:
             found.append(repr((record.id, record.captions, record.content)).encode())
             found += [store.caption(ordinal, row).digest for row in record.caption_rows]
     return found
+
+
+def digest_of_everything(store: Store) -> str:
+    """Return a digest of all that there is to read."""
+    return bytes_digest(b"".join(everything(store)))

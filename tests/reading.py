@@ -53,6 +53,11 @@ def _rows(store: Store, name: str) -> list[Held]:
     return held
 
 
+def by_id(store: Store) -> dict[str, Held]:
+    """Return all live samples by id."""
+    return {held.record.id: held for rows in everything(store).values() for held in rows}
+
+
 def is_sample(held: Held, sample: Sample) -> bool:
     """Return whether what a store holds is what was put in."""
     return (

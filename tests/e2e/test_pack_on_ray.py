@@ -1,6 +1,6 @@
 """Packing on Ray: a cluster of two nodes packs what one process packs, and continues when workers, nodes or drivers are lost.
 
-At random moments, thirty of them: `python -m tests.fault.killed_ray`.
+At random moments, thirty of them: the family `ray` of `make torture`.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_what_each_had_encoded_is_kept_after_a_signal_to_one_or_an_error(
     photos: Path, url: str, tmp_path: Path, model: Path
 ) -> None:
     asked = ["pack", photos, f"{url}/{{}}", "--model", model, *SMALL, "--batch-size", 2, "--json"]
-    told, failed = ranks(["told,2,1:9:term", "failed,2,0:9:defect"], asked, tmp_path)
+    told, failed = ranks(["told,2,1:row:9:term", "failed,2,0:row:9:defect"], asked, tmp_path)
     assert told["codes"] == [143, 143]
     found = re.search(r"all encoded images are committed \((\d+) images\)", "".join(told["err"]))
     assert found is not None, told

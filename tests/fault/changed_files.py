@@ -13,21 +13,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _files(path: Path) -> list[Path]:
-    return [path / "shards" / f"{shard}.lmdb" for shard in ("g0", "g1")]
+def _files(path: Path, suffix: str = "lmdb") -> list[Path]:
+    return [path / "shards" / f"{shard}.{suffix}" for shard in ("g0", "g1")]
 
 
-def truncate_under_service(bench: Bench, service: str | None) -> Ended:
+def truncate_under_service(bench: Bench, service: str | None, *, suffix: str, num_bytes: int) -> Ended:
     """Truncate the files that a private service maps: it ends, the caller gets an error, and continues once they are back."""
     path = bench.store()
     with started(Loader(path, bench.config(prefetch_bytes=1), service=service)) as loader:
         batches = loader.forever()
         first = next(batches).step + 1
-        whole = {file: file.read_bytes() for file in _files(path)}
+        whole = {file: file.read_bytes() for file in _files(path, suffix)}
         for file in whole:
-            os.truncate(file, 4096)
+            os.truncate(file, num_bytes)
         # one that was not mapped yet is held against its length, and the service lives
-        ended = until_error(batches, first, BucketlineError, r"has ended without a message|has 4096 bytes, the manifest says")
+        words = rf"has ended without a message|has {num_bytes} bytes, the manifest says"
+        ended = until_error(batches, first, BucketlineError, words)
         for file, data in whole.items():
             file.write_bytes(data)
         goes_on(loader)

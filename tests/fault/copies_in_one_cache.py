@@ -1,7 +1,7 @@
 """Reads copies of one store that have diverged through one cache, from two URLs and several processes, with kills.
 
-`python -m tests.fault.torture --only copies`. The copies have the same ids, and each a shard of its own of the same name. Every
-batch is compared with its own copy's, with checksums on, and at the end every line that the cache holds.
+The copies have the same ids, and each a shard of its own of the same name. Every batch is compared with its own copy's, with
+checksums on, and at the end every line that the cache holds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.bench.fixtures.synthetic_store import MAX_CAPTIONS, MAX_SHARD_BYTES, StoreShape, make_store, random_f16
 from bucketline.store import StoreWriter
 from bucketline.store.format.manifest import read_manifest
-from tests.fault.known import recorded
-from tests.fault.record import Kind, Outcome
-from tests.fault.remote_kills import BATCH, LATENCY_S, Killed, Reader, kill_readers, local_digests
-from tests.fault.served import Served, WrongPassError, check_cache, in_lines
+from tests.fault.record import Kind, Outcome, recorded
+from tests.fault.remote_kills import BATCH, LATENCY_S, Reader, kill_readers, local_digests, wrong_lines
+from tests.fault.served import Served, in_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,9 +64,8 @@ def _extend(path: Path, seed: int) -> None:
             writer.add(f"own/{row:06d}.png", bucket, columns, {f"{seed}/{row}": {"tokens": random_f16(draw, (5, 768))}})
 
 
-def read_copies(stores: list[Served], url: str, folder: Path, kills: int, draw: random.Random) -> Killed:
+def read_copies(stores: list[Served], url: str, folder: Path, kills: int, draw: random.Random) -> tuple[int, list[str]]:
     """Read both copies by two processes each, with one cache; kill one of them again and again."""
-    killed = Killed()
     cache = folder / "cache"
     readers, expected = [], []
     for number, store in enumerate(2 * stores):
@@ -75,30 +73,24 @@ def read_copies(stores: list[Served], url: str, folder: Path, kills: int, draw: 
         notes = folder / f"{number}"
         readers.append(Reader(url=f"{url}/{store.name}", cache=cache, notes=notes, config=config, cache_bytes=CACHE_BYTES))
         expected.append(local_digests(store, config, 0, 1))
-    kill_readers(readers, expected, kills, draw, killed)
-    for store in stores:
-        try:
-            killed.lines += check_cache(cache, store.local, url=f"{url}/{store.name}")
-        except WrongPassError as error:
-            killed.wrong.append(str(error))
-    return killed
+    killed, wrong = kill_readers(readers, expected, kills, draw)
+    return killed, [*wrong, *(line for store in stores for line in wrong_lines(cache, store, f"{url}/{store.name}"))]
 
 
 def copied_stores(asked: Asked) -> Iterator[Record]:
-    """Be the family of torture."""
+    """Read them at once, then with kills."""
     draw = random.Random(asked.seed)
     stores = diverged(asked.folder)
     with ServerProcess(asked.folder / "served") as server:
         server.set_latency(LATENCY_S)
         for name, rounds, kills in (("at once", asked.of(1, 4), 0), ("one of four readers killed", 1, asked.of(4, 60))):
-            wrong: list[str] = []
-            good = 0
+            wrong, good = list[str](), 0
             for number in range(rounds):
                 own = asked.folder / f"{name} {number}"
                 own.mkdir()
-                killed = read_copies(stores, server.url, own, kills, draw)
-                wrong += killed.wrong
-                good += killed.kills if kills else 2 * len(stores)
+                killed, found = read_copies(stores, server.url, own, kills, draw)
+                wrong += found
+                good += killed if kills else 2 * len(stores)
                 shutil.rmtree(own)
             outcome = Outcome.RECOVERED if kills else Outcome.COMPLETED
             yield recorded(f"diverged copies in one cache, {name}", Kind.KILL if kills else Kind.OTHER, {outcome: good}, wrong)

@@ -11,8 +11,6 @@ import errno
 import json
 import random
 import shutil
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,21 +21,21 @@ from bucketline.store.verify.verify import verify
 from tests.building import make_store, samples_of
 from tests.fault.apart import Ended, How, apart
 from tests.fault.full_disk import SAMPLES, attempt
-from tests.fault.ground import ids_of
-from tests.fault.killed_packs import Result, check
-from tests.fault.record import Asked, Kind, Outcome, Record
-from tests.fault.shim import FAILURES, MARK, Operation, Shim, records_under_shim
+from tests.fault.ground import ENDS, ids_of, is_sound
+from tests.fault.killed_packs import fault_of
+from tests.fault.record import Kind, Outcome, Record
+from tests.fault.shim import FAILURES, NEVER, Operation, Shim, records_under_shim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-ENDS = {How.HUNG: Outcome.HANG, How.DIED: Outcome.CRASH, How.DEFECT: Outcome.DEFECT}
-NEVER = 1 << 40
+    from tests.fault.record import Asked
 
 
 def failing_disks(asked: Asked) -> Iterator[Record]:
     """Start the process that runs under the shim."""
-    yield from records_under_shim("tests.fault.disk_faults", asked, "a disk that fails")
+    yield from records_under_shim("disk_faults:under_shim", asked, "a disk that fails")
 
 
 def writing(shim: Shim, store: Path, failure: tuple[Operation, int, int]) -> Callable[[], object]:
@@ -62,20 +60,16 @@ def write_trial(shim: Shim, folder: Path, failure: tuple[Operation, int, int], r
     shutil.rmtree(store, ignore_errors=True)
     ended = apart(writing(shim, store, failure))
     said = f"{failure}: {ended.said}"
-    if ended.how in ENDS:
+    if ended.how not in (How.DONE, How.REFUSED):
         record.add(ENDS[ended.how], said)
         return
     committed = json.loads(store.with_name("committed").read_text())
-    result = Result()
     store.mkdir(exist_ok=True)
-    check(store, folder / "copy", dict.fromkeys(committed, -1), result)
-    if result.failures:
-        record.add(Outcome.LOST, f"{said}; then {result.failures[0]}")
+    if wrong := fault_of(store, folder / "copy", dict.fromkeys(committed, -1)):
+        record.add(Outcome.LOST, f"{said}; then {wrong}")
         return
     again = apart(lambda: attempt(store, [], ["lock"]))
-    ids = {sample.id for sample in SAMPLES}
-    opened = Store.open(store) if again.how is How.DONE else None
-    if opened is None or set(ids_of(store)) != ids or verify(opened, lambda _: None, 1).corrupt:
+    if again.how is not How.DONE or ids_of(store) != sorted(sample.id for sample in SAMPLES) or is_sound(store):
         record.add(Outcome.DEFECT, f"{said}; the next run: {again.said}")
         return
     record.add(Outcome.COMPLETED if ended.how is How.DONE else Outcome.RECOVERED)
@@ -131,18 +125,18 @@ def read_trial(shim: Shim, path: Path, name: str, after: int, record: Record, ex
 
 
 def _read_outcome(ended: Ended, name: str, expected: list[str]) -> tuple[Outcome, str]:
-    if ended.how in ENDS:
-        return ENDS[ended.how], ended.said
     if ended.how is How.REFUSED:
         is_named = any(word in ended.said for word in ("shards", "manifest", "shard g"))
         return (Outcome.CLEAN_ERROR, "") if is_named else (Outcome.DEFECT, f"names no file: {ended.said}")
+    if ended.how is not How.DONE:
+        return ENDS[ended.how], ended.said
     found, has_failed = ended.gave
     if name == "verify" and has_failed:
         return (Outcome.CLEAN_ERROR, "") if found else (Outcome.WRONG, "verify found nothing")
     return (Outcome.COMPLETED, "") if found == expected else (Outcome.WRONG, "other rows than were written")
 
 
-def be_worker(asked: Asked) -> Iterator[Record]:
+def under_shim(asked: Asked) -> Iterator[Record]:
     """Try everything under the shim."""
     shim, draw = Shim(), random.Random(asked.seed)
     shim.watch(asked.folder / "disk")
@@ -176,8 +170,3 @@ def be_worker(asked: Asked) -> Iterator[Record]:
         for _ in range(asked.of(6, 40)):
             read_trial(shim, path, name, draw.randrange(reads), record, expected)
         yield record
-
-
-if __name__ == "__main__":
-    for made in be_worker(Asked(folder=Path(sys.argv[1]), seed=int(sys.argv[2]), is_quick=sys.argv[3] == "quick")):
-        print(MARK + json.dumps(made.as_json()), flush=True)

@@ -12,30 +12,31 @@ import json
 import os
 import random
 import shutil
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.commands import call
 from tests.fault import killed_trainers
 from tests.fault.apart import Apart, How, apart
-from tests.fault.disk_faults import ENDS, NEVER, writing
+from tests.fault.disk_faults import writing
 from tests.fault.full_disk import SAMPLES, attempt
-from tests.fault.ground import COMMAND_S, Ground, ids_of, is_sound, judged
-from tests.fault.record import Asked, Kind, Outcome, Record
-from tests.fault.shim import FAILURES, MARK, Operation, Shim, records_under_shim
+from tests.fault.ground import COMMAND_S, ENDS, Ground, ids_of, is_sound, judged
+from tests.fault.record import Kind, Outcome, Record
+from tests.fault.shim import FAILURES, NEVER, Operation, Shim, records_under_shim
 from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.fault.record import Asked
 
 YEARS_S = 10 * 365 * 24 * 3600
 
 
 def failing_runs(asked: Asked) -> Iterator[Record]:
     """Start the process that runs under the shim."""
-    yield from records_under_shim("tests.fault.failing_runs", asked, "a disk that fails under a run")
+    yield from records_under_shim("failing_runs:under_shim", asked, "a disk that fails under a run")
 
 
 def clock_set_back(shim: Shim, folder: Path, draw: random.Random, trials: int) -> Record:
@@ -55,7 +56,7 @@ def clock_set_back(shim: Shim, folder: Path, draw: random.Random, trials: int) -
             attempt(store, [], ["lock"])
 
         first, then = apart(ahead), apart(behind)
-        bad = next((ended for ended in (first, then) if ended.how in ENDS), None)
+        bad = next((ended for ended in (first, then) if ended.how not in (How.DONE, How.REFUSED)), None)
         if bad is not None or then.how is not How.DONE:
             record.add(Outcome.DEFECT if bad is None else ENDS[bad.how], (bad or then).said)
         elif (wrong := is_sound(store)) or ids_of(store) != sorted(sample.id for sample in SAMPLES):
@@ -91,7 +92,7 @@ def trainers(shim: Shim, folder: Path, draw: random.Random, trials: int) -> Iter
             shutil.rmtree(output, ignore_errors=True)
             after = draw.randrange(count)
             ended = Apart(failing(operation, error, after)).ended(COMMAND_S)
-            if ended.how in ENDS:
+            if ended.how not in (How.DONE, How.REFUSED):
                 record.add(ENDS[ended.how], f"after {after} of {count}: {ended.said}")
                 continue
             last = killed_trainers.begun(folder, output).ended(COMMAND_S) if ended.how is How.REFUSED else None
@@ -130,17 +131,12 @@ def sources(shim: Shim, ground: Ground, trials: int) -> Record:
     return record
 
 
-def be_worker(asked: Asked) -> Iterator[Record]:
+def under_shim(asked: Asked) -> Iterator[Record]:
     """Try everything under the shim."""
+    os.environ.pop("LD_PRELOAD")  # of what this process starts
     shim, draw = Shim(), random.Random(asked.seed)
     folder = asked.folder / "runs"
     folder.mkdir()
     yield clock_set_back(shim, folder, draw, asked.of(2, 20))
     yield sources(shim, Ground.prepare(asked), asked.of(2, 15))
     yield from trainers(shim, folder, draw, asked.of(2, 8))
-
-
-if __name__ == "__main__":
-    os.environ.pop("LD_PRELOAD")  # of what this process starts
-    for made in be_worker(Asked(folder=Path(sys.argv[1]), seed=int(sys.argv[2]), is_quick=sys.argv[3] == "quick")):
-        print(MARK + json.dumps(made.as_json()), flush=True)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
-from tests.fault.forcing import Bench, Ended, WrongEndError, goes_on, started, until_error
+from tests.fault.apart import How, apart
+from tests.fault.forcing import Bench, Ended, WrongEndError, started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Batch
 
-CHILD_S = 120  # before a child that hangs is ended by SIGALRM; it may start a service, which imports torch: seconds of CPU
+CHILD_S = 120  # before a child is taken to hang; it may start a service, which imports torch: seconds of CPU
 FORKS = 8  # of one loader
 
 
@@ -33,19 +34,9 @@ def _forked(work: Callable[[], bool]) -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking while threads run is what is tried
-        child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(CHILD_S)
-        try:
-            os._exit(0 if work() else 3)
-        except BaseException:  # noqa: BLE001 - the child must not continue as its parent
-            os._exit(4)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code:
-        raise WrongEndError(
-            f"no answer in {CHILD_S} s from a child" if code == -signal.SIGALRM else f"a child ended with {code}"
-        )
+        ended = apart(work, CHILD_S)
+    if ended.gave is not True:
+        raise WrongEndError(f"no answer in {CHILD_S} s from a child" if ended.how is How.HUNG else f"a child: {ended}")
 
 
 def _ids(batches: Iterator[Batch], count: int) -> list[object]:
@@ -148,19 +139,3 @@ def truncate_sidecars_mapped(bench: Bench, _service: str | None) -> Ended:
     if process.returncode != -signal.SIGBUS:
         raise WrongEndError(f"it ended with {process.returncode}, expected SIGBUS")
     return Ended(seconds=min(time.perf_counter() - begun, 1.0), how="clean end")
-
-
-def truncate_sidecars_under_service(bench: Bench, service: str | None) -> Ended:
-    """Truncate the sidecars that a private service maps: it ends, the caller gets an error, and resumes once they are back."""
-    path = bench.store()
-    with started(Loader(path, bench.config(prefetch_bytes=1), service=service)) as loader:
-        batches = loader.forever()
-        first = next(batches).step + 1
-        whole = {file: file.read_bytes() for file in _sidecars(path)}
-        for file in whole:
-            os.truncate(file, 0)
-        ended = until_error(batches, first, BucketlineError, r"has ended without a message|has 0 bytes, the manifest says")
-        for file, data in whole.items():
-            file.write_bytes(data)
-        goes_on(loader)
-    return ended

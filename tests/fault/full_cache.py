@@ -1,20 +1,15 @@
 """Reads a store on a server through a cache on a disk that is too small, by less and less, then makes room and continues.
 
 Also on a disk that others fill while it is read: what is pinned stays, and the rest passes through the ring's own space.
-
-Arguments: the store's URL, its local folder, and an empty folder, which becomes a file system in memory. Prints, for each size,
-how many batches came, and what was said. Exit 1 where a batch has other bytes than the local store's, or one is missing that
-there is room for.
+The disk is a file system in memory. No batch may have other bytes than the local store's, nor one be missing that there is
+room for.
 """
 
 from __future__ import annotations
 
 import shutil
-import sys
-import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.bench.fixtures.server_process import ServerProcess, control
@@ -22,15 +17,15 @@ from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
 from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.urls import RemoteOptions
-from tests.commands import spawn
 from tests.constrained import SmallDisk
-from tests.fault.apart import Apart, How
-from tests.fault.known import outcome_of
-from tests.fault.record import Kind, Outcome, Record
-from tests.fault.served import LARGE, Served, check_batch, check_cache, in_lines, reaching, served
+from tests.fault.apart import How, apart
+from tests.fault.ground import ENDS
+from tests.fault.record import Kind, Outcome, Record, outcome_of
+from tests.fault.served import LARGE, check_batch, check_cache, in_lines, reaching, served
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.fault.record import Asked
 
@@ -58,17 +53,17 @@ def read(url: str, cache: Path, expected: list[str], *, step: int, cache_bytes: 
     return step, ""
 
 
-def trial(
-    url: str, local: Path, cache: Path, expected: list[str], disk: SmallDisk, num_bytes: int
-) -> tuple[int, float, int, str, int, str]:
-    """Read while the disk has so many bytes, make room, and continue in the same process."""
+def trial(url: str, local: Path, cache: Path, expected: list[str], disk: SmallDisk, num_bytes: int) -> tuple[str, str | None]:
+    """Read while the disk has so many bytes, make room, and continue in the same process.
+
+    Returns what was said while it was full, and what was wrong then.
+    """
     disk.resize(num_bytes)
-    begun = time.monotonic()
     step, said = read(url, cache, expected, step=0, cache_bytes=CACHE_BYTES)
-    seconds = time.monotonic() - begun
     disk.resize(ROOM_BYTES)
     again, then = read(url, cache, expected, step=step, cache_bytes=CACHE_BYTES) if said else (step, "")
-    return step, seconds, check_cache(cache, local), said, again, then
+    check_cache(cache, local)
+    return said, None if again == len(expected) else f"after room was made: missing, {again} of {len(expected)}: {then}"
 
 
 def filled(url: str, cache: Path, expected: list[str], disk: SmallDisk) -> tuple[int, int, str]:
@@ -91,57 +86,35 @@ def filled(url: str, cache: Path, expected: list[str], disk: SmallDisk) -> tuple
 
 
 def full_caches(asked: Asked) -> Iterator[Record]:
-    """Be the family of torture: the sizes, in a process that mounts them."""
-    store = served(asked.folder, LARGE)
-    (asked.folder / "disk").mkdir()
-    with ServerProcess(asked.folder / "served") as server:
-        url = f"{server.url}/{store.name}"
-        ran = spawn([sys.executable, "-m", "tests.fault.full_cache", url, store.local, asked.folder / "disk"])
+    """Try every size, each with an empty cache, then a disk that others fill."""
     record = Record(fault="the disk of the cache of a store on a server full, then room", kind=Kind.DISK)
-    if ran.out.startswith("limit"):
+    folder = asked.folder / "disk"
+    folder.mkdir()
+    disk = SmallDisk(folder, ROOM_BYTES)  # before anything begins threads or a server
+    if not disk.is_disk:
         record.not_run = "nobody may mount here"
         yield record
         return
-    for line in ran.out.splitlines():
-        if line.count("\t") == 4:
-            record.add(Outcome.RECOVERED if line.rpartition("\t")[2] else Outcome.COMPLETED)
-    if ran.code != 0:
-        record.add(outcome_of(ran.out), ran.out[-300:] + ran.err[-300:])
+    store = served(asked.folder, LARGE)
+    expected = store.digests(CONFIG)
+    with ServerProcess(asked.folder / "served") as server:
+        url = f"{server.url}/{store.name}"
+        for number, size in enumerate(SIZES_MIB):
+            cache = folder / f"{number}"
+            # a process for each: one that has the files open keeps their bytes
+            ended = apart(partial(trial, url, store.local, cache, expected, disk, int(size * (1 << 20))), LONGEST_S)
+            if ended.how is How.DONE:
+                said, then = ended.gave
+                names_it = not said or (("room" in said or "No space left" in said) and str(folder) in said)
+                good = Outcome.RECOVERED if said else Outcome.COMPLETED
+                is_good = then is None and names_it and not (said and size >= ENOUGH_MIB)
+                record.add(good if is_good else outcome_of(then or said), f"{size:g} MiB: {said}; then {then}")
+            else:
+                record.add(ENDS[ended.how], f"{size:g} MiB: {ended.said}")
+            shutil.rmtree(cache, ignore_errors=True)
+        ended = apart(partial(filled, url, folder / "filled", expected, disk), LONGEST_S)
+        step, pinned, said = ended.gave or (0, 0, f"{ended.how}: {ended.said}")
+        is_good = step == len(expected) and pinned < 2 * PINNED_BYTES
+        said = f"others fill the disk: {step} of {len(expected)} batches, {pinned >> 20} MiB pinned: {said}"
+        record.add(Outcome.COMPLETED if is_good else outcome_of(said), said)
     yield record
-
-
-def main() -> int:
-    """Try every size, each with an empty cache."""
-    url, local, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    expected = Served(local=local, name="").digests(CONFIG)
-    disk = SmallDisk(folder, ROOM_BYTES)
-    if not disk.is_disk:
-        print("limit")
-        return 0
-    print("disk")
-    for number, size in enumerate(SIZES_MIB):
-        cache = folder / f"{number}"
-        # a process for each: one that has the files open keeps their bytes
-        ended = Apart(partial(trial, url, local, cache, expected, disk, int(size * (1 << 20)))).ended(LONGEST_S)
-        if ended.how is not How.DONE:
-            print(f"{size:g} MiB: {ended.how}: {ended.said}")
-            return 1
-        step, seconds, lines, said, again, then = ended.gave
-        print(f"{size:g} MiB\t{step} of {len(expected)}\t{seconds:.1f} s\t{lines} lines\t{said}", flush=True)
-        if again != len(expected):
-            print(f"after room was made: {again} of {len(expected)}: {then}")
-            return 1
-        if said and size >= ENOUGH_MIB:
-            return 1
-        shutil.rmtree(cache)
-    ended = Apart(partial(filled, url, folder / "filled", expected, disk)).ended(LONGEST_S)
-    if ended.how is not How.DONE:
-        print(f"others fill the disk: {ended.how}: {ended.said}")
-        return 1
-    step, pinned, said = ended.gave
-    print(f"others fill the disk\t{step} of {len(expected)}\t{pinned >> 20} MiB pinned\t\t{said}")
-    return 0 if step == len(expected) and pinned < 2 * PINNED_BYTES else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,22 +1,23 @@
-"""Packs onto disks that are too small by less and less, then makes room and continues. Run in a process of its own.
-
-Argument: an empty folder. Prints, for each size in bytes, where the first attempt ended, and what it said.
-"""
+"""Packs onto disks that are too small by less and less, then makes room and continues."""
 
 from __future__ import annotations
 
 import gc
 import shutil
-import sys
-from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError
 from bucketline.store import Store
-from bucketline.store.verify.verify import verify
 from tests.building import add_samples, samples_of, store_writer
 from tests.constrained import SmallDisk
+from tests.fault.ground import ids_of, is_sound
+from tests.fault.record import Kind, Outcome, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.fault.record import Asked
 
 ROOM_BYTES = 1 << 26
 SAMPLES = samples_of({"train/128x128": 40})
@@ -45,50 +46,42 @@ def attempt(store: Path, committed: list[str], stage: list[str]) -> None:
     stage[0] = "done"
 
 
-def _ids(store: Path) -> set[str]:
-    opened = Store.open(store)
-    return {name for bucket in opened.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows))}
-
-
-def main() -> int:
-    """Try every size."""
-    folder = Path(sys.argv[1])
-    disk = SmallDisk(folder, ROOM_BYTES)
-    print("disk" if disk.is_disk else "limit")
+def full_disks(asked: Asked) -> Iterator[Record]:
+    """A disk too small, by less and less; then room is made."""
+    disk, store = SmallDisk(asked.folder, ROOM_BYTES), asked.folder / "s"
+    record = Record(fault="a full disk while a store is written, then room", kind=Kind.DISK)
+    stage = ["lock"]
     for num_bytes in range(4096, 1 << 20, 12 << 10):
-        store, committed, stage = folder / "s", list[str](), ["lock"]
+        committed, said = list[str](), ""
         disk.resize(num_bytes)
-        said = ""
         try:
             attempt(store, committed, stage)
         except BucketlineError as error:
             said = str(error).replace("\n", " ")
-        print(f"{num_bytes}\t{stage[0]}\t{len(committed)}\t{said}")
+        ended = stage[0]
         disk.resize(ROOM_BYTES)
-        if stage[0] == "done":
-            return 0
-        before = set(committed)
         attempt(store, [], stage)
-        result = verify(Store.open(store), lambda _: None, 1)
-        if result.corrupt or _ids(store) != {sample.id for sample in SAMPLES}:
-            print(f"after room was made: {result.corrupt}")
-            return 1
-        if lost := before - _written_first(store, before):
-            print(f"lost: {sorted(lost)}")
-            return 1
+        what = f"{num_bytes} bytes, ended at {ended}, {len(committed)} committed, said {said!r}"
+        is_said = any(words in said for words in ("is the disk full?", "rerun")) and (
+            not disk.is_disk or "full" in said or "No space left" in said
+        )
+        if (wrong := is_sound(store)) or ids_of(store) != sorted(sample.id for sample in SAMPLES):
+            record.add(Outcome.WRONG, f"{what}: {wrong or 'not every sample is there'}")
+        elif lost := set(committed) - _written_first(store):
+            record.add(Outcome.LOST, f"{what}: {sorted(lost)}")
+        elif ended == "done":
+            record.add(Outcome.COMPLETED)
+            break
+        else:
+            record.add(Outcome.RECOVERED if is_said else Outcome.DEFECT, what)
         shutil.rmtree(store)
         gc.collect()  # what an error's traceback holds open takes room on the disk
-    return 1
+    else:
+        record.add(Outcome.DEFECT, "the disk was never large enough")
+    yield record
 
 
-def _written_first(store: Path, committed: set[str]) -> set[str]:
+def _written_first(store: Path) -> set[str]:
     """Return those samples that the second attempt found there: all shards but the last are the first one's."""
-    opened = Store.open(store)
-    if not committed:
-        return set()
-    first = opened.shards[0]
-    return {first.record(first.index_entry(n)).id for n in range(first.entry.samples)} & committed
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    first = Store.open(store).shards[0]
+    return {first.record(first.index_entry(n)).id for n in range(first.entry.samples)}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import resource
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -20,7 +22,6 @@ from tests.models import SMALL, write_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from tests.fault.record import Asked
 
@@ -28,17 +29,31 @@ T = TypeVar("T")
 
 COMMAND_S = 60.0  # of a whole command, which loads a model; a single answer has 10 s
 ENDS = {How.HUNG: Outcome.HANG, How.DIED: Outcome.CRASH, How.DEFECT: Outcome.DEFECT, How.REFUSED: Outcome.CLEAN_ERROR}
-MODULES = (
+FOR_PACKS = (
     "bucketline.ingest.pack",
     "bucketline.ingest.cli",
-    "bucketline.store.cli",
-    "bucketline.store.export.export",
-    "bucketline.loader",
+    "bucketline.ingest.parallel.exchange",
     "diffusers.models.autoencoders.autoencoder_kl",
     "transformers.models.bert",
-    "webdataset",
     "rich.progress",
 )
+FOR_STORES = ("bucketline.store.cli", "bucketline.store.export.export", "bucketline.loader", "webdataset")
+
+
+def import_for_packs(*more: str) -> None:
+    """Import once what every forked pack needs, and more; with one thread, since threads are not forked."""
+    import torch
+
+    torch.set_num_threads(1)
+    for module in (*FOR_PACKS, *more):
+        importlib.import_module(module)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Let this process and those that it starts take so much more memory than it has now."""
+    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    taken = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 @dataclass(slots=True)
@@ -53,11 +68,7 @@ class Ground:
     @classmethod
     def prepare(cls, asked: Asked) -> Ground:
         """Write the model, and import once what every forked command needs."""
-        import torch
-
-        torch.set_num_threads(1)
-        for module in MODULES:
-            importlib.import_module(module)
+        import_for_packs(*FOR_STORES)
         (asked.folder / "work").mkdir()
         write_model(asked.folder / "model")
         return cls(folder=asked.folder, draw=random.Random(asked.seed))
@@ -131,10 +142,18 @@ def is_sound(store: Path) -> str | None:
         corrupt = verify(Store.open(store), lambda _: None, 1).corrupt
     except BucketlineError as error:
         return f"it does not open: {error}"
-    return f"{len(corrupt)} faults, first {corrupt[0]}" if corrupt else None
+    return f"{len(corrupt)} faults: {corrupt[0]}" if corrupt else None
 
 
 def ids_of(store: Path) -> list[str]:
     """Return the ids of all live samples, sorted, each as often as it is there."""
     opened = Store.open(store)
     return sorted(name for bucket in opened.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows)))
+
+
+def one_batch(store: Path, service: Path | None = None) -> int:
+    """Load a batch; return its step."""
+    from bucketline.loader import Loader, LoaderConfig
+
+    with Loader(store, LoaderConfig(batch_size=1), service=service) as loader:
+        return next(loader.forever()).step

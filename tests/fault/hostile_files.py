@@ -1,28 +1,21 @@
-"""Files of a store that lie, with right checksums and digests: what every reader makes of them. Run in a process of its own.
+"""Files of a store that lie, with right checksums and digests, and files edited at random: what every reader makes of them.
 
-`python -m tests.fault.hostile_files --seed 1 --edits 150` prints, for each kind of file, how many lies were told, how many
-ended in an error of Bucketline's, and how many got an answer (a lie with right checksums may; after a random edit, whose
-checksums are wrong, the answer must be the one before). Anything else is a failure, and named.
+A lie with right checksums may get an answer; after a random edit, whose checksums are wrong, it must be the one before.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
 import random
-import resource
 import shutil
-import signal
-import sys
 import tempfile
-from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from bucketline.errors import BucketlineError
 from bucketline.store import Store
@@ -34,18 +27,24 @@ from bucketline.store.shard.sidecar import PagedFile, encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import publish
 from tests.building import samples_of
-from tests.every_reader import everything
-from tests.store_forms import FORMS, Form
+from tests.every_reader import digest_of_everything
+from tests.fault.apart import How, apart
+from tests.fault.ground import ENDS, limit_memory
+from tests.fault.record import COLUMNS_TOO, GOOD, Kind, Outcome, Record
+from tests.store_forms import COLUMNS, IMAGES, Form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
+    from tests.fault.record import Asked
+
 BUCKET = "train/64x64"
 NUMBERS = (0, 1, 7, 1 << 31, 1 << 32, (1 << 62) + 7, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 MEMORY_BYTES = 1 << 30  # that a process may take beyond what it has at its beginning
-CASE_S = 10  # after which a reader is taken to hang
+CASE_S = 20.0  # after which readers and verify are taken to hang
+RANDOM = "random"
 KINDS = {"extents": "bucketline.extents/1", "index": "bucketline.index/1", "dropped": "bucketline.dropped/1"}
 
 
@@ -56,42 +55,25 @@ def sound_store(path: Path, form: Form) -> Path:
     return path
 
 
-class Lies:
-    """Writes lies to one store, one after the other, and counts what comes of them."""
+def answers(path: Path, expected: str | None) -> list[Outcome]:
+    """Use a store in every way: what readers, then verify, make of it. Without an expected digest any answer will do."""
 
-    def __init__(self, folder: Path, form: Form) -> None:
-        """Make the store that is sound."""
-        self.sound = sound_store(folder / "sound", form)
-        self.path = folder / "s"
-        self.expected = everything(Store.open(self.sound))
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self.failures: list[str] = []
+    def read() -> Outcome:
+        found = digest_of_everything(Store.open(path))
+        return Outcome.COMPLETED if expected in (None, found) else Outcome.WRONG
 
-    def tell(self, kind: str, name: str, lie: Callable[[Path], None]) -> None:
-        """Change a copy of the store, and use it in every way."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        shutil.copytree(self.sound, self.path)
-        lie(self.path)
-        for what, use in (("read", self._read), ("verify", self._verify)):
-            signal.alarm(CASE_S)
-            try:
-                outcome = use(kind)
-            except BucketlineError:
-                outcome = "refused"
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is a failure, and the next case follows
-                outcome = f"failed: {error!r:.300}"
-            signal.alarm(0)
-            if outcome not in ("refused", "answered"):
-                self.failures.append(f"{kind}, {name}: {what} {outcome}")
-            self.counts[kind, f"{what} {outcome.split(':')[0]}"] += 1
+    def verified() -> Outcome:
+        if verify(Store.open(path), lambda _: None, 1).corrupt:
+            return Outcome.CLEAN_ERROR
+        return Outcome.COMPLETED if expected is None else Outcome.WRONG
 
-    def _read(self, kind: str) -> str:
-        same = everything(Store.open(self.path)) == self.expected
-        return "answered" if same or kind != "random" else "failed: other rows than were written"
-
-    def _verify(self, kind: str) -> str:
-        sound = not verify(Store.open(self.path), lambda _: None, 1).corrupt
-        return "failed: found nothing" if sound and kind == "random" else "answered" if sound else "refused"
+    found = []
+    for use in (read, verified):
+        try:
+            found.append(use())
+        except BucketlineError:
+            found.append(Outcome.CLEAN_ERROR)
+    return found
 
 
 def entry_of(document: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -297,35 +279,32 @@ def _put(data: bytes, at: int, part: bytes) -> bytes:
     return data[:at] + part + data[at + len(part) :]
 
 
-def tell_all(lies: Lies, draw: random.Random, edits: int, share: float) -> None:
-    """Write all lies, or a share of them, drawn; and make random edits of random files."""
-    sound = lies.sound
-    told: list[tuple[str, str, Callable[[Path], None]]] = []
+Lie = tuple[str, str, "Callable[[Path], None]"]  # the kind of file, what it says, and what makes it say that
 
-    def tell(kind: str, name: str, lie: Callable[[Path], None], *, always: bool = False) -> None:
-        if always or draw.random() < share:
-            told.append((kind, name, lie))
 
-    for kind in KINDS:
-        for name, data in (*sidecar_lies(sound, kind), *header_lies(sound, kind)):
-            tell(kind, name, lambda store, kind=kind, data=data: replace_file(store, kind, data))  # type: ignore[misc]
+def lies_about(sound: Path, draw: random.Random, edits: int, share: float) -> Iterator[Lie]:
+    """Yield all lies, or a share of them, drawn, and random edits of random files."""
+    yield from (lie for lie in _by_kind(sound, draw) if draw.random() < share)
     for name, data in overflowing(sound):
-        tell("extents", name, lambda store, data=data: replace_file(store, "extents", data), always=True)  # type: ignore[misc]
-    for name, data in block_lies(sound, draw):
-        tell("blocks", name, lambda store, data=data: replace_file(store, "lmdb", data))  # type: ignore[misc]
-    for name, document in manifest_lies(json.loads((sound / MANIFEST).read_bytes())):
-        tell("manifest", name, lambda store, document=document: write_document(store, document))  # type: ignore[misc]
-    for name, data in sidecar_lies(sound, "extents"):
-        tell("adopted", name, lambda store, data=data: adopted(store, data))  # type: ignore[misc]
+        yield "extents", name, partial(replace_file, kind="extents", data=data)
     for _ in range(edits):
         path = draw.choice(sorted(p.relative_to(sound) for p in sound.rglob("*") if p.is_file() and p.stat().st_size))
         size = min((sound / path).stat().st_size, draw.choice([300, 1 << 20]))
         at, part = draw.randrange(size), draw.randbytes(draw.choice([1, 2, 8, 64]))
-        if part.startswith((sound / path).read_bytes()[at : at + len(part)]):
-            continue  # it says already what the edit would say
-        tell("random", f"{path} {at} {part!r}", lambda store, a=(path, at, part): edit(store, *a), always=True)  # type: ignore[misc]
-    for case in told:
-        lies.tell(*case)
+        if not part.startswith((sound / path).read_bytes()[at : at + len(part)]):  # else it says already what the edit would
+            yield RANDOM, f"{path} {at} {part!r}", partial(edit, path=path, at=at, part=part)
+
+
+def _by_kind(sound: Path, draw: random.Random) -> Iterator[Lie]:
+    for kind in KINDS:
+        for name, data in (*sidecar_lies(sound, kind), *header_lies(sound, kind)):
+            yield kind, name, partial(replace_file, kind=kind, data=data)
+    for name, data in block_lies(sound, draw):
+        yield "blocks", name, partial(replace_file, kind="lmdb", data=data)
+    for name, document in manifest_lies(json.loads((sound / MANIFEST).read_bytes())):
+        yield "manifest", name, partial(write_document, document=document)
+    for name, data in sidecar_lies(sound, "extents"):
+        yield "adopted", name, partial(adopted, extents=data)
 
 
 def edit(store: Path, path: Path, at: int, part: bytes) -> None:
@@ -344,42 +323,26 @@ def adopted(store: Path, extents: bytes) -> None:
         return
 
 
-def _data_bytes() -> int:
-    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
-
-
-def tell_within_limits(seed: int, edits: int, share: float, form: Form) -> Lies:
-    """Write false contents in this process, which may take little more memory from here on, and only so long for each."""
-
-    def too_long(*_: object) -> None:
-        raise TimeoutError(f"no answer in {CASE_S} s")
-
-    signal.signal(signal.SIGALRM, too_long)
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        lies = Lies(Path(folder), form)
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MEMORY_BYTES, hard))
-        tell_all(lies, random.Random(seed), edits, share)
-    return lies
-
-
-def main() -> int:
-    """Write the lies and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--edits", type=int, default=500)
-    parser.add_argument("--share", type=float, default=1.0)
-    parser.add_argument("--form", choices=FORMS, default="images")
-    asked = parser.parse_args()
-    lies = tell_within_limits(asked.seed, asked.edits, asked.share, FORMS[asked.form])
-    for (kind, outcome), count in sorted(lies.counts.items()):
-        print(f"{kind:10} {outcome:20} {count:5}")
-    for failure in lies.failures:
-        print(failure)
-    return 1 if lies.failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def lying_files(asked: Asked) -> Iterator[Record]:
+    """Write all lies to a copy of a store, one after the other; who reads it may take little more memory, and only so long."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else asked.folder) as folder:
+        limit_memory(MEMORY_BYTES)
+        for words, form in (("", IMAGES), (COLUMNS_TOO, COLUMNS)):
+            sound, path, records = Path(folder, f"sound{words}"), Path(folder, f"s{words}"), dict[str, Record]()
+            sound_store(sound, form)
+            expected = apart(lambda sound=sound: digest_of_everything(Store.open(sound)), CASE_S).gave  # type: ignore[misc]
+            for kind, name, lie in lies_about(
+                sound, random.Random(asked.seed), asked.of(100, 500), 0.2 if asked.is_quick else 1.0
+            ):
+                shutil.rmtree(path, ignore_errors=True)
+                shutil.copytree(sound, path)
+                lie(path)
+                ended = apart(partial(answers, path, expected if kind == RANDOM else None), CASE_S)
+                found = [Outcome(one) for one in ended.gave] if ended.how is How.DONE else [ENDS[ended.how]]
+                bad = next((one for one in found if one not in GOOD), found[-1])
+                fault = (
+                    "a store's file edited at random" if kind == RANDOM else f"{kind} that lie, with right checksums"
+                ) + words
+                record = records.setdefault(fault, Record(fault=fault, kind=Kind.HOSTILE))
+                record.add(bad, f"{name}: {ended.said}")
+            yield from (records[fault] for fault in sorted(records))

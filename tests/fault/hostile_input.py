@@ -6,12 +6,10 @@ import gzip
 import io
 import os
 import pickle
-import resource
 import socket
 import struct
 import tarfile
 import zlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +18,14 @@ import torch
 from bucketline.store import Store
 from tests.building import make_sample, make_store
 from tests.fault.apart import How, apart
-from tests.fault.ground import ENDS, Ground, commanded, is_sound, judged, listed, strange
+from tests.fault.ground import ENDS, Ground, commanded, is_sound, judged, limit_memory, listed, strange
 from tests.fault.record import Kind, Outcome, Record
 from tests.fault.strangers import Canary, strangers
 from tests.models import png, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tests.fault.record import Asked
 
@@ -52,7 +51,7 @@ ODD_KINDS = (
 def hostile_input(asked: Asked) -> Iterator[Record]:
     """Try them all."""
     ground = Ground.prepare(asked)
-    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MEMORY_BYTES,) * 2)
+    limit_memory(MEMORY_BYTES)
     ground.most = 2 if asked.is_quick else None
     yield tar_names(ground)
     yield tar_headers(ground)
@@ -61,11 +60,6 @@ def hostile_input(asked: Asked) -> Iterator[Record]:
     yield links(ground)
     yield ids(ground)
     yield strangers(ground, asked.of(30, 400))
-
-
-def _data_bytes() -> int:
-    with Path("/proc/self/status").open(encoding="ascii") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
 
 
 def packed_and_taken_out(ground: Ground, source: object, folder: Path) -> tuple[Outcome, str]:

@@ -1,8 +1,8 @@
 """Web servers whose answers are lies: wrong and huge lengths, endless generations, cut answers, redirects, no ranges, drips.
 
-`python -m tests.fault.torture --only server-lies`. Every lie about every kind of object is told to `store info`, `store pull`
-and a loader, each in a process of its own. A trial is good if the process ends within the deadline, with an error of ours or
-with what is right, has taken little memory, and another server was not asked.
+Every lie about every kind of object is told to `store info`, `store pull` and a loader, each in a process of its own. A
+trial is good if the process ends within the deadline, with an error of ours or with what is right, has taken little memory,
+and another server was not asked.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _lists_without_end(folder: Path, victim: Victim, store: Served) -> Record:
 
 
 def hostile_servers(asked: Asked) -> Iterator[Record]:
-    """Be the family of torture: a record for each lie."""
+    """Try every lie, with a record for each."""
     draw = random.Random(asked.seed)
     store = served(asked.folder, IMAGES)
     prompts = asked.folder / "served" / store.name / "prompts"

@@ -1,42 +1,44 @@
-"""Kills packing runs, `kill -9`, at random moments, and sees what is left each time.
+"""Kills what writes shards, `kill -9`, at random moments, and sees what is left each time.
 
-`python -m tests.fault.killed_packs --kills 200 --seed 1` prints a table by the phase in which the run was. A run writes
-shards as `ingest pack` does (adopt what is left, write and commit, seal, publish), on the store that the last kill left, and
-tells through a pipe each commit that has returned. Of the kills, `--packs` are of `ingest pack` itself, encoders and all; of
-the others, every second one is of a writer of a store of columns of any kind.
-With `--in-a-row 20`, one `ingest pack` of one store is killed 20 times and then finishes; the store must be that of a run
-that nobody interrupted, to the latents.
-After each kill the store must open and verify clean; and, on a copy, so must it once the next run has adopted what is left:
-then no committed sample may be missing, or other than it was.
+A run writes shards as `ingest pack` does (adopt what is left, write and commit, seal, publish), on the store that the last
+kill left, and tells through a pipe each commit that has returned; or it is `ingest pack` itself, encoders and all. After
+each kill the store must open and verify clean; and, on a copy, so must it once the next run has adopted what is left: then
+no committed sample may be missing, or other than it was.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
+from typing import TYPE_CHECKING
 
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
-from bucketline.store.verify.verify import verify
 from bucketline.store.write import shard_writer
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.target import LocalTarget
 from tests.building import Sample, make_sample
-from tests.fault.packs_in_a_row import InARow, adopt_orphans, kill_in_a_row, wait_for_orphans
-from tests.fault.same_store import TOLERANCE
-from tests.reading import everything
+from tests.commands import ROOT, spawn
+from tests.fault.ended_packs import KILLED, adopt_orphans, ended_again_and_again, wait_for_orphans
+from tests.fault.ground import is_sound
+from tests.fault.record import COLUMNS_TOO, Kind, Outcome, recorded
+from tests.fault.same_store import noted_ids
+from tests.models import SMALL, write_images, write_model
+from tests.reading import by_id
 from tests.store_forms import COLUMNS, IMAGES, Form
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.fault.record import Asked, Record
 
 BUCKETS = ("train/64x64", "train/8x8", "val/64x64")
 KILLS_A_STORE = 8  # then a new one is begun
@@ -44,17 +46,6 @@ COMMITS_A_SHARD = 4
 SAMPLES_A_COMMIT = 3
 MANY = 1000  # shards: the run is killed long before
 MOMENTS = ("commit:{}+", "commit:{}", "row:{}", "compact:1", "compact:1+", "sidecar:1", "move:1", "move:1+", "manifest:2")
-
-
-@dataclass(slots=True)
-class Result:
-    """The outcome of the kills."""
-
-    phases: Counter[str] = field(default_factory=Counter)
-    verified: int = 0
-    adopted: int = 0
-    committed: int = 0
-    failures: list[str] = field(default_factory=list)
 
 
 def name_of(run: int, number: int) -> str:
@@ -89,8 +80,8 @@ def write_shards(store: Path, run: int, pipe: int, shards: int, form: Form) -> N
             writer.publish()
 
 
-def kill_one(store: Path, run: int, draw: random.Random, form: Form) -> tuple[str, int]:
-    """Start a run and kill it; give the phase it was in, and how many of its samples were committed."""
+def kill_one(store: Path, run: int, draw: random.Random, form: Form) -> tuple[int, int]:
+    """Start a run and kill it; return its exit code, and how many of its samples were committed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -111,49 +102,41 @@ def kill_one(store: Path, run: int, draw: random.Random, form: Form) -> tuple[st
         os.kill(child, signal.SIGKILL)
     else:  # with the process that seals what an earlier run left, if there is one; else that one comes to its end
         os.killpg(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     wait_for_orphans()
     while part := os.read(reader, 4096):
         told += part
     os.close(reader)
-    lines = told.decode().splitlines()
-    if status != -signal.SIGKILL:
-        return f"ended by itself with {status}", 0
-    return lines[-1].split()[0], max(int(line.split()[1]) for line in lines)
+    return code, max(int(line.split()[1]) for line in told.decode().splitlines())
 
 
-def check(store: Path, copy: Path, committed: dict[str, int], result: Result, form: Form = IMAGES) -> None:
-    """See what a kill left: as it is, and, on a copy, after the next run has adopted it. `committed`: id → its number."""
-    result.committed += len(committed)
+def fault_of(store: Path, copy: Path, committed: dict[str, int], form: Form = IMAGES) -> str | None:
+    """Describe what is wrong with what a kill left: as it is, and, on a copy, after the next run has adopted it.
+
+    `committed`: by id the number of a sample, -1 if only the id is known.
+    """
     try:
-        if (store / MANIFEST).exists():  # else the run was killed before there was a store
-            _verify(store)
-        elif committed:
-            raise ValueError("there is no manifest")
-        result.verified += 1
+        if committed and not (store / MANIFEST).exists():  # else the run was killed before there was a store
+            raise ValueError("there is no manifest, and samples are lost")
         shutil.rmtree(copy, ignore_errors=True)
         if store.exists():
             shutil.copytree(store, copy)
         with LocalTarget(copy).writing(newest_manifest(copy) or form.writer(copy)._schema):
             pass  # what a killed writer left is adopted
-        _verify(copy)
+        for path in (store, copy):
+            if wrong := is_sound(path):
+                raise ValueError(wrong)
         if missing := _missing(copy, committed, form):
             raise ValueError(f"{len(missing)} committed samples are missing, {missing[0]} among them")
-        result.adopted += 1
     except Exception as error:  # noqa: BLE001 - it is what is counted here
         where = traceback.extract_tb(error.__traceback__)[-1]
-        result.failures.append(f"{store}: {error!r} {error} in {where.name}, {where.filename}:{where.lineno}")
-
-
-def _verify(store: Path) -> None:
-    result = verify(Store.open(store), lambda _: None, 1)
-    if result.corrupt:
-        raise ValueError(f"{len(result.corrupt)} faults: {result.corrupt[0]}")
+        return f"{store}: {error!r} {error} in {where.name}, {where.filename}:{where.lineno}"
+    return None
 
 
 def _missing(store: Path, committed: dict[str, int], form: Form) -> list[str]:
-    """Return the samples that are not there, or not as they were written; a number of -1 says that only the id is known."""
-    found = {held.record.id: held for rows in everything(Store.open(store)).values() for held in rows}
+    """Return the samples that are not there, or not as they were written."""
+    found = by_id(Store.open(store))
     return [
         name
         for name, number in committed.items()
@@ -161,92 +144,43 @@ def _missing(store: Path, committed: dict[str, int], form: Form) -> list[str]:
     ]
 
 
-def kill_writers(kills: int, draw: random.Random, folder: Path, result: Result, form: Form) -> None:
-    """Kill runs that write through the store's own writer."""
+def kill_writers(kills: int, draw: random.Random, folder: Path, form: Form) -> list[str | None]:
+    """Kill runs that write through the store's own writer; return what was wrong after each."""
     committed: dict[str, int] = {}
-    store = folder / "s"
+    store, faults = folder / "s", list[str | None]()
     for run in range(kills):
         if run % KILLS_A_STORE == 0:
             shutil.rmtree(store, ignore_errors=True)
             committed = {}
-        phase, count = kill_one(store, run, draw, form)
-        result.phases[phase] += 1
+        code, count = kill_one(store, run, draw, form)
         committed |= {name_of(run, number): number for number in range(count)}
-        check(store, folder / "copy", committed, result, form)
+        is_killed = code == -signal.SIGKILL
+        faults.append(fault_of(store, folder / "copy", committed, form) if is_killed else f"a run ended by itself with {code}")
+    return faults
 
 
-def kill_packs(kills: int, draw: random.Random, folder: Path, result: Result) -> None:
-    """Kill runs of `ingest pack`."""
-    from tests.models import GRID, write_images, write_model
-
+def kill_packs(kills: int, draw: random.Random, folder: Path) -> list[str | None]:
+    """Kill runs of `ingest pack`; return what was wrong after each."""
     write_images(folder / "photos", 30)
-    model = write_model(folder / "model")
-    stores = [(folder / f"p{n}", draw.choice(MOMENTS).format(draw.randrange(2, 30))) for n in range(kills)]
-    pairs = [str(part) for pair in stores for part in pair]
-    script = Path(__file__).parent / "packs_at_moments.py"
-    command = [sys.executable, str(script), str(folder / "photos"), str(model), GRID, *pairs]
-    statuses = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    if set(statuses) != {str(-signal.SIGKILL)}:
-        raise ValueError(f"not every pack was killed: {' '.join(statuses)}")
-    for store, moment in stores:
-        note = Path(f"{store}.committed")
-        result.phases[f"ingest pack, {moment.partition(':')[0]}"] += 1
-        check(store, folder / "copy", dict.fromkeys(note.read_text(encoding="utf-8").splitlines(), -1), result)
+    moments = {f"p{n}": draw.choice(MOMENTS).format(draw.randrange(2, 30)) for n in range(kills)}
+    asked = ["pack", folder / "photos", folder / "{}", "--model", write_model(folder / "model"), *SMALL, "--batch-size", 3]
+    runs = [f"{name},1,0:{moment}:kill" for name, moment in moments.items()]
+    ran = spawn([sys.executable, "-m", "tests.fault.ranks_at_moments", *runs, "--", *asked], PYTHONPATH=str(ROOT))
+    if ran.code or any(run["codes"] != [-signal.SIGKILL] for run in json.loads(ran.out)):
+        raise ValueError(f"not every pack was killed: {ran.out} {ran.err}")
+    stores = [folder / name for name in moments]
+    return [fault_of(store, folder / "copy", dict.fromkeys(noted_ids(store), -1)) for store in stores]
 
 
-def run(kills: int, packs: int, seed: int, folder: Path) -> Result:
-    """Kill `kills` runs, `packs` of them of `ingest pack`."""
-    draw, result = random.Random(seed), Result()
-    of_columns = (kills - packs) // 2
-    kill_writers(kills - packs - of_columns, draw, folder, result, IMAGES)
-    kill_writers(of_columns, draw, folder, result, COLUMNS)
-    if packs:
-        kill_packs(packs, draw, folder, result)
-    return result
-
-
-def main() -> int:
-    """Print the table; 1 where anything was lost."""
+def killed_packs(asked: Asked) -> Iterator[Record]:
+    """`kill -9` of what writes shards, and of `ingest pack`, once each and many times in a row."""
     adopt_orphans()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--packs", type=int, default=12)
-    parser.add_argument("--in-a-row", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        result = run(asked.kills, min(asked.packs, asked.kills), asked.seed, Path(folder))
-        in_a_row = kill_in_a_row(asked.in_a_row, random.Random(asked.seed), Path(folder) / "row") if asked.in_a_row else None
-    if asked.kills:
-        print_table(result)
-    is_bad = bool(result.failures) or any(phase.startswith("ended") for phase in result.phases)
-    return int(print_in_a_row(in_a_row) or is_bad) if in_a_row else int(is_bad)
-
-
-def print_table(result: Result) -> None:
-    """Print the kills by the phase in which the run was, and what was found."""
-    for phase, count in sorted(result.phases.items()):
-        print(f"killed in {phase:30}{count:6}")
-    print(f"{'kills':40}{sum(result.phases.values()):6}")
-    print(f"{'stores that opened and verified as left':40}{result.verified:6}")
-    print(f"{'stores adopted, verified, nothing missing':40}{result.adopted:6}")
-    print(f"{'committed samples looked for':40}{result.committed:6}")
-    print(f"{'failures':40}{len(result.failures):6}")
-    for failure in result.failures:
-        print(failure)
-
-
-def print_in_a_row(result: InARow) -> bool:
-    """Print what came of one pack that was killed again and again; True where it is not what it should be."""
-    print(f"one pack, killed {len(result.left)} times, had committed {' '.join(map(str, result.left))} images, and finished:")
-    if result.compared is not None:
-        print(f"{'samples compared with an unkilled pack':40}{result.compared.samples:6}")
-        print(f"largest difference of a latent          {result.compared.largest_difference:.2e}, of at most {TOLERANCE}")
-    print(f"{'faults':40}{len(result.faults):6}")
-    for fault in result.faults:
-        print(fault)
-    return bool(result.faults)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    draw = random.Random(asked.seed)
+    for fault, kill, kills in (
+        ("writer of shards killed", partial(kill_writers, form=IMAGES), asked.of(8, 400)),
+        (f"writer of shards killed{COLUMNS_TOO}", partial(kill_writers, form=COLUMNS), asked.of(8, 200)),
+        ("ingest pack killed", kill_packs, asked.of(2, 40)),
+    ):
+        faults = kill(kills, draw, asked.folder)
+        yield recorded(fault, Kind.KILL, {Outcome.RECOVERED: faults.count(None)}, [one for one in faults if one is not None])
+    yield from ended_again_and_again(KILLED, asked.of(4, 30), asked.folder / "row", draw)

@@ -1,45 +1,35 @@
 """Kills Ray workers and drivers of packing runs, `kill -9`, at random moments; the same command then continues.
 
-`python -m tests.fault.killed_ray --kills 30 --seed 1` packs one source into one store with two workers of a cluster, again and
-again. At each moment a worker or the driver is killed. With a worker, the run must continue by itself; with the driver, nothing
-that it committed may be lost, and the same command is run again. At last the store must be that of one process that nobody
-interrupted: the same ids, each once, the same buckets, latents and rejects, and every image counted once.
+One source is packed into one store with two workers of a cluster, again and again. At each moment a worker or the driver is
+killed. With a worker, the run must continue by itself; with the driver, nothing that it committed may be lost, and the same
+command is run again. At last the store must be that of one process that nobody interrupted: the same ids, each once, the
+same buckets, latents and rejects, and every image counted once.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import signal
-import sys
-import tempfile
 import time
-from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.commands import call
+from tests.fault.record import Kind, Outcome, recorded
 from tests.fault.same_store import committed_ids, compare
 from tests.models import SMALL, write_images, write_model
 from tests.ray_ground import Cluster, RayGround, command_of, kill, packing_workers
 
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.fault.record import Asked, Record
 
 NUM_IMAGES = 600
 NUM_BROKEN = 5
 DRIVERS = 0.4  # share of the kills
 LONGEST_S = 240.0
-
-
-@dataclass(slots=True)
-class Result:
-    """The outcome of the kills."""
-
-    kills: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
-    compared: int = 0  # samples
 
 
 class KilledRuns:
@@ -49,7 +39,7 @@ class KilledRuns:
         self._ground, self._cluster, self._folder, self._draw = ground, cluster, folder, draw
         self._process: subprocess.Popen[str] | None = None
         self._num_stores, self._num_before = 0, 0  # images that the store had when the run began
-        self.result = Result()
+        self.faults: list[str] = []
 
     @property
     def _store(self) -> Path:
@@ -67,28 +57,25 @@ class KilledRuns:
             else:
                 workers = packing_workers(self._cluster.process)
                 is_killed = bool(workers) and kill(self._draw.choice(workers))
-        self.result.kills["the driver" if is_driver else "a worker"] += 1
 
     def finish(self) -> None:
         """Let the run end by itself, and compare its store with that of one process; the next run makes another store."""
         ran = self._ground.ended(self._process or self._begin())
         self._process = None
         if ran.code:
-            self.result.faults.append(f"a run ended with {ran.code}: {ran.err[-2000:]}")
+            self.faults.append(f"a run ended with {ran.code}: {ran.err[-2000:]}")
         else:
             counted = {name: ran.json[name] for name in ("found", "packed", "unchanged", "rejected")}
             expected = {"found": NUM_IMAGES + NUM_BROKEN, "rejected": NUM_BROKEN, "unchanged": self._num_before}
             expected["packed"] = NUM_IMAGES - self._num_before
             if counted != expected:
-                self.result.faults.append(f"a run counted {counted}, expected {expected}: samples are lost, or packed twice")
-            compared = compare(self._store, self._folder / "whole")
-            self.result.compared += compared.samples
-            self.result.faults += compared.faults
+                self.faults.append(f"a run counted {counted}, expected {expected}: samples are lost, or packed twice")
+            self.faults += compare(self._store, self._folder / "whole").faults
             for name in ("rejects.jsonl", "without_caption.jsonl"):
                 if (self._store / name).read_bytes() != (self._folder / "whole" / name).read_bytes():
-                    self.result.faults.append(f"{name} differs from that of one process")
+                    self.faults.append(f"{name} differs from that of one process")
             if left := list((self._store / "pending").glob("attempts/*")):
-                self.result.faults.append(f"{left[0]} was left behind")
+                self.faults.append(f"{left[0]} was left behind")
         self._num_stores, self._num_before = self._num_stores + 1, 0
 
     def _begin(self) -> subprocess.Popen[str]:
@@ -115,9 +102,9 @@ class KilledRuns:
         after = committed_ids(self._store) if self._store.exists() else set[str]()
         self._num_before = len(after)
         if lost := before - after:
-            self.result.faults.append(f"{len(lost)} committed samples are lost, {min(lost)} among them")
+            self.faults.append(f"{len(lost)} committed samples are lost, {min(lost)} among them")
         if ran.code != 128 + signal.SIGKILL:
-            self.result.faults.append(f"a driver that was killed ended with {ran.code}: {ran.err[-1000:]}")
+            self.faults.append(f"a driver that was killed ended with {ran.code}: {ran.err[-1000:]}")
         return True
 
 
@@ -125,8 +112,9 @@ def _sealed(store: Path) -> list[Path]:
     return list((store / "shards").glob("*.lmdb"))
 
 
-def run(kills: int, seed: int, folder: Path) -> Result:
-    """Kill so many workers and drivers, and let the last run finish."""
+def killed_on_ray(asked: Asked) -> Iterator[Record]:
+    """`kill -9` of the workers and drivers of packs on a Ray cluster."""
+    folder, kills = asked.folder, asked.of(3, 30)
     write_images(folder / "photos", NUM_IMAGES)
     for number in range(NUM_BROKEN):
         (folder / "photos" / f"broken-{number}.png").write_bytes(b"no image")
@@ -135,30 +123,9 @@ def run(kills: int, seed: int, folder: Path) -> Result:
     if whole.code:
         raise ValueError(f"the run of one process ended with {whole.code}: {whole.err}")
     with RayGround() as ground:
-        runs = KilledRuns(ground, Cluster(ground, 1, 1), folder, random.Random(seed))
+        runs = KilledRuns(ground, Cluster(ground, 1, 1), folder, random.Random(asked.seed))
         for _ in range(kills):
             runs.kill_one()
-            print(f"{runs.result.kills.total()} killed, {len(runs.result.faults)} faults", file=sys.stderr, flush=True)
         runs.finish()
-    return runs.result
-
-
-def main() -> int:
-    """Print what was killed and found; 1 if anything was lost or doubled."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        result = run(asked.kills, asked.seed, Path(folder))
-    for who, count in sorted(result.kills.items()):
-        print(f"{'killed: ' + who:40}{count:6}")
-    print(f"{'samples compared with one process':40}{result.compared:6}")
-    print(f"{'faults':40}{len(result.faults):6}")
-    for fault in result.faults:
-        print(fault)
-    return int(bool(result.faults))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    fault, good = "a worker or the driver of a pack on Ray killed", {Outcome.RECOVERED: kills - len(runs.faults)}
+    yield recorded(fault, Kind.KILL, good, runs.faults)

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.files.atomic_folder import FILES, LOCK, staging_path
-from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.format.hashing import bytes_digest
 from tests.building import add, make_sample, make_store, open_writer, samples_of
 from tests.commands import BIN
 from tests.fault.apart import Apart, How, apart
-from tests.fault.ground import COMMAND_S, ENDS, Ground, commanding, judged
+from tests.fault.ground import COMMAND_S, ENDS, Ground, commanding, judged, one_batch
 from tests.fault.record import Kind, Outcome, Record
 from tests.models import write_images
 
@@ -158,7 +157,7 @@ def _sound_store(path: Path) -> Path:
 def _begun(use: str, store: Path, out: Path, packing: Callable[[Path], Apart]) -> Apart:
     """Begin one use of a store in a process of its own."""
     if use == "batch":
-        return Apart(lambda: _one_batch(store))
+        return Apart(lambda: one_batch(store))
     if use == "pack":
         return packing(store)
     arguments: dict[str, tuple[object, ...]] = {
@@ -170,11 +169,6 @@ def _begun(use: str, store: Path, out: Path, packing: Callable[[Path], Apart]) -
         "merge": (out, store),
     }
     return commanding("store", "compact" if use.endswith("gc") else use, *arguments.get(use, (store,)))
-
-
-def _one_batch(store: Path) -> int:
-    with Loader(store, LoaderConfig(batch_size=1)) as loader:
-        return next(loader.forever()).step
 
 
 def _judged(ended: Ended) -> tuple[Outcome, str]:

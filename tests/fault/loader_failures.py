@@ -1,13 +1,11 @@
 """Forces failures on loaders, one after the other, and times how each reaches the caller.
 
-`python -m tests.fault.loader_failures --failures 100 --seed 7` prints a table: what was done, how often, how it ended, and the
-longest time from the failure to the error (or to the clean end). Exit 1 where one took longer than 2 s, ended otherwise than it
-should, skipped a batch, or left something behind.
+A trial is bad if the error, or the clean end, takes longer than 2 s or is another one than it should be, if a batch is skipped,
+or if something is left behind.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import os
@@ -16,11 +14,10 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections import Counter, defaultdict
-from pathlib import Path
+from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,17 +28,15 @@ from bucketline.store import Store
 from tests.building import flip_bit
 from tests.fault.changed_files import swap_file, truncate_under_service
 from tests.fault.forcing import WITHIN_S, Bench, Ended, WrongEndError, goes_on, started, until_error
-from tests.fault.forked_loaders import (
-    fork_while_read,
-    truncate_sidecars_mapped,
-    truncate_sidecars_read_plainly,
-    truncate_sidecars_under_service,
-)
+from tests.fault.forked_loaders import fork_while_read, truncate_sidecars_mapped, truncate_sidecars_read_plainly
+from tests.fault.record import Kind, Outcome, Record, outcome_of
 from tests.leftovers import children, descriptors, held, left_since, wait_until
 from tests.serving import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from tests.fault.record import Asked
 
 
 def corrupt_row(bench: Bench, service: str | None) -> Ended:
@@ -225,11 +220,14 @@ FAILURES: dict[str, tuple[Callable[[Bench, str | None], Ended], tuple[str | None
     "file removed before it is mapped": (remove_file, (None, "auto")),
     "file truncated under plain reads": (truncate_file, (None, "auto")),
     "file removed under plain reads": (remove_while_read, (None, "auto")),
-    "file truncated under the map of a service": (truncate_under_service, ("auto",)),
+    "file truncated under the map of a service": (partial(truncate_under_service, suffix="lmdb", num_bytes=4096), ("auto",)),
     "file exchanged for another shard's": (swap_file, (None, "auto")),
     "file of extents truncated under plain reads": (truncate_sidecars_read_plainly, (None, "auto")),
     "file of extents truncated under the map": (truncate_sidecars_mapped, (None,)),
-    "file of extents truncated under the map of a service": (truncate_sidecars_under_service, ("auto",)),
+    "file of extents truncated under the map of a service": (
+        partial(truncate_under_service, suffix="extents", num_bytes=0),
+        ("auto",),
+    ),
     "process forked while batches are filled": (fork_while_read, (None, "auto")),
     "filling thread ended": (end_thread, (None,)),
     "loop broken off": (break_off, (None, "auto")),
@@ -241,52 +239,28 @@ FAILURES: dict[str, tuple[Callable[[Bench, str | None], Ended], tuple[str | None
 _WEIGHTS = {("auto"): 1, ("a path"): 2, None: 3}
 
 
-def tried(failures: int, seed: int) -> tuple[dict[tuple[str, str], list[Ended]], list[str]]:
-    """Force so many failures, every kind at least once where there are enough; give how each ended, and what was wrong."""
-    kinds = [(name, service) for name, (_, services) in FAILURES.items() for service in services]
-    drawn = random.Random(seed)
-    order = kinds[:failures] + drawn.choices(kinds, [_WEIGHTS[s] for _, s in kinds], k=max(0, failures - len(kinds)))
-    drawn.shuffle(order)
-    ends: dict[tuple[str, str], list[Ended]] = defaultdict(list)
-    wrong = []
-    with tempfile.TemporaryDirectory(prefix="bucketline-failures-") as folder:
-        bench = Bench(Path(folder), drawn)
-        for number, (name, service) in enumerate(order):
-            before = held()
-            try:
-                ended = FAILURES[name][0](bench, service)
-                if ended.seconds > WITHIN_S:
-                    raise WrongEndError(f"took {ended.seconds:.1f} s")
-                if left := left_since(before):
-                    raise WrongEndError(f"left behind: {left}")
-                ends[name, service or "in-process"].append(ended)
-            except WrongEndError as error:
-                wrong.append(f"{name} ({service or 'in-process'}): {error}")
-            print(f"{number + 1} of {failures}: {name}", file=sys.stderr)
-    return ends, wrong
-
-
-def force(failures: int, seed: int) -> int:
-    """Force so many failures; print the table; give the exit code."""
-    ends, wrong = tried(failures, seed)
-    print(f"{'failure':<52} {'service':<11} {'times':>5}  {'longest':>8}  ended as")
-    for (name, service), own in sorted(ends.items()):
-        longest = max(one.seconds for one in own)
-        print(f"{name:<52} {service:<11} {len(own):>5}  {longest:>6.3f} s  {', '.join(sorted({one.how for one in own}))}")
-    print(f"{sum(map(len, ends.values()))} of {failures} ended as they should within {WITHIN_S:g} s, {len(wrong)} did not")
-    for line in wrong:
-        print(f"wrong: {line}")
-    return 1 if wrong else 0
-
-
-def main() -> int:
-    """Parse the command line and force failures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--failures", type=int, default=100, help="how many")
-    parser.add_argument("--seed", type=int, default=7, help="decides which, and where")
-    arguments = parser.parse_args()
-    return force(arguments.failures, arguments.seed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def loader_failures(asked: Asked) -> Iterator[Record]:
+    """Faults that happen to files, threads, services and clients while batches are read; every kind at least once."""
+    kinds, draw = (
+        [(name, service) for name, (_, services) in FAILURES.items() for service in services],
+        random.Random(asked.seed),
+    )
+    drawn = draw.choices(kinds, [_WEIGHTS[service] for _, service in kinds], k=asked.of(len(kinds), 240) - len(kinds))
+    order, records = [*kinds, *drawn], dict[str, Record]()
+    draw.shuffle(order)
+    for name in FAILURES:
+        kind = Kind.KILL if "killed" in name else Kind.DISK if name.startswith("file ") else Kind.OTHER
+        records[name] = Record(fault=f"loader: {name}", kind=kind)
+    bench = Bench(asked.folder, draw)
+    for name, service in order:
+        before = held()
+        try:
+            ended = FAILURES[name][0](bench, service)
+            if ended.seconds > WITHIN_S:
+                raise WrongEndError(f"took {ended.seconds:.1f} s")
+            if left := left_since(before):
+                raise WrongEndError(f"left behind: {left}")
+            records[name].add(Outcome.COMPLETED if ended.how == "clean end" else Outcome.CLEAN_ERROR)
+        except WrongEndError as error:
+            records[name].add(outcome_of(str(error)), f"{service or 'in-process'}: {error}")
+    yield from records.values()

@@ -1,7 +1,8 @@
 """Be `ingest pack`, or a rank of it, that commits after every image and writes down what it has committed. Not a test.
 
 Arguments: a file, which gets `.RANK` and then the ids of the samples whose commit has returned; a failure; and what
-`ingest` is told. The failure is `-` for none, or `RANK:MOMENT:NAME`: what happens to that rank, and when.
+`ingest` is told. The failure is `-` for none, or `RANK:MOMENT:NAME`: what happens to that rank, and when. A moment is a
+name below and `:N` for the N-th call of its function, otherwise the first, before it, or after it if `+` follows.
 """
 
 from __future__ import annotations
@@ -11,23 +12,38 @@ import os
 import signal
 import sys
 import threading
+import time
+import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import lmdb
 
 from bucketline.errors import ModelError
-from tests.fault.packs_at_moments import commit_often, note_commits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 MOMENTS = {
     "list": ("bucketline.ingest.packing.run", "take_apart"),
     "load": ("bucketline.ingest.pipeline.model.load_encoders", "load_text_encoder"),
+    "commit": ("bucketline.store.write.shard_writer", "ShardWriter._write"),
+    "row": ("bucketline.store.write.shard_writer", "_put_block"),
     "end": ("bucketline.ingest.pipeline.row_writer", "RowWriter.__exit__"),  # only the last shard is to be sealed
     "gather": ("bucketline.ingest.parallel.ranks", "PackRanks.gather"),
-    "publish": ("bucketline.ingest.pack", "finish"),
-}  # and a number: at that block's writing
+    "compact": ("bucketline.store.write.seal", "_write_anew"),
+    "sidecar": ("bucketline.store.write.seal", "write_durably"),
+    "move": ("bucketline.store.write.seal", "move_durably"),
+    "finish": ("bucketline.ingest.pack", "finish"),
+    "publish": ("bucketline.store.write.target", "publish"),
+    "manifest": ("bucketline.store.format.manifest", "write_or_explain"),
+    "send": ("bucketline.store.transfer.upload", "Uploader._send"),
+    "note": ("bucketline.store.transfer.sender", "note_description"),
+    "shorten": ("bucketline.store.transfer.sender", "make_sparse"),
+    "url-commit": ("bucketline.store.change.commit", "commit"),
+    "let-go": ("bucketline.store.sync.working", "WorkingStore._let_go"),
+    "never": ("bucketline.store.change.compact", "compact"),  # no pack calls it
+}
 
 
 def full_disk() -> NoReturn:
@@ -88,26 +104,51 @@ FAILURES: dict[str, Callable[[], object]] = {
 
 def fail_at(failure: str, rank: int) -> None:
     """Have the failure at its moment, if it is this rank's."""
-    if failure == "-":
+    of_rank, _, rest = failure.partition(":")
+    if of_rank != str(rank):
         return
-    of_rank, moment, name = failure.split(":")
-    if int(of_rank) != rank:
-        return
-    is_numbered = moment.isdigit()
-    module, path = ("bucketline.store.write.shard_writer", "_put_block") if is_numbered else MOMENTS[moment]
+    moment, _, name = rest.rpartition(":")
+    what, _, number = moment.partition(":")
+    module, path = MOMENTS[what]
     owner: Any = importlib.import_module(module)
     *outer, last = path.split(".")
     for part in outer:
         owner = getattr(owner, part)
-    function, left = getattr(owner, last), [int(moment) if is_numbered else 1]
+    function, left, after = getattr(owner, last), [int(number.rstrip("+") or 1)], number.endswith("+")
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
-        if left[0] == 0:
+        is_moment = left[0] == 0
+        if is_moment and not after:
             FAILURES[name]()
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if is_moment and after:
+            FAILURES[name]()
+        return result
 
     setattr(owner, last, failing)
+
+
+def commit_often() -> None:
+    """Commit after every image and close a shard after a few rows, so that there are many moments to die at."""
+    writer: Any = importlib.import_module("bucketline.store.write.shard_writer")
+    writer.COMMIT_BYTES, writer.FLUSH_AFTER_S = 1, -1.0
+    packer: Any = importlib.import_module("bucketline.ingest.pipeline.slice_packer")
+    packer.ShardFill.is_full = lambda self, _: self.num_rows > 12
+
+
+def note_commits(path: str) -> None:
+    """Write down the samples of each commit once it has returned."""
+    writer: Any = importlib.import_module("bucketline.store.write.shard_writer").ShardWriter
+    write = writer._write
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def noted(self: Any, chosen: list[Any]) -> None:
+        write(self, chosen)
+        ids = [sample.record.id for _, samples in chosen for sample in samples]
+        os.write(fd, "".join(f"{sample_id}\n" for sample_id in ids).encode())
+
+    writer._write = noted
 
 
 def be_rank(rank: int, notes: str, failure: str, asked: list[str]) -> int:
@@ -117,6 +158,42 @@ def be_rank(rank: int, notes: str, failure: str, asked: list[str]) -> int:
     note_signals()
     fail_at(failure, rank)
     return int(importlib.import_module("bucketline.ingest.cli").main(asked))
+
+
+def fork_pack(asked: list[str], notes: str, said: Path, failure: str = "-", rank: int | None = None) -> int:
+    """Fork a pack, or a rank of it, whose words go to the files `said.out` and `said.err`; return its process id."""
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        for fd, ending in ((1, ".out"), (2, ".err")):
+            os.dup2(os.open(f"{said}{ending}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
+        if rank is not None:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        code = be_rank(rank or 0, notes, failure, asked)
+    except KeyboardInterrupt:  # before it listens
+        code = 128 + signal.SIGINT
+    except SystemExit as end:
+        code = int(str(end.code))
+    except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not continue from here
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended_within(child: int, limit_s: float) -> int | None:
+    """Return how a child ended, as an exit code; None where it had to be killed."""
+    give_up = time.monotonic() + limit_s
+    while time.monotonic() < give_up:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
 if __name__ == "__main__":

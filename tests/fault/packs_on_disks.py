@@ -1,64 +1,51 @@
 """The whole of `ingest pack` on a disk that fails, or is too small: it ends with an error in words, and nothing is lost.
 
-Under the disk shim the disk begins to fail at a drawn moment, as often as not in the last part of the run, where the last shard
-is committed and sealed; of several ranks, one rank's disk fails as its last shard is to be sealed. Then the disk is fixed, the
-next run adopts what was committed, and must come to its end. `python -m tests.fault.packs_on_disks FOLDER SEED quick|full` runs
-under the shim; with `small` behind these, on file systems in memory that are too small by less and less.
+Under the disk shim the disk begins to fail at a drawn moment, as often as not in the last part of the run, where the last
+shard is committed and sealed; of several ranks, one rank's disk fails as its last shard is to be sealed. Then the disk is
+fixed, the next run adopts what was committed, and must come to its end. Another process packs on file systems in memory
+that are too small by less and less.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import random
 import shutil
-import subprocess
-import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tests.commands import ROOT, call
+from tests.commands import call
 from tests.constrained import SmallDisk
 from tests.fault import noted_pack, ranks_at_moments
 from tests.fault.apart import Ended, How, apart
+from tests.fault.families import records_of
 from tests.fault.ground import COMMAND_S, Ground, ids_of, is_sound, judged
-from tests.fault.killed_packs import Result, check
-from tests.fault.packs_at_moments import commit_often, note_commits
-from tests.fault.record import GOOD, Asked, Kind, Outcome, Record
+from tests.fault.killed_packs import fault_of
+from tests.fault.noted_pack import commit_often, note_commits
+from tests.fault.record import GOOD, Kind, Outcome, Record
 from tests.fault.same_store import noted_ids
-from tests.fault.shim import FAILURES, MARK, Operation, Shim, records_under_shim
+from tests.fault.shim import FAILURES, NEVER, Operation, Shim, records_under_shim
 from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.fault.record import Asked
 
 NUM_IMAGES = 24
-NEVER = 1 << 40
 LAST_PART = 0.25  # of what a run asks of its disk: the last shard, and what is published
 ROOM_BYTES, DISK_BYTES = 1 << 26, 1 << 20  # of the small file system, after and before room is made
-MODULE = "tests.fault.packs_on_disks"
 COMMITS = {"after every image": True, "with the last shard": False}
 
 
 def packs_on_failing_disks(asked: Asked) -> Iterator[Record]:
     """Start the processes: one under the shim, and one that has a small disk of its own."""
-    under_shim = Asked(seed=asked.seed, is_quick=asked.is_quick, folder=asked.folder / "shim")
-    under_shim.folder.mkdir()
-    yield from records_under_shim(MODULE, under_shim, "a disk that fails under ingest pack")
-    (asked.folder / "small").mkdir()
-    command = [sys.executable, "-m", MODULE, asked.folder / "small", asked.seed, "quick" if asked.is_quick else "full", "small"]
-    with subprocess.Popen(
-        [str(part) for part in command], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        records = [line[len(MARK) :] for line in process.stdout.read().decode().splitlines() if line.startswith(MARK)]
-    yield from (Record.from_json(json.loads(record)) for record in records)
-    if process.returncode != 0:
-        record = Record(fault="a small disk under ingest pack", kind=Kind.DISK)
-        record.add(Outcome.CRASH, f"the process that has it ended with {process.returncode}")
-        yield record
+    yield from records_under_shim("packs_on_disks:under_shim", asked, "a disk that fails under ingest pack")
+    small = replace(asked, folder=asked.folder / "small")
+    small.folder.mkdir()
+    yield from records_of("packs_on_disks:small_disks", small, "a small disk under ingest pack", {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +84,10 @@ class Trial:
 
     def aftermath(self) -> tuple[Outcome, str]:
         """See, once the disk is fixed, that nothing is lost and that the next run comes to its end."""
-        result = Result()
         self.store.mkdir(exist_ok=True)
         committed = noted_ids(self.notes.with_suffix(""))
-        check(self.store, self.ground.folder / "copy", dict.fromkeys(committed, -1), result)
-        if result.failures:
-            return Outcome.LOST, result.failures[0]
+        if lost := fault_of(self.store, self.ground.folder / "copy", dict.fromkeys(committed, -1)):
+            return Outcome.LOST, lost
         outcome, said = judged(self.ground.packed(self.photos, self.store))
         if outcome is not Outcome.COMPLETED:
             return outcome if outcome not in GOOD else Outcome.DEFECT, f"the next run: {said}"
@@ -131,8 +116,7 @@ class Trial:
 def prepared(asked: Asked, disk: Path) -> Trial:
     """Write what is packed, and import once what every forked run needs."""
     ground = Ground.prepare(asked)
-    for module in ("torch.distributed", "bucketline.ingest.parallel.exchange"):
-        importlib.import_module(module)
+    importlib.import_module("torch.distributed")
     write_images(asked.folder / "photos", NUM_IMAGES)
     return Trial(ground=ground, photos=asked.folder / "photos", disk=disk)
 
@@ -175,8 +159,6 @@ def one_process(shim: Shim, trial: Trial, asked: Asked, draw: random.Random) -> 
 
 def several_ranks(shim: Shim, trial: Trial, asked: Asked, draw: random.Random) -> Iterator[Record]:
     """Pack with two ranks, of which one's disk fails once only its last shard is to be written and sealed."""
-    exchange: Any = importlib.import_module("bucketline.ingest.parallel.exchange")
-    exchange.CHECK_S = (0.0, 0.0)
     record = Record(fault="a rank's disk that fails at its last shard", kind=Kind.DISK)
     for _ in range(asked.of(1, 16)):
         rank, after, (name, operation, error) = draw.randrange(2), draw.randrange(12), draw.choice(FAILURES)
@@ -231,7 +213,7 @@ def small_disks(asked: Asked) -> Iterator[Record]:
     yield record
 
 
-def be_worker(asked: Asked) -> Iterator[Record]:
+def under_shim(asked: Asked) -> Iterator[Record]:
     """Try everything under the shim."""
     shim, draw, disk = Shim(), random.Random(asked.seed), asked.folder / "disk"
     disk.mkdir()
@@ -239,9 +221,3 @@ def be_worker(asked: Asked) -> Iterator[Record]:
     trial = prepared(asked, disk)
     yield from one_process(shim, trial, asked, draw)
     yield from several_ranks(shim, trial, asked, draw)
-
-
-if __name__ == "__main__":
-    told = Asked(folder=Path(sys.argv[1]), seed=int(sys.argv[2]), is_quick=sys.argv[3] == "quick")
-    for made in (small_disks if sys.argv[4:] else be_worker)(told):
-        print(MARK + json.dumps(made.as_json()), flush=True)

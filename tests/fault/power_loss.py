@@ -227,7 +227,7 @@ def losses(asked: Asked) -> Iterator[Record]:
 
 def losses_of(form: str, asked: Asked, count: int) -> Iterator[Record]:
     """Have the power fail at instants drawn from one run on a store of a form."""
-    from tests.fault.killed_packs import Result, check
+    from tests.fault.killed_packs import fault_of
     from tests.store_forms import FORMS
 
     where, folder = "" if form == "images" else f", a store of {form}", asked.folder / form
@@ -248,15 +248,12 @@ def losses_of(form: str, asked: Asked, count: int) -> Iterator[Record]:
             disk.take(change)
         at = instant
         for record in (strict, some):
-            left, result = folder / "left", Result()
+            left = folder / "left"
             shutil.rmtree(left, ignore_errors=True)
             disk.after_loss(left, draw, is_strict=record is strict)
             (left / "s").mkdir(exist_ok=True)
-            check(left / "s", folder / "copy", promised(_marks(disk)), result, FORMS[form])
-            for failure in result.failures:
-                record.add(Outcome.LOST, f"after change {instant} of {len(changes)}: {failure}")
-            if not result.failures:
-                record.add(Outcome.RECOVERED)
+            wrong = fault_of(left / "s", folder / "copy", promised(_marks(disk)), FORMS[form])
+            record.add(Outcome.LOST if wrong else Outcome.RECOVERED, f"after change {instant} of {len(changes)}: {wrong}")
     yield from (strict, some)
 
 

@@ -1,20 +1,15 @@
 """Damages files of a store at random, several at a time, and repairs it.
 
-`python -m tests.fault.random_damage --trials 200 --seed 1` prints how the trials ended. After a repair every sample that is
-left is what it was, none that was dropped or replaced is back, no shard that was left alone has lost one, a second repair
-changes nothing, what was lost can be packed again, and then, once what is superseded has been collected, nothing is wrong.
+After a repair every sample that is left is what it was, none that was dropped or replaced is back, no shard that was not
+damaged has lost one, a second repair changes nothing, what was lost can be packed again, and then, once what is superseded
+has been collected, nothing is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
-import sys
-import tempfile
-from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,18 +21,21 @@ from bucketline.store.change.repair import repair
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store, publish
 from tests.building import Sample, samples_of
-from tests.reading import everything
-from tests.store_forms import FORMS, Form
+from tests.fault.record import COLUMNS_TOO, Kind, Outcome, Record, outcome_of
+from tests.reading import by_id
+from tests.store_forms import COLUMNS, IMAGES, Form
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
+    from tests.fault.record import Asked
     from tests.reading import Held
 
 
-def make(path: Path, form: Form) -> dict[str, Sample]:
-    """Make a store of four shards with replaced and dropped rows; return its live samples."""
-    samples = samples_of({"train/64x64": 60, "train/8x8": 9, "val/64x128": 4})
+def worn_store(path: Path, form: Form, num_rows: int) -> dict[str, Sample]:
+    """Make a store of four shards, with replaced and dropped rows; return its live samples."""
+    samples = samples_of({"train/64x64": num_rows, "train/8x8": 9, "val/64x128": 4})
     more = samples_of({"train/64x64": 25}, "more/")
     form.make_store(path, samples, samples[3:9], more, more[10:12])
     drop(path, [samples[20].id, more[3].id])
@@ -87,11 +85,6 @@ def exchange(path: Path, draw: random.Random) -> None:
 DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (remove, cut, append, flip, blank, exchange)
 
 
-def held(store: Store) -> dict[str, Held]:
-    """Return all live samples by id, each compared with its checksum."""
-    return {one.record.id: one for rows in everything(store).values() for one in rows}
-
-
 def is_as_it_was(now: Held, before: Held) -> bool:
     """Return whether a sample is what it was: its columns, captions, and what of its record has a checksum."""
     fields = ("id", "bucket", "source_bytes", "source_mtime_ns", "content", "original_size", "captions")
@@ -99,10 +92,10 @@ def is_as_it_was(now: Held, before: Held) -> bool:
     return same and now.columns == before.columns and now.captions == before.captions
 
 
-def trial(sound: Path, path: Path, every: dict[str, Sample], draw: random.Random, form: Form) -> str:
-    """Damage a copy of a store, repair it, and pack again what was lost; return how much that was."""
+def trial(sound: Path, path: Path, every: dict[str, Sample], draw: random.Random, form: Form) -> None:
+    """Damage a copy of a store, repair it, and pack again what was lost."""
     shutil.copytree(sound, path)
-    before, owner = held(Store.open(path)), owners(path)
+    before, owner = by_id(Store.open(path)), owners(path)
     files = sorted((path / "shards").iterdir())
     chosen = draw.sample(files, draw.randint(1, 3))
     what = []
@@ -112,7 +105,7 @@ def trial(sound: Path, path: Path, every: dict[str, Sample], draw: random.Random
         what.append(f"{damage.__name__} {file.name}")
     try:
         done = repair(path, threads=1)
-        now = held(Store.open(path))
+        now = by_id(Store.open(path))
         lost = before.keys() - now.keys()
         assert not now.keys() - before.keys(), "a sample is back that was not there"
         assert all(is_as_it_was(now[i], before[i]) for i in now), "a sample is not what it was"
@@ -125,7 +118,7 @@ def trial(sound: Path, path: Path, every: dict[str, Sample], draw: random.Random
         assert repair(path, threads=1).shards == (), "a second repair found something"
         assert (path / "manifest.json").read_bytes() == manifest, "a second repair changed something"
         pack_again(path, [every[i] for i in sorted(lost)], form)
-        assert held(Store.open(path)).keys() == before.keys(), "a sample could not be packed again"
+        assert by_id(Store.open(path)).keys() == before.keys(), "a sample could not be packed again"
         with changing(path):
             collect(path, 0.0)
         assert verify(Store.open(path), lambda _: None, 1).corrupt == (), "a fault is left in the end"
@@ -133,7 +126,6 @@ def trial(sound: Path, path: Path, every: dict[str, Sample], draw: random.Random
         raise ValueError(f"{', '.join(what)}: {error!r}") from error
     finally:
         shutil.rmtree(path)
-    return "all" if len(now) == 0 else "nothing" if not lost else "some"
 
 
 def owners(path: Path) -> dict[str, str]:
@@ -156,34 +148,16 @@ def pack_again(path: Path, samples: list[Sample], form: Form) -> None:
             publish(path, read_manifest(path), writer.sealed, ())
 
 
-def run(trials: int, seed: int, folder: Path, form: Form) -> tuple[Counter[str], list[str]]:
-    """Make so many trials on a store of a form; return how much was lost how often, and what went wrong."""
-    every, draw = make(folder / "sound", form), random.Random(seed)
-    counts: Counter[str] = Counter()
-    failures = []
-    for _ in range(trials):
-        try:
-            counts[trial(folder / "sound", folder / "s", every, draw, form)] += 1
-        except ValueError as error:
-            failures.append(str(error))
-    return counts, failures
-
-
-def main() -> int:
-    """Print how the trials ended; 1 if one ended as it should not."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--form", choices=FORMS, default="images")
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        counts, failures = run(asked.trials, asked.seed, Path(folder), FORMS[asked.form])
-    for lost, count in sorted(counts.items()):
-        print(f"{lost} lost: {count}")
-    for failure in failures:
-        print(failure)
-    return int(bool(failures))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def damaged_files(asked: Asked) -> Iterator[Record]:
+    """Files of a store removed, cut, overwritten or exchanged, then a repair and the same samples packed again."""
+    for words, form, trials in (("", IMAGES, asked.of(12, 200)), (COLUMNS_TOO, COLUMNS, asked.of(12, 100))):
+        folder, draw = asked.folder / f"damage{words}", random.Random(asked.seed)
+        every = worn_store(folder / "sound", form, num_rows=60)
+        record = Record(fault=f"a store's files damaged, repaired and packed again{words}", kind=Kind.DISK)
+        for _ in range(trials):
+            try:
+                trial(folder / "sound", folder / "s", every, draw, form)
+                record.add(Outcome.RECOVERED)
+            except ValueError as error:
+                record.add(outcome_of(str(error)), str(error))
+        yield record

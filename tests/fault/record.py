@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+COLUMNS_TOO = ", of a store of columns"
 MAX_SAID = 10  # of what went wrong, in one record
 
 
@@ -29,6 +31,24 @@ class Outcome(StrEnum):
 
 
 GOOD = (Outcome.CLEAN_ERROR, Outcome.RECOVERED, Outcome.COMPLETED)
+WORDS = {  # of a failure's message, and what it then is
+    "missing": Outcome.LOST,
+    "lost": Outcome.LOST,
+    "had not ended": Outcome.HANG,
+    "no answer in": Outcome.HANG,
+    "took ": Outcome.HANG,
+    "other rows": Outcome.WRONG,
+    "found nothing": Outcome.WRONG,
+    "differs": Outcome.WRONG,
+    "not what it was": Outcome.WRONG,
+    "samples that nobody damaged": Outcome.LOST,
+    "faults:": Outcome.WRONG,
+}
+
+
+def outcome_of(failure: str) -> Outcome:
+    """Classify a failure by its message."""
+    return next((outcome for word, outcome in WORDS.items() if word in failure), Outcome.DEFECT)
 
 
 class Kind(StrEnum):
@@ -72,21 +92,24 @@ class Record:
         self.said = [*self.said, *other.said][:MAX_SAID]
         self.not_run = self.not_run if other.not_run is None else other.not_run
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> str:
         """Return it as `from_json` takes it."""
-        return {
-            "fault": self.fault,
-            "kind": self.kind,
-            "counts": dict(self.counts),
-            "said": self.said,
-            "not_run": self.not_run,
-        }
+        return json.dumps({name: getattr(self, name) for name in self.__slots__})
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Record:
+    def from_json(cls, text: str) -> Record:
         """Return what `as_json` was made of."""
+        document = json.loads(text)
         counts = Counter({Outcome(name): int(count) for name, count in document["counts"].items()})
         return cls(**{**document, "kind": Kind(document["kind"]), "counts": counts})
+
+
+def recorded(fault: str, kind: Kind, good: Mapping[Outcome, int], failures: Iterable[str]) -> Record:
+    """Make a record of trials that went well, and of messages of those that did not."""
+    record = Record(fault=fault, kind=kind, counts=Counter({outcome: count for outcome, count in good.items() if count > 0}))
+    for failure in failures:
+        record.add(outcome_of(failure), failure)
+    return record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,24 +1,21 @@
 """Kills what reads a store on a server, `kill -9` at random moments, and lets it continue: ranks, machines, a service.
 
-`python -m tests.fault.remote_kills --kills 40 --seed 1`. Several processes share one cache folder, which is too small for the
-store, so that they fetch, wait for one another's lines, and free them. Every batch is compared with the local store's, and at
-the end every line that the cache holds. Exit 1 where one differs, is missing, or somebody waits too long.
+Several processes share one cache folder, which is too small for the store, so that they fetch, wait for one another's
+lines, and free them. Every batch is compared with the local store's, and at the end every line that the cache holds.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.errors import BucketlineError
@@ -26,8 +23,7 @@ from bucketline.loader import Loader
 from bucketline.store import Store
 from bucketline.store.remote.urls import RemoteOptions
 from tests.fault.apart import Apart, How
-from tests.fault.known import recorded
-from tests.fault.record import Kind, Outcome
+from tests.fault.record import Kind, Outcome, recorded
 from tests.fault.served import LARGE, Served, WrongPassError, check_batch, check_cache, digest_of, in_lines, reaching, served
 from tests.leftovers import children
 
@@ -45,16 +41,6 @@ PACE_S = 0.002  # a reader's own time for a batch
 LIFE_S = 0.6  # of a process that is killed, at most
 EPOCHS = 2
 LONGEST_S = 180.0  # of a process that nobody kills: two with one small cache take from each other what they read
-
-
-@dataclass(slots=True)
-class Killed:
-    """How the processes of one kind went."""
-
-    kills: int = 0
-    batches: int = 0
-    lines: int = 0  # in the cache, compared
-    wrong: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,32 +82,32 @@ def local_digests(store: Served, config: LoaderConfig, rank: int, world_size: in
         return [digest_of(batch) for batch in loader.forever()]
 
 
-def kill_readers(readers: list[Reader], expected: list[list[str]], kills: int, draw: random.Random, killed: Killed) -> None:
-    """Kill one of several readers again and again, start it again each time, then let all of them finish."""
-    running = {number: Apart(reader.read) for number, reader in enumerate(readers)}
+def kill_readers(readers: list[Reader], expected: list[list[str]], kills: int, draw: random.Random) -> tuple[int, list[str]]:
+    """Kill one of several readers again and again, start it again each time, then let all finish.
+
+    Returns the number of kills, and what went wrong.
+    """
+    running, killed, wrong = {number: Apart(reader.read) for number, reader in enumerate(readers)}, 0, list[str]()
     while running:
         number = draw.choice(list(running))
-        if killed.kills < kills:
+        if killed < kills:
             time.sleep(draw.random() * LIFE_S)
             running[number].kill()
         ended = running.pop(number).ended(LONGEST_S)
         if ended.how is How.DIED and ended.signal == signal.SIGKILL:
-            killed.kills += 1
+            killed += 1
             running[number] = Apart(readers[number].read)
         elif ended.how is not How.DONE:
-            killed.wrong.append(f"reader {number}: {ended.how}: {ended.said}")
+            wrong.append(f"reader {number}: {ended.how}: {ended.said}")
     for number, (reader, wanted) in enumerate(zip(readers, expected, strict=True)):
-        found = reader.noted()
-        killed.batches += len(found)
-        if found != wanted:
+        if (found := reader.noted()) != wanted:
             at = next((n for n, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted)))
-            killed.wrong.append(
-                f"differs: reader {number} noted {len(found)} of {len(wanted)} batches; the first other one is {at}"
-            )
+            wrong.append(f"differs: reader {number} noted {len(found)} of {len(wanted)} batches; the first other one is {at}")
+    return killed, wrong
 
 
-def kill_service(url: str, cache: Path, store: Served, kills: int, seed: int) -> dict[str, Any]:
-    """Be a trainer whose private service is killed again and again while it fetches; it iterates again each time."""
+def kill_service(url: str, cache: Path, store: Served, kills: int, seed: int) -> int:
+    """Be a trainer whose private service is killed while it fetches, and that iterates again each time; return the kills."""
     draw = random.Random(seed)
     config = in_lines(batch_size=BATCH, seed=1, epochs=EPOCHS)
     expected = store.digests(config)
@@ -152,15 +138,14 @@ def kill_service(url: str, cache: Path, store: Served, kills: int, seed: int) ->
         finally:
             over.set()
             killer.join()
-    return {"kills": killed, "batches": step}
+    return killed
 
 
-def tried(kills: int, seed: int, folder: Path) -> Iterator[tuple[str, Killed]]:
+def killed_readers(asked: Asked) -> Iterator[Record]:
     """Kill ranks, machines and services, a third of the kills each."""
-    draw = random.Random(seed)
+    draw, folder, kills = random.Random(asked.seed), asked.folder, asked.of(2, 30)
     store = served(folder, LARGE)
-    config = in_lines(batch_size=BATCH, seed=seed, epochs=EPOCHS)
-    other = in_lines(batch_size=BATCH, seed=seed + 1, epochs=EPOCHS)
+    config, other = (in_lines(batch_size=BATCH, seed=asked.seed + n, epochs=EPOCHS) for n in range(2))
     with ServerProcess(folder / "served") as server:
         server.set_latency(LATENCY_S)
         url = f"{server.url}/{store.name}"
@@ -168,7 +153,6 @@ def tried(kills: int, seed: int, folder: Path) -> Iterator[tuple[str, Killed]]:
             ("one of two ranks killed", [(config, 0, 2), (config, 1, 2)]),
             ("one of two machines with one cache folder killed", [(config, 0, 1), (other, 0, 1)]),
         ):
-            killed = Killed()
             with tempfile.TemporaryDirectory(dir=folder) as own:
                 cache = Path(own) / "cache"
                 readers = [
@@ -176,48 +160,22 @@ def tried(kills: int, seed: int, folder: Path) -> Iterator[tuple[str, Killed]]:
                     for n, share in enumerate(shares)
                 ]
                 expected = [local_digests(store, *share) for share in shares]
-                kill_readers(readers, expected, kills // 3, draw, killed)
-                _compare(cache, store, killed)
-            yield name, killed
-        killed = Killed()
+                killed, wrong = kill_readers(readers, expected, kills, draw)
+                wrong += wrong_lines(cache, store)
+            yield recorded(f"from a server, {name}", Kind.KILL, {Outcome.RECOVERED: killed}, wrong)
         with tempfile.TemporaryDirectory(dir=folder) as own:
             cache = Path(own) / "cache"
-            ended = Apart(lambda: kill_service(url, cache, store, kills - 2 * (kills // 3), seed)).ended(LONGEST_S + 3 * kills)
-            if ended.how is How.DONE:
-                killed.kills, killed.batches = ended.gave["kills"], ended.gave["batches"]
-            else:
-                killed.wrong.append(f"{ended.how}: {ended.said}")
-            _compare(cache, store, killed)
-        yield "the private service that fetches killed", killed
+            ended = Apart(lambda: kill_service(url, cache, store, kills, asked.seed)).ended(LONGEST_S + 9 * kills)
+            wrong = [] if ended.how is How.DONE else [f"{ended.how}: {ended.said}"]
+            wrong += wrong_lines(cache, store)
+        name = "from a server, the private service that fetches killed"
+        yield recorded(name, Kind.KILL, {Outcome.RECOVERED: ended.gave or 0}, wrong)
 
 
-def _compare(cache: Path, store: Served, killed: Killed) -> None:
+def wrong_lines(cache: Path, store: Served, url: str | None = None) -> list[str]:
+    """Describe what a cache holds that is not as in the local store; `url`: only of this one."""
     try:
-        killed.lines += check_cache(cache, store.local)
+        check_cache(cache, store.local, url)
     except WrongPassError as error:
-        killed.wrong.append(str(error))
-
-
-def killed_readers(asked: Asked) -> Iterator[Record]:
-    """Be the family of torture."""
-    for name, own in tried(asked.of(6, 90), asked.seed, asked.folder):
-        yield recorded(f"from a server, {name}", Kind.KILL, {Outcome.RECOVERED: own.kills}, own.wrong)
-
-
-def main() -> int:
-    """Parse the command line and kill."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=40, help="how many")
-    parser.add_argument("--seed", type=int, default=1, help="decides when")
-    arguments = parser.parse_args()
-    wrong = []
-    with tempfile.TemporaryDirectory(prefix="bucketline-killed-") as folder:
-        for name, own in tried(arguments.kills, arguments.seed, Path(folder)):
-            print(f"{name}: {own.kills} kills, {own.batches} batches, {own.lines} lines in the cache", flush=True)
-            print(*(f"wrong: {said}" for said in own.wrong), sep="\n", end="\n" if own.wrong else "", flush=True)
-            wrong += own.wrong
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return [str(error)]
+    return []

@@ -5,18 +5,18 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.commands import ROOT
-from tests.fault.record import Kind, Outcome, Record
+from tests.fault.families import records_of
+from tests.fault.record import Kind, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.fault.record import Asked
 
 SOURCE = Path(__file__).with_name("disk_shim.c")
-MARK = "record: "
+NEVER = 1 << 40  # so many operations go through first
 
 
 class Operation(IntEnum):
@@ -69,30 +69,16 @@ def built(folder: Path) -> Path:
     return path
 
 
-def records_under_shim(module: str, asked: Asked, fault: str) -> Iterator[Record]:
-    """Run `python -m MODULE FOLDER SEED quick|full` under the shim; give the records that it prints."""
+def records_under_shim(function: str, asked: Asked, fault: str) -> Iterator[Record]:
+    """Run `MODULE:FUNCTION` in a process of its own under the shim; yield its records."""
+    under = replace(asked, folder=asked.folder / "shim")
+    under.folder.mkdir()
     try:
         shim = built(asked.folder)
     except NoCompilerError as error:
         yield Record(fault=fault, kind=Kind.DISK, not_run=str(error))
         return
-    command = [sys.executable, "-m", module, str(asked.folder), str(asked.seed), "quick" if asked.is_quick else "full"]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "LD_PRELOAD": str(shim)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(MARK):
-                yield Record.from_json(json.loads(line[len(MARK) :]))
-    if process.returncode != 0:
-        record = Record(fault=fault, kind=Kind.DISK)
-        record.add(Outcome.CRASH, f"the process under the shim ended with {process.returncode}")
-        yield record
+    yield from records_of(function, under, fault, {"LD_PRELOAD": str(shim)})
 
 
 class Shim:

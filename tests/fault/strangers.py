@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import BucketlineError
-from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service.protocol import MAX_MESSAGE_BYTES, receive
 from bucketline.loader.service.unix_socket import connected
 from tests.building import flip_bit, make_store, samples_of
 from tests.fault.apart import HANG_S, Apart, How
-from tests.fault.ground import COMMAND_S, ENDS, Ground
+from tests.fault.ground import COMMAND_S, ENDS, Ground, one_batch
 from tests.fault.record import Kind, Outcome, Record
 from tests.serving import serving
 
@@ -149,14 +148,9 @@ def strangers(ground: Ground, trials: int) -> Record:
                 record.add(Outcome.CRASH, f"the service ended with {process.returncode}")
                 return record
             record.add(Outcome.CLEAN_ERROR)
-        ended = Apart(lambda: _one_batch(store.path, folder / "sock")).ended(HANG_S)
+        ended = Apart(lambda: one_batch(store.path, folder / "sock")).ended(HANG_S)
         record.add(Outcome.COMPLETED if ended.how is How.DONE else ENDS[ended.how], ended.said)
     return record
-
-
-def _one_batch(store: Path, sock: Path) -> int:
-    with Loader(store, LoaderConfig(batch_size=1), service=sock) as loader:
-        return next(loader.forever()).step
 
 
 def _said_by_a_stranger(draw: random.Random) -> bytes:

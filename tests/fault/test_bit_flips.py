@@ -1,4 +1,4 @@
-"""One flipped bit anywhere in a store is found, or is where no reader of this generation looks; nothing crashes."""
+"""One flipped bit in a store's files is found, wherever it is. Many more, at random: the family `flips`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.building import flip_bit, make_store, rewrite_manifest, samples_of
-from tests.fault.bit_flips import GOOD, make, make_columns, run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -37,18 +35,6 @@ def is_found(store: Path) -> bool:
 
 def files(store: Path) -> list[Path]:
     return sorted(path.relative_to(store) for path in store.rglob("*") if path.is_file() and path.stat().st_size)
-
-
-@pytest.mark.parametrize(("make", "flips"), [(make, 150), (make_columns, 70)])
-def test_flipped_bits_over_all_files_are_found_or_harmless_and_nothing_crashes(
-    make: Callable[[Path], Path], flips: int, tmp_path: Path
-) -> None:
-    counts = run(flips, 2026, tmp_path, make)
-    assert sum(counts.values()) == flips
-    assert {outcome for _, outcome in counts} <= set(GOOD)
-    for kind in (".lmdb", ".extents", ".index", ".dropped-N", "generations/*.json"):
-        assert counts[kind, "found"] > flips / 30
-    assert counts["manifest.json", "refused"] > flips / 30
 
 
 def test_a_flip_that_only_changes_how_a_number_is_spelt_is_found(sound: Path, tmp_path: Path) -> None:

@@ -15,40 +15,10 @@ from bucketline.store.verify.verify import verify
 from bucketline.store.write import publish as publish_module
 from bucketline.store.write.publish import prepare_store
 from tests.building import empty_store, make_store, open_writer, samples_of
-from tests.fault.disk_faults import failing_disks
-from tests.fault.power_loss import Change, Disk, losses
-from tests.fault.record import Asked, Outcome, Record
-from tests.fault.vanishing_disks import vanishing_disks
+from tests.fault.power_loss import Change, Disk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
-
-
-def expect_good(records: Iterable[Record], least: int) -> list[Record]:
-    """All trials ended well, and there were some; a machine without a compiler says so by name."""
-    made = list(records)
-    for record in made:
-        assert record.bad == 0, record.said
-        assert record.trials >= least or "no C compiler" in str(record.not_run), record
-    return made
-
-
-def test_what_was_synced_is_a_sound_store_with_every_committed_sample(tmp_path: Path) -> None:
-    expect_good(losses(Asked(seed=2, is_quick=True, folder=tmp_path)), 8)
-
-
-def test_a_disk_that_fails_from_some_moment_on_costs_nothing_that_was_committed(tmp_path: Path) -> None:
-    records = [
-        record for record in failing_disks(Asked(seed=3, is_quick=True, folder=tmp_path)) if "while a store" in record.fault
-    ]
-    expect_good(records, 3)
-    assert sum(record.counts[Outcome.RECOVERED] for record in records) > 8 or records[0].not_run
-
-
-def test_a_disk_of_images_that_goes_away_costs_no_sample(tmp_path: Path) -> None:
-    records = expect_good(vanishing_disks(Asked(seed=4, is_quick=True, folder=tmp_path)), 1)
-    assert len(records) == 5
 
 
 def test_a_disk_keeps_what_was_synced_and_no_name_whose_folder_was_not(tmp_path: Path) -> None:

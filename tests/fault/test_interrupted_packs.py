@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lmdb
-import msgpack
 import numpy as np
 import pytest
 
@@ -21,12 +18,14 @@ from bucketline.ingest.pipeline.model import load_encoders
 from bucketline.store import Store
 from bucketline.store.write import shard_writer
 from tests.building import tree
-from tests.commands import Ran, call, spawn
+from tests.commands import ROOT, Ran, call, spawn
 from tests.conftest import once
-from tests.models import GRID, SMALL, write_images
+from tests.fault.same_store import committed_ids
+from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -56,11 +55,11 @@ def killed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
         if is_first:
             write_images(folder / "photos", NUM_IMAGES)
             shutil.copytree(model, folder / "model")
-            pairs = [part for moment in MOMENTS for part in (folder / moment, moment)]
-            script = Path(__file__).parent / "packs_at_moments.py"
-            ran = spawn([sys.executable, script, folder / "photos", folder / "model", GRID, *pairs])
-            assert ran.out.split() == [str(-signal.SIGKILL)] * len(MOMENTS), ran.err
-            counts = {moment: len(committed(folder / moment)) for moment in MOMENTS}
+            asked = ["pack", folder / "photos", folder / "{}", "--model", folder / "model", *SMALL, "--batch-size", 3]
+            runs = [f"{moment},1,0:{moment}:kill" for moment in MOMENTS]
+            ran = spawn([sys.executable, "-m", "tests.fault.ranks_at_moments", *runs, "--", *asked], PYTHONPATH=str(ROOT))
+            assert [run["codes"] for run in json.loads(ran.out)] == [[-signal.SIGKILL]] * len(MOMENTS), ran
+            counts = {moment: len(committed_ids(folder / moment)) for moment in MOMENTS}
             (folder / "committed.json").write_text(json.dumps(counts), encoding="ascii")
             whole = pack(folder / "photos", folder / "whole", folder / "model")
             assert (whole.code, whole.json["packed"]) == (0, NUM_IMAGES)
@@ -69,15 +68,6 @@ def killed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
 
 def pack(source: Path, store: Path, model: Path) -> Ran:
     return call("ingest", "pack", source, store, "--model", model, *SMALL, "--batch-size", 3, "--json")
-
-
-def committed(store: Path) -> set[str]:
-    """Return the ids that are in any LMDB file of the store, sealed, listed or neither."""
-    ids: set[str] = set()
-    for path in [*(store / "shards").glob("*.lmdb"), *(store / "pending").glob("*.lmdb")]:
-        with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
-            ids |= {msgpack.unpackb(value)["id"] for key, value in txn.cursor() if key.startswith(b"sample/")}
-    return ids
 
 
 def rows_of(store: Path) -> dict[str, NDArray[np.float16]]:
@@ -95,7 +85,7 @@ def rows_of(store: Path) -> dict[str, NDArray[np.float16]]:
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_run_after_a_kill_keeps_what_was_committed_and_packs_the_rest(moment: str, killed: Path) -> None:
     store = killed / moment
-    before = committed(store)
+    before = committed_ids(store)
     ran = pack(killed / "photos", store, killed / "model")
     assert ran.code == 0, ran.err
     assert (ran.json["found"], ran.json["rejected"]) == (NUM_IMAGES, 0)
@@ -119,7 +109,9 @@ def test_the_moments_lie_between_a_store_with_next_to_nothing_and_one_with_every
     assert len(set(counts.values())) >= 6
 
 
-@pytest.mark.parametrize("moment", ["5", "end", "publish"])  # the fifth block is written, all rows are, all shards are sealed
+@pytest.mark.parametrize(
+    "moment", ["row:5", "end", "finish"]
+)  # the fifth block is written, all rows are, all shards are sealed
 def test_a_recaption_that_is_killed_leaves_the_captions_as_they_were_and_the_next_run_decides(
     moment: str, source: Path, tmp_path: Path, model: Path
 ) -> None:
@@ -141,7 +133,7 @@ def test_a_recaption_that_is_killed_leaves_the_captions_as_they_were_and_the_nex
     report = call(*asked, *rules, "--recaption").json
     assert report["packed"] + report["unchanged"] == len(plain)
     assert report["packed"] == report["latents_kept"]
-    assert (report["unchanged"] > 0) == (moment != "5") or report["unchanged"] < len(plain)
+    assert (report["unchanged"] > 0) == (moment != "row:5") or report["unchanged"] < len(plain)
     found = captions(tmp_path / "s")
     assert {*found} == {*plain}
     assert all(own == (*(f"dog, {text}" for text in plain[sample_id]),) or own == ("dog",) for sample_id, own in found.items())
@@ -155,25 +147,6 @@ def test_a_recaption_that_is_killed_leaves_the_captions_as_they_were_and_the_nex
         assert call("store", "verify", store).code == 0
         now = rows_of(store)
         assert all(np.array_equal(now[sample_id], latent) for sample_id, latent in latents.items())
-
-
-def test_runs_killed_at_random_moments_lose_no_committed_sample() -> None:
-    ran = spawn(
-        [sys.executable, "-m", "tests.fault.killed_packs", "--kills", 16, "--packs", 0, "--in-a-row", 0, "--seed", 2026]
-    )
-    assert ran.code == 0, ran.out + ran.err
-    *phases, kills, verified, adopted, committed, failures = (line.rsplit(None, 1) for line in ran.out.splitlines())
-    assert len(phases) >= 3
-    assert (int(kills[1]), int(verified[1]), int(adopted[1]), int(failures[1])) == (16, 16, 16, 0)
-    assert int(committed[1]) > 100
-
-
-def test_one_pack_killed_again_and_again_and_finished_is_the_pack_that_nobody_killed() -> None:
-    ran = spawn([sys.executable, "-m", "tests.fault.killed_packs", "--kills", 0, "--in-a-row", 4, "--seed", 2026])
-    assert ran.code == 0, ran.out + ran.err
-    assert "one pack, killed 4 times, had committed" in ran.out
-    assert re.search(r"samples compared with an unkilled pack +200\n", ran.out)
-    assert re.search(r"faults +0\n", ran.out)
 
 
 def test_ctrl_c_before_anything_was_encoded_says_so(
@@ -201,7 +174,7 @@ def test_sigterm_ends_with_143_and_keeps_what_was_encoded(
     with monkeypatch.context() as patch:
         patch.setattr(VaeEncoder, "encode", told)
         ran = pack(source, tmp_path / "s", model)
-    kept = len(committed(tmp_path / "s"))
+    kept = len(committed_ids(tmp_path / "s"))
     assert kept > 0
     assert (ran.code, ran.out) == (143, "")
     said = f"interrupted: all encoded images are committed ({kept} images); rerun the command to continue"
@@ -226,13 +199,13 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_encoded(
     assert (ran.code, ran.out) == (130, "")
     assert "rerun the command to continue" in ran.err
     assert "Traceback" not in ran.err
-    assert len(committed(tmp_path / "s")) == 12  # the batch under way is finished
+    assert len(committed_ids(tmp_path / "s")) == 12  # the batch under way is finished
     again = pack(source, tmp_path / "s", model)
     assert (again.json["packed"], again.json["unchanged"]) == (2, 12)
     assert call("store", "verify", tmp_path / "s").code == 0
 
 
-def test_an_error_in_the_middle_keeps_what_was_committed(
+def test_an_error_in_the_middle_keeps_what_was_committed_ids(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_writer, "COMMIT_BYTES", 1)
@@ -249,7 +222,7 @@ def test_an_error_in_the_middle_keeps_what_was_committed(
         patch.setattr(VaeEncoder, "encode", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
             pack(source, tmp_path / "s", model)
-    assert len(committed(tmp_path / "s")) == 6
+    assert len(committed_ids(tmp_path / "s")) == 6
     assert pack(source, tmp_path / "s", model).json["unchanged"] == 6
 
 
@@ -273,6 +246,6 @@ def test_a_full_disk_ends_with_one_says_so_and_the_next_run_goes_on(
     assert (ran.code, ran.out) == (1, "")
     assert "the disk is full" in ran.err
     assert "make room and rerun the command" in ran.err
-    kept = len(committed(tmp_path / "s"))
+    kept = len(committed_ids(tmp_path / "s"))
     assert kept > 0
     assert pack(source, tmp_path / "s", model).json["unchanged"] == kept

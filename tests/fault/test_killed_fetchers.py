@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from bucketline.store.format.hashing import LINE_BYTES, checksum
 from bucketline.store.remote.cache import folder
 from bucketline.store.remote.cache.cached_shard import ABSENT, PINNED, RING
+from tests.fault.apart import Apart, How
 from tests.unit.store.remote.cache.lines import NUM_LINES, open_shard, sums
 
 if TYPE_CHECKING:
@@ -34,34 +34,23 @@ def fetch_for_ever(path: Path, seed: int) -> None:
         opened.fetcher.release(held)
 
 
-def start(path: Path, seed: int) -> int:
-    child = os.fork()
-    if child:
-        return child
-    try:
-        fetch_for_ever(path, seed)
-    finally:
-        os._exit(1)  # an assertion failed
-
-
 def test_lines_that_are_marked_are_right_whenever_processes_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "LEAST_BYTES", LINE_BYTES)
     monkeypatch.setattr(folder.CacheFolder, "ring_bytes", property(lambda own: own.limit - LINE_BYTES))
     sums()
     draw, seed = random.Random(0), 4
-    children = {start(tmp_path / "cache", number) for number in range(4)}
+    children = [Apart(partial(fetch_for_ever, tmp_path / "cache", number)) for number in range(4)]
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         time.sleep(draw.uniform(0.0, 0.15))
-        victim = draw.choice(sorted(children))
-        os.kill(victim, signal.SIGKILL)
-        assert os.WIFSIGNALED(os.waitpid(victim, 0)[1])  # it had not ended by itself
-        children.remove(victim)
-        children.add(start(tmp_path / "cache", seed))
+        victim = children.pop(draw.randrange(len(children)))
+        victim.kill()
+        assert victim.ended().how is How.DIED  # it had not ended by itself
+        children.append(Apart(partial(fetch_for_ever, tmp_path / "cache", seed)))
         seed += 1
     for child in children:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
+        child.ended()
     opened = open_shard(tmp_path / "cache", limit=LIMIT)
     states = opened.shard.present
     assert set(states.tolist()) <= {ABSENT, PINNED, RING}

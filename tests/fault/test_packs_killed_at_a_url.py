@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
+import json
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,9 +14,9 @@ import pytest
 from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.sync.pull import pull
 from bucketline.store.verify.verify import verify_folder
-from tests.commands import call
+from tests.commands import ROOT, call, spawn
 from tests.fault.same_store import compare
-from tests.models import GRID, SMALL, write_images
+from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
     from tests.object_storage import S3Bucket
@@ -29,27 +27,22 @@ MOMENTS = (
 )
 
 
-@pytest.mark.parametrize("more", ["", "--publish-every 0.01s"])
+@pytest.mark.parametrize("more", [(), ("--publish-every", "0.01s")])
 def test_a_killed_pack_goes_on_without_sending_or_encoding_again(
-    s3: S3Bucket, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
+    s3: S3Bucket, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     ids = write_images(tmp_path / "photos", 150)
     place, notes = s3.folder("photos.store"), tmp_path / "committed"
-    script = Path(__file__).parent / "packs_at_moments.py"
-    pairs = [part for moment in MOMENTS for part in (place.url, moment)]
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "photos"), str(model), GRID, *pairs],
-        env={**os.environ, "COMMITTED": str(notes), "MORE": f"--work {tmp_path / 'work'} {more}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    ended = dict(zip(MOMENTS, re.findall(r"^-?[0-9]+$", done.stdout, re.MULTILINE), strict=True))
-    assert ended.pop("never:1") == "0", done.stderr
-    assert set(ended.values()) == {str(-signal.SIGKILL)}, (ended, done.stderr)
-    found = Counter(notes.read_text().splitlines())
+    asked = ["pack", tmp_path / "photos", place.url, "--model", model, *SMALL, "--batch-size", 3, "--work", tmp_path / "work"]
+    runs = [f"-,1,0:{moment}:kill" for moment in MOMENTS]
+    command = [sys.executable, "-m", "tests.fault.ranks_at_moments", *runs, "--", *asked, *more]
+    done = spawn(command, PYTHONPATH=str(ROOT), NOTES=str(notes))
+    codes = {moment: run["codes"] for moment, run in zip(MOMENTS, json.loads(done.out), strict=True)}
+    assert codes.pop("never:1") == [0], done
+    assert list(codes.values()) == [[-signal.SIGKILL]] * len(codes), (codes, done)
+    found = Counter(Path(f"{notes}.0").read_text().splitlines())
     assert set(found.values()) == {1}  # nothing was encoded again that had been committed
     assert found.keys() <= set(ids)
     assert find_newest(place) is not None

@@ -32,27 +32,27 @@ RUNS = (
     "one,1,-",
     "two,2,-",
     "three,3,-",
-    "killed,3,1:9:kill",
+    "killed,3,1:row:9:kill",
     "killed,2,-",
-    "killed_first,2,0:9:kill",
+    "killed_first,2,0:row:9:kill",
     "killed_first,3,-",
     "killed_at_the_end,2,1:gather:kill",
     "killed_at_the_end,1,-",
     "killed_while_loading,2,1:load:kill",
-    "full_disk,3,2:9:disk",
+    "full_disk,3,2:row:9:disk",
     "full_disk,2,-",
-    "full_disk_of_first,2,0:9:disk",
+    "full_disk_of_first,2,0:row:9:disk",
     "sealing_at_the_end,2,1:end:sealing",
     "sealing_at_the_end,3,-",
     "sealing_at_the_end_of_first,2,0:end:sealing",
     "sealing_at_the_end_of_one,1,0:end:sealing",
-    "defect,2,1:9:defect",
+    "defect,2,1:row:9:defect",
     "other_model,2,1:load:model",
     "defect_while_listing,3,0:list:defect",
-    "told,3,1:9:term",
-    "interrupted,2,0:9:ctrl-c",
-    "interrupted_by_terminal_and_launcher,2,1:9:two-ctrl-c",
-    "interrupted_twice,1,0:9:two-ctrl-c",
+    "told,3,1:row:9:term",
+    "interrupted,2,0:row:9:ctrl-c",
+    "interrupted_by_terminal_and_launcher,2,1:row:9:two-ctrl-c",
+    "interrupted_twice,1,0:row:9:two-ctrl-c",
     "told_while_listing,2,0:list:term",
 )
 
@@ -94,7 +94,7 @@ def test_however_many_ranks_packed_and_however_they_ended_the_finished_store_is_
     assert rejects[0] == rejects[1]
 
 
-@pytest.mark.parametrize(("run", "rank"), [("killed,3,1:9:kill", 1), ("killed_at_the_end,2,1:gather:kill", 1)])
+@pytest.mark.parametrize(("run", "rank"), [("killed,3,1:row:9:kill", 1), ("killed_at_the_end,2,1:gather:kill", 1)])
 def test_a_rank_that_is_killed_is_named_once_and_the_others_stop(run: str, rank: int, ran: dict[str, Any]) -> None:
     found = ran[run]
     assert found["codes"] == [-signal.SIGKILL if r == rank else 1 for r in range(len(found["codes"]))]
@@ -107,7 +107,7 @@ def test_a_rank_that_is_killed_is_named_once_and_the_others_stop(run: str, rank:
 
 
 def test_ranks_without_their_first_stop_by_themselves_and_name_it(ran: dict[str, Any]) -> None:
-    found = ran["killed_first,2,0:9:kill"]
+    found = ran["killed_first,2,0:row:9:kill"]
     assert found["codes"] == [-signal.SIGKILL, 1]
     assert re.match(r"error: rank 0 \(pid \d+ on \S+\) ended without a message: .*; rank 1 has stopped, ", found["err"][1])
 
@@ -119,7 +119,7 @@ def test_a_rank_that_is_killed_before_anything_is_encoded_is_named_too(ran: dict
 
 
 def test_a_rank_that_fails_stops_the_others_soon_and_its_cause_is_said_once(ran: dict[str, Any]) -> None:
-    found = ran["full_disk,3,2:9:disk"]
+    found = ran["full_disk,3,2:row:9:disk"]
     assert found["codes"] == [1, 1, 1]
     (line,) = said(found).splitlines()
     assert re.match(
@@ -131,7 +131,7 @@ def test_a_rank_that_fails_stops_the_others_soon_and_its_cause_is_said_once(ran:
 
 
 def test_rank_0_that_fails_says_why_and_the_others_end_with_it(ran: dict[str, Any]) -> None:
-    found = ran["full_disk_of_first,2,0:9:disk"]
+    found = ran["full_disk_of_first,2,0:row:9:disk"]
     assert found["codes"] == [1, 1]
     (line,) = said(found).splitlines()
     assert re.match(r"error: \S+r0000-\d+\.lmdb cannot be written: .*; the disk is full", line)
@@ -173,7 +173,7 @@ def test_a_model_that_one_rank_alone_cannot_load_ends_all_before_the_store_is_ma
 
 
 def test_a_defect_in_one_rank_leaves_its_traceback_and_ends_all(ran: dict[str, Any]) -> None:
-    found = ran["defect,2,1:9:defect"]
+    found = ran["defect,2,1:row:9:defect"]
     assert found["codes"] == [1, 1]
     # On a busy machine rank 0 may have encoded nothing yet, and the words behind the comma say so.
     assert "error: rank 1: RuntimeError: nobody expects this (the other ranks have stopped, " in found["err"][0]
@@ -186,9 +186,9 @@ def test_a_defect_in_one_rank_leaves_its_traceback_and_ends_all(ran: dict[str, A
 @pytest.mark.parametrize(
     ("run", "code"),
     [
-        ("told,3,1:9:term", 143),
-        ("interrupted,2,0:9:ctrl-c", 130),
-        ("interrupted_by_terminal_and_launcher,2,1:9:two-ctrl-c", 130),
+        ("told,3,1:row:9:term", 143),
+        ("interrupted,2,0:row:9:ctrl-c", 130),
+        ("interrupted_by_terminal_and_launcher,2,1:row:9:two-ctrl-c", 130),
     ],
 )
 def test_a_signal_to_one_rank_stops_all_and_says_so_in_one_line(run: str, code: int, ran: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ def test_a_signal_to_one_rank_stops_all_and_says_so_in_one_line(run: str, code: 
 
 
 def test_a_second_ctrl_c_ends_one_process_at_once(ran: dict[str, Any]) -> None:
-    found = ran["interrupted_twice,1,0:9:two-ctrl-c"]
+    found = ran["interrupted_twice,1,0:row:9:two-ctrl-c"]
     assert found["codes"] == [-signal.SIGINT]
     assert said(found) == ""
 

@@ -1,8 +1,7 @@
-"""Loaders that read a store from a server: through its faults, through kills, on a full disk, and on a slow line."""
+"""Loaders that read a store from a server that stalls, and on a slow line."""
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
 from bucketline.store.remote.urls import RemoteOptions
-from tests.commands import spawn
 from tests.fault.served import IMAGES, LARGE, SLACK_S, Served, check_batch, in_lines, one_pass, reaching, served
 
 if TYPE_CHECKING:
@@ -33,13 +31,6 @@ def small(folder: Path) -> Served:
 @pytest.fixture(scope="module")
 def large(folder: Path) -> Served:
     return served(folder, LARGE)
-
-
-def test_faults_of_every_kind_cost_no_byte_no_sample_and_no_more_than_the_deadline() -> None:
-    ran = spawn([sys.executable, "-m", "tests.fault.remote_faults", "--faults", 2 * len(Fault), "--seed", 3])
-    assert ran.code == 0, ran.out + ran.err
-    assert all(fault in ran.out for fault in Fault)
-    assert "0 passes that went wrong" in ran.out
 
 
 @pytest.mark.parametrize("outage", [Fault.STALL_HEADER, Fault.STALL_BODY, Fault.UNAVAILABLE, Fault.REDIRECT_LOOP])
@@ -98,25 +89,3 @@ def test_a_slow_line_is_not_a_store_that_stalls(large: Served, folder: Path, tmp
         sent = server.reset()
     assert not done.errors
     assert sent.num_bytes < 1.2 * sum(path.stat().st_size for path in (large.local / "shards").glob("*.lmdb"))
-
-
-def test_who_is_killed_while_reading_continues_with_the_right_bytes() -> None:
-    ran = spawn([sys.executable, "-m", "tests.fault.remote_kills", "--kills", 6, "--seed", 4])
-    assert ran.code == 0, ran.out + ran.err
-    assert ran.out.count(": 2 kills, ") == 3
-
-
-def test_a_full_disk_under_the_cache_is_said_or_lived_with_and_no_byte_is_wrong(
-    large: Served, folder: Path, tmp_path: Path
-) -> None:
-    with ServerProcess(folder / "served") as server:
-        url = f"{server.url}/{large.name}"
-        ran = spawn([sys.executable, "-m", "tests.fault.full_cache", url, large.local, tmp_path])
-    assert ran.code == 0, ran.out + ran.err
-    kind, *lines = ran.out.splitlines()
-    said = [line.split("\t")[4] for line in lines]
-    assert kind == "disk", "nobody may mount here"
-    assert any(said)
-    assert all("room" in one or "No space left" in one for one in said if one)
-    assert all(str(tmp_path) in one for one in said if one)
-    assert not any(said[3:]), "the larger ones have room for what is read at a time, also if others fill the disk meanwhile"

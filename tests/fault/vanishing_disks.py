@@ -11,18 +11,18 @@ import errno
 import json
 import os
 import shutil
-import sys
 import threading
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.commands import call
 from tests.fault.apart import Ended, How, apart
 from tests.fault.ground import COMMAND_S, Ground, ids_of, is_sound, judged
-from tests.fault.record import Asked, Kind, Outcome, Record
-from tests.fault.shim import MARK, Operation, Shim, records_under_shim
+from tests.fault.record import Kind, Outcome, Record
+from tests.fault.shim import Operation, Shim, records_under_shim
 from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from tests.fault.record import Asked
+
 NUM_IMAGES = 12
-NEVER = 1 << 40
 OPTIONS: tuple[tuple[str, ...], ...] = (
     (),
     ("--prune",),
@@ -71,21 +72,26 @@ class Scene:
 
 
 def _away(paths: Sequence[Path], leave: Callable[[Path], object]) -> Callable[[], None]:
-    """Take paths away, and leave something in their place; give what puts them back."""
-    aside = [path.with_name(f".{path.name}.away") for path in paths]
-    for path, other in zip(paths, aside, strict=True):
-        path.rename(other)
+    """Take paths away, and leave something in their place; return what puts them back."""
+    for path in paths:
+        path.rename(_aside(path))
         leave(path)
+    return lambda: _back(*paths)
 
-    def back() -> None:
-        for path, other in zip(paths, aside, strict=True):
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.away")
+
+
+def _back(*paths: Path) -> None:
+    """Put back those that were taken away."""
+    for path in paths:
+        if _aside(path).exists():
             if path.is_symlink() or path.is_file():
                 path.unlink()
             elif path.is_dir():
                 path.rmdir()
-            other.rename(path)
-
-    return back
+            _aside(path).rename(path)
 
 
 def _leave_nothing(_: Path) -> None:
@@ -124,7 +130,7 @@ def gone_at(scene: Scene, after: int, leave: Callable[[Path], object]) -> Iterat
 
     def reading(self: ImageReader, item: Any) -> Any:
         with once:  # several threads read
-            if next(left, None) is None and not scene.photos.with_name(".photos.away").exists():
+            if next(left, None) is None and not _aside(scene.photos).exists():
                 _away([scene.photos], leave)
         return read(self, item)
 
@@ -134,8 +140,8 @@ def gone_at(scene: Scene, after: int, leave: Callable[[Path], object]) -> Iterat
 
 def tried(
     scene: Scene, options: tuple[str, ...], failing: AbstractContextManager[None], back: Callable[[], None]
-) -> str | None:
-    """Pack while images are away, bring them back, pack again; say what was wrong, or None."""
+) -> tuple[Outcome, str]:
+    """Pack while images are away, bring them back, pack again."""
     before = ids_of(scene.store)
 
     def work() -> dict[str, Any]:
@@ -144,40 +150,32 @@ def tried(
 
     ended = apart(work, COMMAND_S)
     back()
-    if wrong := _wrong_with(ended, scene, before):
-        return wrong
-    again = apart(scene.pack, COMMAND_S)
-    if again.how is not How.DONE or again.gave["code"] != 0:
-        return f"with the disk back: {again}"
-    if ids_of(scene.store) != sorted({*before, "a/new.png"}):
-        return f"lost: with the disk back the store has {ids_of(scene.store)}"
-    return _wrong_with(again, scene, before)
+    wrong = _wrong_with(ended, scene, before)
+    if wrong is None:
+        again = apart(scene.pack, COMMAND_S)
+        wrong = _wrong_with(again, scene, before)
+        if wrong is None and again.gave["code"] != 0:
+            wrong = Outcome.DEFECT, f"with the disk back: {again}"
+        elif wrong is None and ids_of(scene.store) != sorted({*before, "a/new.png"}):
+            wrong = Outcome.LOST, f"with the disk back the store has {ids_of(scene.store)}"
+    return (wrong[0], f"{' '.join(options)}: {wrong[1]}") if wrong else (Outcome.RECOVERED, "")
 
 
-def _wrong_with(ended: Ended, scene: Scene, before: list[str]) -> str | None:
+def _wrong_with(ended: Ended, scene: Scene, before: list[str]) -> tuple[Outcome, str] | None:
     outcome, said = judged(ended)
     if outcome not in (Outcome.COMPLETED, Outcome.CLEAN_ERROR):
-        return f"{outcome}: {said}"
+        return outcome, said
     if lost := set(before) - set(ids_of(scene.store)):
-        return f"lost: {sorted(lost)}"
+        return Outcome.LOST, str(sorted(lost))
     if fault := is_sound(scene.store):
-        return f"faults: {fault}"
+        return Outcome.WRONG, fault
     if '"found"' in ended.gave["out"]:
         report = json.loads(ended.gave["out"])
         if report["found"] != report["packed"] + report["unchanged"] + report["rejected"]:
-            return f"a wrong account: {report}"
+            return Outcome.DEFECT, f"a wrong account: {report}"
         if report["pruned"] or report["dropped"]:
-            return f"lost: the summary says that samples were dropped: {report}"
+            return Outcome.LOST, f"the summary says that samples were dropped: {report}"
     return None
-
-
-def _note(record: Record, wrong: str | None, options: tuple[str, ...]) -> None:
-    if wrong is None:
-        record.add(Outcome.RECOVERED)
-    else:
-        words = {"lost": Outcome.LOST, "faults": Outcome.WRONG, "hang": Outcome.HANG, "crash": Outcome.CRASH}
-        outcome = next((outcome for word, outcome in words.items() if wrong.startswith(word)), Outcome.DEFECT)
-        record.add(outcome, f"{' '.join(options)}: {wrong}")
 
 
 def vanishing_disks(asked: Asked) -> Iterator[Record]:
@@ -188,30 +186,19 @@ def vanishing_disks(asked: Asked) -> Iterator[Record]:
         record = Record(fault=f"disk of images: {fault}", kind=Kind.DISK)
         for options in ground.draw.sample(OPTIONS, asked.of(1, len(OPTIONS))):
             scene = Scene.prepare(ground)
-            _note(record, tried(scene, options, nullcontext(), take(scene)), options)
+            record.add(*tried(scene, options, nullcontext(), take(scene)))
         yield record
     for fault, leave in ground.some([*DURING.items()]):
         record = Record(fault=f"disk of images: {fault}", kind=Kind.DISK)
         for options in ground.draw.sample(OPTIONS, asked.of(1, len(OPTIONS))):
             scene = Scene.prepare(ground)
-
-            def back(photos: Path = scene.photos) -> None:
-                if (away := photos.with_name(".photos.away")).exists():
-                    if photos.is_symlink():
-                        photos.unlink()
-                    elif photos.is_dir():
-                        photos.rmdir()
-                    away.rename(photos)
-
             failing = gone_at(scene, ground.draw.randrange(NUM_IMAGES + 1), leave)
-            _note(record, tried(scene, options, failing, back), options)
+            record.add(*tried(scene, options, failing, partial(_back, scene.photos)))
         yield record
-    (asked.folder / "shim").mkdir()
-    under = Asked(seed=asked.seed, is_quick=asked.is_quick, folder=asked.folder / "shim")
-    yield from records_under_shim("tests.fault.vanishing_disks", under, "disk of images: EIO on read")
+    yield from records_under_shim("vanishing_disks:under_shim", asked, "disk of images: EIO on read")
 
 
-def be_worker(asked: Asked) -> Iterator[Record]:
+def under_shim(asked: Asked) -> Iterator[Record]:
     """Have reads of images and captions fail from a random one on, under the shim."""
     shim, ground = Shim(), Ground.prepare(asked)
     record = Record(fault="disk of images: EIO on read", kind=Kind.DISK)
@@ -221,10 +208,5 @@ def be_worker(asked: Asked) -> Iterator[Record]:
             shim.watch(scene.photos)
             after = ground.draw.randrange(2 * NUM_IMAGES)
             failing = shim.failing(Operation.READ, errno.EIO, after)
-            _note(record, tried(scene, options, failing, lambda: None), options)
+            record.add(*tried(scene, options, failing, lambda: None))
     yield record
-
-
-if __name__ == "__main__":
-    for made in be_worker(Asked(folder=Path(sys.argv[1]), seed=int(sys.argv[2]), is_quick=sys.argv[3] == "quick")):
-        print(MARK + json.dumps(made.as_json()), flush=True)

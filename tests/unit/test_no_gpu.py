@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.commands import ROOT, spawn
 from tests.devices import ASKED, without_gpus
-from tests.fault import torture
-from tests.fault.torture import run_family
+from tests.fault import families
+from tests.fault.families import run_family
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,13 +31,13 @@ def test_the_tests_see_no_gpu_unless_one_is_asked_for(asked: str, seen: str) -> 
 def test_a_family_of_faults_sees_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, str] = {}
 
-    def noting(_: object, environment: dict[str, str], *__: object) -> list[Record]:
-        found.update(environment)
+    def noting(*asked: Any, **_: object) -> list[Record]:
+        found.update(asked[-1])
         return []
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.delenv(ASKED, raising=False)
-    monkeypatch.setattr(torture, "_run_in", noting)
+    monkeypatch.setattr(families, "records_of", noting)
     run_family("packs", 0, is_quick=True)
     assert found["CUDA_VISIBLE_DEVICES"] == ""
 

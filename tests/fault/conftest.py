@@ -1,0 +1,88 @@
+"""Options of the families of faults, and the table and the page of what came of them. `test_families.py` tries them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.fault.families import FAMILIES
+from tests.fault.page import shortfalls, write_page
+from tests.fault.record import Record, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+RECORD = "record of "  # and the family: a property of a test's report
+ROUND_MINUTES = 5  # no machine tries everything in less
+BEGUN = time.monotonic()
+FOUND: list[tuple[str, Record]] = []  # by family
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("faults")
+    group.addoption("--long", action="store_true", help="try every fault as often as the page needs; else a little of each")
+    group.addoption("--seed", type=int, default=1, help="seed of the first round of faults")
+    group.addoption("--rounds", type=int, default=1, help="number of rounds, each with the next seed")
+    group.addoption("--minutes", type=float, default=0.0, help="begin new rounds until so many minutes have passed")
+    group.addoption("--page", type=Path, help="write what came of every fault there, and fail if too few were tried")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Try each family in every round."""
+    if "family" in metafunc.fixturenames:
+        option = metafunc.config.getoption
+        first, rounds = option("--seed", 1), max(option("--rounds", 1), 1 + int(option("--minutes", 0.0) / ROUND_MINUTES))
+        cases = [(name, first + number) for number in range(rounds) for name in FAMILIES]
+        metafunc.parametrize(("family", "seed"), cases, ids=[f"{name}-{seed}" for name, seed in cases])
+
+
+@pytest.fixture
+def in_time(seed: int, pytestconfig: pytest.Config) -> None:
+    """Begin no round once the minutes have passed, but for those that were requested by number."""
+    number = seed - pytestconfig.getoption("--seed", 1)
+    minutes = pytestconfig.getoption("--minutes", 0.0)
+    if number >= pytestconfig.getoption("--rounds", 1) and time.monotonic() - BEGUN > 60 * minutes:
+        pytest.skip(f"{minutes:g} minutes have passed")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep a family's records; another process may have tried it."""
+    if report.when == "call":
+        properties: list[tuple[str, Any]] = report.user_properties
+        named = [(name.removeprefix(RECORD), value) for name, value in properties if name.startswith(RECORD)]
+        FOUND.extend((name, Record.from_json(value)) for name, value in named)
+
+
+def merged(found: Iterable[tuple[str, Record]]) -> list[Record]:
+    """Return one record of every fault, in the order of the families."""
+    by_fault: dict[str, Record] = {}
+    names = list(FAMILIES)
+    for _, record in sorted(found, key=lambda pair: names.index(pair[0])):
+        by_fault.setdefault(record.fault, Record(fault=record.fault, kind=record.kind)).merge(record)
+    return list(by_fault.values())
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the page."""
+    option, records = session.config.getoption, merged(FOUND)
+    if (path := option("--page", None)) is not None and not hasattr(session.config, "workerinput"):
+        write_page(path, records, seed=option("--seed"), minutes=option("--minutes"), took_s=time.monotonic() - BEGUN)
+        if shortfalls(records) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the table, and of what too little was tried."""
+    if records := merged(FOUND):
+        terminalreporter.section("faults")
+        lines = table(records)
+        widths = [max(len(line[at]) for line in lines if not line[2].startswith("not")) for at in range(len(lines[0]))]
+        for line in lines:
+            columns = [text.ljust(width) for text, width in zip(line[:2], widths, strict=False)]
+            columns += [text.rjust(width) for text, width in zip(line[2:], widths[2:], strict=True)]
+            terminalreporter.line("  ".join(columns))
+        for missing in shortfalls(records) if config.getoption("--page", None) else ():
+            terminalreporter.line(missing)
