@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import BucketlineError
+from tests.fault.record import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +32,9 @@ class How(StrEnum):
     HUNG = "hung"
 
 
+OUTCOMES = dict(zip(How, (Outcome.COMPLETED, Outcome.CLEAN_ERROR, Outcome.DEFECT, Outcome.CRASH, Outcome.HANG), strict=True))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """How a piece of work ended."""
@@ -40,6 +44,10 @@ class Ended:
     gave: Any  # what JSON takes
     seconds: float
     signal: int = 0
+
+    @property
+    def outcome(self) -> Outcome:
+        return OUTCOMES[self.how]
 
 
 class Apart:

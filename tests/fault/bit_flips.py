@@ -18,7 +18,6 @@ from bucketline.store.verify.verify import verify
 from tests.building import flip_bit
 from tests.every_reader import digest_of_everything
 from tests.fault.apart import How, apart
-from tests.fault.ground import ENDS
 from tests.fault.random_damage import worn_store
 from tests.fault.record import COLUMNS_TOO, Kind, Outcome, Record
 from tests.store_forms import COLUMNS, IMAGES
@@ -88,6 +87,6 @@ def flipped_bits(asked: Asked) -> Iterator[Record]:
             flip_bit(path, bit)
             fault = f"a bit flipped in {kind_of(path)}{words}"
             record = records.setdefault(fault, Record(fault=fault, kind=Kind.FLIP))
-            found = Outcome(ended.gave) if ended.how is How.DONE else ENDS[ended.how]
+            found = Outcome(ended.gave) if ended.how is How.DONE else ended.outcome
             record.add(found, f"bit {bit} of {path.name}: {ended.said}")
         yield from (records[fault] for fault in sorted(records))

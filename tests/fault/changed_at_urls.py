@@ -29,7 +29,7 @@ from bucketline.store.format.manifest import generations, read_manifest
 from bucketline.store.verify.verify import verify
 from tests.building import add_samples, make_sample, make_store, samples_of, store_writer
 from tests.fault.apart import Apart, How, apart
-from tests.fault.ground import ENDS, ids_of, is_sound
+from tests.fault.ground import ids_of, is_sound
 from tests.fault.record import Kind, Outcome, Record
 from tests.reading import everything
 
@@ -128,7 +128,7 @@ def _judged(ended: Ended, place: _Place, *, is_pushed: bool = False) -> tuple[Ou
         return Outcome.WRONG, fault
     if ended.how is How.DONE and is_pushed and everything(place.found()) != everything(Store.open(place.own)):
         return Outcome.LOST, "the store at the URL has other rows than the one that was pushed"
-    return (Outcome.COMPLETED, "") if ended.how is How.DONE else (ENDS[ended.how], ended.said)
+    return ended.outcome, ended.said
 
 
 def names_used_again(asked: Asked) -> Iterator[Record]:
@@ -265,7 +265,7 @@ def threads(asked: Asked) -> Iterator[Record]:
         samples = samples_of({BUCKET: draw.randint(40, 200), "val/8x8": 20})
         seed = draw.randrange(1 << 30)
         ended = apart(partial(_written, path, samples, seed), WORK_S)
-        outcome, said = (Outcome.COMPLETED, "") if ended.how is How.DONE else (ENDS[ended.how], ended.said)
+        outcome, said = ended.outcome, ended.said
         if ended.how is How.DONE and (wrong := is_sound(path)) is not None:
             outcome, said = Outcome.WRONG, wrong
         elif ended.how is How.DONE and ids_of(path) != sorted(sample.id for sample in samples):

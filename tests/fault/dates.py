@@ -18,7 +18,7 @@ import msgpack
 from bucketline.store.write.publish import adopt, lock_store, publish
 from tests.building import add, empty_store, open_writer, samples_of
 from tests.fault.apart import How, apart
-from tests.fault.ground import ENDS, Ground, ids_of, is_sound, judged
+from tests.fault.ground import Ground, ids_of, is_sound, judged
 from tests.fault.record import Kind, Outcome, Record
 from tests.models import png, write_images
 
@@ -188,7 +188,7 @@ def poisoned_shards(ground: Ground, trials: int) -> Record:
 
         ended = apart(adopted)
         if ended.how is not How.DONE:
-            record.add(Outcome.LOST if ended.how is How.REFUSED else ENDS[ended.how], f"{mtime_ns}: {ended.said}")
+            record.add(Outcome.LOST if ended.how is How.REFUSED else ended.outcome, f"{mtime_ns}: {ended.said}")
         elif ids_of(store) != sorted(sample.id for sample in samples) or is_sound(store):
             record.add(Outcome.LOST, f"{mtime_ns}: {len(ids_of(store))} of {len(samples)} samples, {is_sound(store)}")
         else:

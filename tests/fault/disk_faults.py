@@ -21,9 +21,9 @@ from bucketline.store.verify.verify import verify
 from tests.building import make_store, samples_of
 from tests.fault.apart import Ended, How, apart
 from tests.fault.full_disk import SAMPLES, attempt
-from tests.fault.ground import ENDS, ids_of, is_sound
+from tests.fault.ground import ids_of, is_sound
 from tests.fault.killed_packs import fault_of
-from tests.fault.record import Kind, Outcome, Record
+from tests.fault.record import GOOD, Kind, Outcome, Record
 from tests.fault.shim import FAILURES, NEVER, Operation, Shim, records_under_shim
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def write_trial(shim: Shim, folder: Path, failure: tuple[Operation, int, int], r
     shutil.rmtree(store, ignore_errors=True)
     ended = apart(writing(shim, store, failure))
     said = f"{failure}: {ended.said}"
-    if ended.how not in (How.DONE, How.REFUSED):
-        record.add(ENDS[ended.how], said)
+    if ended.outcome not in GOOD:
+        record.add(ended.outcome, said)
         return
     committed = json.loads(store.with_name("committed").read_text())
     store.mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ def _read_outcome(ended: Ended, name: str, expected: list[str]) -> tuple[Outcome
         is_named = any(word in ended.said for word in ("shards", "manifest", "shard g"))
         return (Outcome.CLEAN_ERROR, "") if is_named else (Outcome.DEFECT, f"names no file: {ended.said}")
     if ended.how is not How.DONE:
-        return ENDS[ended.how], ended.said
+        return ended.outcome, ended.said
     found, has_failed = ended.gave
     if name == "verify" and has_failed:
         return (Outcome.CLEAN_ERROR, "") if found else (Outcome.WRONG, "verify found nothing")

@@ -20,8 +20,8 @@ from tests.fault import killed_trainers
 from tests.fault.apart import Apart, How, apart
 from tests.fault.disk_faults import writing
 from tests.fault.full_disk import SAMPLES, attempt
-from tests.fault.ground import COMMAND_S, ENDS, Ground, ids_of, is_sound, judged
-from tests.fault.record import Kind, Outcome, Record
+from tests.fault.ground import COMMAND_S, Ground, ids_of, is_sound, judged
+from tests.fault.record import GOOD, Kind, Outcome, Record
 from tests.fault.shim import FAILURES, NEVER, Operation, Shim, records_under_shim
 from tests.models import SMALL, write_images
 
@@ -56,9 +56,9 @@ def clock_set_back(shim: Shim, folder: Path, draw: random.Random, trials: int) -
             attempt(store, [], ["lock"])
 
         first, then = apart(ahead), apart(behind)
-        bad = next((ended for ended in (first, then) if ended.how not in (How.DONE, How.REFUSED)), None)
+        bad = next((ended for ended in (first, then) if ended.outcome not in GOOD), None)
         if bad is not None or then.how is not How.DONE:
-            record.add(Outcome.DEFECT if bad is None else ENDS[bad.how], (bad or then).said)
+            record.add(Outcome.DEFECT if bad is None else bad.outcome, (bad or then).said)
         elif (wrong := is_sound(store)) or ids_of(store) != sorted(sample.id for sample in SAMPLES):
             record.add(Outcome.LOST, wrong or "not every sample is there")
         else:
@@ -92,8 +92,8 @@ def trainers(shim: Shim, folder: Path, draw: random.Random, trials: int) -> Iter
             shutil.rmtree(output, ignore_errors=True)
             after = draw.randrange(count)
             ended = Apart(failing(operation, error, after)).ended(COMMAND_S)
-            if ended.how not in (How.DONE, How.REFUSED):
-                record.add(ENDS[ended.how], f"after {after} of {count}: {ended.said}")
+            if ended.outcome not in GOOD:
+                record.add(ended.outcome, f"after {after} of {count}: {ended.said}")
                 continue
             last = killed_trainers.begun(folder, output).ended(COMMAND_S) if ended.how is How.REFUSED else None
             found = ended.gave[0] if last is None else last.gave

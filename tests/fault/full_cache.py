@@ -19,7 +19,6 @@ from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.urls import RemoteOptions
 from tests.constrained import SmallDisk
 from tests.fault.apart import How, apart
-from tests.fault.ground import ENDS
 from tests.fault.record import Kind, Outcome, Record, outcome_of
 from tests.fault.served import LARGE, check_batch, check_cache, in_lines, reaching, served
 
@@ -110,7 +109,7 @@ def full_caches(asked: Asked) -> Iterator[Record]:
                 is_good = then is None and names_it and not (said and size >= ENOUGH_MIB)
                 record.add(good if is_good else outcome_of(then or said), f"{size:g} MiB: {said}; then {then}")
             else:
-                record.add(ENDS[ended.how], f"{size:g} MiB: {ended.said}")
+                record.add(ended.outcome, f"{size:g} MiB: {ended.said}")
             shutil.rmtree(cache, ignore_errors=True)
         ended = apart(partial(filled, url, folder / "filled", expected, disk), LONGEST_S)
         step, pinned, said = ended.gave or (0, 0, f"{ended.how}: {ended.said}")

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 COMMAND_S = 60.0  # of a whole command, which loads a model; a single answer has 10 s
-ENDS = {How.HUNG: Outcome.HANG, How.DIED: Outcome.CRASH, How.DEFECT: Outcome.DEFECT, How.REFUSED: Outcome.CLEAN_ERROR}
 FOR_PACKS = (
     "bucketline.ingest.pack",
     "bucketline.ingest.cli",
@@ -106,7 +105,7 @@ def commanded(command: str, *arguments: object) -> Ended:
 def judged(ended: Ended, *, may_be_usage: bool = False) -> tuple[Outcome, str]:
     """Describe the outcome of a command: done, or an error of ours in one line; its arguments only where they are wrong."""
     if ended.how is not How.DONE:
-        return ENDS[ended.how], ended.said
+        return ended.outcome, ended.said
     code, err = ended.gave["code"], ended.gave["err"]
     if "Traceback" in err:
         return Outcome.DEFECT, err[-400:]

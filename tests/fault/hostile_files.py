@@ -29,7 +29,7 @@ from bucketline.store.write.publish import publish
 from tests.building import samples_of
 from tests.every_reader import digest_of_everything
 from tests.fault.apart import How, apart
-from tests.fault.ground import ENDS, limit_memory
+from tests.fault.ground import limit_memory
 from tests.fault.record import COLUMNS_TOO, GOOD, Kind, Outcome, Record
 from tests.store_forms import COLUMNS, IMAGES, Form
 
@@ -338,7 +338,7 @@ def lying_files(asked: Asked) -> Iterator[Record]:
                 shutil.copytree(sound, path)
                 lie(path)
                 ended = apart(partial(answers, path, expected if kind == RANDOM else None), CASE_S)
-                found = [Outcome(one) for one in ended.gave] if ended.how is How.DONE else [ENDS[ended.how]]
+                found = [Outcome(one) for one in ended.gave] if ended.how is How.DONE else [ended.outcome]
                 bad = next((one for one in found if one not in GOOD), found[-1])
                 fault = (
                     "a store's file edited at random" if kind == RANDOM else f"{kind} that lie, with right checksums"

@@ -18,7 +18,7 @@ import torch
 from bucketline.store import Store
 from tests.building import make_sample, make_store
 from tests.fault.apart import How, apart
-from tests.fault.ground import ENDS, Ground, commanded, is_sound, judged, limit_memory, listed, strange
+from tests.fault.ground import Ground, commanded, is_sound, judged, limit_memory, listed, strange
 from tests.fault.record import Kind, Outcome, Record
 from tests.fault.strangers import Canary, strangers
 from tests.models import png, write_images
@@ -275,7 +275,7 @@ def ids(ground: Ground) -> Record:
         before = listed(ground.folder, folder)
         made = apart(_making(folder / "s", name))
         if made.how is not How.DONE:
-            record.add(ENDS[made.how], f"{name[:40]!r}: {made.said}")
+            record.add(made.outcome, f"{name[:40]!r}: {made.said}")
             continue
         steps: list[tuple[object, ...]] = [
             ("verify", folder / "s"),

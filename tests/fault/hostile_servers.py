@@ -14,6 +14,7 @@ import random
 import resource
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,7 @@ from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store.format.manifest import dump_manifest, read_manifest, sealed
 from tests.commands import call
-from tests.fault.apart import Apart, How
-from tests.fault.ground import ENDS
+from tests.fault.apart import How, apart
 from tests.fault.record import Kind, Outcome, Record
 from tests.fault.served import IMAGES, Served, digest_of, served
 from tests.object_storage import CREDENTIALS
@@ -117,13 +117,13 @@ def _endless(store: Served) -> Callable[[str], bytes | None]:
     return made
 
 
-def _judged(process: Apart, elsewhere: RangeServer) -> tuple[Outcome, str]:
-    ended = process.ended(LIMIT_S)
+def _judged(victim: Victim, what: str, url: str, elsewhere: RangeServer) -> tuple[Outcome, str]:
+    ended = apart(partial(victim.run, what, url), LIMIT_S)
     asked = elsewhere.reset()
     if asked.num_gets + asked.heads + asked.refused:
         return Outcome.DEFECT, "another server was asked"
     if ended.how is not How.DONE:
-        return ENDS[ended.how], ended.said
+        return ended.outcome, ended.said
     gave = ended.gave
     if gave["wrong"]:
         return Outcome.WRONG, gave["wrong"]
@@ -140,8 +140,7 @@ def _lists_without_end(folder: Path, victim: Victim, store: Served) -> Record:
     with RangeServer(folder / "served") as server, RangeServer(folder) as elsewhere:
         server.lists_have_an_end = False
         for what in ("bucket_info", "bucket_pull"):
-            process = Apart(lambda what=what: victim.run(what, server.url))  # type: ignore[misc]
-            outcome, said = _judged(process, elsewhere)
+            outcome, said = _judged(victim, what, server.url, elsewhere)
             record.add(outcome, f"{what} of {store.name}: {said}")
     return record
 
@@ -163,15 +162,13 @@ def hostile_servers(asked: Asked) -> Iterator[Record]:
             for what, name in draw.sample(cases, asked.of(3, len(cases))):
                 schedule = Schedule([lie] * 100_000, concerns=lambda path, name=name: path.endswith(name))  # type: ignore[misc]
                 with RangeServer(asked.folder / "served", schedule=schedule, drip_s=60.0, elsewhere=elsewhere.url) as server:
-                    url = f"{server.url}/{store.name}"
-                    outcome, said = _judged(Apart(lambda url=url, what=what: victim.run(what, url)), elsewhere)  # type: ignore[misc]
+                    outcome, said = _judged(victim, what, f"{server.url}/{store.name}", elsewhere)
                 record.add(outcome, f"{what}, {name}: {said}")
             yield record
         yield _lists_without_end(asked.folder, victim, store)
         record = Record(fault="a web server that lies: generations without end", kind=Kind.HOSTILE)
         with RangeServer(asked.folder / "served", made=_endless(store)) as server:
             for what in ("info", "pull", "loader"):
-                url = f"{server.url}/{store.name}"
-                outcome, said = _judged(Apart(lambda url=url, what=what: victim.run(what, url)), elsewhere)  # type: ignore[misc]
+                outcome, said = _judged(victim, what, f"{server.url}/{store.name}", elsewhere)
                 record.add(outcome, f"{what}: {said}")
         yield record

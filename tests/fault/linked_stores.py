@@ -22,7 +22,7 @@ from bucketline.store.format.hashing import bytes_digest
 from tests.building import add, make_sample, make_store, open_writer, samples_of
 from tests.commands import BIN
 from tests.fault.apart import Apart, How, apart
-from tests.fault.ground import COMMAND_S, ENDS, Ground, commanding, judged, one_batch
+from tests.fault.ground import COMMAND_S, Ground, commanding, judged, one_batch
 from tests.fault.record import Kind, Outcome, Record
 from tests.models import write_images
 
@@ -176,7 +176,7 @@ def _judged(ended: Ended) -> tuple[Outcome, str]:
     if ended.how is How.DONE and isinstance(ended.gave, dict):
         is_verified = ended.gave["code"] == 1 and ended.gave["out"].startswith("corrupt: ")
         return (Outcome.CLEAN_ERROR, "") if is_verified else judged(ended)
-    return (Outcome.COMPLETED, "") if ended.how is How.DONE else (ENDS[ended.how], ended.said)
+    return ended.outcome, ended.said
 
 
 def _replace(path: Path, outside: Path, kind: str) -> None:

@@ -15,7 +15,7 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.format.hashing import bytes_digest, identity
 from tests.fault.apart import HANG_S, Apart, How
-from tests.fault.ground import COMMAND_S, ENDS, Ground, commanded, ids_of, is_sound, judged, listed, strange
+from tests.fault.ground import COMMAND_S, Ground, commanded, ids_of, is_sound, judged, listed, strange
 from tests.fault.record import Kind, Outcome, Record
 from tests.models import png, write_images
 
@@ -84,7 +84,7 @@ def moved_while_read(ground: Ground, trials: int) -> Record:
         if away.exists():
             away.rename(store)
         if ended.how is not How.DONE:
-            record.add(ENDS[ended.how], ended.said)
+            record.add(ended.outcome, ended.said)
         else:
             record.add(Outcome.COMPLETED if ended.gave == expected.gave else Outcome.WRONG, "other batches")
     return record

@@ -19,7 +19,7 @@ from bucketline.loader.service.protocol import MAX_MESSAGE_BYTES, receive
 from bucketline.loader.service.unix_socket import connected
 from tests.building import flip_bit, make_store, samples_of
 from tests.fault.apart import HANG_S, Apart, How
-from tests.fault.ground import COMMAND_S, ENDS, Ground, one_batch
+from tests.fault.ground import COMMAND_S, Ground, one_batch
 from tests.fault.record import Kind, Outcome, Record
 from tests.serving import serving
 
@@ -84,7 +84,7 @@ def checkpoints(ground: Ground) -> Record:
         shutil.copytree(whole, run)
         _replace(run / "checkpoints" / newest.name, str(name), data)
         ended = Apart(_resuming(ground.folder, run)).ended(COMMAND_S)
-        outcome = Outcome.COMPLETED if ended.how is How.DONE else ENDS[ended.how]
+        outcome = ended.outcome
         if canary.exists():
             canary.rmdir()
             outcome = Outcome.OUTSIDE
@@ -149,7 +149,7 @@ def strangers(ground: Ground, trials: int) -> Record:
                 return record
             record.add(Outcome.CLEAN_ERROR)
         ended = Apart(lambda: one_batch(store.path, folder / "sock")).ended(HANG_S)
-        record.add(Outcome.COMPLETED if ended.how is How.DONE else ENDS[ended.how], ended.said)
+        record.add(ended.outcome, ended.said)
     return record
 
 
