@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,7 +33,7 @@ class Family(NamedTuple):
     """Faults that are tried in one process."""
 
     function: str  # MODULE:FUNCTION
-    limit_s: float  # of the long form; a quick one has a quarter
+    limit_s: float  # of the long form; a quick one has half of it, since it may run next to others
 
 
 FAMILIES = {
@@ -79,7 +81,7 @@ def run_family(name: str, seed: int, *, is_quick: bool) -> list[Record]:
         environment = {**without_gpus(os.environ), **of_libraries, "HOME": str(home), "PYTHONPATH": path_of_tests}
         function, limit_s = FAMILIES[name]
         asked = Asked(seed=seed, is_quick=is_quick, folder=folder)
-        limit_s = limit_s / 4 if is_quick else limit_s
+        limit_s = limit_s / 2 if is_quick else limit_s
         records = [*records_of(function, asked, f"{name}: {ALL}", environment, cwd=here, limit_s=limit_s)]
         strays = [str(stray.relative_to(around)) for path in (home, here) for stray in path.rglob("*")]
     record = Record(fault=OUTSIDE, kind=Kind.OTHER)
@@ -101,43 +103,45 @@ def records_of(
     A limit of time makes the process the first of a group, which is killed with it.
     """
     form = "quick" if asked.is_quick else "long"
-    command = [
-        sys.executable,
-        "-X",
-        "faulthandler",
-        "-m",
-        "tests.fault.families",
-        function,
-        str(asked.seed),
-        form,
-        str(asked.folder),
-    ]
-    with subprocess.Popen(
-        command,
-        cwd=cwd,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=limit_s is not None,
-    ) as process:
-        has_hung = False
+    command = [sys.executable, "-X", "faulthandler", "-m", "tests.fault.families", function, str(asked.seed), form]
+    has_hung = threading.Event()
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as said,
+        subprocess.Popen(
+            [*command, str(asked.folder)],
+            cwd=cwd,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            errors="replace",
+            start_new_session=limit_s is not None,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        kill = process.kill if limit_s is None else partial(os.killpg, process.pid, signal.SIGKILL)
+
+        def end() -> None:
+            has_hung.set()
+            kill()
+
+        timer = threading.Timer(limit_s or 0, end)
         try:
-            out, err = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            has_hung = True
-            os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
-        except BaseException:  # Ctrl-C
-            os.killpg(process.pid, signal.SIGKILL) if limit_s is not None else process.kill()
-            raise
-    yield from (Record.from_json(line[len(MARK) :]) for line in out.splitlines() if line.startswith(MARK))
+            if limit_s is not None:
+                timer.start()
+            yield from (Record.from_json(line[len(MARK) :]) for line in process.stdout if line.startswith(MARK))
+            process.wait()
+        finally:
+            timer.cancel()
+            if process.poll() is None:  # Ctrl-C
+                kill()
+        said.seek(0)
+        err = said.read()[-500:]
     if process.returncode != 0:
         record = Record(fault=fault, kind=Kind.OTHER)
-        how = f"had not ended after {limit_s:g} s" if has_hung else f"ended with {process.returncode}"
-        record.add(Outcome.HANG if has_hung else Outcome.CRASH, f"{how}: {err[-500:]}")
+        how = f"had not ended after {limit_s:g} s" if has_hung.is_set() else f"ended with {process.returncode}"
+        record.add(Outcome.HANG if has_hung.is_set() else Outcome.CRASH, f"{how}: {err}")
         yield record
 
 
