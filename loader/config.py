@@ -12,7 +12,7 @@ from bucketline.option_types import check_fields
 from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
     from typing import Self
 
     from bucketline.store import Bucket
@@ -64,11 +64,11 @@ _MAX_THREADS = 256  # prefetch threads: a client of a service may request them
 SIZES = ("batch_size", "batch_pixels", "batch_tokens")
 
 
-_NOT_HERE = {
-    "shuffle": f"window sets the order: leave it out to shuffle all rows (full), set it to {USUAL_WINDOW} (blocks, lines) or to 0 "
-    "(none)",
-    "shuffle_window": "it is window",
-    "lanes": "each machine has a lane; a program may set LoaderConfig.lanes",
+NOT_OPTIONS = {
+    "--shuffle": f"window sets the order: without one all rows are shuffled (it was full), {USUAL_WINDOW} mixes a few at "
+    "a time (blocks, lines), and 0 is the stored order (none)",
+    "--shuffle-window": "it is window",
+    "--lanes": "each machine has a lane; a program may set LoaderConfig.lanes",
 }
 """The answers to options of version 0.1.0."""
 
@@ -85,6 +85,7 @@ class BatchOptions(RemoteArguments):
     """
 
     SECTION = "batches: size and order of the batches"
+    ELSEWHERE = NOT_OPTIONS
 
     batch_size: int | None = None
     """Rows per rank and micro-batch; the global batch is ranks x this x --accumulation.
@@ -110,8 +111,9 @@ class BatchOptions(RemoteArguments):
         Raises:
             UsageError: if one is given; says what to set instead.
         """
-        for name in _NOT_HERE.keys() & given.keys() - {field.name for field in fields(cls)}:
-            raise UsageError(f"there is no option {name}; {_NOT_HERE[name]}")
+        for name in given.keys() - {field.name for field in fields(cls)}:
+            if (answer := NOT_OPTIONS.get(BatchOptions._named(name))) is not None:
+                raise UsageError(f"{name} is {given[name]!r:.80}, and there is no such option; {answer}")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:

@@ -272,7 +272,7 @@ class TrainConfig(
         *("batch_size", "learning_rate", "lora_rank", "precision", "ema", "seed", "checkpoint_every", "validate_every"),
         *("images_every", "resume"),
     )
-    ELSEWHERE = {**ReadOptions.ELSEWHERE, **ELSEWHERE}
+    ELSEWHERE = ELSEWHERE
 
     store: tuple[Annotated[str | Path, tyro.conf.arg(metavar="STORE")], ...]
     """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bucketline.loader.config import NOT_OPTIONS
+
 _OURS = {
     # diffusers' training scripts, kohya's sd-scripts, OneTrainer, ai-toolkit, SimpleTuner
     "learning-rate": ("lr", "unet-lr", "base-lr"),
@@ -102,6 +104,7 @@ _ELSEWHERE = {
     ),
 }
 ELSEWHERE = {
+    **NOT_OPTIONS,
     **{f"--{other}": f"here it is --{ours}" for ours, others in _OURS.items() for other in others},
     **{f"--{other}": answer for answer, others in _ELSEWHERE.items() for other in others},
 }

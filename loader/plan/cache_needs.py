@@ -38,7 +38,7 @@ _SMALLER = 0.75  # of a window that needs too much
 
 
 class CacheNeeds:
-    """What each of some machines needs of its cache to read a store by a plan."""
+    """The needs of each of some machines from its cache, to read a store by a plan."""
 
     def __init__(self, store: OpenShards, plan: Plan, machines: int) -> None:
         self._store, self._plan, self._machines = store, plan, machines

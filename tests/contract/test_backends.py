@@ -105,8 +105,8 @@ CONFIGS = {
     "accumulation": LoaderConfig(batch_size=3, accumulation=2, epochs=2, seed=7, caption_dropout=0.3, prefetch_bytes=1),
     "validation": LoaderConfig(batch_size=4, split="val", epochs=1, remainder="partial", verify=True),
     "plain reads": LoaderConfig(batch_size=1, epochs=2, threads=3, plain_reads=True),
-    "blocks": LoaderConfig(batch_size=2, epochs=1, shuffle="blocks", shuffle_window=16, remainder="drop"),
-    "lines": LoaderConfig(batch_size=2, epochs=2, shuffle="lines"),
+    "a few rows at a time": LoaderConfig(batch_size=2, epochs=1, window=16, remainder="drop"),
+    "the usual window": LoaderConfig(batch_size=2, epochs=2, window=4096),
 }
 
 

@@ -67,26 +67,24 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^store compact --gc$", "store compact photos.store --gc --dry-run"),
         (r"^--columns target,control/depth$", f"{PLAN} --columns target"),
         (
-            r"--batch-size 16 --world-size 64 --shuffle lines --machines 8",
-            "--batch-size 2 --world-size 2 --shuffle lines --machines 2",
+            r"--batch-size 16 --world-size 64 --window 4096 --machines 8",
+            "--batch-size 2 --world-size 2 --window 4096 --machines 2",
         ),
-        (r"^(--bandwidth 10Gbit,0\.4|--prices 0\.0004,0\.09)$", rf"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB \1"),
+        (r"^(--bandwidth 10Gbit,0\.4|--prices 0\.0004,0\.09)$", rf"{PLAN} --window 4096 --machines 1 --cache-bytes 1GiB \1"),
         (r"^--ragged NAME,NAME$", "loader plan --help"),
-        (r"^loader plan --shuffle full", f"{PLAN} --epochs 20 --shuffle full"),
         (r"^--certificate cert\.pem --key key\.pem$", "loader serve --help"),
         (r"^--metrics 127\.0\.0\.1:9400$", "loader serve photos.store --socket service.sock --metrics 127.0.0.1:0"),
         (r"^loader serve s3://bucket/photos\.store$", f"loader serve {URL} --socket PATH"),
         (r"^--store s3://…$", f"bucketline train {TRAIN}/url".replace("--store photos.store", f"--store {URL}")),
     ),
     "docs/object-storage.md": (
-        (r"^--shuffle lines$", "loader plan --help"),
         (r"^--work FOLDER$", "ingest pack --help"),
-        (r"^--cache-bytes \w+$", rf"{PLAN} --shuffle lines --machines 2 \g<0>"),
+        (r"^--cache-bytes \w+$", rf"{PLAN} --window 4096 --machines 2 \g<0>"),
         (r"^--(split|bucket|ids .*)$", "store pull --help"),
         (r"--model FOLDER", f"--model {SD} --val-fraction 0.02"),
         (r"val\.store", "val-again.store"),
         (r"^(store compact) URL", rf"\1 {URL}"),
-        (r"--batch-size 32 --shuffle lines", "--batch-size 2 --shuffle lines"),
+        (r"--batch-size 32 --window 4096", "--batch-size 2 --window 4096"),
         (r"^--older-than 0s$", f"store compact {URL} --gc --older-than 0s"),
         (r"^ingest pack SOURCE URL$", f"ingest pack photos {URL} --model {SD} --val-fraction 0.02"),
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
@@ -160,7 +158,6 @@ NOT_RUN = {
 }
 EXIT_CODES = {
     r"ingest pack .* --max-rejects 0\.01": 1,  # one of the photographs is broken
-    r"loader plan .* --shuffle full --machines .*": 2,  # refused
 }
 # What must be there before a command, by a function below or by commands.
 BEFORE: dict[str, Callable[[Path], None] | str] = {

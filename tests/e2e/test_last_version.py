@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from bucketline.errors import StateError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
 from bucketline.train import trainer
@@ -83,22 +84,45 @@ def test_the_store_is_sound_and_described() -> None:
     assert (report["generation"], report["samples"]) == (5, 19)
 
 
-def known_then(state: Mapping[str, object], old: Mapping[str, object]) -> dict[str, object]:
-    """Return the part of a loader's state that the last version wrote: since version 3 it also has its history."""
-    return {name: state[name] for name in old if name != "version"}
+def known_then(state: Mapping[str, Any], old: Mapping[str, object]) -> dict[str, object]:
+    """Return the part of a state that the last version wrote, which had no history, and named the order by a word."""
+    words = {"settings": {name: value for name, value in state["settings"].items() if name not in ("window", "shuffle")}}
+    return {name: {**state, **words}[name] for name in old if name != "version"}
 
 
-@pytest.mark.parametrize("case", EXPECTED["loaders"])
-def test_a_loader_continues_from_a_state_with_the_same_batches(case: str) -> None:
+def opened(case: str) -> tuple[list[WeightedStore], LoaderConfig, Any]:
+    """Return the stores, the configuration and the ranks of a case, with the order as it is called now."""
     saved = EXPECTED["loaders"][case]
+    config = {name: value for name, value in saved["config"].items() if name not in ("shuffle", "shuffle_window")}
+    window = {"none": 0, "blocks": 16}.get(saved["config"].get("shuffle"))
     stores = [WeightedStore(store=Store.open(path, at), repeats=repeats) for path, at, repeats in saved["stores"]]
     ranks = {"rank": saved.get("rank", 0), "world_size": saved.get("world_size", 1)}
-    with Loader(stores, LoaderConfig(**saved["config"]), **ranks) as loader:
+    return stores, LoaderConfig(**config, window=window), ranks
+
+
+BLOCKS = "second of two ranks, blocks, a budget"
+
+
+def test_a_state_in_blocks_goes_on_by_a_new_plan() -> None:
+    stores, config, ranks = opened(BLOCKS)
+    state = EXPECTED["loaders"][BLOCKS]["state"]
+    with Loader(stores, config, **ranks) as loader:
+        with pytest.raises(StateError, match=r"with a shuffle 'blocks' that this one does not have .*--new-plan"):
+            loader.load_state_dict(state)
+        loader.start_anew(state)
+        assert next(iter(loader)).step == state["step"]
+
+
+@pytest.mark.parametrize("case", [case for case in EXPECTED["loaders"] if case != BLOCKS])
+def test_a_loader_continues_from_a_state_with_the_same_batches(case: str) -> None:
+    saved = EXPECTED["loaders"][case]
+    stores, config, ranks = opened(case)
+    with Loader(stores, config, **ranks) as loader:
         batches = loader.forever()
         for _ in range(saved["before"]):
             next(batches)
         assert known_then(loader.state_dict(), saved["state"]) == known_then(saved["state"], saved["state"])
-    with Loader(stores, LoaderConfig(**saved["config"]), **ranks) as loader:
+    with Loader(stores, config, **ranks) as loader:
         loader.load_state_dict(saved["state"])
         delivered = [batch_as_json(batch) for batch, _ in zip(loader.forever(), saved["batches"], strict=False)]
     assert delivered == saved["batches"]
