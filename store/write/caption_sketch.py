@@ -28,7 +28,7 @@ _SAME = 0.1  # of the larger norm: rounding in 16 bits gives some 0.01, another 
 class CaptionSketch:
     """A few numbers of a caption's arrays, to compare them with others."""
 
-    exact: int  # checksum of names, dtypes and shapes, and of values that are not floats
+    exact: int  # checksum of names, dtypes and shapes, and of values that are not finite floats
     sums: NDArray[np.float32]  # [arrays of floats, NUM_SUMS]
 
     @classmethod
@@ -40,30 +40,34 @@ class CaptionSketch:
             for own, one in value.items() if isinstance(value, Mapping) else [("", value)]:
                 kind, data = bits_of(one)
                 floats = _floats(one)
-                exact += [f"{name}/{own}:{kind}".encode(), data if floats is None else b""]
-                if floats is not None:
-                    sums.append(_sums(floats))
+                summed = None if floats is None else _sums(floats)
+                is_summed = summed is not None and bool(np.isfinite(summed).all())
+                exact += [f"{name}/{own}:{kind}".encode(), b"" if is_summed else data]
+                if summed is not None and is_summed:
+                    sums.append(summed)
         return cls(checksum(*exact), np.array(sums, np.float32).reshape(-1, NUM_SUMS))
 
     def is_like(self, other: CaptionSketch) -> bool:
         """Return whether two sketches are of the same embedding."""
         if self.exact != other.exact:
             return False
-        norms = np.maximum(*(np.linalg.norm(one.sums, axis=1) for one in (self, other)))
-        return bool((np.linalg.norm(self.sums - other.sums, axis=1) <= _SAME * norms).all())
+        one, two = (own.sums.astype(np.float64) for own in (self, other))  # whose squares may be beyond 32 bits
+        norms = np.maximum(np.linalg.norm(one, axis=1), np.linalg.norm(two, axis=1))
+        return bool((np.linalg.norm(one - two, axis=1) <= _SAME * norms).all())
 
 
 def _floats(value: Any) -> NDArray[np.float32] | None:  # noqa: ANN401 - as `bits_of`
     if hasattr(value, "detach"):
         return value.detach().float().cpu().numpy().reshape(-1) if value.is_floating_point() else None
     is_float = isinstance(value, np.ndarray | np.generic) and value.dtype.kind == "f"
-    return np.asarray(value, np.float32).reshape(-1) if is_float else None
+    with np.errstate(over="ignore"):
+        return np.asarray(value, np.float32).reshape(-1) if is_float else None
 
 
 def _sums(values: NDArray[np.float32]) -> NDArray[np.float32]:
     rows = -(-len(values) // NUM_SUMS)
     padded = np.zeros(rows * NUM_SUMS, np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is stored
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is compared exactly
         np.multiply(values, _signs(len(values)), out=padded[: len(values)])
         summed: NDArray[np.float32] = padded.reshape(rows, NUM_SUMS).sum(axis=0)
     return summed

@@ -40,6 +40,14 @@ def test_another_embedding_is_not(other: dict[str, object]) -> None:
     assert not own.is_like(CaptionSketch.of(other))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300, 1e38])
+def test_what_is_not_finite_is_compared_exactly(value: float) -> None:
+    """As in a ragged group that allows it; 1e300 and sums of 1e38 are beyond 32 bits."""
+    one, same, other = (CaptionSketch.of({"own": {"hidden": np.array([[1.0, own]] * 99)}}) for own in (value, value, -1.0))
+    assert one.is_like(same)
+    assert not one.is_like(other)
+
+
 def test_numbers_of_classes_are_compared_exactly() -> None:
     one, same, other = (CaptionSketch.of({"class": np.array([[number]], np.int64)}) for number in (7, 7, 8))
     assert one.is_like(same)
