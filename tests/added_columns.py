@@ -1,4 +1,4 @@
-"""Masks that are added to stores of `tests.building`: drawn from an id, and compared wherever they come out."""
+"""Masks that are added to stores of `tests.kit`: drawn from an id, and compared wherever they come out."""
 
 from __future__ import annotations
 

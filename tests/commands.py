@@ -37,6 +37,18 @@ class Ran:
         found: dict[str, Any] = json.loads(self.out)
         return found
 
+    def done(self) -> Ran:
+        """Return this, of a command that had to succeed."""
+        assert self.code == 0, self.err
+        return self
+
+    def fails(self, *words: str, code: int = 1) -> Ran:
+        """Return this, of a command that had to fail with these words."""
+        assert self.code == code, self.err
+        for one in words:
+            assert one in self.err
+        return self
+
 
 def call(command: str, *args: object) -> Ran:
     """Call a console command's `main` in this process."""

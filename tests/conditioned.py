@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.geometry import bucket_placement
-from bucketline.store import Column, LatentColumn, RowColumn, Store, StoreWriter, TextSpec
+from bucketline.store import Column, LatentColumn, RowColumn, Store, TextSpec
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.text_block import quantised_spec
 from bucketline.store.format.text_codec import dequantise, quantise
-from tests.building import FLOATS, MAX_CAPTIONS, SHARD_BYTES, make_sample
+from tests import kit
+from tests.kit import FLOATS, make_sample, seed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from bucketline.store import SampleRecord
+    from tests.kit import Sample
 
 NUM_CLASSES = 10
 WIDTH, POOLED_WIDTH = 5, 3
@@ -59,17 +60,9 @@ class Form:
         return tuple(LatentColumn(name=name, channels=channels, dtype=self.dtype) for name in names)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """The values that were put in."""
-
-    columns: Mapping[str, NDArray[Any]]  # `latent` and where there is one `latent_flipped`
-    record: SampleRecord
-
-
 def values(name: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     """Make values that follow from a name; of BF16 their bits."""
-    random = np.random.default_rng(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
+    random = np.random.default_rng(seed_of(name))
     if dtype == "BF16":
         return (random.normal(size=shape).astype("<f4").view("<u4") >> 16).astype("<u2")
     return random.normal(size=shape).astype(FLOATS[dtype])
@@ -103,47 +96,33 @@ def texts_of(form: Form, n: int) -> tuple[str, ...]:
     return tuple(f"{'very ' * k}image {n}" for k in range(n % 4))
 
 
-def conditioned_store(path: Path, form: Form) -> tuple[Store, dict[bytes, Row]]:
-    """Make a store of one shard, its images placed as `ingest` places them; give its rows by the digest of their ids."""
+def conditioned_store(path: Path, form: Form) -> tuple[Store, dict[bytes, Sample]]:
+    """Make a store of one shard, its images placed as `ingest` places them; return its rows by the digest of their ids."""
     return growing_store(path, form, [range(form.num_rows)])
 
 
-def growing_store(path: Path, form: Form, parts: Sequence[range]) -> tuple[Store, dict[bytes, Row]]:
+def growing_store(path: Path, form: Form, parts: Sequence[range]) -> tuple[Store, dict[bytes, Sample]]:
     """Make a store of a shard for each range of rows, each published as a generation of its own; or add them to it."""
     vae = {"scaling_factor": 0.5, **({} if form.latents is None else {"latents": form.latents})}
-    rows: dict[bytes, Row] = {}
-    with StoreWriter(
-        path,
-        encoders={"vae": vae, "text_encoder": {"num_classes": NUM_CLASSES} if form.classes else {}},
-        columns=form.columns,
-        text=form.text,
-        empty_caption=_embedding(form, ""),
-        max_captions=MAX_CAPTIONS,
-        shard_bytes=SHARD_BYTES,
-        shard_names="g{}",
-    ) as writer:
-        for part in parts:
-            for n in part:
-                row = _row(form, n)
-                rows[sample_digest(row.record.id)] = row
-                writer.add_record(row.record, row.columns, {text: _embedding(form, text) for text in row.record.captions})
-                if n % 9 == 8:
-                    writer.commit()
-            writer.publish()
-    return Store(path, writer.manifest), rows
+    encoders = {"vae": vae, "text_encoder": {"num_classes": NUM_CLASSES} if form.classes else {}}
+    shards = [[_row(form, n) for n in part] for part in parts]
+    made = kit.Form(columns=form.columns, encoders=encoders, text=form.text, embed=partial(_embedding, form))
+    return made.make_store(path, *shards), {sample_digest(row.id): row for shard in shards for row in shard}
 
 
-def _row(form: Form, n: int) -> Row:
+def _row(form: Form, n: int) -> Sample:
     random = np.random.default_rng(n)
     height, width = (int(side) for side in random.integers(30, 3000, 2))
     placed = bucket_placement(height, width, GRID, draw=int(random.integers(0, 1 << 63)))
     bucket = f"train/{placed.bucket.height_px}x{placed.bucket.width_px}"
+    sample = make_sample(f"{n}.png", bucket, texts_of(form, n))
     record = replace(
-        make_sample(f"{n}.png", bucket, texts_of(form, n)).record,
+        sample.record,
         original_size=(height, width),
         resized=placed.resized,
         crop=placed.crop,
         crop_in_source=placed.crop_in_source,
     )
-    columns = (column.in_bucket(bucket) for column in form.columns)
-    return Row(columns={c.name: values(f"{c.name} of {n}", c.shape, c.dtype) for c in columns}, record=record)
+    columns = {own.role: own.in_bucket(bucket) for own in form.columns}
+    drawn = {role: values(f"{c.name} of {n}", c.shape, c.dtype) for role, c in columns.items()}
+    return replace(sample, columns=drawn, record=record)

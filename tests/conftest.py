@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.building import Sample, make_store, samples_of
 from tests.commands import ROOT, spawn
+from tests.kit import Sample, make_store, samples_of
 from tests.models import write_images, write_model
 from tests.object_storage import new_bucket, s3_on_loopback
 

@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import choose_captions
 from bucketline.store.format.block import CAPTIONS
+from bucketline.store.format.columns import stored_name
 from bucketline.torch_dtypes import as_stored
+from tests.kit import entry_of, row_entry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from bucketline.loader import Batch
-    from bucketline.store import Store
+    from bucketline.store import RaggedGroup, Store
+    from tests.kit import Form, Sample
 
 Rows = dict[str, "NDArray[Any]"]  # a batch's tensors, by field name, `[rows, …]` each
 
@@ -53,3 +56,62 @@ def check_batch(store: Store, rows: NDArray[np.int64], batch: Batch) -> None:
         assert batch.token_mask[n].tolist() == [k < length for k in range(batch.tokens.shape[1])]
         assert batch.tokens[n, :length].numpy().tobytes() == expected.tobytes()
         assert not batch.tokens[n, length:].any()
+
+
+def expect_loaded(stores: Any, form: Form, samples: Iterable[Sample], **options: Any) -> int:
+    """Compare a pass of the loader with what was put in; return how many rows it delivered."""
+    expected, num_rows = {sample.id: sample for sample in samples if sample.bucket.startswith("train/")}, 0
+    if not expected:
+        return 0
+    settings: dict[str, Any] = {"batch_size": 2, "epochs": 1, "remainder": Remainder.PARTIAL, "ragged": tuple(form.groups)}
+    config = LoaderConfig(**{**settings, "columns": form.roles, **options})
+    with Loader(stores, config) as loader:
+        for batch in loader:
+            arrays = batch.numpy().arrays
+            for n, name in enumerate(loader.names(batch)):
+                num_rows += int(batch.weight[n])
+                _expect_row(arrays, n, form, expected[name])
+    return num_rows
+
+
+def _expect_row(arrays: Mapping[str, NDArray[Any]], n: int, form: Form, sample: Sample) -> None:
+    stored = form.stored(sample)
+    for role in form.roles:
+        found = arrays["latents" if role == "target" else f"columns.{role}"][n]
+        assert found.tobytes() == stored[stored_name(role)]
+        assert bool(arrays.get(f"present.{role}", [True] * (n + 1))[n]) == (role in sample.columns)
+    assert any(_has_caption(arrays, n, form, text) for text in sample.captions[:3] or ("",)), sample
+    for name in form.groups_of("rows"):
+        entry = row_entry(name, form.groups[name], sample.id)
+        assert not form.groups[name].optional or arrays[f"ragged.{name}.present"][n] == (entry is not None)
+        assert _is_entry(arrays, n, name, form.groups[name], entry)
+
+
+def _has_caption(arrays: Mapping[str, NDArray[Any]], n: int, form: Form, text: str) -> bool:
+    """Return whether a row has a caption's tokens, and its entry of each group: all of the same caption."""
+    if form.text:
+        own, tokens = form.embed(text)["tokens"], arrays["tokens"][n]
+        if tokens[: len(own)].tobytes() != own.tobytes() or tokens[len(own) :].any():
+            return False
+    groups = {name: form.groups[name] for name in form.groups_of("captions")}
+    return all(_is_entry(arrays, n, name, group, entry_of(name, group, text)) for name, group in groups.items())
+
+
+def _is_entry(
+    arrays: Mapping[str, NDArray[Any]], n: int, name: str, group: RaggedGroup, entry: Mapping[str, NDArray[Any]] | None
+) -> bool:
+    length = 0 if entry is None else len(entry[group.columns[0].name])
+    mask = arrays[f"ragged.{name}.mask"][n]
+    if arrays[f"ragged.{name}.lengths"][n] != length or mask.sum() != length or not mask[:length].all():
+        return False
+    for column in group.columns:
+        found = arrays[f"ragged.{name}.columns.{column.name}"][n]
+        if found.shape != (len(mask), *column.shape) or any(found[length:].tobytes()):
+            return False
+        if entry is not None and found[:length].tobytes() != entry[column.name].tobytes():
+            return False
+    for column in group.fixed:
+        found = arrays[f"ragged.{name}.fixed.{column.name}"][n]
+        if found.tobytes() != (bytes(column.row_bytes) if entry is None else entry[column.name].tobytes()):
+            return False
+    return True

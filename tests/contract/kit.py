@@ -33,9 +33,7 @@ def unpacked(name: str, folder: Path) -> Path:
 
 def done(command: str, *args: object) -> Ran:
     """Run a command that must succeed."""
-    ran = call(command, *args)
-    assert ran.code == 0, ran.err
-    return ran
+    return call(command, *args).done()
 
 
 def digest(data: bytes) -> str:

@@ -21,8 +21,8 @@ from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push import push
-from tests.building import add_samples, flip_bit, make_store, samples_of, store_writer
 from tests.conditioned import Form, conditioned_store
+from tests.kit import add_samples, flip_bit, make_store, samples_of, store_writer
 from tests.leftovers import held, left_since, wait_until
 from tests.serving import serving_here
 

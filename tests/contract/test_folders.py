@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import pytest
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files import atomic_write
 from bucketline.store.folder import ExistsError, LocalFolder, MissingObjectError, folder_time
+from bucketline.store.remote.objects import ObjectFolder
 from tests.object_storage import in_memory
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 OUTSIDE = ("../secret", "shards/../../secret", "..", "/secret", "shards//a", "shards/./a")
 
 
-@pytest.fixture(params=["disk", "relative", "memory", "s3"])
+@pytest.fixture(params=["disk", "relative", "memory", "file", "s3"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     if request.param == "disk":
         (tmp_path / "a.store").mkdir()
@@ -37,6 +39,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
         return LocalFolder(Path("a.store"))
     if request.param == "memory":
         return in_memory()
+    if request.param == "file":
+        return ObjectFolder.open(f"file://{tmp_path}/not%20yet/a.store")
     bucket: S3Bucket = request.getfixturevalue("s3")
     return bucket.folder("a.store")
 
@@ -80,11 +84,8 @@ def test_of_many_that_create_one_name_one_succeeds(folder: Folder) -> None:
         else:
             created.append(number)
 
-    threads = [threading.Thread(target=create, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(create, range(6)))
     assert (len(created), len(refused)) == (1, 5)
     assert folder.read("generations/1.json") == b"%d" % created[0]
     assert names(folder) == ["generations/1.json"]

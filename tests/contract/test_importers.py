@@ -22,8 +22,8 @@ from bucketline.ingest.importers.registry import IMPORTERS
 from bucketline.train.config import TrainConfig
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
-from tests.building import tree
 from tests.commands import call
+from tests.kit import tree
 from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
 from tests.unit.ingest.importers.writers import FORMS, LATENTS, WRITERS, kohya, simpletuner
 from tests.unit.train.tiny_run import ALONE
@@ -71,8 +71,7 @@ def source(kind: str, own: Known, tmp_path: Path) -> Path:
 
 
 def test_latents_texts_and_sizes_are_those_of_pack_to_the_bit(kind: str, own: Known, source: Path, tmp_path: Path) -> None:
-    ran = run_import("auto", source, tmp_path / "s.store", own, *options(kind, own), "--dtype", "F32")
-    assert ran.code == 0, ran.err
+    ran = run_import("auto", source, tmp_path / "s.store", own, *options(kind, own), "--dtype", "F32").done()
     summary = ran.json
     assert summary["kind"] == kind
     assert (summary["found"], summary["imported"], summary["rejected"]) == (6, 6, 0)
@@ -84,8 +83,7 @@ def test_latents_texts_and_sizes_are_those_of_pack_to_the_bit(kind: str, own: Kn
 def test_latents_that_a_trainer_stores_in_bf16_are_unscaled_from_its_bits(kind: str, own: Known, tmp_path: Path) -> None:
     halved = replace(own, dtype=torch.bfloat16)
     source = WRITERS[kind][0](tmp_path / "cache", halved)
-    ran = run_import(kind, source, tmp_path / "s.store", own, *options(kind, own), "--text", "none", "--dtype", "F32")
-    assert ran.code == 0, ran.err
+    run_import(kind, source, tmp_path / "s.store", own, *options(kind, own), "--text", "none", "--dtype", "F32").done()
     form = replace(FORMS[kind], text="none")
     assert_as_packed(tmp_path / "s.store", halved, form, crops=crops(kind), ids=ids(kind, own))
 
@@ -94,13 +92,11 @@ def test_a_second_run_finds_all_unchanged_and_a_dry_run_writes_nothing(
     kind: str, own: Known, source: Path, tmp_path: Path
 ) -> None:
     store = tmp_path / "s.store"
-    dry = run_import(kind, source, store, own, *options(kind, own), "--dry-run")
-    assert dry.code == 0, dry.err
+    dry = run_import(kind, source, store, own, *options(kind, own), "--dry-run").done()
     assert (dry.json["imported"], dry.json["dry_run"], store.exists()) == (6, True, False)
     assert run_import(kind, source, store, own, *options(kind, own)).json["buckets"] == dry.json["buckets"]
     before = tree(store)
-    again = run_import(kind, source, store, own, *options(kind, own))
-    assert again.code == 0, again.err
+    again = run_import(kind, source, store, own, *options(kind, own)).done()
     assert (again.json["imported"], again.json["unchanged"]) == (0, 6)
     assert tree(store) == before
 
@@ -121,8 +117,7 @@ def test_a_damaged_file_is_a_reject_that_names_it_and_the_others_are_imported(
         path.write_bytes({"truncated": data[:-100], "damaged": bytes(200) + data[200:], "empty": data[:-1]}[how])
     else:
         path.write_bytes({"truncated": data[: len(data) // 2], "damaged": bytes(200) + data[200:], "empty": b""}[how])
-    ran = run_import(kind, source, tmp_path / "s.store", own, *options(kind, own))
-    assert ran.code == 0, ran.err
+    ran = run_import(kind, source, tmp_path / "s.store", own, *options(kind, own)).done()
     assert (ran.json["imported"], ran.json["rejected"]) == (5, 1)
     (reject,) = ran.json["rejects"]
     assert reject["reason"] == "unusable cache entry"
@@ -188,8 +183,7 @@ def test_a_sample_of_another_model_among_others_is_rejected_by_name(kind: str, o
     _, height, width = first.latent.shape
     foreign = replace(first, latent=np.ones((16, height, width), dtype="f4"))
     source = WRITERS[kind][0](tmp_path / "cache", replace(own, samples=(foreign, *others)))
-    ran = run_import(kind, source, tmp_path / "s.store", own, *options(kind, own))
-    assert ran.code == 0, ran.err
+    ran = run_import(kind, source, tmp_path / "s.store", own, *options(kind, own)).done()
     assert (ran.json["imported"], ran.json["rejected"]) == (5, 1)
     (reject,) = ran.json["rejects"]
     assert first.stem.rpartition("/")[2] in reject["id"]
@@ -202,8 +196,7 @@ def test_one_latent_of_nan_is_a_reject_in_the_first_run_and_in_later_ones(kind: 
     bad = replace(first, latent=np.full_like(first.latent, np.nan))
     source = WRITERS[kind][0](tmp_path / "cache", replace(own, samples=(bad, *others)))
     for imported, unchanged in ((5, 0), (0, 5)):
-        ran = run_import(kind, source, tmp_path / "s.store", own, *options(kind, own))
-        assert ran.code == 0, ran.err
+        ran = run_import(kind, source, tmp_path / "s.store", own, *options(kind, own)).done()
         assert (ran.json["imported"], ran.json["unchanged"], ran.json["rejected"]) == (imported, unchanged, 1)
         assert ran.json["rejected_by_reason"] == {"latent not finite in the stored dtype": 1}
 
@@ -216,9 +209,9 @@ def test_entries_reach_other_ranks_as_they_are(kind: str, source: Path) -> None:
 
 
 def test_the_user_has_to_name_the_vae_and_the_manifest_says_so(kind: str, own: Known, source: Path, tmp_path: Path) -> None:
-    ran = run_import(kind, source, tmp_path / "s.store", None, *options(kind, own))
-    assert ran.code == 2
-    assert "name the model that did by --model" in ran.err
+    run_import(kind, source, tmp_path / "s.store", None, *options(kind, own)).fails(
+        "name the model that did by --model", code=2
+    )
     assert run_import(kind, source, tmp_path / "s.store", own, *options(kind, own)).code == 0
     imported = call("store", "info", tmp_path / "s.store", "--json").json["rules"]["import"]
     assert imported["vae"] == "named by --model"

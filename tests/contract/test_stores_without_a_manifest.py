@@ -11,7 +11,7 @@ from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.folder import LocalFolder
 from bucketline.store.remote.generations import find_newest, newest_generation
-from tests.building import make_store, samples_of
+from tests.kit import make_store, samples_of
 from tests.object_storage import in_memory
 
 if TYPE_CHECKING:

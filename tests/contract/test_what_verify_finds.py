@@ -9,7 +9,7 @@ import pytest
 from bucketline.store.change.drop import drop
 from bucketline.store.folder import LocalFolder
 from bucketline.store.verify.verify import Verified, verify_folder
-from tests.building import make_store, samples_of
+from tests.kit import make_store, samples_of
 from tests.object_storage import in_memory
 
 if TYPE_CHECKING:

@@ -77,8 +77,7 @@ def make_pages(demo: Path, runs: Sequence[Path], folder: Path) -> dict[str, Path
     pages = {}
     for name, (command, *arguments) in commands.items():
         pages[name] = Path(f"{name}.html")
-        ran = spawn([BIN / str(command), *arguments, "-o", pages[name]])
-        assert ran.code == 0, ran.err
+        ran = spawn([BIN / str(command), *arguments, "-o", pages[name]]).done()
         print(ran.out, end="")
     return pages
 

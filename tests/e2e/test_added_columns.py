@@ -16,9 +16,9 @@ from bucketline.store import add_column, read_manifest
 from bucketline.store.read.store import Store
 from bucketline.store.verify.verify import verify
 from tests.added_columns import expect_clean, expect_masks, mask_of
-from tests.building import make_store, samples_of, tree
 from tests.commands import ROOT, spawn
 from tests.fault.apart import How, apart
+from tests.kit import make_store, samples_of, tree
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,7 +94,7 @@ def test_a_call_killed_between_its_files_and_its_generation_is_published_by_the_
 WRITER = """
 import sys
 from pathlib import Path
-from tests.building import add_samples, samples_of, store_writer
+from tests.kit import add_samples, samples_of, store_writer
 
 with store_writer(Path(sys.argv[1])) as writer:
     add_samples(writer, samples_of({"train/64x64": 4}, "w/"))
@@ -125,8 +125,7 @@ def test_the_example_adds_masks_once(tmp_path: Path) -> None:
     place = tmp_path / "mine.store"
 
     def run(name: str) -> str:
-        done = spawn([sys.executable, ROOT / "examples" / name, place])
-        assert done.code == 0, done.err
+        done = spawn([sys.executable, ROOT / "examples" / name, place]).done()
         return done.out
 
     assert run("write_store.py").startswith("64 samples added")

@@ -33,8 +33,7 @@ def test_a_demo_on_a_bucket_is_that_of_a_disk(
     write_images(tmp_path / "photos", 40)
     place, url = s3.folder("photos.store"), s3.url("photos.store")
     packing = ("pack", tmp_path / "photos", url, "--model", own, *SMALL, "--val-fraction", "0.2")
-    packed = torchrun(2, "-m", "bucketline.ingest", *packing)
-    assert packed.code == 0, packed.err
+    packed = torchrun(2, "-m", "bucketline.ingest", *packing).done()
     assert "40 images found = 40 packed" in packed.out
     verified = call("store", "verify", url, "--json")
     assert (verified.code, verified.json["corrupt"], verified.json["rows"]) == (0, [], 40)
@@ -51,7 +50,6 @@ def test_a_demo_on_a_bucket_is_that_of_a_disk(
             replace(remote, max_steps=4),
             replace(remote, resume=True),
         ):  # one run; one that stops, and resumes
-            done = ranks.run(2, as_arguments(asked))
-            assert done.code == 0, done.err
+            ranks.run(2, as_arguments(asked)).done()
     assert len(losses(remote.output_dir)) > 2
     assert losses(remote.output_dir) == losses(local.output_dir)

@@ -90,15 +90,13 @@ def test_the_example_of_import_takes_the_latents_next_to_the_images(folder: Path
     for image in (tmp_path / "photos").rglob("*.png"):
         latent = (5.5 * random.standard_normal((4, 12, 16))).astype("f4")
         np.savez(image.with_name(f"{image.stem}_0128x0096_sd.npz"), latents=latent, original_size=[128, 96])
-    done = run_in(tmp_path, example_of(ingest_cli.COMMANDS["import"]))
-    assert done.code == 0, done.err
+    done = run_in(tmp_path, example_of(ingest_cli.COMMANDS["import"])).done()
     assert "12 samples found = 12 imported + 0 unchanged + 0 rejected" in done.out
     assert Store.open(tmp_path / "imported.store").manifest.samples == 12
 
 
 def test_the_example_of_scan_looks_at_the_same_images(folder: Path) -> None:
-    done = run_in(folder, example_of(ingest_cli.COMMANDS["scan"]))
-    assert done.code == 0, done.err
+    done = run_in(folder, example_of(ingest_cli.COMMANDS["scan"])).done()
     assert "12 images" in done.out
 
 
@@ -119,8 +117,7 @@ def test_the_example_of_scan_looks_at_the_same_images(folder: Path) -> None:
 def test_the_example_of_a_command_on_a_store_runs(name: str, packed: Ran, folder: Path) -> None:
     assert packed.code == 0
     (folder / "prompts.txt").write_text("a red cat\nthe house\n", encoding="utf-8")
-    done = run_in(folder, example_of(EXAMPLES[name]))
-    assert done.code == 0, done.err
+    done = run_in(folder, example_of(EXAMPLES[name])).done()
     assert done.out
 
 
@@ -129,8 +126,7 @@ def test_the_examples_that_change_a_store_run_one_after_the_other(packed: Ran, f
     for name in ("photos.store", "more.store"):
         shutil.copytree(folder / "photos.store", tmp_path / name)
     for name in ("store drop", "store merge", "store compact"):
-        done = run_in(tmp_path, example_of(EXAMPLES[name]))
-        assert done.code == 0, done.err
+        done = run_in(tmp_path, example_of(EXAMPLES[name])).done()
         assert done.out
     assert Store.open(tmp_path / "photos.store").manifest.samples == 10
     assert Store.open(tmp_path / "all.store").manifest.samples == 12
@@ -138,8 +134,7 @@ def test_the_examples_that_change_a_store_run_one_after_the_other(packed: Ran, f
 
 def test_the_example_of_plan_prints_a_plan(packed: Ran, folder: Path) -> None:
     assert packed.code == 0
-    done = run_in(folder, example_of(PlanCommand))
-    assert done.code == 0, done.err
+    done = run_in(folder, example_of(PlanCommand)).done()
     assert "2 steps, 32 rows delivered" in done.out
 
 
@@ -149,8 +144,7 @@ def test_the_example_of_the_trainer_trains(packed: Ran, folder: Path) -> None:
     arguments = example_of(TrainConfig)
     assert arguments[:2] == ["bucketline", "train"]
     arguments[arguments.index("--max-steps") + 1] = "1"
-    done = run_in(folder, [*arguments, "--num-images", "1", "--image-steps", "1"])
-    assert done.code == 0, done.err
+    run_in(folder, [*arguments, "--num-images", "1", "--image-steps", "1"]).done()
     assert (folder / arguments[arguments.index("--output-dir") + 1] / "metrics.jsonl").exists()
 
 
@@ -160,8 +154,7 @@ def test_a_script_of_the_example_runs_trains(packed: Ran, folder: Path) -> None:
     script = ROOT / "examples" / "runs" / "sd-lora.sh"
     needed = ("--store", "photos.store", "--model", "sd15", "--output-dir", "runs/lora", "--max-steps", "1")
     with_ours = f'cd {shlex.quote(str(folder))} && PATH={shlex.quote(str(BIN))}:$PATH exec "$0" "$@"'
-    done = spawn(["bash", "-c", with_ours, script, *needed, "--batch-size", "2", "--num-images", "0"])
-    assert done.code == 0, done.err
+    spawn(["bash", "-c", with_ours, script, *needed, "--batch-size", "2", "--num-images", "0"]).done()
     assert (folder / "runs" / "lora" / "checkpoints" / "step-00000001" / "lora_ema").is_dir()
 
 

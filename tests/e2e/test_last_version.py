@@ -27,7 +27,7 @@ from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.weights import weights_of
 from bucketline.train.step import train_step
 from tests.commands import ROOT, call
-from tests.data.last_version.make import (
+from tests.data.last_version import (
     ALL_MORE,
     LORA_SAVED_AT,
     LORA_STEPS,

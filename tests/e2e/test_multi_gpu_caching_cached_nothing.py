@@ -17,8 +17,8 @@ from bucketline.ingest.summary import RunSummary, check_identity, joined_summari
 from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.shard.reader import as_keys
-from tests.building import tree
 from tests.commands import call, forked_ranks
+from tests.kit import tree
 from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ def test_two_ranks_pack_every_image_exactly_once_and_what_one_rank_packs(tmp_pat
     ids = write_images(photos, 40)
     (photos / "broken.png").write_bytes(b"no image")
     packed = [photos, "--model", model, *SMALL, "--val-fraction", "0.2", "--json"]
-    both = forked_ranks(2, "ingest", "pack", packed[0], tmp_path / "two", *packed[1:])
-    assert both.code == 0, both.err
+    both = forked_ranks(2, "ingest", "pack", packed[0], tmp_path / "two", *packed[1:]).done()
     assert both.json["found"] == 41
     assert (both.json["packed"], both.json["unchanged"], both.json["rejected"]) == (40, 0, 1)
     two = Store.open(tmp_path / "two")
@@ -45,8 +44,7 @@ def test_two_ranks_pack_every_image_exactly_once_and_what_one_rank_packs(tmp_pat
     assert len(per_rank) == 2
     assert min(per_rank.values()) > 5
 
-    alone = call("ingest", "pack", packed[0], tmp_path / "one", *packed[1:])
-    assert alone.code == 0, alone.err
+    call("ingest", "pack", packed[0], tmp_path / "one", *packed[1:]).done()
     one = Store.open(tmp_path / "one")
     assert {b.name: b.num_rows for b in one.buckets()} == {b.name: b.num_rows for b in two.buckets()}
     for bucket in one.buckets():

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from bucketline.loader import BatchDataset, Loader, LoaderConfig, Remainder
-from tests.building import make_store, samples_of
 from tests.epoch_oracle import Micro, Oracle, as_micro, micros, rows_of
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

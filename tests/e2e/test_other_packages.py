@@ -31,8 +31,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         if path.is_file():
             (source / path.name).write_bytes(path.read_bytes())
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    ran = spawn([*install, "--target", folder / "there", source])
-    assert ran.code == 0, ran.err
+    spawn([*install, "--target", folder / "there", source]).done()
     return {"PYTHONPATH": str(folder / "there")}
 
 
@@ -51,8 +50,7 @@ def test_an_installed_packages_importer_is_used_by_its_name_and_found(
     kind: str, environment: dict[str, str], cache: Path, tmp_path: Path
 ) -> None:
     imported = [sys.executable, "-m", "bucketline.ingest", "import", kind, cache, tmp_path / "s", "--vae", "sdxl"]
-    ran = spawn([*imported, "--text", "none", "--dtype", "F32", "--json"], **environment)
-    assert ran.code == 0, ran.err
+    ran = spawn([*imported, "--text", "none", "--dtype", "F32", "--json"], **environment).done()
     assert json.loads(ran.out)["imported"] == 3
     with Loader(tmp_path / "s", LoaderConfig(batch_size=1, epochs=1)) as loader:
         read = {name: batch.latents[0].numpy() for batch in loader for name in loader.names(batch)}
@@ -65,8 +63,7 @@ def test_an_installed_packages_exporter_writes_what_its_importer_reads(
 ) -> None:
     imported = [sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]
     assert spawn([*imported, "--text", "none", "--dtype", "F32"], **environment).code == 0
-    ran = spawn([BIN / "store", "export", tmp_path / "s", tmp_path / "out", "--format", "npy", "--json"], **environment)
-    assert ran.code == 0, ran.err
+    ran = spawn([BIN / "store", "export", tmp_path / "s", tmp_path / "out", "--format", "npy", "--json"], **environment).done()
     assert json.loads(ran.out)["files"] == 6
     own, written = ({np.load(path).tobytes() for path in folder.glob("*.npy")} for folder in (cache, tmp_path / "out"))
     assert own == written
@@ -90,8 +87,7 @@ def test_an_installed_packages_report_is_a_command_of_its_own(environment: dict[
 def test_an_installed_packages_section_is_in_the_report(environment: dict[str, str], cache: Path, tmp_path: Path) -> None:
     imported = [sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]
     assert spawn([*imported, "--text", "none", "--dtype", "F32"], **environment).code == 0
-    there = spawn([BIN / "store", "report", tmp_path / "s", "-o", tmp_path / "there.html"], **environment)
-    assert there.code == 0, there.err
+    spawn([BIN / "store", "report", tmp_path / "s", "-o", tmp_path / "there.html"], **environment).done()
     found = parsed(tmp_path / "there.html")
     assert found.ids[-2:] == ["plan", "caption-lengths"]
     assert "Caption lengths" in found.text
@@ -99,8 +95,7 @@ def test_an_installed_packages_section_is_in_the_report(environment: dict[str, s
     broken = tmp_path / "broken"
     shutil.copytree(environment["PYTHONPATH"], broken)
     (broken / "own_report.py").write_text("import a_library_that_is_missing", encoding="utf-8")
-    ran = spawn([BIN / "store", "report", tmp_path / "s", "-o", tmp_path / "broken.html"], PYTHONPATH=str(broken))
-    assert ran.code == 0, ran.err
+    spawn([BIN / "store", "report", tmp_path / "s", "-o", tmp_path / "broken.html"], PYTHONPATH=str(broken)).done()
     assert "of own-parts 1.0 cannot be imported (ModuleNotFoundError" in parsed(tmp_path / "broken.html").text
     assert spawn([BIN / "store", "report", tmp_path / "s", "-o", tmp_path / "without.html"]).code == 0
     assert "caption-lengths" not in parsed(tmp_path / "without.html").ids
@@ -112,8 +107,7 @@ def test_a_package_whose_command_cannot_be_imported_leaves_the_others_alone(
     there = tmp_path / "there"
     shutil.copytree(environment["PYTHONPATH"], there)
     (there / "own_report.py").write_text("import a_library_that_is_missing", encoding="utf-8")
-    helped = spawn([BIN / "store", "--help"], PYTHONPATH=str(there))
-    assert helped.code == 0
+    helped = spawn([BIN / "store", "--help"], PYTHONPATH=str(there)).done()
     assert "verify" in helped.out
     assert "caption-lengths' of own-parts 1.0 cannot be imported (ModuleNotFoundError" in " ".join(helped.err.split())
     ran = spawn([BIN / "store", "caption-lengths", tmp_path], PYTHONPATH=str(there))
@@ -146,8 +140,7 @@ def test_an_installed_packages_optimizer_trains_and_a_run_in_two_parts_equals_on
     whole = config(tmp_path, output_dir=tmp_path / "whole", max_steps=4, log_every=1, optimizer="lion", learning_rate=None)
     parts = replace(whole, output_dir=tmp_path / "parts")
     for asked in (whole, replace(parts, max_steps=2), replace(parts, resume=True)):
-        ran = spawn([sys.executable, "-m", "bucketline.train", *as_arguments(asked)], **environment)
-        assert ran.code == 0, ran.err
+        spawn([sys.executable, "-m", "bucketline.train", *as_arguments(asked)], **environment).done()
     assert losses(whole.output_dir) == losses(parts.output_dir)
     files = [one.output_dir / "checkpoints" / "step-00000004" / "optimizer.pt" for one in (whole, parts)]
     states = [torch.load(file, weights_only=True)["state"] for file in files]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bucketline.loader import Loader, LoaderConfig
-from tests.building import make_store, samples_of
 from tests.commands import ROOT
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,8 +17,8 @@ from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.sync.pull import pull
 from bucketline.store.verify.verify import verify, verify_folder
 from tests.commands import torchrun
+from tests.kit import everything
 from tests.models import SMALL, write_images
-from tests.reading import everything
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,8 +68,7 @@ def test_processes_that_pack_at_once_lose_nothing(place: ObjectFolder, model: Pa
 
 def test_ranks_pack_into_a_url_as_one_process_does(place: ObjectFolder, model: Path, source: Path, tmp_path: Path) -> None:
     arguments = ["-m", "bucketline.ingest", "pack", source, place.url, "--model", model, *SMALL]
-    done = torchrun(2, *arguments)
-    assert done.code == 0, done.err
+    done = torchrun(2, *arguments).done()
     assert "14 images found = 14 packed" in done.out
     assert len(newest_generation(place).shards) == 2
     again = torchrun(2, *arguments)

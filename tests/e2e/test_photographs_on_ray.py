@@ -10,8 +10,8 @@ import pytest
 from bucketline.store import Store
 from tests.commands import call, torchrun
 from tests.fault.same_store import compare
+from tests.kit import everything
 from tests.ray_ground import RayGround
-from tests.reading import everything
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,8 +29,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory, photographs: Path, demo_mod
     """The store that two ranks packed, and what they said of it."""
     store = tmp_path_factory.mktemp("packed") / "photographs.store"
     asked = ["--val-fraction", FRACTION, "--split-by", "folder", "--json"]
-    ran = torchrun(2, "-m", "bucketline.ingest", "pack", photographs, store, "--model", demo_model, *asked)
-    assert ran.code == 0, ran.err
+    ran = torchrun(2, "-m", "bucketline.ingest", "pack", photographs, store, "--model", demo_model, *asked).done()
     return store, ran.json
 
 
@@ -51,8 +50,7 @@ def test_two_ranks_account_for_every_photograph(packed: tuple[Path, dict[str, An
 
 
 def test_the_store_is_sound(packed: tuple[Path, dict[str, Any]]) -> None:
-    ran = spawn([BIN / "store", "verify", packed[0], "--json"])
-    assert ran.code == 0
+    ran = spawn([BIN / "store", "verify", packed[0], "--json"]).done()
     assert ran.json["corrupt"] == []
     assert ran.json["rows"] == packed[1]["packed"]
 
@@ -171,8 +169,7 @@ def test_a_sample_taken_out_by_the_command_is_a_file_that_safetensors_reads(
     packed: tuple[Path, dict[str, Any]], photographs: Path, tmp_path: Path
 ) -> None:
     sample_id = images_of(photographs)[0]
-    ran = spawn([BIN / "store", "get", packed[0], sample_id, "-o", tmp_path / "x.safetensors", "--json"])
-    assert ran.code == 0, ran.err
+    spawn([BIN / "store", "get", packed[0], sample_id, "-o", tmp_path / "x.safetensors", "--json"]).done()
     check = "import json, sys; from safetensors.numpy import load_file; print(json.dumps(sorted(load_file(sys.argv[1]))))"
     names = json.loads(spawn([sys.executable, "-c", check, tmp_path / "x.safetensors"]).out)
     assert {"latent", "id", "crop", "original_size", "captions", "checksum", "caption.0.tokens"} <= set(names)

@@ -25,8 +25,7 @@ def test_two_ranks_pack_each_split_where_it_belongs(tmp_path: Path, model: Path)
         parts[name] = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "d")
     asked = (tmp_path / "d", tmp_path / "s", "--model", model, *SMALL, "--json")
-    ran = forked_ranks(2, "ingest", "pack", *asked)
-    assert ran.code == 0, ran.err
+    ran = forked_ranks(2, "ingest", "pack", *asked).done()
     assert (ran.json["packed"], ran.json["captions_from"]) == (16, {"column prompt": 16})
     store = Store.open(tmp_path / "s")
     assert len(store.shards) == 2

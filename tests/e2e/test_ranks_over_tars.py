@@ -25,8 +25,7 @@ def test_two_ranks_share_a_streamed_tar_and_a_local_one_and_leave_both_alone_aga
                 writer.write({"__key__": f"{n:03d}", "png": png(20 + n, 30, n), "txt": b"a red cat"})
     pattern = f"{tmp_path}/0.tar::pipe:cat {tmp_path}/1.tar"
     asked = [pattern, tmp_path / "s", "--model", model, *SMALL, "--json"]
-    both = forked_ranks(2, "ingest", "pack", *asked)
-    assert both.code == 0, both.err
+    both = forked_ranks(2, "ingest", "pack", *asked).done()
     assert (both.json["found"], both.json["packed"]) == (24, 24)
     store = Store.open(tmp_path / "s")
     ids = [i for bucket in store.buckets() for i in bucket.sample_ids(np.arange(bucket.num_rows))]

@@ -33,8 +33,7 @@ def test_a_rank_killed_under_torchrun_is_named_before_its_trace_and_the_next_run
     assert "Traceback" not in before
     assert re.match(r"\d+ on \S+\) ended without a message: .*with \d+ images? encoded and committed; rerun the command", after)
     assert "Signal 9 (SIGKILL)" in after  # torchrun's own words
-    again = call("ingest", *asked)
-    assert again.code == 0, again.err
+    again = call("ingest", *asked).done()
     assert again.json["unchanged"] > 0
     assert again.json["packed"] + again.json["unchanged"] == 60
     assert call("ingest", "pack", tmp_path / "photos", tmp_path / "whole", *options).code == 0
@@ -46,8 +45,7 @@ def test_three_ranks_under_torchrun_pack_what_one_process_packs(tmp_path: Path, 
     write_images(tmp_path / "photos", 30)
     (tmp_path / "photos" / "broken.png").write_bytes(b"no image")
     options = ("--model", model, *SMALL, "--json")
-    three = torchrun(3, "-m", "bucketline.ingest", "pack", tmp_path / "photos", tmp_path / "three", *options)
-    assert three.code == 0, three.err
+    three = torchrun(3, "-m", "bucketline.ingest", "pack", tmp_path / "photos", tmp_path / "three", *options).done()
     one = call("ingest", "pack", tmp_path / "photos", tmp_path / "one", *options)
     counts = ("found", "packed", "unchanged", "rejected", "rejected_by_reason", "without_caption", "crop_loss")
     assert {name: three.json[name] for name in counts} == {name: one.json[name] for name in counts}

@@ -21,9 +21,9 @@ from bucketline.train.config import Base, Decaying, Ema, LrSchedule, Precision, 
 from bucketline.train.optim import OPTIMIZERS
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
-from tests.building import flip_bit
 from tests.commands import ROOT
 from tests.forked_ranks import ForkedRanks
+from tests.kit import flip_bit
 from tests.unit.train.tiny_run import (
     ALONE,
     PROMPTS,
@@ -73,8 +73,7 @@ def run(ranks: ForkedRanks) -> Run:
     def to_the_end(processes: int, asked: TrainConfig) -> str:
         if processes == 1:
             return str(train(asked, ALONE))
-        done = ranks.run(processes, as_arguments(asked))
-        assert done.code == 0, done.err
+        done = ranks.run(processes, as_arguments(asked)).done()
         return done.out
 
     return to_the_end
@@ -231,9 +230,7 @@ def test_four_ranks_with_two_copies_go_on_as_two_with_one_and_equal_one_rank(
 
 def test_a_service_that_is_not_there_ends_every_rank_before_anything_is_made(folder: Path, ranks: ForkedRanks) -> None:
     asked = config(folder, accumulation=1, max_steps=2, service=str(folder / "none.sock"))
-    done = ranks.run(2, as_arguments(asked))
-    assert done.code == 1
-    assert "no service can be reached at" in done.err
+    done = ranks.run(2, as_arguments(asked)).fails("no service can be reached at")
     assert "Traceback" not in done.err
     assert not asked.output_dir.exists()
 
@@ -258,10 +255,7 @@ def test_a_world_size_that_does_not_divide_the_global_batch_is_refused_naming_bo
 ) -> None:
     asked = config(folder, batch_size=3, accumulation=1, max_steps=2)
     run(1, asked)
-    done = ranks.run(2, as_arguments(replace(asked, batch_size=1, max_steps=4, resume=True)))
-    assert done.code == 1
-    assert "global_batch was 3" in done.err
-    assert "is 2 now" in done.err
+    ranks.run(2, as_arguments(replace(asked, batch_size=1, max_steps=4, resume=True))).fails("global_batch was 3", "is 2 now")
     assert status(asked) == {"state": "done", "step": 2, "reason": None}, "a refused resume leaves the record of the run"
 
 

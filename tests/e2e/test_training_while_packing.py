@@ -85,8 +85,7 @@ class Packing:
         end = time.monotonic() + LONGEST_S
         while self._process.is_alive() and time.monotonic() < end:
             self._go_on(is_stopped=self._is_stopped)
-        done = Ran(**json.loads(self._answer.read_bytes()))
-        assert done.code == 0, done.err
+        done = Ran(**json.loads(self._answer.read_bytes())).done()
         return done.json
 
     @property
@@ -183,15 +182,13 @@ def test_both_are_killed_and_go_on_and_the_losses_are_those_of_the_schedule(
     end = json.loads((asked.output_dir / "status.json").read_bytes())["step"]
 
     whole = replace(asked, output_dir=tmp_path / "whole", max_steps=end, checkpoint_every=100_000, follow=False, wait_rows=None)
-    repeated = ranks.run(2, as_arguments(replace(whole, follow_schedule=asked.output_dir)))
-    assert repeated.code == 0, repeated.err
+    ranks.run(2, as_arguments(replace(whole, follow_schedule=asked.output_dir))).done()
     assert schedule(whole) == found
     steps, expected = ([line for line in losses(run.output_dir) if line[1] != "null"] for run in (asked, whole))
     assert len(steps) == end
     assert steps == expected
 
-    listed = call("loader", "seen", whole.output_dir, store, "--all", "--json")
-    assert listed.code == 0, listed.err
+    listed = call("loader", "seen", whole.output_dir, store, "--all", "--json").done()
     counts = [json.loads(line)["count"] for line in listed.out.splitlines()]
     assert sum(counts) == end * 4
     assert len(counts) == Store.open(store, found[-1][1][0]).manifest.samples

@@ -15,12 +15,11 @@ from bucketline.errors import BucketlineError, StoreError
 from bucketline.store import Store
 from bucketline.store.format.manifest import generations
 from bucketline.store.verify.verify import verify
-from tests.building import flip_bit
 from tests.every_reader import digest_of_everything
 from tests.fault.apart import How, apart
 from tests.fault.random_damage import worn_store
 from tests.fault.record import COLUMNS_TOO, Kind, Outcome, Record
-from tests.store_forms import COLUMNS, IMAGES
+from tests.kit import COLUMNS, IMAGES, flip_bit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

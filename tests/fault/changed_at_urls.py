@@ -27,20 +27,19 @@ from bucketline.store.change.drop import drop
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import generations, read_manifest
 from bucketline.store.verify.verify import verify
-from tests.building import add_samples, make_sample, make_store, samples_of, store_writer
 from tests.fault.apart import Apart, How, apart
 from tests.fault.ground import ids_of, is_sound
 from tests.fault.record import Kind, Outcome, Record
-from tests.reading import everything
+from tests.kit import add_samples, everything, make_sample, make_store, samples_of, store_writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from bucketline.store import PartWriter
-    from tests.building import Sample
     from tests.fault.apart import Ended
     from tests.fault.record import Asked
+    from tests.kit import Sample
 
 BUCKET = "train/64x64"
 DAY_S = 86400.0

@@ -19,22 +19,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.loader.history import StoreId
-from bucketline.store import RowColumn
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.format.sample_record import encode_record
 from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.train.outputs.checkpoint import VERSION, RunState
 from bucketline.typed_json import encode
-from tests.building import make_sample, make_store
 from tests.fault.fuzz import IMPORT, IMPORTS
 from tests.fault.small_caches import write_cache
-from tests.free_columns import items_of, make_free_store
-from tests.ragged import AUDIO, LLAMA, Schema, make_ragged
+from tests.kit import ANY, AUDIO, LENGTH, LLAMA, Form, make_sample, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SPECTRUM = (RowColumn(role="target", dtype="F16", shape=(2, "length")),)
 CORPUS = Path(__file__).parent / "corpus"
 NOISE = b"\0\xff\x80\x7f\x01 \"'{}[],:.9-e\n"
 
@@ -70,10 +66,10 @@ def sound() -> Iterator[tuple[str, bytes]]:
     with tempfile.TemporaryDirectory() as folder:
         store = make_store(Path(folder) / "s", samples, samples[:1])
         yield "manifest/sound.json", (store.path / MANIFEST).read_bytes()
-        free = make_free_store(Path(folder) / "free", items_of({"train/8x8": 2, "val/8x16": 1}))
+        free = ANY.make_store(Path(folder) / "free", ANY.samples({"train/8x8": 2, "val/8x16": 1}))
         yield "manifest/columns.json", (free.path / MANIFEST).read_bytes()
-        schema = Schema(columns=SPECTRUM, groups={"audio": AUDIO, "llama": LLAMA})
-        ragged = make_ragged(Path(folder) / "ragged", schema, items_of({"train/3": 4}, SPECTRUM))
+        form = Form(columns=LENGTH, groups={"audio": AUDIO, "llama": LLAMA})
+        ragged = form.make_store(Path(folder) / "ragged", form.samples({"train/3": 4}))
         yield "manifest/ragged.json", (ragged.path / MANIFEST).read_bytes()
         place = ragged.shards[0].block_ranges("ragged/audio", np.array([0]))
         yield "block/ragged", bytes(ragged.shards[0].read(int(place.offset[0]), int(place.length[0])))

@@ -16,10 +16,10 @@ import lmdb
 import msgpack
 
 from bucketline.store.write.publish import adopt, lock_store, publish
-from tests.building import add, empty_store, open_writer, samples_of
 from tests.fault.apart import How, apart
 from tests.fault.ground import Ground, ids_of, is_sound, judged
 from tests.fault.record import Kind, Outcome, Record
+from tests.kit import add, empty_store, open_writer, samples_of
 from tests.models import png, write_images
 
 if TYPE_CHECKING:

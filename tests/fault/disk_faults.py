@@ -18,13 +18,13 @@ import numpy as np
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
-from tests.building import make_store, samples_of
 from tests.fault.apart import Ended, How, apart
 from tests.fault.full_disk import SAMPLES, attempt
 from tests.fault.ground import ids_of, is_sound
 from tests.fault.killed_packs import fault_of
 from tests.fault.record import GOOD, Kind, Outcome, Record
 from tests.fault.shim import FAILURES, NEVER, Operation, Shim, records_under_shim
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service.client import ServiceBackend
-from tests.building import Sample, make_store, samples_of
+from tests.kit import Sample, make_store, samples_of
 
 if TYPE_CHECKING:
     import random

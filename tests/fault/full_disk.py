@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError
 from bucketline.store import Store
-from tests.building import add_samples, samples_of, store_writer
 from tests.constrained import SmallDisk
 from tests.fault.ground import ids_of, is_sound
 from tests.fault.record import Kind, Outcome, Record
+from tests.kit import add_samples, samples_of, store_writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

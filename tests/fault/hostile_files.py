@@ -26,12 +26,11 @@ from bucketline.store.format.safetensors_header import LENGTH_BYTES
 from bucketline.store.shard.sidecar import PagedFile, encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import publish
-from tests.building import samples_of
 from tests.every_reader import digest_of_everything
 from tests.fault.apart import How, apart
 from tests.fault.ground import limit_memory
 from tests.fault.record import COLUMNS_TOO, GOOD, Kind, Outcome, Record
-from tests.store_forms import COLUMNS, IMAGES, Form
+from tests.kit import COLUMNS, IMAGES, Form, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

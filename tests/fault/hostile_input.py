@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from bucketline.store import Store
-from tests.building import make_sample, make_store
 from tests.fault.apart import How, apart
 from tests.fault.ground import Ground, commanded, is_sound, judged, limit_memory, listed, strange
 from tests.fault.record import Kind, Outcome, Record
 from tests.fault.strangers import Canary, strangers
+from tests.kit import make_sample, make_store
 from tests.models import png, write_images
 
 if TYPE_CHECKING:

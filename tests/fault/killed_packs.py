@@ -24,15 +24,13 @@ from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.write import shard_writer
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.target import LocalTarget
-from tests.building import Sample, make_sample
 from tests.commands import ROOT, spawn
 from tests.fault.ended_packs import KILLED, adopt_orphans, ended_again_and_again, wait_for_orphans
 from tests.fault.ground import is_sound
 from tests.fault.record import COLUMNS_TOO, Kind, Outcome, recorded
 from tests.fault.same_store import noted_ids
+from tests.kit import COLUMNS, IMAGES, Form, Sample, by_id, make_sample
 from tests.models import SMALL, write_images, write_model
-from tests.reading import by_id
-from tests.store_forms import COLUMNS, IMAGES, Form
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

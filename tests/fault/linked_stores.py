@@ -19,11 +19,11 @@ import numpy as np
 from bucketline.files.atomic_folder import FILES, LOCK, staging_path
 from bucketline.store import Store
 from bucketline.store.format.hashing import bytes_digest
-from tests.building import add, make_sample, make_store, open_writer, samples_of
 from tests.commands import BIN
 from tests.fault.apart import Apart, How, apart
 from tests.fault.ground import COMMAND_S, Ground, commanding, judged, one_batch
 from tests.fault.record import Kind, Outcome, Record
+from tests.kit import add, make_sample, make_store, open_writer, samples_of
 from tests.models import write_images
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ import numpy as np
 from bucketline.errors import CorruptError, DeliveryError, StoreError
 from bucketline.loader import Loader
 from bucketline.store import Store
-from tests.building import flip_bit
 from tests.fault.changed_files import swap_file, truncate_under_service
 from tests.fault.forcing import WITHIN_S, Bench, Ended, WrongEndError, goes_on, started, until_error
 from tests.fault.forked_loaders import fork_while_read, truncate_sidecars_mapped, truncate_sidecars_read_plainly
 from tests.fault.record import Kind, Outcome, Record, outcome_of
+from tests.kit import flip_bit
 from tests.leftovers import children, descriptors, held, left_since, wait_until
 from tests.serving import serving
 

@@ -28,10 +28,9 @@ from bucketline.store.shard.row_locator import DROPPED_FORMAT, EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PAGE_BYTES, PAGE_CHECKSUM, PagedFile
 from bucketline.train.outputs.checkpoint import RunState, damage, read_state
 from bucketline.typed_json import decode
-from tests.building import TEXT
 from tests.fault.fuzz import IMPORT
 from tests.fault.small_caches import read_cache
-from tests.ragged import AUDIO
+from tests.kit import AUDIO, TEXT
 
 if TYPE_CHECKING:
     from collections.abc import Callable

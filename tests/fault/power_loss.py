@@ -164,7 +164,7 @@ def be_run(folder: Path, form: str) -> None:
     from bucketline.store import Store
     from bucketline.store.cli import main
     from tests.fault.killed_packs import name_of, write_shards
-    from tests.store_forms import FORMS
+    from tests.kit import FORMS
 
     store = folder / "s"
     marks = os.open(folder / MARKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -228,7 +228,7 @@ def losses(asked: Asked) -> Iterator[Record]:
 def losses_of(form: str, asked: Asked, count: int) -> Iterator[Record]:
     """Have the power fail at instants drawn from one run on a store of a form."""
     from tests.fault.killed_packs import fault_of
-    from tests.store_forms import FORMS
+    from tests.kit import FORMS
 
     where, folder = "" if form == "images" else f", a store of {form}", asked.folder / form
     strict = Record(fault=f"power loss{where}: what was synced is kept, nothing else", kind=Kind.DISK)

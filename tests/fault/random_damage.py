@@ -20,17 +20,15 @@ from bucketline.store.change.garbage_collect import collect
 from bucketline.store.change.repair import repair
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store, publish
-from tests.building import Sample, samples_of
 from tests.fault.record import COLUMNS_TOO, Kind, Outcome, Record, outcome_of
-from tests.reading import by_id
-from tests.store_forms import COLUMNS, IMAGES, Form
+from tests.kit import COLUMNS, IMAGES, Form, Sample, by_id, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.fault.record import Asked
-    from tests.reading import Held
+    from tests.kit import Held
 
 
 def worn_store(path: Path, form: Form, num_rows: int) -> dict[str, Sample]:

@@ -17,10 +17,10 @@ import torch
 from bucketline.errors import BucketlineError
 from bucketline.loader.service.protocol import MAX_MESSAGE_BYTES, receive
 from bucketline.loader.service.unix_socket import connected
-from tests.building import flip_bit, make_store, samples_of
 from tests.fault.apart import HANG_S, Apart, How
 from tests.fault.ground import COMMAND_S, Ground, one_batch
 from tests.fault.record import Kind, Outcome, Record
+from tests.kit import flip_bit, make_store, samples_of
 from tests.serving import serving
 
 if TYPE_CHECKING:

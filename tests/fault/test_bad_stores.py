@@ -17,9 +17,9 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.write.publish import lock_store
-from tests.building import add, edit_json, flip_bit, make_sample, make_store, open_writer, samples_of
 from tests.commands import call, spawn
 from tests.every_reader import everything
+from tests.kit import add, edit_json, flip_bit, make_sample, make_store, open_writer, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,7 +140,7 @@ def test_a_file_system_without_locks_is_named_by_writers_and_none_of_readers_con
 from pathlib import Path
 from tests.constrained import refuse_locks
 from tests.every_reader import everything
-from tests.building import open_writer
+from tests.kit import open_writer
 from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.write.publish import lock_store
@@ -172,7 +172,7 @@ from pathlib import Path
 from tests.commands import call
 from tests.constrained import obey_permissions
 from tests.every_reader import everything
-from tests.building import open_writer
+from tests.kit import open_writer
 from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.write.publish import lock_store

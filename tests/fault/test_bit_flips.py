@@ -11,7 +11,7 @@ import pytest
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
-from tests.building import flip_bit, make_store, rewrite_manifest, samples_of
+from tests.kit import flip_bit, make_store, rewrite_manifest, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -27,7 +27,8 @@ from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import adopt, publish
 from bucketline.store.write.seal import seal
 from bucketline.store.write.shard_writer import ShardWriter
-from tests.building import (
+from tests.commands import BIN, call, spawn
+from tests.kit import (
     TEXT,
     add,
     contents,
@@ -39,7 +40,6 @@ from tests.building import (
     samples_of,
     write_shard,
 )
-from tests.commands import BIN, call, spawn
 from tests.models import SMALL, colour_image, encoded, png, write_model
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from bucketline.files.regular_file import open_regular
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import publish as publish_module
 from bucketline.store.write.publish import prepare_store
-from tests.building import empty_store, make_store, open_writer, samples_of
 from tests.fault.power_loss import Change, Disk
+from tests.kit import empty_store, make_store, open_writer, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,8 +25,7 @@ from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing
 from tests.every_reader import everything
 from tests.fault.hostile_files import BUCKET, paged, replace_file, sound_store, write_document
-from tests.free_columns import IMAGE_COLUMNS
-from tests.store_forms import COLUMNS
+from tests.kit import COLUMNS, IMAGE_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

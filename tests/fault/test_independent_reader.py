@@ -15,13 +15,26 @@ import numpy as np
 import pytest
 
 from bucketline.store import RowColumn
-from tests.building import Sample, embedding, make_sample, make_store, samples_of, spec_of
 from tests.commands import call
-from tests.free_columns import FRAMES, HEIGHT, IMAGE_COLUMNS, WIDTH, items_of, make_free_store
 from tests.independent_reader import metadata_of, open_block, read_entries, read_store
+from tests.kit import (
+    ANY,
+    FRAMES,
+    GROUPS,
+    HEIGHT,
+    IMAGE_COLUMNS,
+    WIDTH,
+    Form,
+    Sample,
+    embedding,
+    expect_independently,
+    make_sample,
+    make_store,
+    quantised,
+    samples_of,
+    spec_of,
+)
 from tests.models import SMALL
-from tests.quantised import make_quantised
-from tests.ragged import AUDIO, LLAMA, POINTS, Schema, expect_independently, make_ragged
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +64,7 @@ def compare(store: Path, samples: list[Sample]) -> None:
 @pytest.mark.parametrize("dtype", ["I8", "F8_E4M3"])
 def test_quantised_tokens_are_stored_times_scale_rounded_to_16_bits(tmp_path: Path, dtype: str) -> None:
     """As the page says it, and as the readers of Bucketline deliver them."""
-    store = make_quantised(tmp_path, dtype)
+    store = quantised(dtype).make_store(tmp_path, samples_of({"train/64x64": 24, "train/64x128": 7}))
     for sample_id, (_, _, record, captions) in read_store(tmp_path).items():
         shard, _ = store.sample(sample_id)
         for row, own in zip(record["caption_rows"], captions, strict=True):
@@ -182,8 +195,9 @@ VIDEO = (
     [(IMAGE_COLUMNS, {"train/64x64": 20, "val/64x96": 4}), (VIDEO, {"train/9x16x24": 6, "train/1x16x16": 5})],
 )
 def test_columns_of_any_kind_are_read_by_role(columns: tuple[RowColumn, ...], rows: dict[str, int], tmp_path: Path) -> None:
-    items = items_of(rows, columns)
-    make_free_store(tmp_path / "s", items[:9], items[5:], columns=columns)
+    form = Form(columns=columns)
+    items = form.samples(rows)
+    form.make_store(tmp_path / "s", items[:9], items[5:])
     manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
     assert manifest["format_version"] == 5
     assert {entry["role"]: (entry["optional"], entry["encoder"]) for entry in manifest["columns"].values()} == {
@@ -191,28 +205,14 @@ def test_columns_of_any_kind_are_read_by_role(columns: tuple[RowColumn, ...], ro
     }
     for shard in manifest["shards"]:
         assert all(len(group) == 4 for group in shard["groups"].values())
-    found = read_store(tmp_path / "s")
-    assert found.keys() == {item.id for item in items}
-    for item in items:
-        bucket, own, record, _ = found[item.id]
-        assert (bucket, tuple(record["captions"])) == (item.bucket, item.captions)
-        for name, entry in manifest["columns"].items():
-            expected = item.columns.get(entry["role"])
-            if entry["optional"]:
-                assert own[f"present/{name}"] == (expected is not None)
-            if expected is None:
-                assert entry["optional"]
-                assert not own[name].any()
-            else:
-                assert own[name].tobytes() == expected.tobytes()
-                assert own[name].shape == expected.shape
+    expect_independently(tmp_path / "s", form, items)
 
 
 def test_every_line_of_a_shards_file_has_a_checksum(tmp_path: Path) -> None:
     import xxhash
 
-    columns = [RowColumn(role="target", dtype="U8", shape=("length",))]
-    make_free_store(tmp_path / "s", items_of({f"train/{3 << 20}": 4}, columns), columns=columns)
+    form = Form(columns=[RowColumn(role="target", dtype="U8", shape=("length",))])
+    form.make_store(tmp_path / "s", form.samples({f"train/{3 << 20}": 4}))
     (path,) = (tmp_path / "s" / "shards").glob("*.lmdb")
     data, sidecar = path.read_bytes(), path.with_suffix(".extents").read_bytes()
     lines = [data[at : at + (8 << 20)] for at in range(0, len(data), 8 << 20)]
@@ -224,24 +224,23 @@ def test_every_line_of_a_shards_file_has_a_checksum(tmp_path: Path) -> None:
 def test_the_digest_of_a_manifest_of_version_3_can_be_computed_from_the_page_alone(tmp_path: Path) -> None:
     import xxhash
 
-    make_free_store(tmp_path / "s", items_of({"train/64x64": 3}))
+    ANY.make_store(tmp_path / "s", ANY.samples({"train/64x64": 3}))
     document = json.loads((tmp_path / "s" / "manifest.json").read_text())
     text = json.dumps({**document, "digest": ""}, separators=(",", ":"), sort_keys=True) + "\n"
     assert xxhash.xxh3_128_hexdigest(text.encode()) == document["digest"]
 
 
 def test_ragged_groups_are_read_by_name(tmp_path: Path) -> None:
-    columns = [RowColumn(role="target", dtype="U8", shape=("length",))]
-    schema = Schema(columns=columns, groups={"audio": AUDIO, "points": POINTS, "llama": LLAMA})
-    items = items_of({"train/3": 12, "val/7": 5}, columns)
-    make_ragged(tmp_path / "s", schema, items[:9], items[9:])
+    form = Form(columns=[RowColumn(role="target", dtype="U8", shape=("length",))], groups=GROUPS)
+    items = form.samples({"train/3": 12, "val/7": 5})
+    form.make_store(tmp_path / "s", items[:9], items[9:])
     manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
     assert {name: group["of"] for name, group in manifest["ragged"].items()} == {
         "audio": "rows",
         "points": "rows",
         "llama": "captions",
     }
-    expect_independently(tmp_path / "s", schema, items)
+    expect_independently(tmp_path / "s", form, items)
     entries = read_entries(tmp_path / "s")
     assert {len(own["audio"]) for own in entries.values()} == {0, 1}  # some rows lack it
     lengths = {len(entry["xyz"]) for own in entries.values() for entry in own["points"]}

@@ -17,10 +17,10 @@ from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.ingest.pipeline.model import load_encoders
 from bucketline.store import Store
 from bucketline.store.write import shard_writer
-from tests.building import tree
 from tests.commands import ROOT, Ran, call, spawn
 from tests.conftest import once
 from tests.fault.same_store import committed_ids, compare
+from tests.kit import tree
 from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:

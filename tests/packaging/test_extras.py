@@ -9,8 +9,8 @@ import pytest
 
 from bucketline.errors import MissingExtraError, UsageError
 from bucketline.extras import extra_named
-from tests.building import make_store, samples_of
 from tests.commands import spawn
+from tests.kit import make_store, samples_of
 from tests.unit.train.tiny_run import make_training_store
 
 if TYPE_CHECKING:

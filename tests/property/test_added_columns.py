@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bucketline.store import Column, RowColumn, Store, add_column
+from bucketline.store import Column, Store, add_column
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.torch_dtypes import TORCH_DTYPES
 from tests.added_columns import expect_clean, masks_in
-from tests.free_columns import add_items, free_writer, items_of, values
 from tests.independent_reader import read_store
+from tests.kit import LENGTH, Form, values
 from tests.loading import loaders_of, rows_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ROLE = "features/f"
-COLUMNS = [RowColumn(role="target", dtype="F16", shape=(2, "length"))]
+FORM = Form(columns=LENGTH)
 BUCKETS = {"train/3": 5, "train/40": 4, "val/3": 2}
 
 
@@ -64,11 +64,11 @@ def test_every_reader_finds_what_was_added(form: Callable[[str], Column], change
 
         def append() -> None:
             nonlocal appended
-            items = items_of(BUCKETS, COLUMNS, prefix=f"{appended}/")
+            items = FORM.samples(BUCKETS, prefix=f"{appended}/")
             appended += 1
             buckets.update({item.id: item.bucket for item in items})
-            with free_writer(path, COLUMNS) as writer:
-                add_items(writer, items, commit_every=3)
+            with FORM.writer(path) as writer:
+                FORM.add(writer, items, commit_every=3)
 
         def add() -> None:
             given = [(one, as_given(expected(one), form(buckets[one]).dtype)) for one in sorted(buckets, reverse=True)]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from bucketline.errors import PlanError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.plan.epoch_steps import EpochSteps
-from tests.building import make_store, samples_of
 from tests.epoch_oracle import Micro, Oracle, epochs_of, rows_of
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from bucketline.store import Store

@@ -15,7 +15,7 @@ from bucketline.errors import PlanError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.plan.rng import Purpose, uniform
 from bucketline.store.format.hashing import sample_digest
-from tests.building import Sample, embedding, make_store
+from tests.kit import Sample, embedding, make_store
 
 if TYPE_CHECKING:
     from bucketline.loader.batch import Batch
@@ -205,7 +205,7 @@ def test_every_row_of_a_batch_is_its_samples_own_with_one_of_its_captions(
 
 
 def test_over_the_epochs_every_caption_of_a_sample_is_drawn_and_none_beyond_those_kept(tmp_path_factory: Any) -> None:
-    from tests.building import make_sample
+    from tests.kit import make_sample
 
     texts = ("one", "two words", "three of them", "the fourth is beyond")
     store = make_store(tmp_path_factory.mktemp("captions"), [make_sample("a.png", "train/64x64", texts)])

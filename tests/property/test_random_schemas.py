@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,36 +11,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bucketline.store import Column, RaggedGroup, RowColumn, Store
+from bucketline.store import Axis, Column, RaggedGroup, RowColumn, Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.verify.verify import verify
-from tests.free_columns import make_item
-from tests.ragged import Schema, expect_independently, expect_loaded, expect_read, make_ragged
+from tests.kit import TEXT, Form, Sample, expect_independently
+from tests.loading import expect_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.free_columns import Item
-
 dtypes = st.sampled_from(sorted(DTYPES))
 shapes = st.lists(st.integers(1, 3), max_size=2).map(tuple)
+axes = st.one_of(
+    st.sampled_from(["length", "height_px"]),
+    st.builds(Axis, name=st.sampled_from(["length", "height_px"]), step=st.sampled_from([2, 3])),
+)
+shapes_with_axes = st.lists(st.one_of(st.integers(0, 3), axes), max_size=3).map(tuple)
+ROLES = ("target", "mask", "audio", "control/a", "control/b", "reference/r", "features/x", "features/y")
 
 
 @st.composite
 def row_columns(draw: Callable[[Any], Any]) -> list[RowColumn]:
-    """Draw one to six columns; at least one has the axis."""
-    columns = []
-    for n in range(draw(st.integers(1, 6))):
-        shape = draw(shapes)
-        if n == 0 or draw(st.booleans()):
-            shape = (*shape, "length")
-        role = draw(st.sampled_from(["target", f"features/f{n}"])) if n == 0 else f"features/f{n}"
-        is_optional = n > 0 and draw(st.booleans())
-        columns.append(RowColumn(role=role, dtype=draw(dtypes), shape=shape, optional=is_optional, allow_nonfinite=True))
-    return columns
+    """Draw columns of any roles, dtypes and shapes, some with their mirror images; the first has all axes."""
+    columns: list[RowColumn] = []
+    for role in draw(st.lists(st.sampled_from(ROLES), max_size=5, unique=True)):
+        is_optional = role != "target" and draw(st.booleans())
+        shape = draw(shapes_with_axes)
+        own = RowColumn(role=role, dtype=draw(dtypes), shape=shape, optional=is_optional, allow_nonfinite=True)
+        columns += [own, replace(own, role=f"{role}/flipped")] if draw(st.booleans()) else [own]
+    names = dict.fromkeys(axis.name for column in columns for axis in column.axes)
+    return [RowColumn(role="features/first", dtype="U8", shape=tuple(names) or ("length",)), *columns]
 
 
 @st.composite
@@ -61,46 +65,47 @@ def ragged_groups(draw: Callable[[Any], Any], has_text: bool) -> dict[str, Ragge
 
 
 @st.composite
-def stores(draw: Callable[[Any], Any]) -> tuple[Schema, list[list[Item]]]:
+def stores(draw: Callable[[Any], Any]) -> tuple[Form, list[list[Sample]]]:
     """Draw a schema, and the samples of two shards."""
     has_text = draw(st.booleans())
-    schema = Schema(columns=draw(row_columns()), groups=draw(ragged_groups(has_text)), has_text=has_text)
-    optional = [column.role for column in schema.columns if column.optional]
+    schema = Form(columns=draw(row_columns()), groups=draw(ragged_groups(has_text)), text=TEXT if has_text else None)
+    optional = [column.role for column in schema.columns if column.optional and column.role in schema.roles]
     shards, number = [], 0
     for _ in range(2):
         items = []
         for _ in range(draw(st.integers(1, 5))):
             number += 1
-            bucket = f"{draw(st.sampled_from(['train', 'train', 'val']))}/{draw(st.integers(1, 3))}"
+            sizes = "x".join(str(draw(st.sampled_from([6, 12]))) for _ in schema.axes)
+            bucket = f"{draw(st.sampled_from(['train', 'train', 'val']))}/{sizes}"
             without = draw(st.lists(st.sampled_from(optional), unique=True)) if optional else []
             texts = st.lists(st.sampled_from(["a", "a cat", "two cats by night"]), max_size=2, unique=True)
             captions = tuple(draw(texts)) if has_text else ()
-            items.append(make_item(f"{number}", bucket, schema.columns, without=without, captions=captions))
+            items.append(schema.sample(f"{number}", bucket, without=without, captions=captions))
         shards.append(items)
     return schema, shards
 
 
-def check(path: Path, schema: Schema, items: list[Item]) -> None:
+def check(path: Path, schema: Form, items: list[Sample]) -> None:
     store = Store.open(path)
     verified = verify(store, lambda _: None, 1)
     assert not verified.corrupt
     assert not verified.strays
     expect_independently(path, schema, items)
-    expect_read(store, schema, items)
+    schema.expect(store, items)
 
 
 @pytest.mark.parametrize("examples", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_what_is_put_in_comes_out_of_every_reader_and_every_change(examples: int) -> None:
     @settings(max_examples=examples)
     @given(stores(), st.booleans(), st.booleans())
-    def every_reader(drawn: tuple[Schema, list[list[Item]]], verifies: bool, varies: bool) -> None:  # noqa: FBT001
+    def every_reader(drawn: tuple[Form, list[list[Sample]]], verifies: bool, varies: bool) -> None:  # noqa: FBT001
         schema, shards = drawn
         items = [item for shard in shards for item in shard]
         in_train = sum(item.bucket.startswith("train/") for item in items)
         options: dict[str, Any] = {"verify": verifies, "pad_multiple": 2 if varies else None}
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "s"
-            make_ragged(path, schema, *shards)
+            schema.make_store(path, *shards)
             check(path, schema, items)
             assert expect_loaded(path, schema, items, **options) == in_train
             assert expect_loaded(path, schema, items, plain_reads=True) == in_train

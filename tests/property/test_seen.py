@@ -19,12 +19,13 @@ from bucketline.loader.seen import Seen, read_loader_state
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.format.hashing import sample_digest
-from tests.conditioned import Form, Row, growing_store, tokens_of
+from tests.conditioned import Form, growing_store, tokens_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.loader.batch import Batch
+    from tests.kit import Sample
 
 FORM = Form(pooled=False)
 TOTAL = 4  # ranks x accumulation: one rank, two or four
@@ -35,7 +36,7 @@ Sight = tuple[int, int, int, int, int, str, bytes, tuple[int, int], bool]
 class Recording:
     """The samples of batches: for each, the batches that had it."""
 
-    rows: dict[bytes, Row]
+    rows: dict[bytes, Sample]
     seen: dict[str, list[Sight]] = field(default_factory=lambda: defaultdict(list))
 
     def note(self, batch: Batch, rank: int, accumulation: int) -> None:
@@ -54,7 +55,7 @@ class Stores:
 
     paths: tuple[Path, Path]
     generations: tuple[int, ...]  # of the first
-    rows: dict[bytes, Row]
+    rows: dict[bytes, Sample]
 
     def some(self, draw: random.Random) -> list[WeightedStore]:
         """Return the first store at one of its generations, and perhaps the second, with repeats."""

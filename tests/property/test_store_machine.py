@@ -38,10 +38,8 @@ from bucketline.store.write.newest import is_published, newest_manifest
 from bucketline.store.write.publish import adopt, changing, lock_store, publish
 from bucketline.store.write.seal import seal
 from bucketline.store.write.shard_writer import ShardWriter
-from tests.building import CAPTIONS, Sample, make_sample
+from tests.kit import CAPTIONS, FORMS, Form, Sample, everything, make_sample
 from tests.loading import loaders_of, rows_of
-from tests.reading import everything
-from tests.store_forms import FORMS, Form
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -49,7 +47,7 @@ if TYPE_CHECKING:
     from bucketline.files.locks import FileLock
     from bucketline.loader import Loader
     from bucketline.store import PartWriter
-    from tests.reading import Held
+    from tests.kit import Held
 
 IDS = ("a.png", "b/a.png", "b/c.png", "d.png", "e", "ä ö.png", "\udcff.png", "long/" * 120)
 BUCKETS = ("train/64x64", "train/96x64", "val/64x64")

@@ -16,8 +16,8 @@ from bucketline.errors import UsageError
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.packing import prepare
 from bucketline.ingest.sources.folder import FolderSource, list_folder
-from tests.building import tree
 from tests.commands import Ran, call
+from tests.kit import tree
 from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:

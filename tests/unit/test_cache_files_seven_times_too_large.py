@@ -17,7 +17,7 @@ from bucketline.store.read.info import info
 from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import lock_store, publish
 from bucketline.store.write.seal import seal
-from tests.building import MAX_CAPTIONS, empty_store, make_sample, open_writer, samples_of, spec_of
+from tests.kit import MAX_CAPTIONS, empty_store, make_sample, open_writer, samples_of, spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,7 +108,7 @@ def test_a_store_takes_little_more_on_the_disk_than_its_rows(tmp_path: Path) -> 
 
 
 def test_payload_is_the_rows_the_captions_and_the_records_and_nothing_else(tmp_path: Path) -> None:
-    from tests.building import embedding, make_store
+    from tests.kit import embedding, make_store
 
     samples = samples_of({BUCKET: 20})
     store = make_store(tmp_path, samples)

@@ -16,8 +16,8 @@ from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store import Store
 from bucketline.store.write import shard_writer
-from tests.building import add, empty_store, make_sample, open_writer, spec_of
 from tests.commands import call
+from tests.kit import add, empty_store, make_sample, open_writer, spec_of
 from tests.models import SMALL, png, write_images
 
 if TYPE_CHECKING:
@@ -57,10 +57,9 @@ def test_an_encoder_that_rounds_otherwise_is_refused_while_packing_not_at_a_rand
         return torch.nn.functional.pad(latents, (0, latents.shape[-1] % 8 and 8 - latents.shape[-1] % 8)), is_finite
 
     monkeypatch.setattr(VaeEncoder, "encode", rounded_up)
-    ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--json")
-    assert ran.code == 1
-    assert "does not fit its bucket" in ran.err
-    assert "F16 [4, 8, 12], got float16 [4, 8, 16]" in ran.err
+    call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--json").fails(
+        "does not fit its bucket", "F16 [4, 8, 12], got float16 [4, 8, 16]"
+    )
     assert Store.open(tmp_path / "s").manifest.samples == 0
 
 

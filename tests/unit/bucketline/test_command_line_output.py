@@ -12,8 +12,8 @@ import pytest
 
 from bucketline.command_line import counted, human_number, per_second
 from bucketline.store.change.drop import drop
-from tests.building import make_sample, make_store, samples_of
 from tests.commands import BIN, ROOT, call
+from tests.kit import make_sample, make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

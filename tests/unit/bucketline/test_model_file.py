@@ -147,15 +147,12 @@ def test_packing_with_one_file_continues_a_store_of_its_folder(sd: tuple[Path, P
     bare = configuration(folder, tmp_path / "bare")
     write_images(tmp_path / "images", 4)
     asked = (tmp_path / "images", tmp_path / "s", "--grid", "16x16,16x24", "--min-size-px", 8, "--json")
-    ran = call("ingest", "pack", *asked, "--model", folder)
-    assert ran.code == 0, ran.err
+    call("ingest", "pack", *asked, "--model", folder).done()
     (tmp_path / "images" / "new.png").write_bytes(png(24, 24))
     ran = call("ingest", "pack", *asked, "--model", file, "--model-config", bare)
     assert (ran.code, ran.json["packed"], ran.json["unchanged"]) == (0, 1, 4), ran.err
-    scanned = call("ingest", "scan", asked[0], *asked[2:], "--model", file, "--model-config", bare)
-    assert scanned.code == 0, scanned.err
+    scanned = call("ingest", "scan", asked[0], *asked[2:], "--model", file, "--model-config", bare).done()
     assert (scanned.json["found"], scanned.json["text_family"]) == (5, "sd")
     output = tmp_path / "a.png"
-    peeked = call("ingest", "peek", tmp_path / "s", "a/000.png", "--model", file, "--model-config", bare, "-o", output)
-    assert peeked.code == 0, peeked.err
+    call("ingest", "peek", tmp_path / "s", "a/000.png", "--model", file, "--model-config", bare, "-o", output).done()
     assert output.exists()

@@ -22,13 +22,13 @@ from bucketline.store.sync.pull import pull
 from bucketline.store.transfer import sender
 from bucketline.store.transfer.sender import PendingNotes, pending_shards
 from bucketline.store.verify.verify import verify
+from tests.kit import everything
 from tests.object_storage import in_memory
-from tests.reading import everything
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.reading import Held
+    from tests.kit import Held
 
 CONTENTS: dict[str, Any] = {
     "columns": [

@@ -47,8 +47,7 @@ def pack(folder: Path, place: Path) -> Any:
 @pytest.mark.parametrize("variant", ["fp16", "bf16", "non_ema"])
 def test_a_folder_of_a_variant_alone_is_packed_with(variant: str, own: Path, tmp_path: Path, *, in_parts: bool) -> None:
     as_variant(own, variant, in_parts=in_parts)
-    ran = pack(own, tmp_path)
-    assert ran.code == 0, ran.err
+    ran = pack(own, tmp_path).done()
     assert ran.json["packed"] == 4
 
 
@@ -69,7 +68,7 @@ def test_the_trainer_loads_a_variant_and_names_what_it_looked_for(tmp_path: Path
 
     from bucketline.families.family import StoreFacts
     from bucketline.train.models.load import load
-    from tests.building import TOKEN_WIDTH
+    from tests.kit import TOKEN_WIDTH
     from tests.unit.train.tiny_run import UNET
 
     facts = StoreFacts(latent_channels=2, text={"tokens": TOKEN_WIDTH}, num_classes=None, shows_padding=True, latent_sizes=())

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from bucketline.store import Store, read_manifest
-from tests.building import tree
 from tests.commands import call
+from tests.kit import tree
 from tests.models import write_model
 from tests.unit.command_line.conftest import pack
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 def test_pack_prints_one_object_with_the_account(source: Path, tmp_path: Path, model: Path) -> None:
     (source / "broken.jpg").write_bytes(b"no image")
     (source / "lost.txt").write_text("a caption without an image\n", encoding="ascii")
-    ran = pack(source, tmp_path / "s", model, "--json")
-    assert ran.code == 0, ran.err
+    ran = pack(source, tmp_path / "s", model, "--json").done()
     report = ran.json
     wanted = {"found", "packed", "unchanged", "rejected", "without_caption", "payload_bytes", "disk_bytes", "seconds"}
     assert wanted <= set(report)
@@ -215,13 +214,9 @@ def test_a_folder_with_something_else_in_it_is_never_made_a_store(source: Path, 
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "thesis.tex").write_text("years of work", encoding="ascii")
     before = tree(tmp_path / "s")
-    ran = pack(source, tmp_path / "s", model)
-    assert ran.code == 1
-    assert "not a store and not empty (it has 'thesis.tex')" in ran.err
+    pack(source, tmp_path / "s", model).fails("not a store and not empty (it has 'thesis.tex')")
     assert tree(tmp_path / "s") == before
-    ran = pack(source, tmp_path / "s" / "thesis.tex", model)
-    assert ran.code == 1
-    assert "is a file" in ran.err
+    pack(source, tmp_path / "s" / "thesis.tex", model).fails("is a file")
 
 
 def test_too_little_disk_is_refused_before_anything_is_written(
@@ -229,19 +224,14 @@ def test_too_little_disk_is_refused_before_anything_is_written(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    ran = pack(source, tmp_path / "new" / "s", model)
-    assert ran.code == 1
-    assert "14 new images" in ran.err
-    assert "0 MiB are free; make room" in ran.err
+    pack(source, tmp_path / "new" / "s", model).fails("14 new images", "0 MiB are free; make room")
     assert not (tmp_path / "new").exists()
 
 
 def test_a_source_of_rejects_alone_ends_with_one_and_says_so(tmp_path: Path, model: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.png").write_bytes(b"no image")
-    ran = pack(tmp_path / "photos", tmp_path / "s", model)
-    assert ran.code == 1
-    assert "not one of 1 image could be packed" in ran.err
+    pack(tmp_path / "photos", tmp_path / "s", model).fails("not one of 1 image could be packed")
     assert read_manifest(tmp_path / "s").samples == 0
 
 

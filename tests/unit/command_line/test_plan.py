@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.building import make_store, samples_of
 from tests.commands import call
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,8 +89,7 @@ def test_a_plan_that_makes_no_sense_ends_with_2_naming_what(
 
 def test_a_bucket_smaller_than_a_batch_is_no_error(tmp_path: Path) -> None:
     make_store(tmp_path, samples_of({"train/64x64": 9, "train/96x64": 1}))
-    report = call("loader", "plan", tmp_path, "--batch-size", 4, "--json")
-    assert report.code == 0
+    report = call("loader", "plan", tmp_path, "--batch-size", 4, "--json").done()
     assert {bucket["name"]: bucket["batches"] for bucket in report.json["buckets"]} == {"train/64x64": 2, "train/96x64": 0}
 
 

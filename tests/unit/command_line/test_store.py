@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from bucketline.store import Store
-from tests.building import tree
 from tests.commands import BIN, Ran, call, spawn
+from tests.kit import tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,8 +47,7 @@ def test_info_prints_one_object_with_buckets_and_columns(packed: tuple[Path, Pat
 
 
 def test_info_for_people_names_every_bucket(packed: tuple[Path, Path]) -> None:
-    ran = call("store", "info", packed[1])
-    assert ran.code == 0
+    ran = call("store", "info", packed[1]).done()
     assert "14 samples" in ran.out
     assert "train/16x24" in ran.out
 
@@ -65,8 +64,7 @@ def test_info_shows_the_options_that_a_pack_of_the_same_store_takes(packed: tupl
 
 
 def test_verify_prints_one_object_and_ends_with_zero_where_all_is_well(packed: tuple[Path, Path]) -> None:
-    ran = call("store", "verify", packed[1], "--json")
-    assert ran.code == 0
+    ran = call("store", "verify", packed[1], "--json").done()
     assert set(ran.json) == {"blocks", "rows", "corrupt", "strays"}
     assert (ran.json["rows"], ran.json["corrupt"]) == (14, [])
     assert "14 rows read, 0 faults" in call("store", "verify", packed[1]).out
@@ -106,8 +104,7 @@ def test_get_writes_a_file_that_safetensors_opens(packed: tuple[Path, Path], tmp
     from safetensors.numpy import load_file
 
     out = tmp_path / "sample.safetensors"
-    ran = call("store", "get", packed[1], "a/002.png", "-o", out, "--json")
-    assert ran.code == 0, ran.err
+    ran = call("store", "get", packed[1], "a/002.png", "-o", out, "--json").done()
     assert (ran.json["id"], len(ran.json["captions"])) == ("a/002.png", 2)
     found = load_file(out)
     store = Store.open(packed[1])

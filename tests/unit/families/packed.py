@@ -57,6 +57,5 @@ def pack(form: str, model: Path, root: Path) -> Packed:
     for n, text in enumerate(TEXTS):
         (made.images / f"{n}.png").write_bytes(png(height, width, seed=n))
         (made.images / f"{n}.txt").write_text(text, encoding="utf-8")
-    ran = ingest("pack", made, model, made.store)
-    assert ran.code == 0, ran.err
+    ingest("pack", made, model, made.store).done()
     return made

@@ -12,9 +12,9 @@ import pytest
 from bucketline.families.registry import FAMILIES
 from bucketline.store import Store
 from bucketline.train import main as trainer
-from tests.building import edit_json, rewrite_manifest
 from tests.commands import Ran, called
 from tests.family_models import FORMS
+from tests.kit import edit_json, rewrite_manifest
 from tests.unit.families.packed import ingest
 
 if TYPE_CHECKING:

@@ -84,8 +84,7 @@ def test_packing_again_packs_nothing_and_new_repeats_need_no_encoding(folder: Pa
 def test_a_source_that_was_removed_from_the_file_is_no_longer_read_and_its_store_is_named(folder: Path, model: Path) -> None:
     good(pack(folder, model, "--json"))
     (folder / "data.toml").write_text('[[source]]\npath = "dogs"\n', encoding="utf-8")
-    ran = pack(folder, model)
-    assert ran.code == 0, ran.err
+    ran = pack(folder, model).done()
     assert f"photos.store belongs to no source of {folder / 'data.toml'}; it is kept, and not read" in ran.out
     assert [Path(one.path).name for one in parse_stores([folder / "data"])] == ["dogs.store"]
     assert captions_of(folder / "data" / "dogs.store") == set(), "the file no longer gives them a caption"
@@ -139,9 +138,7 @@ def test_a_source_without_one_good_image_leaves_the_folder_unreadable_as_one(fol
     (folder / "bad").mkdir()
     (folder / "bad" / "a.png").write_bytes(b"no image")
     (folder / "data.toml").write_text(ONCE_AND_THREE_TIMES + '[[source]]\npath = "bad"\n', encoding="utf-8")
-    ran = pack(folder, model)
-    assert ran.code == 1
-    assert "not one image of bad could be packed" in ran.err
+    pack(folder, model).fails("not one image of bad could be packed")
     assert read_mixture(folder / "data") is None
     assert call("loader", "plan", folder / "data", "--batch-size", 1).code == 1
 
@@ -150,9 +147,7 @@ def test_stores_are_made_neither_in_a_store_nor_in_a_source(folder: Path, model:
     asked = ("--model", model, *SMALL)
     assert call("ingest", "pack", folder / "photos", folder / "data", *asked).code == 0
     assert "is a store; " in pack(folder, model).err
-    ran = call("ingest", "pack", folder / "data.toml", folder / "dogs" / "data", *asked)
-    assert ran.code == 2
-    assert "inside the source" in ran.err
+    call("ingest", "pack", folder / "data.toml", folder / "dogs" / "data", *asked).fails("inside the source", code=2)
 
 
 def test_a_damaged_list_of_stores_is_refused(tmp_path: Path) -> None:
@@ -171,8 +166,7 @@ def test_a_damaged_list_of_stores_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_pack_what_one_process_packs(folder: Path, model: Path) -> None:
     options = ("--model", model, *SMALL, "--json")
-    two = forked_ranks(2, "ingest", "pack", folder / "data.toml", folder / "two", *options)
-    assert two.code == 0, two.err
+    forked_ranks(2, "ingest", "pack", folder / "data.toml", folder / "two", *options).done()
     good(pack(folder, model, "--json"))
     assert json.loads((folder / "two" / MIXTURE).read_bytes()) == json.loads((folder / "data" / MIXTURE).read_bytes())
     for name, count in (("photos.store", 6), ("dogs.store", 4)):

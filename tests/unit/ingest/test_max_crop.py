@@ -10,8 +10,8 @@ import pytest
 
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
-from tests.building import rewrite_manifest
 from tests.commands import call
+from tests.kit import rewrite_manifest
 from tests.models import SMALL, png
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def pack(photos: Path, store: Path, model: Path, *more: object) -> dict[str, Any]:
-    ran = call("ingest", "pack", photos, store, "--model", model, *SMALL, *more, "--json")
-    assert ran.code == 0, ran.err
+    ran = call("ingest", "pack", photos, store, "--model", model, *SMALL, *more, "--json").done()
     return ran.json
 
 

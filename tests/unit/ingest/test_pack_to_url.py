@@ -24,9 +24,9 @@ from bucketline.store.transfer.sender import ShardSender
 from bucketline.store.verify.verify import verify, verify_folder
 from tests import object_storage
 from tests.commands import Ran, call
+from tests.kit import everything
 from tests.models import SMALL, write_images
 from tests.object_storage import SECRET
-from tests.reading import everything
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,8 +89,7 @@ def test_a_pack_into_a_url_is_the_same_as_on_a_disk(place: ObjectFolder, source:
     work = next((tmp_path / "cache-pack").iterdir())
     assert work.name.startswith("photos.store-")
     assert not list((work / "shards").iterdir())  # what was committed has left
-    printed = call("ingest", "pack", source, place.url, "--model", model, *SMALL)
-    assert printed.code == 0
+    printed = call("ingest", "pack", source, place.url, "--model", model, *SMALL).done()
     assert f"{place.url}: generation 1, " in printed.out
     assert SECRET not in done.out + printed.out
 
@@ -111,8 +110,7 @@ def test_only_what_is_new_is_packed_and_what_is_gone_is_pruned(
     assert (dry["unchanged"], dry["pruned"]) == (13, 1)
     assert dry["pruned_ids"] == [gone]
     assert not (tmp_path / "cache-pack").exists()  # a dry run makes no folder for shards
-    done = pack(source, place, model, "--prune")
-    assert done.code == 0
+    done = pack(source, place, model, "--prune").done()
     report = done.json
     assert (report["unchanged"], report["pruned"], report["pruned_ids"], report["generation"]) == (13, 1, [gone], 2)
     assert report["packed"] == report["found"] - 13 > 0
@@ -375,6 +373,4 @@ def test_what_cannot_be_is_refused(place: ObjectFolder, source: Path, model: Pat
     done = call("ingest", "pack", source, "https://me:hidden@127.0.0.1:9/a.store", "--model", model, *SMALL)
     assert (done.code, "web servers are read only" in done.err, "hidden" in done.err) == (1, True, False)
     pack(source, place, model)
-    other = pack(source, place, model, "--flip")
-    assert other.code == 1
-    assert "was made with other options than this run has" in other.err
+    pack(source, place, model, "--flip").fails("was made with other options than this run has")

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from bucketline.store import Store
-from tests.building import flip_bit, make_store, samples_of, tree
 from tests.commands import Ran, call
 from tests.family_models import tiny_dc
+from tests.kit import flip_bit, make_store, samples_of, tree
 from tests.models import SMALL, colour_image, encoded, write_images, write_model
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     exif = Image.Exif()
     exif[0x0112] = 6
     (folder / "photos" / TURNED).write_bytes(encoded(Image.fromarray(colour_image(34, 22)), "JPEG", exif=exif))
-    ran = call("ingest", "pack", folder / "photos", folder / "s", "--model", model, *SMALL, "--dtype", request.param)
-    assert ran.code == 0, ran.err
+    call("ingest", "pack", folder / "photos", folder / "s", "--model", model, *SMALL, "--dtype", request.param).done()
     return Store.open(folder / "s")
 
 
@@ -61,8 +60,7 @@ def decoded(store: Store, sample_id: str, model: Path) -> NDArray[np.uint8]:
 
 def test_the_image_is_what_the_vae_makes_of_the_stored_latent(packed: Store, model: Path, tmp_path: Path) -> None:
     for sample_id in ("a/000.png", "b/001.png", TURNED):
-        ran = peek(packed, sample_id, model, tmp_path / "out.png", "--json")
-        assert ran.code == 0, ran.err
+        ran = peek(packed, sample_id, model, tmp_path / "out.png", "--json").done()
         record = packed.sample(sample_id)[1]
         bucket = packed.bucket(record.bucket)
         with Image.open(tmp_path / "out.png") as image:
@@ -107,9 +105,7 @@ def test_another_vae_than_the_stores_is_refused_with_field_and_both_values(packe
 
 def test_a_store_that_does_not_say_which_vae_made_it_is_refused(model: Path, tmp_path: Path) -> None:
     store = make_store(tmp_path / "s", samples_of({"train/64x64": 1}))
-    ran = peek(store, "train/64x64/0.png", model, tmp_path / "out.png")
-    assert ran.code == 1
-    assert "the store was made with encoders.vae.class = None" in ran.err
+    peek(store, "train/64x64/0.png", model, tmp_path / "out.png").fails("the store was made with encoders.vae.class = None")
     assert not (tmp_path / "out.png").exists()
 
 
@@ -157,8 +153,7 @@ def test_of_moments_and_mirror_images_the_mean_as_it_was_is_shown(model: Path, t
     for name, more in {"mode": (), "moments": ("--latents", "moments", "--flip")}.items():
         asked = (tmp_path / "photos", tmp_path / name, "--model", model, *SMALL, *more)
         assert call("ingest", "pack", *asked).code == 0
-        ran = peek(Store.open(tmp_path / name), "b/001.png", model, tmp_path / f"{name}.png")
-        assert ran.code == 0, ran.err
+        peek(Store.open(tmp_path / name), "b/001.png", model, tmp_path / f"{name}.png").done()
         images.append((tmp_path / f"{name}.png").read_bytes())
     assert images[0] == images[1]
 
@@ -171,8 +166,7 @@ def test_the_latents_of_an_autoencoder_without_a_distribution_are_shown(tmp_path
     asked = (tmp_path / "photos", tmp_path / "s", "--model", model, *SMALL, "--dtype", "F32")
     assert call("ingest", "pack", *asked).code == 0
     store = Store.open(tmp_path / "s")
-    ran = peek(store, "a/000.png", model, tmp_path / "out.png")
-    assert ran.code == 0, ran.err
+    peek(store, "a/000.png", model, tmp_path / "out.png").done()
     (bucket,) = store.buckets()
     with torch.no_grad():
         image = tiny_dc().from_pretrained(model / "vae").decode(torch.from_numpy(bucket.read(np.array([0]), "latent"))).sample

@@ -31,8 +31,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         image = photograph(file).copy()  # the other is kept for all tests
         image.thumbnail((160, 160))
         image.save(folder / "photos" / f"{n}.png")
-    ran = call("ingest", "pack", folder / "photos", folder / "s", "--model", model, "--grid", "area:96:32")
-    assert ran.code == 0, ran.err
+    call("ingest", "pack", folder / "photos", folder / "s", "--model", model, "--grid", "area:96:32").done()
     return folder / "s", model
 
 
@@ -42,8 +41,7 @@ def previews(packed: tuple[Path, Path], page: Path, *more: object) -> Ran:
 
 def test_fitted_factors_show_photographs_that_they_were_not_fitted_to(packed: tuple[Path, Path], tmp_path: Path) -> None:
     factors = tmp_path / "factors.json"
-    ran = previews(packed, tmp_path / "page.html", "--samples", 10, "--save-factors", factors, "--json")
-    assert ran.code == 0, ran.err
+    ran = previews(packed, tmp_path / "page.html", "--samples", 10, "--save-factors", factors, "--json").done()
     found = ran.json
     assert found["published"] is None
     assert found["samples"] + found["fitted_on"] in (9, 10)
@@ -56,8 +54,6 @@ def test_fitted_factors_show_photographs_that_they_were_not_fitted_to(packed: tu
 
 def test_nothing_is_written_over_another_file(packed: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text("mine", encoding="ascii")
-    ran = previews(packed, tmp_path / "page.html")
-    assert ran.code == 2
-    assert "page.html exists" in ran.err
+    previews(packed, tmp_path / "page.html").fails("page.html exists", code=2)
     ran = previews(packed, tmp_path / "other.html", "--samples", 0)
     assert "--samples is 0, expected 1 or more" in ran.err

@@ -12,8 +12,8 @@ import pytest
 
 from bucketline.store import Store
 from bucketline.store.prompts.prompt_sets import DEFAULT, read_set
-from tests.building import add_samples, empty_store, samples_of, store_writer, tree
 from tests.commands import Ran, call
+from tests.kit import add_samples, empty_store, samples_of, store_writer, tree
 from tests.models import SMALL, write_images, write_model
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("prompts")
     write_images(folder / "photos", 6)
     text = ("--text-dtype", request.param, "--max-tokens", 10)
-    ran = call("ingest", "pack", folder / "photos", folder / "s", "--model", model, *SMALL, *text, "--val-fraction", 0)
-    assert ran.code == 0, ran.err
+    call("ingest", "pack", folder / "photos", folder / "s", "--model", model, *SMALL, *text, "--val-fraction", 0).done()
     return Store.open(folder / "s")
 
 
@@ -47,8 +46,7 @@ def read(store: Store, name: str = DEFAULT) -> PromptSet:
 def test_a_prompt_has_the_embedding_of_the_same_caption(packed: Store, model: Path, tmp_path: Path) -> None:
     record = next(record for _, record in map(packed.sample, ("a/002.png", "b/003.png")) if record.captions)
     stored = packed.read_caption(0, record.caption_rows[0])
-    ran = prompts(tmp_path, packed.path, model, f"\ufeff{record.captions[0]}\r\n\n  the cat  \nthe cat\n")
-    assert ran.code == 0, ran.err
+    ran = prompts(tmp_path, packed.path, model, f"\ufeff{record.captions[0]}\r\n\n  the cat  \nthe cat\n").done()
     assert ran.out.startswith(f"{packed.path}: 3 prompts as the set 'default', ")
     found = read(packed)
     own = found.embedding(record.captions[0])
@@ -71,8 +69,7 @@ def test_a_set_is_replaced_and_nothing_else_is_written(packed: Store, model: Pat
     before = tree(packed.path)
     line = {"prompt": "red", "negative_prompt": "blue house", "seed": 9, "height": 32, "width": 16, "guidance": 2}
     lines = "\n".join(map(json.dumps, (line, {"prompt": "", "seed": None})))
-    ran = prompts(tmp_path, packed.path, model, lines, "--json", "--size", "8x24", name="p.jsonl")
-    assert ran.code == 0, ran.err
+    ran = prompts(tmp_path, packed.path, model, lines, "--json", "--size", "8x24", name="p.jsonl").done()
     assert (ran.json["name"], ran.json["prompts"], ran.json["cut"]) == (DEFAULT, 2, [])
     after = tree(packed.path)
     assert {name for name, data in after.items() if before.get(name) != data} == {"prompts/default.safetensors"}
@@ -147,8 +144,7 @@ def test_prompts_of_a_store_in_a_bucket_are_written_and_shown_there(
     own = shutil.copytree(packed.path, tmp_path / "own.store", ignore=lambda *_: {"prompts"})
     url: Any = s3.url("photos.store")
     assert call("store", "push", own, url).code == 0
-    ran = prompts(tmp_path, url, model, "the cat\na red house")
-    assert ran.code == 0, ran.err
+    prompts(tmp_path, url, model, "the cat\na red house").done()
     assert [one.prompt for one in read(Store.open(url)).prompts] == ["the cat", "a red house"]
     assert "prompts default: 2 prompts, " in call("store", "info", url).out
     assert call("store", "verify", url).code == 0

@@ -18,9 +18,9 @@ from bucketline.store.verify.verify import verify
 from bucketline.store.write.target import LocalTarget
 from tests.commands import Ran, call, forked_ranks
 from tests.fault.same_store import compare
+from tests.kit import everything
 from tests.models import SMALL
 from tests.object_storage import in_memory
-from tests.reading import everything
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,8 +77,7 @@ def test_readers_see_each_generation_while_packing_goes_on(
         seen.append(manifest.samples)
 
     on_publish(monkeypatch, LocalTarget, look)
-    done = pack(source, tmp_path / "s", model, *ALWAYS)
-    assert done.code == 0
+    done = pack(source, tmp_path / "s", model, *ALWAYS).done()
     report = done.json
     assert (report["found"], report["packed"], report["rejected"]) == (15, 14, 1)
     assert seen == sorted(set(seen))  # more each time
@@ -142,8 +141,7 @@ def test_a_store_in_object_storage_gets_generations_too(
 
 @pytest.mark.usefixtures("in_turn")
 def test_ranks_publish_together(source: Path, tmp_path: Path, model: Path) -> None:
-    done = forked_ranks(2, "ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--json", *ALWAYS)
-    assert done.code == 0, done.err
+    done = forked_ranks(2, "ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--json", *ALWAYS).done()
     assert (done.json["packed"], done.json["found"]) == (14, 14)
     assert done.json["generations_meanwhile"] > 0
     store = Store.open(tmp_path / "s")

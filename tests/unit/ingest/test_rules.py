@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import webdataset
 from PIL import Image
@@ -18,14 +17,12 @@ from bucketline.ingest.pipeline import image_reader, slice_packer
 from bucketline.ingest.rules import Limit, prune_limit, reject_limit
 from bucketline.ingest.sources.tar.tar_source import TarSource
 from bucketline.store import Store
-from tests.building import tree
 from tests.commands import Ran, call
+from tests.kit import by_id, tree
 from tests.models import SMALL, colour_image, encoded, png, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    from numpy.typing import NDArray
 
     from bucketline.ingest.sources.source import SourceItem
 
@@ -38,15 +35,10 @@ def counts(report: dict[str, Any]) -> tuple[int, int, int]:
     return report["packed"], report["unchanged"], report["rejected"]
 
 
-def rows_of(store: Path) -> dict[str, tuple[str, tuple[str, ...], NDArray[Any]]]:
-    """Return every sample's bucket, captions and latent, by the part of its id that a tar does not change."""
-    opened = Store.open(store)
-    found = {}
-    for bucket in opened.buckets():
-        rows = np.arange(bucket.num_rows)
-        for sample_id, latent in zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True):
-            found[sample_id] = bucket.name, opened.sample(sample_id)[1].captions, latent
-    return found
+def rows_of(store: Path) -> dict[str, tuple[str, tuple[str, ...], bytes]]:
+    """Return every sample's bucket, captions and latent, by its id."""
+    found = by_id(Store.open(store))
+    return {name: (held.record.bucket, held.record.captions, held.columns["latent"]) for name, held in found.items()}
 
 
 def write_tars(source: Path, folder: Path) -> str:
@@ -70,11 +62,7 @@ def test_tars_that_webdataset_wrote_pack_to_the_same_latents_as_the_files_in_a_f
     assert counts(pack(source, tmp_path / "s", model, "--val-fraction", "0.2").json) == (14, 0, 0)
     ran = pack(text, tmp_path / "t", model, "--val-fraction", "0.2")
     assert counts(ran.json) == (14, 0, 0), ran.err
-    by_file, by_tar = rows_of(tmp_path / "s"), rows_of(tmp_path / "t")
-    assert sorted(by_file) == sorted(by_tar)  # a.tar holds the folder a/
-    for sample_id, (bucket, captions, latent) in by_file.items():
-        assert by_tar[sample_id][:2] == (bucket, captions)
-        np.testing.assert_array_equal(by_tar[sample_id][2], latent)
+    assert rows_of(tmp_path / "s") == rows_of(tmp_path / "t")  # a.tar holds the folder a/
     monkeypatch.setattr(image_reader, "decode_image", lambda *_: pytest.fail("an unchanged image was decoded"))
     before = tree(tmp_path / "t")
     assert counts(pack(text, tmp_path / "t", model, "--val-fraction", "0.2").json) == (0, 14, 0)
@@ -96,12 +84,8 @@ def test_a_table_and_a_saved_dataset_pack_to_the_same_latents_too(source: Path, 
     expected = rows_of(tmp_path / "folder")
     for kind, text in (("table", source / "all.jsonl"), ("dataset", tmp_path / "d")):
         assert counts(pack(text, tmp_path / f"{kind}.store", model).json) == (14, 0, 0)
-        found = rows_of(tmp_path / f"{kind}.store")
         ids = {name if kind == "table" else Path(name).name: name for name in expected}  # datasets keeps a path's last part
-        assert sorted(found) == sorted(ids)
-        for sample_id, row in found.items():
-            assert row[:2] == expected[ids[sample_id]][:2]
-            np.testing.assert_array_equal(row[2], expected[ids[sample_id]][2])
+        assert rows_of(tmp_path / f"{kind}.store") == {sample_id: expected[name] for sample_id, name in ids.items()}
         assert counts(pack(text, tmp_path / f"{kind}.store", model).json) == (0, 14, 0)
 
 
@@ -122,9 +106,7 @@ def test_a_store_among_the_files_of_any_local_source_is_refused(kind: str, tmp_p
     source = {"table": inside / "t.csv", "tar": inside / "t.tar", "dataset": inside}[kind]
     store = tmp_path if kind == "tar" else inside / "s"
     before = tree(tmp_path)
-    ran = pack(source, store, model)
-    assert ran.code == 2
-    assert "choose a store outside" in ran.err
+    pack(source, store, model).fails("choose a store outside", code=2)
     assert tree(tmp_path) == before
 
 
@@ -245,9 +227,7 @@ def test_a_damaged_tar_stops_a_run_before_anything_is_written(tmp_path: Path, mo
     pattern = write_tars(source, tmp_path / "tars")
     path = tmp_path / "tars" / "b.tar"
     path.write_bytes(path.read_bytes()[:4000])
-    ran = pack(pattern, tmp_path / "s", model)
-    assert ran.code == 1
-    assert "b.tar, near byte" in ran.err
+    pack(pattern, tmp_path / "s", model).fails("b.tar, near byte")
     assert not (tmp_path / "s").exists()
 
 

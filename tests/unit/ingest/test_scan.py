@@ -52,8 +52,7 @@ def test_what_a_scan_foretells_is_what_packing_does(kind: str, source: Path, tmp
         (source / "cut.png").write_bytes(png(30, 30)[:200])
     before = sorted(tmp_path.rglob("*"))
     more = ("--model", model, "--val-fraction", "0.3", *(["--full"] if kind == "full" else []))
-    foretold = scan(source, *more)
-    assert foretold.code == 0, foretold.err
+    foretold = scan(source, *more).done()
     assert sorted(tmp_path.rglob("*")) == before
     packed = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--val-fraction", "0.3", "--json").json
     report = foretold.json
@@ -96,8 +95,7 @@ def test_a_scan_without_a_model_needs_neither_torch_nor_transformers(source: Pat
         f"code = main(['scan', {str(source)!r}, '--grid', '64x64', '--min-size-px', '8']); "
         "assert not {'torch', 'transformers', 'diffusers'} & set(sys.modules); sys.exit(code)"
     )
-    ran = spawn([sys.executable, "-c", script], PYTHONPATH=str(ROOT))
-    assert ran.code == 0, ran.err
+    ran = spawn([sys.executable, "-c", script], PYTHONPATH=str(ROOT)).done()
     assert "14 images" in ran.out
     assert "train/64x64" in ran.out
     assert "use --model" in ran.out
@@ -123,9 +121,7 @@ def test_a_scan_says_what_it_found_for_people_too(source: Path, model: Path) -> 
 
 def test_a_source_of_rejects_alone_ends_with_one(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"no image")
-    ran = call("ingest", "scan", tmp_path)
-    assert ran.code == 1
-    assert "not one of 1 image could be packed" in ran.err
+    call("ingest", "scan", tmp_path).fails("not one of 1 image could be packed")
 
 
 @pytest.mark.parametrize(

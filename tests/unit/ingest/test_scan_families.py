@@ -33,8 +33,7 @@ def scan(source: Path, model: Path, *more: object) -> Ran:
 
 
 def packed(source: Path, store: Path, model: Path, *more: object) -> Any:
-    ran = call("ingest", "pack", source, store, *ASKED, "--model", model, *more, "--json")
-    assert ran.code == 0, ran.err
+    ran = call("ingest", "pack", source, store, *ASKED, "--model", model, *more, "--json").done()
     return ran.json
 
 
@@ -77,8 +76,7 @@ def test_a_scan_foretells_what_packing_stores_of_captions_and_reads_no_weight(
     folder = write_pipeline(tmp_path / "model", family)
     options = OPTIONS[family] if more == "with options" else ()
     summary = packed(long_captions, tmp_path / "s", folder, *options)
-    ran = scan(long_captions, without_weights(folder), *options, "--json")
-    assert ran.code == 0, ran.err
+    ran = scan(long_captions, without_weights(folder), *options, "--json").done()
     report = ran.json
     assert report["text_family"] == family.removesuffix(" without T5")
     assert report["captions_too_long"] == summary["captions_truncated"]
@@ -157,9 +155,7 @@ def test_moments_and_mirror_images_are_counted_without_a_model_too(images: Path)
     assert row_bytes("--latents", "moments") - row_bytes() == latents
     assert row_bytes("--flip") - row_bytes() == latents
     assert row_bytes("--flip", "--latents", "moments") - row_bytes() == 3 * latents
-    ran = call("ingest", "scan", images, *ASKED, "--max-tokens", 20)
-    assert ran.code == 2
-    assert "requires --model" in ran.err
+    call("ingest", "scan", images, *ASKED, "--max-tokens", 20).fails("requires --model", code=2)
 
 
 def test_a_scan_refuses_the_captions_that_name_no_class(images: Path, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.building import make_store, samples_of
 from tests.commands import call
+from tests.kit import make_store, samples_of
 from tests.models import png, write_images
 from tests.pages import parsed
 
@@ -28,8 +28,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_source_is_shown_by_bucket_with_the_captions_as_stored(photos: Path, tmp_path: Path) -> None:
     page = tmp_path / "sheet.html"
-    ran = call("ingest", "peek", photos, "-o", page, *GRID, "--trigger-word", "sks", "--json")
-    assert ran.code == 0, ran.err
+    ran = call("ingest", "peek", photos, "-o", page, *GRID, "--trigger-word", "sks", "--json").done()
     assert ran.json == {"page": str(page), "found": 11, "shown": 11, "rejected": 2}
     found = parsed(page)
     assert found.tags.count("img") == 9
@@ -41,8 +40,7 @@ def test_a_source_is_shown_by_bucket_with_the_captions_as_stored(photos: Path, t
 
 def test_the_same_images_are_drawn_again(photos: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        ran = call("ingest", "peek", photos, "-o", tmp_path / f"{name}.html", *GRID, "--samples", 4)
-        assert ran.code == 0, ran.err
+        call("ingest", "peek", photos, "-o", tmp_path / f"{name}.html", *GRID, "--samples", 4).done()
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     assert parsed(tmp_path / "a.html").tags.count("figure") == 4
 

@@ -30,8 +30,7 @@ CPU = torch.device("cpu")
 
 
 def pack(source: Path, store: Path, model: Path, *more: object) -> dict[str, Any]:
-    ran = call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
-    assert ran.code == 0, ran.err
+    ran = call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more).done()
     found: dict[str, Any] = json.loads(ran.out)
     return found
 
@@ -101,8 +100,7 @@ def test_pooled_embeddings_stay_in_16_bits() -> None:
 def test_a_scan_counts_the_bytes_of_quantised_tokens(source: Path, model: Path) -> None:
     found = {}
     for dtype in ("F16", "I8"):
-        ran = call("ingest", "scan", source, "--model", model, *SMALL, "--json", "--text-dtype", dtype)
-        assert ran.code == 0, ran.err
+        ran = call("ingest", "scan", source, "--model", model, *SMALL, "--json", "--text-dtype", dtype).done()
         found[dtype] = json.loads(ran.out)["text_bytes"]
     num_tokens = found["F16"] // (8 * 2)  # of a width of 8
     assert found["I8"] == num_tokens * (8 + 2) > 0

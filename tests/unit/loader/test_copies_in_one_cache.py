@@ -17,7 +17,7 @@ from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
 from bucketline.store.write import publish, shard_writer
-from tests.building import Sample, add_samples, make_sample, make_store, samples_of, store_writer
+from tests.kit import Sample, add_samples, make_sample, make_store, samples_of, store_writer
 from tests.unit.loader.test_remote import bits
 from tests.unit.store.remote.cache.lines import NUM_BYTES, open_shard
 

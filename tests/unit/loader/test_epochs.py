@@ -21,8 +21,8 @@ from bucketline.loader import BatchDataset, Loader, LoaderConfig, Remainder, Rem
 from bucketline.loader.collate.buffer_pool import BufferPool
 from bucketline.loader.network.listener import Security, listening
 from bucketline.loader.prefetch.threads import ThreadStream
-from tests.building import make_store, samples_of
 from tests.epoch_oracle import Oracle, epochs_of, micros, rows_of
+from tests.kit import make_store, samples_of
 from tests.serving import serving
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push import push
-from tests.building import add_samples, make_sample, make_store, samples_of, store_writer
+from tests.kit import add_samples, make_sample, make_store, samples_of, store_writer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from bucketline.loader.collate.window import Window
 from bucketline.loader.plan.plan import Plan
 from bucketline.store import Store
 from bucketline.store.shard import reader
-from tests.building import make_store, samples_of
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

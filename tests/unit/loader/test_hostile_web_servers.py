@@ -20,9 +20,9 @@ from bucketline.store.remote import generations
 from bucketline.store.remote.objects import NoRangesError, ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
-from tests.building import flip_bit, make_store, samples_of
 from tests.commands import call
 from tests.data.old_versions import unpacked
+from tests.kit import flip_bit, make_store, samples_of
 from tests.object_storage import CREDENTIALS
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.store.format.hashing import sample_digest
-from tests.building import add_samples, make_store, samples_of, store_writer
+from tests.kit import add_samples, make_store, samples_of, store_writer
 from tests.leftovers import wait_until
 
 if TYPE_CHECKING:

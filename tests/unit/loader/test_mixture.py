@@ -17,10 +17,10 @@ from bucketline.loader.mixture import join, open_shares, parse_store
 from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import read_manifest
-from tests.building import embedding, make_store, rewrite_manifest, samples_of
+from tests.kit import embedding, make_store, rewrite_manifest, samples_of
 
 if TYPE_CHECKING:
-    from tests.building import Sample
+    from tests.kit import Sample
 
 FIRST = {"train/64x64": 11, "train/96x64": 4, "val/64x64": 3}
 SECOND = {"train/64x64": 5, "train/64x128": 7}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from bucketline.loader import Loader, LoaderConfig
-from tests.building import make_store, samples_of
 from tests.commands import Ran, call
+from tests.kit import make_store, samples_of
 from tests.pages import parsed
 
 if TYPE_CHECKING:

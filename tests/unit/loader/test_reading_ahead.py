@@ -10,7 +10,7 @@ import torch
 
 from bucketline.loader import Loader, LoaderConfig, follow, loader
 from bucketline.loader.plan.make_plan import plan_of
-from tests.building import add_samples, make_store, samples_of, store_writer
+from tests.kit import add_samples, make_store, samples_of, store_writer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,9 +23,8 @@ from bucketline.store.remote.cache.cached_shard import ABSENT
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
-from tests.building import make_store, samples_of
 from tests.commands import spawn
-from tests.free_columns import items_of, make_free_store
+from tests.kit import ANY, make_store, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +56,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """A store of two shards of many lines, of either version."""
     if request.param == 1:
         return make_store(tmp_path / "a.store", samples_of(ROWS, "a/"), samples_of(ROWS, "b/"))
-    return make_free_store(tmp_path / "a.store", items_of(ROWS, prefix="a/"), items_of(ROWS, prefix="b/"))
+    return ANY.make_store(tmp_path / "a.store", ANY.samples(ROWS, prefix="a/"), ANY.samples(ROWS, prefix="b/"))
 
 
 def pushed(store: Store) -> str:

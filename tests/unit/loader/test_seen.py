@@ -12,8 +12,8 @@ import pytest
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push import push
-from tests.building import make_store, samples_of
 from tests.commands import Ran, call
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,8 +19,8 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.plan.cache_needs import CacheNeeds
 from bucketline.store.remote.cache import folder as folder_module
 from bucketline.store.remote.cache.room import Room
-from tests.building import make_store, samples_of
 from tests.commands import ROOT
+from tests.kit import make_store, samples_of
 from tests.unit.loader.test_remote import LINE_BYTES, WITH_LINES, pushed
 
 if TYPE_CHECKING:

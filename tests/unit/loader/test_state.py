@@ -12,7 +12,7 @@ from bucketline.errors import StateError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.mixture import StoreArgument
 from bucketline.loader.seen import Seen, read_loader_state
-from tests.building import make_store, samples_of
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,8 +14,7 @@ from bucketline.loader import Batch, Loader, LoaderConfig, TextForm
 from bucketline.loader.collate import dequantise_field as dequantise_module
 from bucketline.loader.dequantise import dequantised
 from bucketline.store.format.text_codec import dequantise, quantise
-from tests.building import make_store, samples_of
-from tests.quantised import POOLED_WIDTH, make_quantised, tokens_of
+from tests.kit import POOLED_WIDTH, loud_tokens, make_store, quantised, samples_of
 from tests.serving import serving
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ BITS = {"I8": torch.int8, "F8_E4M3": torch.uint8}
 @pytest.fixture(scope="module", params=[("I8", 64), ("I8", 40), ("F8_E4M3", 64)], ids=str)
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Store:
     dtype, width = request.param
-    return make_quantised(tmp_path_factory.mktemp("stored") / "s", dtype, samples_of({"train/64x64": 9}), width=width)
+    return quantised(dtype, width).make_store(tmp_path_factory.mktemp("stored") / "s", samples_of({"train/64x64": 9}))
 
 
 def batches(store: Store | Path, *, service: Path | None = None, **options: Any) -> list[Batch]:
@@ -97,7 +96,7 @@ def test_a_flipped_bit_of_a_scale_is_found_by_verify(store: Store, tmp_path: Pat
     shutil.copytree(store.path, tmp_path / "s")
     dtype, width = store.text.tokens[0].dtype, store.text.tokens[0].shape[0]
     text = next(text for sample in samples_of({"train/64x64": 9}) for text in sample.captions)
-    scale = quantise(tokens_of(text, width), dtype)["tokens_scale"].tobytes()
+    scale = quantise(loud_tokens(text, width), dtype)["tokens_scale"].tobytes()
     path = tmp_path / "s/shards/g0.lmdb"
     data = path.read_bytes()
     at = data.index(scale)

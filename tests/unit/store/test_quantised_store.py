@@ -27,9 +27,8 @@ from bucketline.store.format.text_error import measured_error
 from bucketline.store.read.info import info
 from bucketline.store.read.iter_samples import Selection
 from bucketline.store.verify.verify import verify
-from tests.building import ENCODERS, samples_of, store_writer
 from tests.commands import call
-from tests.quantised import WIDTH, embedding_of, make_quantised, pooled_of, spec_of, tokens_of, writer_of
+from tests.kit import ENCODERS, loud_tokens, quantised, samples_of, store_writer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,18 +37,28 @@ if TYPE_CHECKING:
 
 DTYPES = ("I8", "F8_E4M3")
 SAMPLES = samples_of({"train/64x64": 24, "train/64x128": 7})
+WIDTH = 72
+I8 = quantised("I8")
 
 
 @pytest.fixture(scope="module", params=DTYPES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Store:
     path = tmp_path_factory.mktemp("quantised") / request.param
-    return make_quantised(path, request.param, SAMPLES[:20], SAMPLES[20:])
+    return quantised(request.param).make_store(path, SAMPLES[:20], SAMPLES[20:])
 
 
 @pytest.fixture
 def store(made: Store, tmp_path: Path) -> Store:
     shutil.copytree(made.path, tmp_path / "store")
     return Store.open(tmp_path / "store")
+
+
+def tokens_of(text: str) -> NDArray[Any]:
+    return I8.embed(text)["tokens"]
+
+
+def pooled_of(text: str) -> NDArray[Any]:
+    return I8.embed(text)["pooled"]
 
 
 def delivered(dtype: str, text: str) -> NDArray[np.float16]:
@@ -102,8 +111,7 @@ def test_the_error_of_all_captions_is_in_the_manifest_and_in_store_info(made: St
     num_captions = sum(shard.groups["text"].rows for shard in made.manifest.shards)
     assert report["text_error"]["captions"] == num_captions
     assert report["text"]["tokens"] == {"dtype": dtype, "shape": [WIDTH]}
-    shown = call("store", "info", made.path)
-    assert shown.code == 0
+    shown = call("store", "info", made.path).done()
     assert f"error of the quantised text, {num_captions} captions: relative " in shown.out
     assert json.loads(call("store", "info", made.path, "--json").out)["text_error"] == report["text_error"]
 
@@ -121,16 +129,13 @@ def test_dropped_rows_are_compacted_away_and_the_error_stays_that_of_all_that_wa
 
 
 def test_a_shard_that_a_killed_writer_left_is_adopted_with_its_error(tmp_path: Path) -> None:
-    whole = make_quantised(tmp_path / "whole", "I8", SAMPLES[:5])
-    killed = writer_of(tmp_path / "killed", "I8")
+    whole = I8.make_store(tmp_path / "whole", SAMPLES[:5])
+    killed = I8.writer(tmp_path / "killed")
     with suppress(KeyboardInterrupt), killed:
-        for sample in SAMPLES[:5]:
-            captions = {text: embedding_of(text) for text in sample.captions}
-            killed.add_record(sample.record, {"latent": sample.latent}, captions)
-        killed.commit()
+        I8.add(killed, SAMPLES[:5], commit_every=5)
         raise KeyboardInterrupt
     assert not Store.open(tmp_path / "killed").manifest.shards
-    with writer_of(tmp_path / "killed", "I8"):
+    with I8.writer(tmp_path / "killed"):
         pass
     adopted = Store.open(tmp_path / "killed")
     assert info(adopted)["text_error"] == info(whole)["text_error"]
@@ -139,13 +144,11 @@ def test_a_shard_that_a_killed_writer_left_is_adopted_with_its_error(tmp_path: P
 
 def test_a_store_whose_captions_have_a_column_of_errors_is_read_and_continued(tmp_path: Path) -> None:
     """Such are those of an earlier version."""
-    new = spec_of("I8")
+    new = I8.text
+    assert new is not None
     old = dataclasses.replace(new, fixed=(*new.fixed, Column(name="tokens_error", dtype="F32", shape=(3,))))
-    for number, text in enumerate((old, new)):
-        with writer_of(tmp_path, "I8", text=text, shard_names=f"s{number}{{}}") as writer:
-            for sample in (SAMPLES[:20], SAMPLES[20:])[number]:
-                captions = {text: embedding_of(text) for text in sample.captions}
-                writer.add_record(sample.record, {"latent": sample.latent}, captions)
+    for text, samples in ((old, SAMPLES[:20]), (new, SAMPLES[20:])):
+        dataclasses.replace(I8, text=text).make_store(tmp_path, samples)
     store = Store.open(tmp_path)
     assert store.text == old
     assert_captions(store)
@@ -159,7 +162,7 @@ def test_a_store_whose_captions_have_a_column_of_errors_is_read_and_continued(tm
 def test_merged_stores_keep_columns_and_error(made: Store, tmp_path: Path) -> None:
     dtype = made.text.tokens[0].dtype
     more = samples_of({"train/64x64": 3}, "more/")
-    make_quantised(tmp_path / "b", dtype, more)
+    quantised(dtype).make_store(tmp_path / "b", more)
     merge(tmp_path / "out", [made.path, tmp_path / "b"])
     merged = Store.open(tmp_path / "out")
     assert len(merged.shards) == 3
@@ -169,7 +172,7 @@ def test_merged_stores_keep_columns_and_error(made: Store, tmp_path: Path) -> No
 
 def test_stores_of_other_text_are_not_merged(made: Store, tmp_path: Path) -> None:
     other = next(dtype for dtype in DTYPES if dtype != made.text.tokens[0].dtype)
-    make_quantised(tmp_path / "b", other, samples_of({"train/64x64": 3}, "more/"))
+    quantised(other).make_store(tmp_path / "b", samples_of({"train/64x64": 3}, "more/"))
     with pytest.raises(FingerprintError, match=r"stored_dtype|text\."):
         merge(tmp_path / "out", [made.path, tmp_path / "b"])
 
@@ -231,13 +234,13 @@ def test_exported_tokens_are_f16_and_have_no_scales(made: Store, tmp_path: Path)
 def test_a_writer_takes_tokens_in_16_or_32_bits_or_quantised(tmp_path: Path) -> None:
     columns = {**quantise(tokens_of("a"), "I8"), "pooled": pooled_of("a")}
     latent = {"latent": SAMPLES[0].latent}
-    with writer_of(tmp_path, "I8") as writer:
+    with I8.writer(tmp_path) as writer:
         writer.add("1", "train/64x64", latent, {"a": columns})
         writer.add("2", "train/64x64", latent, {"b": {"tokens": tokens_of("b").astype("<f2"), "pooled": pooled_of("b")}})
         refused: tuple[tuple[dict[str, NDArray[Any]], str], ...] = (
             ({"tokens": tokens_of("c") * np.nan, "pooled": pooled_of("c")}, "NaN"),
             ({"tokens": tokens_of("c") * 1e9, "pooled": pooled_of("c")}, "beyond ±65504"),
-            ({"tokens": tokens_of("c", 40), "pooled": pooled_of("c")}, r"tokens to be quantised are F16 or F32 \[T, 72\]"),
+            ({"tokens": loud_tokens("c", 40), "pooled": pooled_of("c")}, r"tokens to be quantised are F16 or F32 \[T, 72\]"),
             ({"tokens": tokens_of("c").astype("<i1"), "pooled": pooled_of("c")}, "tokens to be quantised are F16 or F32"),
             ({"tokens": tokens_of("c")}, "expected .'pooled', 'tokens'."),
         )
@@ -252,7 +255,7 @@ def test_a_writer_takes_tokens_in_16_or_32_bits_or_quantised(tmp_path: Path) -> 
 
 def test_a_store_is_not_continued_with_other_columns(made: Store) -> None:
     other = next(dtype for dtype in DTYPES if dtype != made.text.tokens[0].dtype)
-    with pytest.raises(FingerprintError, match="stored_dtype"), writer_of(made.path, other):
+    with pytest.raises(FingerprintError, match="stored_dtype"), quantised(other).writer(made.path):
         pass
 
 
@@ -264,8 +267,8 @@ def test_an_impossible_error_is_refused(made: Store) -> None:
 
 
 def test_the_form_has_both_columns_and_the_empty_caption(made: Store) -> None:
-    assert made.text == spec_of(made.text.tokens[0].dtype)
+    assert made.text == quantised(made.text.tokens[0].dtype).text
     assert read_manifest(made.path).text.spec().is_quantised
     empty = made.read_caption(0, 0)
     assert empty["tokens"].tobytes() == delivered(made.text.tokens[0].dtype, "").tobytes()
-    assert embedding_of("")["pooled"].tobytes() == empty["pooled"].tobytes()
+    assert pooled_of("").tobytes() == empty["pooled"].tobytes()

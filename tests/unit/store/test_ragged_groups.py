@@ -26,23 +26,9 @@ from bucketline.store.sync.push import push
 from bucketline.store.sync.selection import PullSelection
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import shard_writer
-from tests.building import flip_bit
 from tests.commands import call
-from tests.free_columns import items_of
-from tests.ragged import (
-    AUDIO,
-    LLAMA,
-    POINTS,
-    Schema,
-    add_all,
-    caption_of,
-    expect_independently,
-    expect_loaded,
-    expect_read,
-    make_ragged,
-    row_entry,
-    writer_of,
-)
+from tests.kit import AUDIO, LLAMA, POINTS, RAGGED, Form, expect_independently, flip_bit, row_entry
+from tests.loading import expect_loaded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,16 +36,14 @@ if TYPE_CHECKING:
     from bucketline.loader.collate.window import PendingBatch
     from bucketline.store.verify.faults import Fault
 
-TARGET = (RowColumn(role="target", dtype="F16", shape=(2, "length")),)
-SCHEMA = Schema(columns=TARGET, groups={"audio": AUDIO, "points": POINTS, "llama": LLAMA})
-ITEMS = items_of({"train/3": 9, "train/5": 4, "val/3": 3}, TARGET)
+ITEMS = RAGGED.samples({"train/3": 9, "train/5": 4, "val/3": 3})
 
 VERIFIED = {"verify": True}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return make_ragged(tmp_path_factory.mktemp("ragged") / "s", SCHEMA, ITEMS)
+    return RAGGED.make_store(tmp_path_factory.mktemp("ragged") / "s", ITEMS)
 
 
 @pytest.fixture
@@ -116,7 +100,7 @@ def test_an_impossible_group_is_refused(change: dict[str, Any], message: str) ->
 )
 def test_groups_that_do_not_go_together_are_refused(groups: Any, has_text: bool, message: str, tmp_path: Path) -> None:  # noqa: FBT001
     with pytest.raises(UsageError, match=message):
-        writer_of(tmp_path / "s", Schema(columns=TARGET, groups=groups, has_text=has_text))
+        Form(columns=RAGGED.columns, groups=groups, text=RAGGED.text if has_text else None).writer(tmp_path / "s")
 
 
 def latent_of(count: int) -> dict[str, Any]:
@@ -138,12 +122,12 @@ def latent_of(count: int) -> dict[str, Any]:
         ({"llama": np.zeros((1, 7), "<f2")}, {}, "what belongs to a caption is given with it"),
         (
             {"points": np.zeros((1, 3), "<f4")},
-            {"x": {"tokens": np.zeros((1, 3), "<f2")}},
+            {"x": {"tokens": np.zeros((1, 5), "<f2")}},
             "'llama' is missing",
         ),
         (
             {"points": np.zeros((1, 3), "<f4")},
-            {"x": {"tokens": np.zeros((1, 3), "<f2"), "llama": np.full((1, 7), np.inf, "<f2")}},
+            {"x": {"tokens": np.zeros((1, 5), "<f2"), "llama": np.full((1, 7), np.inf, "<f2")}},
             "caption 'x', ragged group 'llama': column 'hidden' is NaN",
         ),
     ],
@@ -151,19 +135,19 @@ def latent_of(count: int) -> dict[str, Any]:
 def test_a_wrong_entry_is_refused_by_name_and_nothing_is_added(
     ragged: dict[str, Any], captions: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with writer_of(tmp_path / "s", SCHEMA) as writer:
+    with RAGGED.writer(tmp_path / "s") as writer:
         with pytest.raises(UsageError, match=message):
             writer.add("a", "train", {"target": np.zeros((2, 3), "<f2")}, captions, ragged)
-        add_all(writer, SCHEMA, ITEMS[:3])
+        RAGGED.add(writer, ITEMS[:3])
     assert not faults(tmp_path / "s")
-    expect_independently(tmp_path / "s", SCHEMA, ITEMS[:3])
+    expect_independently(tmp_path / "s", RAGGED, ITEMS[:3])
 
 
 def test_a_row_that_does_not_fit_leaves_no_entry(tmp_path: Path) -> None:
-    with writer_of(tmp_path / "s", SCHEMA) as writer:
+    with RAGGED.writer(tmp_path / "s") as writer:
         with pytest.raises(UsageError, match="takes F16"):
             writer.add("a", "train/3", {"target": np.zeros((2, 3), "<f4")}, {}, {"points": np.ones((1, 3), "<f4")})
-        add_all(writer, SCHEMA, ITEMS[:2])
+        RAGGED.add(writer, ITEMS[:2])
     assert read_manifest(tmp_path / "s").shards[0].groups["ragged/points"].rows == 2
 
 
@@ -177,20 +161,20 @@ def test_equal_entries_are_stored_once_per_shard_only_if_that_is_the_rule(made: 
 
 
 def test_another_encoder_of_a_group_is_refused(copy: Path) -> None:
-    other = Schema(columns=TARGET, groups={**SCHEMA.groups, "llama": dataclasses.replace(LLAMA, allow_nonfinite=True)})
-    with writer_of(copy, other) as writer:
-        add_all(writer, other, [])
+    other = Form(columns=RAGGED.columns, groups={**RAGGED.groups, "llama": dataclasses.replace(LLAMA, allow_nonfinite=True)})
+    with other.writer(copy):
+        pass
     wider = dataclasses.replace(POINTS, columns=[Column(name="xyz", dtype="F32", shape=(4,))])
-    for groups in ({**SCHEMA.groups, "points": wider}, {"audio": AUDIO}, {}):
-        with pytest.raises(FingerprintError, match="ragged"), writer_of(copy, Schema(columns=TARGET, groups=groups)):
+    for groups in ({**RAGGED.groups, "points": wider}, {"audio": AUDIO}, {}):
+        with pytest.raises(FingerprintError, match="ragged"), Form(columns=RAGGED.columns, groups=groups).writer(copy):
             pass
 
 
 def test_long_entries_do_not_wait_for_their_rows_to_fill_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_writer, "COMMIT_BYTES", 1 << 14)
     monkeypatch.setattr(shard_writer, "LONG_BYTES", 1 << 13)
-    schema = Schema(columns=TARGET, groups={"points": POINTS}, has_text=False)
-    with writer_of(tmp_path / "s", schema) as writer:
+    schema = Form(columns=RAGGED.columns, groups={"points": POINTS}, text=None)
+    with schema.writer(tmp_path / "s") as writer:
         for n in range(12):
             points = np.full((400 + n, 3), n, "<f4")
             writer.add(f"{n}", "train", {"target": np.zeros((2, 3), "<f2")}, {}, {"points": points})
@@ -202,16 +186,16 @@ def test_long_entries_do_not_wait_for_their_rows_to_fill_a_block(tmp_path: Path,
 
 
 def test_what_a_killed_part_had_committed_is_adopted_with_its_entries(tmp_path: Path) -> None:
-    writer = writer_of(tmp_path / "s", SCHEMA).__enter__()
+    writer = RAGGED.writer(tmp_path / "s").__enter__()
     part = pickle.loads(pickle.dumps(writer.part("r0")))
-    add_all(part, SCHEMA, ITEMS, commit_every=len(ITEMS))
+    RAGGED.add(part, ITEMS, commit_every=len(ITEMS))
     part.close()
     with pytest.warns(UserWarning, match="has not been sealed"):
         writer.__exit__(None, None, None)
-    with writer_of(tmp_path / "s", SCHEMA):
+    with RAGGED.writer(tmp_path / "s"):
         pass
     assert not faults(tmp_path / "s")
-    expect_independently(tmp_path / "s", SCHEMA, ITEMS)
+    expect_independently(tmp_path / "s", RAGGED, ITEMS)
 
 
 # reading
@@ -227,7 +211,7 @@ def test_entries_of_a_cold_store_are_requested_ahead(made: Store, monkeypatch: p
 
     monkeypatch.setattr(BatchBuilder, "ask_tokens", noted)
     monkeypatch.setattr(ColdDetector, "is_cold", True)
-    assert expect_loaded(made.path, SCHEMA, ITEMS, verify=True, caption_dropout=0.0) == 13
+    assert expect_loaded(made.path, RAGGED, ITEMS, verify=True, caption_dropout=0.0) == 13
     assert asked
 
 
@@ -247,14 +231,14 @@ def test_a_store_in_object_storage_is_read_through_its_cache(made: Store, tmp_pa
     url = f"file://{tmp_path}/bucket/a.store"
     push(made.path, ObjectFolder.open(url))
     store = Store.open(url, remote=RemoteOptions(cache=tmp_path / "cache"))
-    expect_read(store, SCHEMA, ITEMS)
+    RAGGED.expect(store, ITEMS)
     forms: list[dict[str, Any]] = [{}, {"verify": True}, {"plain_reads": True}, {"pad_multiple": 2}]
     for n, options in enumerate(forms):
         store = Store.open(url, remote=RemoteOptions(cache=tmp_path / f"cache{n}"))
-        assert expect_loaded(store, SCHEMA, ITEMS, **options) == 13
+        assert expect_loaded(store, RAGGED, ITEMS, **options) == 13
     pull(ObjectFolder.open(url), tmp_path / "val", PullSelection(split="val"))
     assert not faults(tmp_path / "val")
-    expect_independently(tmp_path / "val", SCHEMA, [item for item in ITEMS if item.bucket.startswith("val/")])
+    expect_independently(tmp_path / "val", RAGGED, [item for item in ITEMS if item.bucket.startswith("val/")])
 
 
 def test_only_the_groups_that_are_requested_are_delivered(made: Store) -> None:
@@ -271,9 +255,9 @@ def test_only_the_groups_that_are_requested_are_delivered(made: Store) -> None:
 
 
 def test_flips_refuse_a_group_of_rows_without_mirror_images(tmp_path: Path) -> None:
-    columns = (*TARGET, RowColumn(role="target/flipped", dtype="F16", shape=(2, "length")))
-    schema = dataclasses.replace(SCHEMA, columns=columns)
-    made = make_ragged(tmp_path / "s", schema, items_of({"train/3": 4}, columns))
+    columns = (*RAGGED.columns, RowColumn(role="target/flipped", dtype="F16", shape=(2, "length")))
+    schema = dataclasses.replace(RAGGED, columns=columns)
+    made = schema.make_store(tmp_path / "s", schema.samples({"train/3": 4}))
     with pytest.raises(UsageError, match=r"'audio' of .* has no entries of mirror images"):
         Loader(made, LoaderConfig(batch_size=2, ragged=("audio",), flip=0.5))
     with Loader(made, LoaderConfig(batch_size=2, ragged=("points", "llama"), flip=1.0)) as loader:
@@ -281,15 +265,14 @@ def test_flips_refuse_a_group_of_rows_without_mirror_images(tmp_path: Path) -> N
 
 
 def test_stores_with_other_groups_are_neither_mixed_nor_merged(made: Store, tmp_path: Path) -> None:
-    groups = {**SCHEMA.groups, "audio": dataclasses.replace(AUDIO, stored_once=False)}
-    other = make_ragged(tmp_path / "o", dataclasses.replace(SCHEMA, groups=groups), ITEMS[:2])
+    groups = {**RAGGED.groups, "audio": dataclasses.replace(AUDIO, stored_once=False)}
+    other = dataclasses.replace(RAGGED, groups=groups).make_store(tmp_path / "o", ITEMS[:2])
     with pytest.raises(FingerprintError, match="stored_once"):
         Loader([made, other], LoaderConfig(batch_size=2))
     with pytest.raises(FingerprintError, match="stored_once"):
         merge(tmp_path / "m", [made.path, other.path])
-    same = make_ragged(tmp_path / "p", SCHEMA, items_of({"train/3": 3}, TARGET, "more/"))
-    items = [*ITEMS, *items_of({"train/3": 3}, TARGET, "more/")]
-    assert expect_loaded([made, same], SCHEMA, items) == 16
+    more = RAGGED.samples({"train/3": 3}, "more/")
+    assert expect_loaded([made, RAGGED.make_store(tmp_path / "p", more)], RAGGED, [*ITEMS, *more]) == 16
 
 
 def test_an_unknown_group_or_a_caption_that_is_not_there(made: Store) -> None:
@@ -302,22 +285,22 @@ def test_an_unknown_group_or_a_caption_that_is_not_there(made: Store) -> None:
 def test_tokens_longer_than_the_zeros_of_the_map_are_delivered_too(tmp_path: Path) -> None:
     column = Column(name="plane", dtype="U8", shape=(ZERO_BYTES + 8,))
     planes = RaggedGroup(columns=[column], fixed=[dataclasses.replace(column, name="one")])
-    schema = Schema(columns=TARGET, groups={"planes": planes}, has_text=False)
-    items = [dataclasses.replace(item, captions=()) for item in items_of({"train/3": 3}, TARGET)]
-    make_ragged(tmp_path / "s", schema, items)
+    schema = Form(columns=RAGGED.columns, groups={"planes": planes}, text=None)
+    items = schema.samples({"train/3": 3})
+    schema.make_store(tmp_path / "s", items)
     assert expect_loaded(tmp_path / "s", schema, items) == 3
 
 
 def test_a_group_of_which_a_shard_or_the_store_has_no_entry(tmp_path: Path) -> None:
-    schema = Schema(columns=TARGET, groups={"audio": AUDIO}, has_text=False)
-    items = [dataclasses.replace(item, captions=()) for item in items_of({"train/3": 12}, TARGET)]
+    schema = Form(columns=RAGGED.columns, groups={"audio": AUDIO}, text=None)
+    items = schema.samples({"train/3": 12})
     without = [item for item in items if row_entry("audio", AUDIO, item.id) is None]
     rest = [item for item in items if item not in without]
-    store = make_ragged(tmp_path / "s", schema, without)
+    store = schema.make_store(tmp_path / "s", without)
     assert "ragged/audio" not in store.manifest.shards[0].groups
     assert expect_loaded(store, schema, without) == expect_loaded(store, schema, without, plain_reads=True) == len(without) > 1
-    with writer_of(tmp_path / "s", schema) as writer:
-        add_all(writer, schema, rest)
+    with schema.writer(tmp_path / "s") as writer:
+        schema.add(writer, rest)
     store = Store.open(tmp_path / "s")
     assert [len(shard.entry.ragged) for shard in store.shards] == [0, 1]
     assert not faults(tmp_path / "s")
@@ -355,7 +338,7 @@ def test_a_damaged_entry_is_named_with_its_samples_and_repaired(name: str, copy:
     assert repair(copy).dropped == len(users)
     left = [item for item in ITEMS if item.id not in users]
     assert not verify(Store.open(copy), lambda _: None, 1, shards_only=True).corrupt  # the damaged file is still there
-    expect_independently(copy, SCHEMA, left)
+    expect_independently(copy, RAGGED, left)
 
 
 def test_impossible_starts_are_refused_before_they_are_used(copy: Path) -> None:
@@ -380,13 +363,13 @@ def test_a_row_that_names_an_entry_beyond_the_shards_is_a_fault(tmp_path: Path, 
     wrong = lambda self, group, entry: 99 if group == "ragged/audio" and entry is None else number(self, group, entry)  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(shard_writer.ShardWriter, "_number_of", wrong)
-        make_ragged(tmp_path / "s", SCHEMA, ITEMS)
+        RAGGED.make_store(tmp_path / "s", ITEMS)
     found = [fault.error for fault in faults(tmp_path / "s")]
     lacking = [item.id for item in ITEMS if row_entry("audio", AUDIO, item.id) is None]
     assert len(found) == len(lacking) > 0
     assert all(error.startswith("the row has audio entry 99, the shard has") for error in found)
     with pytest.raises(CorruptError, match="no block of ragged/audio holds row 99"):
-        expect_read(Store.open(tmp_path / "s"), SCHEMA, ITEMS)
+        RAGGED.expect(Store.open(tmp_path / "s"), ITEMS)
 
 
 @pytest.mark.parametrize(
@@ -447,6 +430,6 @@ def test_the_commands_show_and_export_entries(made: Store, tmp_path: Path) -> No
     assert int(found["ragged.audio.rate"]) == int(audio["rate"])
     assert tuple(found["ragged.audio.latent"].shape) == audio["latent"].shape
     for n, text in enumerate(item.captions):
-        hidden = caption_of(SCHEMA, text)["llama"]["hidden"]
+        hidden = RAGGED.caption(text)["llama"]["hidden"]
         assert found[f"caption.{n}.ragged.llama.hidden"].numpy().tobytes() == hidden.tobytes()
     assert call("store", "export", made.path, tmp_path / "t", "--format", "webdataset").code == 0

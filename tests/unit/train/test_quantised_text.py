@@ -18,7 +18,7 @@ from bucketline.train.config import Objective
 from bucketline.train.models.load import facts_of
 from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
 from bucketline.train.trainer import train
-from tests.quantised import make_quantised
+from tests.kit import quantised
 from tests.unit.train.tiny_run import ALONE, config, encoders, losses, samples, write_unet
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ ROWS = {"train/128x128": 9, "val/128x128": 3}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a store of I8 tokens and a model in it, ready to train."""
     path = tmp_path_factory.mktemp("quantised")
-    make_quantised(path / "tiny.store", "I8", samples(ROWS), width=WIDTH, encoders=encoders())
+    quantised("I8", WIDTH, encoders()).make_store(path / "tiny.store", samples(ROWS))
     write_unet(path / "model", cross_attention_dim=WIDTH)
     return path
 

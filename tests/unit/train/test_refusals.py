@@ -13,8 +13,8 @@ from bucketline.errors import BucketlineError, UsageError
 from bucketline.train.config import Ema, Precision, WeightDtype
 from bucketline.train.refusals import refuse_early
 from bucketline.train.trainer import train
-from tests.building import rewrite_manifest
 from tests.commands import ROOT, spawn
+from tests.kit import rewrite_manifest
 from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, as_arguments, config
 
 if TYPE_CHECKING:

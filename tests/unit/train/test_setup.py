@@ -24,7 +24,7 @@ from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.refusals import refuse_unread_columns
 from bucketline.train.setup import latent_scale, start_processes
 from bucketline.train.trainer import Trainer, train
-from tests.building import TEXT, rewrite_manifest
+from tests.kit import TEXT, rewrite_manifest
 from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, config, make_training_store
 
 if TYPE_CHECKING:

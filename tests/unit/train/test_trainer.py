@@ -30,7 +30,7 @@ from bucketline.train.parallel import TrainRanks
 from bucketline.train.report import loss_curve
 from bucketline.train.report.loss_curve import draw_loss_curve
 from bucketline.train.trainer import train
-from tests.building import flip_bit, tree
+from tests.kit import flip_bit, tree
 from tests.unit.train.tiny_run import ALONE, add_to_store, as_arguments, config, losses, make_training_store, samples
 
 

@@ -16,7 +16,7 @@ from bucketline.store.prompts.prompt_file import Prompt, encode_prompts
 from bucketline.store.prompts.prompt_sets import write_set
 from bucketline.train.config import TrainConfig
 from bucketline.train.parallel import TrainRanks
-from tests.building import CAPTIONS, TOKEN_WIDTH, Sample, add_samples, caption_of, make_sample, store_writer
+from tests.kit import CAPTIONS, TOKEN_WIDTH, Sample, add_samples, caption_of, make_sample, store_writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -11,8 +11,8 @@ import pytest
 from bucketline.errors import LockedError, StoreError
 from bucketline.files.locks import FileLock
 from bucketline.store.write.publish import lock_store, prepare_store
-from tests.building import empty_store, open_writer
 from tests.commands import spawn
+from tests.kit import empty_store, open_writer
 
 if TYPE_CHECKING:
     from pathlib import Path

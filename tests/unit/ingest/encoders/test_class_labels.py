@@ -56,8 +56,7 @@ def test_labels_are_stored_as_a_token_and_an_unknown_one_is_a_reject_of_its_imag
         if label is not None:
             (source / f"{n}.txt").write_text(label, encoding="utf-8")
     asked = ("--model", dit, "--grid", "16x16", "--min-size-px", 8, "--json")
-    ran = call("ingest", "pack", source, tmp_path / "s", *asked)
-    assert ran.code == 0, ran.err
+    ran = call("ingest", "pack", source, tmp_path / "s", *asked).done()
     assert (ran.json["packed"], ran.json["without_caption"]) == (4, 1)
     assert ran.json["rejected_by_reason"] == {"caption that the model does not take": 1}
     (reject,) = map(json.loads, (tmp_path / "s" / "rejects.jsonl").read_text(encoding="ascii").splitlines())

@@ -88,8 +88,7 @@ def by_pipeline(pipeline: Any, family: str, text: str) -> dict[str, NDArray[Any]
 def test_a_familys_columns_are_those_that_its_pipeline_makes(
     family: str, dtype: str, folders: dict[str, Path], images: Path, tmp_path: Path
 ) -> None:
-    ran = pack(images, tmp_path / "s", folders[family], "--dtype", dtype, "--batch-size", 1 if dtype == "F32" else 3)
-    assert ran.code == 0, ran.err
+    ran = pack(images, tmp_path / "s", folders[family], "--dtype", dtype, "--batch-size", 1 if dtype == "F32" else 3).done()
     assert ran.json["packed"] == 4
     store, pipeline = Store.open(tmp_path / "s"), whole_pipeline(folders[family], family)
     for n, text in enumerate(("", *TEXTS)):
@@ -198,9 +197,7 @@ def test_each_part_of_a_family_is_in_the_fingerprint(folders: dict[str, Path], i
     with torch.no_grad():
         next(other.parameters()).mul_(1.5)
     other.save_pretrained(folder / "text_encoder_2")
-    ran = pack(images, tmp_path / "s", folder)
-    assert ran.code == 1
-    assert "encoders.text_encoder.parts.text_encoder_2.weights_hash" in ran.err
+    pack(images, tmp_path / "s", folder).fails("encoders.text_encoder.parts.text_encoder_2.weights_hash")
 
 
 def test_a_t5_that_came_later_is_another_encoder(folders: dict[str, Path]) -> None:

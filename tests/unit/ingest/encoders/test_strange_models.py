@@ -15,9 +15,9 @@ from bucketline.errors import ModelError
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import TextSettings
-from tests.building import edit_json
 from tests.commands import call
 from tests.family_models import write_pipeline
+from tests.kit import edit_json
 from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
@@ -104,8 +104,7 @@ def test_an_architecture_that_is_not_a_model_is_passed_over(architectures: objec
     """Only the kind of model says what to load then, as where no architecture is named."""
     edit_json(own / "text_encoder" / "config.json", architectures=architectures)
     write_images(tmp_path / "photos", 2)
-    ran = call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", own, *SMALL, "--json")
-    assert ran.code == 0, ran.err
+    ran = call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", own, *SMALL, "--json").done()
     assert ran.json["packed"] == 2
 
 

@@ -112,5 +112,4 @@ def test_pack_refuses_a_grid_that_a_dit_would_turn_into_squares_before_anything_
     assert ran.code == 2
     assert "--grid '16x24,24x16' has the size 16x24, and the model is a DiTTransformer2DModel" in ran.err
     assert not (tmp_path / "s").exists()
-    ran = call("ingest", "pack", source, tmp_path / "s", *asked, "--grid", "square:16")
-    assert ran.code == 0, ran.err
+    call("ingest", "pack", source, tmp_path / "s", *asked, "--grid", "square:16").done()

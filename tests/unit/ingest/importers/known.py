@@ -114,8 +114,7 @@ def make_known(folder: Path, name: str, count: int = 6) -> Known:
             "F32",
             *(("--text", "plain") if family == "t5" else ()),
         )
-        ran = call("ingest", "pack", images, packed, *asked)
-        assert ran.code == 0, ran.err
+        call("ingest", "pack", images, packed, *asked).done()
         read = read_store(packed)
     return Known(family=family, images=images, model=model, samples=tuple(read), scale=scale, shift=shift)
 

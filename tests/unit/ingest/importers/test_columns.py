@@ -54,8 +54,7 @@ def kohya_with_masks(folder: Path, own: Known, *, without: int, **more: Any) -> 
 def test_kohyas_alpha_masks_are_stored_in_px_where_they_are(known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("sd")
     source = kohya_with_masks(tmp_path / "cache", own, without=2)
-    ran = run_import("kohya", source, tmp_path / "s.store", own, *TEXTLESS)
-    assert ran.code == 0, ran.err
+    ran = run_import("kohya", source, tmp_path / "s.store", own, *TEXTLESS).done()
     assert (ran.json["imported"], ran.json["columns"], ran.json["left_out"]) == (6, ["mask"], {})
     found = delivered(tmp_path / "s.store", "mask")
     for n, sample in enumerate(own.samples):
@@ -117,8 +116,7 @@ def test_a_mask_that_is_none_is_rejected(bad: NDArray[np.float64], known: Callab
     source = kohya_with_masks(tmp_path / "cache", own, without=6)
     first = next(sample for sample in own.samples if sample.bucket_hw == (32, 48))
     kohya_latent(source, first, "sd", first.latent, alpha_mask=bad.astype("f4"))
-    ran = run_import("kohya", source, tmp_path / "s.store", own, *TEXTLESS)
-    assert ran.code == 0, ran.err
+    ran = run_import("kohya", source, tmp_path / "s.store", own, *TEXTLESS).done()
     (reject,) = ran.json["rejects"]
     assert reject["id"] == first.stem
     assert "its mask" in reject["detail"]
@@ -134,8 +132,7 @@ def test_onetrainers_masks_are_of_the_latents_size_and_its_conditioning_images_c
         more = {"latent_mask": tensor(eighths(*sample.latent.shape[1:]).astype("f4") / 255)[None]}
         more["latent_conditioning_image"] = tensor(control_of(sample))
         torch.save(torch.load(path) | more, path)
-    ran = run_import("onetrainer", source, tmp_path / "s.store", own, *TEXTLESS)
-    assert ran.code == 0, ran.err
+    ran = run_import("onetrainer", source, tmp_path / "s.store", own, *TEXTLESS).done()
     assert ran.json["columns"] == ["control/conditioning", "mask"]
     found = delivered(tmp_path / "s.store", "control/conditioning", "mask")
     for sample in own.samples:
@@ -157,8 +154,7 @@ def test_diffusion_pipes_controls_are_unscaled_like_its_latents(known: Callable[
         for n, sample in enumerate(own.samples)
     ]
     diffusion_pipe_values(tmp_path / "cache" / "flux" / "cache_1.500x48x32x1" / "latents", values)
-    ran = run_import("diffusion-pipe", tmp_path / "cache", tmp_path / "s.store", own, *TEXTLESS)
-    assert ran.code == 0, ran.err
+    run_import("diffusion-pipe", tmp_path / "cache", tmp_path / "s.store", own, *TEXTLESS).done()
     found = delivered(tmp_path / "s.store", "control/image", "mask")
     assert [sorted(found[sample.id].columns) for sample in own.samples[:3]] == [
         [],
@@ -225,8 +221,7 @@ def test_flux2s_latents_are_unpacked_by_the_statistics_among_its_vaes_weights(
         save_file({f"latents_{h}x{w}_float32": fed[0].contiguous()}, source / f"{n}_0048x0048_f2d.safetensors", metadata)
         text = {"architecture": "f2d", "caption1": f"a cat {n}"}
         save_file({"ctx_vec_float32": torch.ones(4, 6)}, source / f"{n}_f2d_te.safetensors", text)
-    ran = call("ingest", "import", "auto", source, tmp_path / "s.store", "--model", model, "--json")
-    assert ran.code == 0, ran.err
+    ran = call("ingest", "import", "auto", source, tmp_path / "s.store", "--model", model, "--json").done()
     assert (ran.json["variant"], ran.json["imported"], ran.json["text"]) == ("f2d", 3, "none")
     assert ran.json["scaling_undone"] == "packed 2 x 2 and normalised"
     assert "Flux.2's embeddings" in ran.json["notes"][0]

@@ -14,7 +14,7 @@ from bucketline.store.transfer import upload
 from bucketline.store.verify.verify import verify_folder
 from tests import object_storage
 from tests.commands import Ran, call
-from tests.reading import everything
+from tests.kit import everything
 from tests.unit.ingest.importers.known import run_import
 from tests.unit.ingest.importers.writers import kohya
 
@@ -55,8 +55,7 @@ def test_an_import_into_a_url_is_the_same_as_on_a_disk(own: Known, source: Path,
     dry = to_url(source, place, own, "--dry-run")
     assert (dry.code, dry.json["imported"], dry.json["rejected"]) == (0, 5, 1), dry.err
     assert newest_generation_or_none(place) is None
-    done = to_url(source, place, own)
-    assert done.code == 0, done.err
+    done = to_url(source, place, own).done()
     here = run_import("kohya", source, tmp_path / "here.store", own)
     same = ("found", "imported", "unchanged", "rejected", "generation", "buckets")
     assert {name: done.json[name] for name in same} == {name: here.json[name] for name in same}

@@ -63,8 +63,7 @@ def test_an_odd_npz_file_is_a_reject(how: str, known: Callable[[str], Known], tm
     path = max(source.rglob("*_sdxl.npz"))
     with np.load(path) as found:
         path.write_bytes(ODD_NPZ[how](dict(found)))
-    ran = run_import("kohya", source, tmp_path / "s.store", own, "--columns", "none", "--text", "none")
-    assert ran.code == 0, ran.err
+    ran = run_import("kohya", source, tmp_path / "s.store", own, "--columns", "none", "--text", "none").done()
     assert (ran.json["imported"], ran.json["rejected"]) == (5, 1)
     assert ran.json["rejects"][0]["reason"] == "unusable cache entry"
     assert len(read_store(tmp_path / "s.store")) == 5
@@ -75,8 +74,7 @@ def test_mirrored_latents_of_text_are_a_reject(known: Callable[[str], Known], tm
     for n, sample in enumerate(own.samples):
         mirrored = np.full(sample.latent.shape, "x") if n == 5 else sample.latent[:, :, ::-1].copy()
         kohya_latent(tmp_path / "cache", sample, "sd", sample.latent, latents_flipped=mirrored)
-    ran = run_import("kohya", tmp_path / "cache", tmp_path / "s.store", own, "--text", "none")
-    assert ran.code == 0, ran.err
+    ran = run_import("kohya", tmp_path / "cache", tmp_path / "s.store", own, "--text", "none").done()
     assert (ran.json["imported"], ran.json["rejected"]) == (5, 1)
     assert "latents_flipped" in ran.json["rejects"][0]["detail"]
 
@@ -97,8 +95,7 @@ def test_an_odd_tensor_is_a_reject(how: str, known: Callable[[str], Known], tmp_
     source = simpletuner(tmp_path / "cache", own, hashed=False)
     path = source / "cache" / "vae" / f"{own.samples[-1].stem}.pt"
     torch.save(ODD_TORCH[how](torch.load(path, weights_only=True)), path)
-    ran = run_import("simpletuner", source, tmp_path / "s.store", own, "--text", "none")
-    assert ran.code == 0, ran.err
+    ran = run_import("simpletuner", source, tmp_path / "s.store", own, "--text", "none").done()
     assert (ran.json["imported"], ran.json["rejected"]) == (5, 1)
     assert ran.json["rejects"][0]["reason"] == "unusable cache entry"
     assert len(read_store(tmp_path / "s.store")) == 5
@@ -133,8 +130,7 @@ def test_a_tensor_that_was_saved_as_a_parameter_is_imported(known: Callable[[str
     source = simpletuner(tmp_path / "cache", own, hashed=False)
     path = source / "cache" / "vae" / f"{own.samples[-1].stem}.pt"
     torch.save(torch.nn.Parameter(torch.load(path, weights_only=True)), path)
-    ran = run_import("simpletuner", source, tmp_path / "s.store", own, "--text", "none")
-    assert ran.code == 0, ran.err
+    ran = run_import("simpletuner", source, tmp_path / "s.store", own, "--text", "none").done()
     assert (ran.json["imported"], ran.json["rejected"]) == (6, 0)
 
 
@@ -146,8 +142,7 @@ def test_a_compressed_torch_file_that_claims_gigabytes_is_not_unpacked(known: Ca
     with zipfile.ZipFile(tmp_path / "large.pt") as plain, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         for name in plain.namelist():
             packed.writestr(name, plain.read(name))
-    ran = run_import("simpletuner", source, tmp_path / "s.store", own, "--text", "none")
-    assert ran.code == 0, ran.err
+    ran = run_import("simpletuner", source, tmp_path / "s.store", own, "--text", "none").done()
     assert "has more bytes unpacked" in ran.json["rejects"][0]["detail"]
 
 
@@ -158,8 +153,7 @@ def test_one_flat_image_among_what_is_new_does_not_refuse_a_later_run(known: Cal
         kohya_latent(source, sample, "sdxl", sample.latent)
     assert run_import("kohya", source, store, own, "--text", "none").json["imported"] == 5
     kohya_latent(source, own.samples[0], "sdxl", own.samples[0].latent / 4)
-    ran = run_import("kohya", source, store, own, "--text", "none")
-    assert ran.code == 0, ran.err
+    ran = run_import("kohya", source, store, own, "--text", "none").done()
     assert (ran.json["imported"], ran.json["unchanged"]) == (1, 5)
 
 
@@ -171,6 +165,5 @@ def test_one_latent_that_is_far_too_wide_is_a_reject_in_later_runs_too(known: Ca
     assert run_import("kohya", source, store, own, "--text", "none").json["imported"] == 5
     kohya_latent(source, own.samples[0], "sdxl", own.samples[0].latent * 50)
     for _ in range(2):
-        ran = run_import("kohya", source, store, own, "--text", "none")
-        assert ran.code == 0, ran.err
+        ran = run_import("kohya", source, store, own, "--text", "none").done()
         assert ran.json["rejected_by_reason"] == {"wrongly scaled latent": 1}

@@ -24,8 +24,7 @@ def test_ai_toolkits_embedding_of_an_edited_caption_is_not_taken(known: Callable
     own = known("sdxl")
     source, first = ai_toolkit(tmp_path / "cache", own), own.samples[0]
     (source / first.id).with_suffix(".txt").write_text("a green house\n", encoding="utf-8")
-    ran = run_import("ai-toolkit", source, tmp_path / "s.store", own)
-    assert ran.code == 0, ran.err
+    ran = run_import("ai-toolkit", source, tmp_path / "s.store", own).done()
     assert (ran.json["imported"], ran.json["rejected"]) == (5, 1)
     (reject,) = ran.json["rejects"]
     assert reject["id"] == first.id
@@ -42,8 +41,7 @@ def test_of_two_embeddings_of_an_image_ai_toolkits_digest_tells_the_captions(
     for path in texts.values():  # as caption dropout leaves them: another's name, and another's values
         other = {name: value + 1 for name, value in load_file(path).items()}
         save_file(other, path.with_name(f"{path.name.partition('_')[0]}_{'A' * 22}.safetensors"))
-    ran = run_import("ai-toolkit", source, tmp_path / "s.store", own)
-    assert ran.code == 0, ran.err
+    ran = run_import("ai-toolkit", source, tmp_path / "s.store", own).done()
     assert (ran.json["imported"], ran.json["text"]) == (6, "source")
     stored = {sample.id: sample for sample in read_store(tmp_path / "s.store")}
     for sample in own.samples:
@@ -59,8 +57,7 @@ def test_a_caption_that_is_newer_than_kohyas_text_cache_is_encoded_again(known: 
     (source / first.id).with_suffix(".txt").write_text(f"{other.caption}\n", encoding="utf-8")
     for path in ((source / one.id).with_suffix(".txt") for one in (first, second)):
         os.utime(path, ns=(2 * 10**18, 2 * 10**18))
-    ran = run_import("kohya", source, tmp_path / "s.store", own)
-    assert ran.code == 0, ran.err
+    ran = run_import("kohya", source, tmp_path / "s.store", own).done()
     assert (ran.json["imported"], ran.json["text"]) == (6, "source")
     assert any("2 text caches older than the caption file" in note for note in ran.json["notes"])
     edited = replace(first, caption=other.caption, tokens=other.tokens, pooled=other.pooled)
@@ -83,8 +80,7 @@ def test_of_two_groups_of_onetrainers_the_newest_has_the_image(
     other = other.rename(source / "image" / names[1])
     for folder, at in ((group, 2), (other, 1)):
         os.utime(folder / "variation-0" / "aggregate.pt", ns=(at * 10**18, at * 10**18))
-    ran = run_import("onetrainer", source, tmp_path / "s.store", own, "--captions", own.images)
-    assert ran.code == 0, ran.err
+    ran = run_import("onetrainer", source, tmp_path / "s.store", own, "--captions", own.images).done()
     assert (ran.json["imported"], ran.json["rejected"]) == (6, 6)
     assert any("6 images are in several groups" in note for note in ran.json["notes"])
     assert all(other.name in reject["id"] for reject in ran.json["rejects"])

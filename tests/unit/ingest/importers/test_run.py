@@ -61,8 +61,7 @@ def test_only_what_is_new_or_changed_is_imported(own: Known, source: Path, tmp_p
     kohya(source, own)
     for path in source.rglob("cats/*"):
         os.utime(path, ns=(1, 1))
-    changed = run_import("kohya", source, store, own)
-    assert changed.code == 0, changed.err
+    changed = run_import("kohya", source, store, own).done()
     assert (changed.json["imported"], changed.json["unchanged"]) == (6, 0)
     path = kohya_latent(source, first, "sdxl", first.latent * np.float32(1.5))
     assert path.exists()
@@ -122,8 +121,7 @@ def test_one_latent_of_a_wrong_scale_among_many_is_rejected(own: Known, source: 
             kohya_latent(source, replace(sample, id=f"{copy}/{sample.id}"), "sdxl", sample.latent)
     wrong = own.samples[0]
     kohya_latent(source, wrong, "sdxl", wrong.latent * np.float32(6))
-    ran = run_import("kohya", source, tmp_path / "s.store", own, "--text", "none")
-    assert ran.code == 0, ran.err
+    ran = run_import("kohya", source, tmp_path / "s.store", own, "--text", "none").done()
     assert ran.json["rejected_by_reason"] == {"wrongly scaled latent": 1}
     assert ran.json["rejects"][0]["id"] == wrong.id
 
@@ -134,12 +132,9 @@ def test_embeddings_of_another_model_are_refused(
     for path in source.rglob("*_te_outputs.npz"):
         found = dict(np.load(path))
         np.savez(path, **{**found, "hidden_state1": -found["hidden_state1"], "hidden_state2": -found["hidden_state2"]})
-    refused = run_import("kohya", source, tmp_path / "s.store", own)
-    assert refused.code == 1
-    assert "is not what the encoders of" in refused.err
+    run_import("kohya", source, tmp_path / "s.store", own).fails("is not what the encoders of")
     assert not (tmp_path / "s.store").exists()
-    summary = run_import("kohya", source, tmp_path / "s.store", own, "--text", "encode")
-    assert summary.code == 0, summary.err
+    run_import("kohya", source, tmp_path / "s.store", own, "--text", "encode").done()
     assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
 
 
@@ -160,8 +155,7 @@ def test_captions_are_encoded_in_full_batches_so_that_they_have_the_bits_of_pack
         return encoder
 
     monkeypatch.setattr(captions, "load_caption_encoder", noted)
-    ran = run_import("kohya", source, tmp_path / "s.store", own, "--text", "encode", "--batch-size", 4)
-    assert ran.code == 0, ran.err
+    run_import("kohya", source, tmp_path / "s.store", own, "--text", "encode", "--batch-size", 4).done()
     assert set(sizes) == {4}
     assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
 
@@ -172,14 +166,11 @@ def test_with_a_published_vae_captions_are_stored_without_embeddings(known: Call
     for sample in own.samples:
         kohya_latent(source, sample, "sd", (5.5 * random.standard_normal((4, 8, 8))).astype("f4"))
         (source / f"{sample.stem}.txt").write_text(sample.caption, encoding="utf-8")
-    ran = run_import("kohya", source, tmp_path / "s.store", None, "--vae", "sd")
-    assert ran.code == 0, ran.err
+    ran = run_import("kohya", source, tmp_path / "s.store", None, "--vae", "sd").done()
     assert (ran.json["text"], ran.json["without_caption"]) == ("none", 0)
     shown = call("store", "ls", tmp_path / "s.store", "--json").out
     assert "a red cat" in shown
-    refused = run_import("kohya", source, tmp_path / "s.store", None, "--vae", "sd", "--text", "encode")
-    assert refused.code == 2
-    assert "needs --model" in refused.err
+    run_import("kohya", source, tmp_path / "s.store", None, "--vae", "sd", "--text", "encode").fails("needs --model", code=2)
 
 
 def test_other_options_than_the_stores_are_refused(own: Known, source: Path, tmp_path: Path) -> None:
@@ -215,8 +206,7 @@ def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(
         stopped = run_import("kohya", source, tmp_path / "s.store", own)
     assert stopped.code == 130
     assert "interrupted: what was imported is committed" in stopped.err
-    again = run_import("kohya", source, tmp_path / "s.store", own)
-    assert again.code == 0, again.err
+    again = run_import("kohya", source, tmp_path / "s.store", own).done()
     assert again.json["unchanged"] > 0
     assert again.json["imported"] + again.json["unchanged"] == 6
     assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
@@ -225,8 +215,7 @@ def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(
 @pytest.mark.slow
 def test_several_ranks_share_the_work(own: Known, source: Path, tmp_path: Path) -> None:
     min(source.rglob("*_sdxl.npz")).write_bytes(b"damaged")
-    ran = forked_ranks(2, "ingest", "import", "kohya", source, tmp_path / "s.store", "--model", own.model, "--json")
-    assert ran.code == 0, ran.err
+    ran = forked_ranks(2, "ingest", "import", "kohya", source, tmp_path / "s.store", "--model", own.model, "--json").done()
     assert (ran.json["found"], ran.json["imported"], ran.json["rejected"]) == (6, 5, 1)
     assert len(list((tmp_path / "s.store" / "shards").glob("*.lmdb"))) == 2
     again = forked_ranks(2, "ingest", "import", "kohya", source, tmp_path / "s.store", "--model", own.model, "--json")
@@ -254,8 +243,7 @@ def test_of_several_captions_the_first_is_the_one_that_the_cache_has_embedded(ow
     for path in source.rglob("*.txt"):
         path.write_text(path.read_text(encoding="utf-8") + "\nanother caption\n", encoding="utf-8")
         os.utime(path, ns=(1, 1))
-    ran = run_import("kohya", source, tmp_path / "s.store", own)
-    assert ran.code == 0, ran.err
+    ran = run_import("kohya", source, tmp_path / "s.store", own).done()
     assert ran.json["notes"] == ["of a sample's captions at most 1 can be stored, the first"]
     assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
     assert run_import("kohya", source, tmp_path / "s.store", own).json["unchanged"] == 6

@@ -42,14 +42,12 @@ def test_rows_of_another_folder_are_not_replaced_unless_the_user_says_so(known: 
     assert_as_packed(store, own, FORMS["kohya"])
     dry = run_import("kohya", second, store, own, "--dry-run")
     assert dry.code == 1
-    both = run_import("kohya", second, store, own, "--prefix", "b")
-    assert both.code == 0, both.err
+    both = run_import("kohya", second, store, own, "--prefix", "b").done()
     assert (both.json["imported"], both.json["replaced"]) == (6, 0)
     assert {one.id for one in read_store(store)} == {f"{start}{one.id}" for one in own.samples for start in ("", "b/")}
     again = run_import("kohya", second, store, own, "--prefix", "b")
     assert (again.json["imported"], again.json["unchanged"]) == (0, 6)
-    replaced = run_import("kohya", second, store, own, "--replace")
-    assert replaced.code == 0, replaced.err
+    replaced = run_import("kohya", second, store, own, "--replace").done()
     assert (replaced.json["imported"], replaced.json["replaced"]) == (6, 6)
 
 
@@ -60,12 +58,10 @@ def test_what_was_cached_again_is_replaced_and_counted_and_a_moved_folder_is_unc
     source = kohya(tmp_path / "cache", own)
     assert run_import("kohya", source, store, own).code == 0
     shutil.copytree(source, tmp_path / "moved")
-    moved = run_import("kohya", tmp_path / "moved", store, own)
-    assert moved.code == 0, moved.err
+    moved = run_import("kohya", tmp_path / "moved", store, own).done()
     assert moved.json["unchanged"] == 6
     dated(source, 2)
-    again = run_import("kohya", source, store, own)
-    assert again.code == 0, again.err
+    again = run_import("kohya", source, store, own).done()
     assert (again.json["imported"], again.json["replaced"]) == (6, 6)
     shown = run_import("kohya", source, store, own)
     assert (shown.json["unchanged"], shown.json["replaced"]) == (6, 0)
@@ -79,15 +75,13 @@ def test_a_folder_added_to_a_data_set_changes_no_ids(kind: str, known: Callable[
     (tmp_path / "captions").mkdir()
     WRITERS[kind][0](source, cats)
     dated(source, 1)
-    first = run_import(kind, source, store, own, *options)
-    assert first.code == 0, first.err
+    run_import(kind, source, store, own, *options).done()
     before = {one.id for one in read_store(store)}
     assert before == {one.id.removeprefix("cats/") for one in cats.samples}
     shutil.rmtree(source)
     WRITERS[kind][0](source, own)
     dated(source, 1)
-    grown = run_import(kind, source, store, own, *options)
-    assert grown.code == 0, grown.err
+    grown = run_import(kind, source, store, own, *options).done()
     assert grown.json["not_in_source"] == 0
     assert {one.id for one in read_store(store)} == before | {one.id for one in own.samples if one.id.startswith("dogs/")}
     again = run_import(kind, source, store, own, *options)

@@ -53,8 +53,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_the_loader_delivers_videos_by_frames_height_and_width(source: Path, tmp_path: Path) -> None:
-    ran = run_import("auto", source, tmp_path / "s.store", None, *WAN)
-    assert ran.code == 0, ran.err
+    ran = run_import("auto", source, tmp_path / "s.store", None, *WAN).done()
     assert (ran.json["kind"], ran.json["imported"], ran.json["text"]) == ("fastvideo", 6, "none")
     assert ran.json["buckets"] == {"train/17x48x64": 2, "train/81x48x64": 2, "train/81x64x48": 2}
     found = delivered(tmp_path / "s.store")
@@ -80,8 +79,7 @@ def test_the_first_frame_is_stored_as_a_control_and_what_else_there_is_is_counte
             tensors["first_frame_latent"] = (latent_of(10 + n, of=SHAPES[0]) - MEAN) / STD
         rows.append(row(f"clip-{n}", "a cat", tensors))
     table(tmp_path / "cache" / "0.parquet", rows)
-    ran = run_import("fastvideo", tmp_path / "cache", tmp_path / "s.store", None, *WAN)
-    assert ran.code == 0, ran.err
+    ran = run_import("fastvideo", tmp_path / "cache", tmp_path / "s.store", None, *WAN).done()
     assert ran.json["columns"] == ["control/first_frame"]
     assert ran.json["left_out"] == {"a CLIP feature": 4}
     found = delivered(tmp_path / "s.store", "control/first_frame")
@@ -101,8 +99,7 @@ def test_rows_that_are_damaged_or_mixed_are_rejected_by_name(tmp_path: Path) -> 
     rows[6]["id"] = "clip-0"  # as two parts of one video may be called
     path = table(tmp_path / "cache" / "0.parquet", rows)
     (tmp_path / "cache" / "cut.parquet").write_bytes(path.read_bytes()[:-100])
-    ran = run_import("fastvideo", tmp_path / "cache", tmp_path / "s.store", None, *WAN, "--trust-scale")
-    assert ran.code == 0, ran.err
+    ran = run_import("fastvideo", tmp_path / "cache", tmp_path / "s.store", None, *WAN, "--trust-scale").done()
     assert (ran.json["found"], ran.json["imported"], ran.json["rejected"]) == (8, 2, 6)
     details = {reject["id"]: reject["detail"] for reject in ran.json["rejects"]}
     assert "has 64508 bytes, expected float32 of the shape" in details["clip-1"]
@@ -117,9 +114,7 @@ def test_rows_that_are_damaged_or_mixed_are_rejected_by_name(tmp_path: Path) -> 
 def test_videos_that_were_normalised_are_refused_with_both_numbers(tmp_path: Path) -> None:
     rows = [row(f"clip-{n}", "", {"vae_latent": (latent_of(n) - MEAN) / STD / 2}) for n in range(4)]
     table(tmp_path / "cache" / "0.parquet", rows)
-    ran = run_import("fastvideo", tmp_path / "cache", tmp_path / "s.store", None, *WAN)
-    assert ran.code == 1
-    assert "times the VAE's" in ran.err
+    run_import("fastvideo", tmp_path / "cache", tmp_path / "s.store", None, *WAN).fails("times the VAE's")
     assert not (tmp_path / "s.store").exists()
 
 
@@ -139,8 +134,7 @@ def test_a_video_among_images_and_a_vae_of_images_are_told(tmp_path: Path) -> No
 def test_musubis_videos_are_imported_as_well(tmp_path: Path) -> None:
     fed = (latent_of(0) - MEAN) / STD
     musubi_video(tmp_path / "cache", "clip", fed, "wan", caption="a cat jumps")
-    ran = run_import("musubi", tmp_path / "cache", tmp_path / "s.store", None, *WAN)
-    assert ran.code == 0, ran.err
+    run_import("musubi", tmp_path / "cache", tmp_path / "s.store", None, *WAN).done()
     (own,) = delivered(tmp_path / "s.store").values()
     assert own.bucket == "train/81x48x64"
     np.testing.assert_allclose(own.latent.float().numpy(), latent_of(0), rtol=2**-10, atol=2**-10)

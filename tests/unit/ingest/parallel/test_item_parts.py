@@ -17,7 +17,7 @@ from bucketline.store.change.drop import drop
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.shard.reader import SealedShard
 from bucketline.typed_json import decode, encode
-from tests.building import make_store, samples_of
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,7 +21,7 @@ from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.signals import Interrupts
 from bucketline.store.folder import LocalFolder
 from bucketline.typed_json import Json  # noqa: TC001 - decoded by its annotation
-from tests.building import tree
+from tests.kit import tree
 from tests.object_storage import in_memory
 
 if TYPE_CHECKING:

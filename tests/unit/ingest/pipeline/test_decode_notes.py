@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -43,8 +44,7 @@ def test_a_crashed_decoders_image_is_rejected_by_name_in_the_next_runs(model: Pa
     path = str(tmp_path / "path")
     assert spawn(asked, PYTHONPATH=path).code == -signal.SIGSEGV
     for packed, unchanged in ((5, 0), (0, 5)):
-        ran = spawn(asked, PYTHONPATH=path)
-        assert ran.code == 0, ran.err
+        ran = spawn(asked, PYTHONPATH=path).done()
         assert (ran.json["packed"], ran.json["unchanged"], ran.json["rejected"]) == (packed, unchanged, 1)
         (reject,) = map(json.loads, (tmp_path / "s" / "rejects.jsonl").read_text(encoding="ascii").splitlines())
         assert reject["id"] == "crashes.png"
@@ -104,11 +104,9 @@ def test_images_of_the_same_bytes_are_all_refused_by_one_trial(tmp_path: Path, m
         with suppress(RejectedError), notes.of(identity(data), data):
             decoded.append(True)
 
-    threads = [threading.Thread(target=decode) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        for one in [pool.submit(decode) for _ in range(2)]:
+            one.result()
     notes.close()
     assert (len(trials), decoded) == (1, [])
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -11,9 +12,8 @@ import pytest
 from bucketline.ingest.encoders.latents import LatentColumns
 from bucketline.ingest.pipeline import image_reader
 from bucketline.store import Store
-from bucketline.store.read.verified_sample import checked_row
-from tests.building import flip_bit
 from tests.commands import Ran, call
+from tests.kit import by_id, flip_bit
 from tests.models import SMALL, png
 
 if TYPE_CHECKING:
@@ -24,18 +24,10 @@ def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
     return call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
 
 
-def rows_of(store: Path) -> dict[str, tuple[dict[str, Any], dict[str, bytes]]]:
+def rows_of(store: Path) -> dict[str, tuple[tuple[object, ...], dict[str, bytes]]]:
     """Return every sample's record and row, without what its captions, its time and its place in the store decide."""
-    opened, found = Store.open(store), {}
-    for bucket in opened.buckets():
-        for sample_id in bucket.sample_ids(np.arange(bucket.num_rows)):
-            shard, record = opened.sample(sample_id)
-            row = checked_row(opened, opened.shards.index(shard), record)
-            fields = {
-                name: getattr(record, name) for name in ("bucket", "split", "content", "original_size", "resized", "crop")
-            }
-            found[sample_id] = fields, {name: data for name, data in row.items() if name not in ("checksum", "captions")}
-    return found
+    fields = attrgetter("bucket", "split", "content", "original_size", "resized", "crop")
+    return {name: (fields(held.record), held.columns) for name, held in by_id(Store.open(store)).items()}
 
 
 def forbid_encoding(monkeypatch: pytest.MonkeyPatch) -> None:

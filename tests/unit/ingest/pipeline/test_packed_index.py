@@ -10,7 +10,7 @@ from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.sample_record import captions_checksum
-from tests.building import flip_bit, make_sample, make_store, samples_of
+from tests.kit import flip_bit, make_sample, make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

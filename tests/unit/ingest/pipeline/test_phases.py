@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,11 +19,14 @@ from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import Ran, call, forked_ranks
 from tests.family_models import write_pipeline
+from tests.kit import by_id
 from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from tests.kit import Held
 
 KEPT = "pending/captions"
 NUM_IMAGES = 14
@@ -34,22 +37,13 @@ def arguments(source: Path, store: Path, model: Path, *more: object) -> tuple[ob
 
 
 def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
-    ran = call("ingest", *arguments(source, store, model, *more))
-    assert ran.code == 0, ran.err
-    return ran
+    return call("ingest", *arguments(source, store, model, *more)).done()
 
 
-def contents(path: Path) -> dict[str, tuple[object, ...]]:
-    """Return the stored bytes of each sample: its columns, and the columns of its captions."""
-    store, found = Store.open(path), {}
+def contents(path: Path) -> dict[str, Held]:
+    store = Store.open(path)
     assert not verify(store, lambda _: None, 1).corrupt
-    for bucket in store.buckets():
-        rows = np.arange(bucket.num_rows)
-        for sample_id, latent in zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True):
-            shard, record = store.sample(sample_id)
-            ordinal = store.shards.index(shard)
-            captions = [store.caption(ordinal, row) for row in record.caption_rows]
-            found[sample_id] = (bucket.name, latent.tobytes(), record.captions, *captions)
+    found = by_id(store)
     assert len(found) == NUM_IMAGES
     return found
 
@@ -156,16 +150,16 @@ def test_a_killed_second_phase_encodes_no_caption_again(
 
 
 def test_several_ranks_keep_captions_of_their_own(source: Path, model: Path, tmp_path: Path) -> None:
-    ran = forked_ranks(2, "ingest", *arguments(source, tmp_path / "two", model, "--phases", "two"))
-    assert ran.code == 0, ran.err
+    ran = forked_ranks(2, "ingest", *arguments(source, tmp_path / "two", model, "--phases", "two")).done()
     assert ran.err.count("two phases") == 1
     pack(source, tmp_path / "one", model)
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
     assert one.keys() == two.keys()
-    for sample_id, (bucket, latent, *captions) in one.items():
-        assert (bucket, *captions) == (two[sample_id][0], *two[sample_id][2:])
+    for sample_id, own in one.items():
+        other = two[sample_id]
+        assert (own.record, own.captions) == (other.record, other.captions)
         # Ranks group other images into a batch, which on some processors changes the last place of a latent.
-        first, second = (np.frombuffer(cast("bytes", given), "<f2").astype("<f4") for given in (latent, two[sample_id][1]))
+        first, second = (np.frombuffer(held.columns["latent"], "<f2").astype("<f4") for held in (own, other))
         np.testing.assert_allclose(first, second, rtol=2**-10, atol=2**-14)
 
 

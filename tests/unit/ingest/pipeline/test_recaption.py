@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.store import Store
-from tests.building import tree
 from tests.commands import call
 from tests.family_models import write_dit
+from tests.kit import tree
 from tests.models import SMALL
 from tests.unit.ingest.pipeline.test_kept_latents import forbid_encoding, pack, rows_of
 
@@ -115,8 +115,7 @@ def test_what_a_recaption_cannot_reach_is_counted(source: Path, tmp_path: Path, 
     (source / "b" / "001.txt").unlink()
     (source / "b" / "001.txt").symlink_to("nowhere.txt")
     before = captions_of(tmp_path / "s")
-    ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, *RULES, "--recaption")
-    assert ran.code == 0, ran.err
+    ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, *RULES, "--recaption").done()
     change = "rules.captions.templates = [], now ['{caption} of the house']"
     assert f"captions are made by other rules: {change}; only their text is encoded" in ran.out
     assert "with the captions of the rules before: 2 samples" in ran.out
@@ -133,9 +132,7 @@ def test_a_recaption_needs_room_for_every_row(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert pack(source, tmp_path / "s", model).code == 0
-    ran = pack(source, tmp_path / "s", model, *RULES, "--recaption")
-    assert ran.code == 1
-    assert "writing 14 images again, with other captions, to " in ran.err
+    pack(source, tmp_path / "s", model, *RULES, "--recaption").fails("writing 14 images again, with other captions, to ")
 
 
 def test_more_variants_than_a_sample_holds_are_refused(source: Path, tmp_path: Path, model: Path) -> None:

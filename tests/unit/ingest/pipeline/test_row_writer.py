@@ -15,9 +15,9 @@ from bucketline.store.format.hashing import caption_digest
 from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import adopt, lock_store, publish
 from bucketline.store.write.shard_writer import ShardWriter
-from tests.building import Sample, empty_store, open_writer, samples_of, spec_of
 from tests.fault.apart import How, apart
 from tests.fault.same_store import committed_ids
+from tests.kit import Sample, empty_store, open_writer, samples_of, spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -176,10 +176,7 @@ def test_another_column_can_be_named(kind: str, tmp_path: Path) -> None:
         write_table(place / f"metadata.{kind}", "description", {"a.png": "one"})
     source = open_source(str(place), options(caption_column="description"))
     assert [item.captions for item in source.listing().items] == [("one",)]
-    missing = scan(place, "--caption-column", "nowhere")
-    assert missing.code == 1
-    assert "nowhere" in missing.err
-    assert "--caption-column" in missing.err
+    scan(place, "--caption-column", "nowhere").fails("nowhere", "--caption-column")
 
 
 def options(**given: Any) -> Any:

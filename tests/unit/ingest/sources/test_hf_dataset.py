@@ -16,8 +16,8 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
 from bucketline.store import Store
-from tests.building import edit_json
 from tests.commands import call
+from tests.kit import edit_json
 from tests.models import SMALL, png
 
 if TYPE_CHECKING:
@@ -140,8 +140,7 @@ def packed_splits(store: Path) -> dict[str, int]:
 
 def test_splits_go_where_they_belong_and_test_is_left_out_in_words(model: Path, tmp_path: Path) -> None:
     place = split_dataset(tmp_path / "d", train=5, validation=3, test=2)
-    ran = call("ingest", "pack", place, tmp_path / "s", "--model", model, *SMALL)
-    assert ran.code == 0, ran.err
+    ran = call("ingest", "pack", place, tmp_path / "s", "--model", model, *SMALL).done()
     assert packed_splits(tmp_path / "s") == {"train in train": 5, "validation in val": 3}
     taken = "--split train=train --split validation=val --split test=val (or =train)"
     for words in (
@@ -169,8 +168,7 @@ def test_splits_that_are_asked_for_are_taken_and_no_others(
 ) -> None:
     place = split_dataset(tmp_path / "d", train=4, validation=3, test=2)
     words = [word for name in asked for word in ("--split", name)]
-    ran = call("ingest", "pack", place, tmp_path / "s", "--model", model, *SMALL, *words)
-    assert ran.code == 0, ran.err
+    call("ingest", "pack", place, tmp_path / "s", "--model", model, *SMALL, *words).done()
     assert packed_splits(tmp_path / "s") == expected
 
 
@@ -184,8 +182,7 @@ def test_a_sample_that_goes_to_another_split_is_packed_anew_there(model: Path, t
 
 def test_a_share_held_out_is_of_what_is_to_be_trained_on(model: Path, tmp_path: Path) -> None:
     place = split_dataset(tmp_path / "d", train=12, val=3)
-    ran = call("ingest", "pack", place, tmp_path / "s", "--model", model, *SMALL, "--val-fraction", 0.5)
-    assert ran.code == 0, ran.err
+    call("ingest", "pack", place, tmp_path / "s", "--model", model, *SMALL, "--val-fraction", 0.5).done()
     found = packed_splits(tmp_path / "s")
     assert found["val in val"] == 3
     assert "val in train" not in found

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from bucketline.store import Store
-from tests.building import tree
 from tests.commands import call
+from tests.kit import tree
 from tests.models import SMALL, png
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ def test_linked_folders_are_counted_and_said(photos: Path, tmp_path: Path) -> No
 
 
 def pack(photos: Path, store: Path, model: Path, *more: object) -> dict[str, bytes]:
-    ran = call("ingest", "pack", photos, store, "--model", model, *SMALL, *more)
-    assert ran.code == 0, ran.err
+    ran = call("ingest", "pack", photos, store, "--model", model, *SMALL, *more).done()
     return tree(store) | {"printed": (ran.out + ran.err).encode()}
 
 

@@ -24,9 +24,9 @@ from bucketline.store import Store
 from bucketline.store.folder import ListedFile
 from bucketline.store.remote.objects import ObjectFolder
 from tests.commands import Ran, call
+from tests.kit import everything
 from tests.models import SMALL, png, write_images
 from tests.object_storage import SECRET
-from tests.reading import everything
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,7 @@ from bucketline.loader.network.listener import Security, listening
 from bucketline.store import RowColumn, Store, add_column, read_manifest
 from bucketline.store.change.drop import drop
 from tests.added_columns import mask_of
-from tests.building import add_samples, make_store, samples_of, store_writer
-from tests.free_columns import HEIGHT, WIDTH, items_of, make_free_store
+from tests.kit import HEIGHT, WIDTH, Form, add_samples, make_store, samples_of, store_writer
 from tests.loading import loaders_of, rows_of
 
 if TYPE_CHECKING:
@@ -92,10 +91,10 @@ def test_the_rest_of_a_batch_is_as_without_it(store: Store) -> None:
 
 
 def test_a_latent_of_the_mirror_image_that_is_added_lets_a_loader_flip(tmp_path: Path) -> None:
-    columns = [RowColumn(role="target", dtype="F16", shape=(2, HEIGHT, WIDTH), encoder="vae")]
-    items = items_of({"train/64x64": 17, "train/64x96": 5}, columns)
+    form = Form(columns=[RowColumn(role="target", dtype="F16", shape=(2, HEIGHT, WIDTH), encoder="vae")])
+    items = form.samples({"train/64x64": 17, "train/64x96": 5})
     latents = {item.id: item.columns["target"] for item in items}
-    place = make_free_store(tmp_path / "s", items[:9], items[9:], columns=columns).path
+    place = form.make_store(tmp_path / "s", items[:9], items[9:]).path
     with pytest.raises(UsageError, match="has no latent_flipped"):
         Loader(place, LoaderConfig(batch_size=4, flip=0.5))
     add_column(place, "target/flipped", lambda one: latents[one][..., ::-1])

@@ -16,8 +16,8 @@ from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_l
 from bucketline.loader.plan.rng import Purpose, keys_of_rows, uniform, uniform_on_host
 from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import Store
-from tests.building import rewrite_manifest
-from tests.conditioned import NUM_CLASSES, Form, Row, conditioned_store, pooled_of, tokens_of
+from tests.conditioned import NUM_CLASSES, Form, conditioned_store, pooled_of, tokens_of
+from tests.kit import Sample, rewrite_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ FORMS = {
     "F8 of full captions": Form(quantised="F8_E4M3", length=7, pooled=False),
     "plain": Form(flip=False, pooled=False, latents=None),
 }
-Made = tuple[Store, dict[bytes, Row], Form]
+Made = tuple[Store, dict[bytes, Sample], Form]
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -60,7 +60,7 @@ def bits(tensor: torch.Tensor) -> NDArray[Any]:
     return array.view("<u2") if tensor.dtype is torch.bfloat16 else array
 
 
-def check(batches: Sequence[Batch], rows: dict[bytes, Row], form: Form, config: LoaderConfig) -> None:
+def check(batches: Sequence[Batch], rows: dict[bytes, Sample], form: Form, config: LoaderConfig) -> None:
     """Compare each row with what was put in, and each draw against its key."""
     for batch in batches:
         keys = batch.keys.numpy()
@@ -69,7 +69,7 @@ def check(batches: Sequence[Batch], rows: dict[bytes, Row], form: Form, config: 
         for n in range(len(keys)):
             row = rows[batch.ids[n].numpy().tobytes()]
             assert row.record.bucket == batch.bucket
-            own = row.columns["latent_flipped" if flipped[n] else "latent"]
+            own = row.columns["target/flipped" if flipped[n] else "target"]
             assert np.array_equal(bits(batch.latents[n]), own)
             top, left, height, width = row.record.crop
             if flipped[n]:

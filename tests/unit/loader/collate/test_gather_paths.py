@@ -13,8 +13,8 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.gather import MAX_CHUNK_ITEMS, _chunk_items, _item_bytes
 from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import Store
-from tests.building import flip_bit, make_store, samples_of
 from tests.commands import spawn
+from tests.kit import flip_bit, make_store, samples_of
 from tests.loading import loaders_of, rows_of
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import RowColumn
 from bucketline.store.format.hashing import sample_digest
 from bucketline.torch_dtypes import as_stored
-from tests.building import flip_bit
 from tests.commands import call
-from tests.free_columns import FRAMES, HEIGHT, WIDTH, items_of, make_free_store
+from tests.kit import ANY, FRAMES, HEIGHT, WIDTH, Form, Sample, flip_bit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Batch
     from bucketline.store import Store
-    from tests.free_columns import Item
 
 ROWS = {"train/64x64": 23, "train/64x96": 10, "val/64x64": 3}
 ASKED = ("target", "control/depth", "features/dino", "audio")
@@ -35,10 +33,10 @@ ASKED = ("target", "control/depth", "features/dino", "audio")
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return make_free_store(tmp_path_factory.mktemp("requested") / "s", items_of(ROWS), shard_bytes=60_000)
+    return ANY.make_store(tmp_path_factory.mktemp("requested") / "s", ANY.samples(ROWS), shard_bytes=60_000)
 
 
-def check(batches: Iterable[Batch], items: list[Item], config: LoaderConfig) -> int:
+def check(batches: Iterable[Batch], items: list[Sample], config: LoaderConfig) -> int:
     """Compare every row of every column with what was put in; return how many rows there were."""
     by_digest = {sample_digest(item.id): item for item in items}
     num_rows = 0
@@ -69,13 +67,13 @@ def test_every_value_that_was_requested_is_what_was_put_in(
     for plain_reads in (False, True):
         config = LoaderConfig(batch_size=4, epochs=2, columns=ASKED, verify=verify, plain_reads=plain_reads)
         with Loader(store, config) as loader:
-            assert check(loader.forever(), items_of(ROWS), config) == 68
+            assert check(loader.forever(), ANY.samples(ROWS), config) == 68
 
 
 def test_a_flipped_row_has_all_of_its_mirror_image(store: Store) -> None:
     config = LoaderConfig(batch_size=4, epochs=2, columns=("audio", "control/depth", "target"), flip=0.5, verify=True)
     with Loader(store, config) as loader:
-        assert check(loader.forever(), items_of(ROWS), config) == 68
+        assert check(loader.forever(), ANY.samples(ROWS), config) == 68
         loader.set_epoch(0)
         present = torch.cat([batch.present["control/depth"] for batch in loader.forever()])
     assert 0 < int(present.sum()) < len(present)
@@ -84,7 +82,7 @@ def test_a_flipped_row_has_all_of_its_mirror_image(store: Store) -> None:
 def test_a_service_delivers_the_same(store: Store) -> None:
     config = LoaderConfig(batch_size=5, epochs=1, columns=ASKED[:3][::-1])
     with Loader(store, config, service="auto") as loader:
-        assert check(loader, items_of(ROWS), config) == 35
+        assert check(loader, ANY.samples(ROWS), config) == 35
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -162,8 +160,8 @@ def test_a_state_resumes_with_other_columns_at_the_same_rows(store: Store) -> No
 
 
 def test_a_damaged_value_is_found_whether_it_is_requested_or_not(tmp_path: Path) -> None:
-    items = items_of({"train/64x64": 6})
-    store = make_free_store(tmp_path / "s", items)
+    items = ANY.samples({"train/64x64": 6})
+    store = ANY.make_store(tmp_path / "s", items)
     located = store.bucket("train/64x64").locate(np.arange(6))
     spec = store.manifest.specs["train/64x64"]
     flip_bit(store.shards[0].paths.lmdb, 8 * int(located.offsets(spec, "mask")[3]))
@@ -174,9 +172,9 @@ def test_a_damaged_value_is_found_whether_it_is_requested_or_not(tmp_path: Path)
 
 
 def test_the_budgets_count_frames_and_lengths(tmp_path: Path) -> None:
-    columns = [RowColumn(role="target", dtype="F16", shape=(2, FRAMES, HEIGHT, WIDTH))]
-    items = items_of({"train/9x16x16": 6, "train/1x16x16": 6}, columns)
-    store = make_free_store(tmp_path / "s", items, columns=columns)
+    form = Form(columns=[RowColumn(role="target", dtype="F16", shape=(2, FRAMES, HEIGHT, WIDTH))])
+    items = form.samples({"train/9x16x16": 6, "train/1x16x16": 6})
+    store = form.make_store(tmp_path / "s", items)
     budgets = {"batch_pixels": LoaderConfig(batch_pixels=9 * 16 * 16), "batch_tokens": LoaderConfig(batch_tokens=12)}
     sizes = {
         size: {name: config.rows_of(store.bucket(name)) for name in ("train/9x16x16", "train/1x16x16")}
@@ -187,9 +185,9 @@ def test_the_budgets_count_frames_and_lengths(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_size_are_flipped_without_a_crop(tmp_path: Path) -> None:
-    columns = [RowColumn(role=role, dtype="F32", shape=(2, "length")) for role in ("target", "target/flipped")]
-    items = items_of({"train/5": 8}, columns)
-    store = make_free_store(tmp_path / "s", items, columns=columns)
+    form = Form(columns=[RowColumn(role=role, dtype="F32", shape=(2, "length")) for role in ("target", "target/flipped")])
+    items = form.samples({"train/5": 8})
+    store = form.make_store(tmp_path / "s", items)
     config = LoaderConfig(batch_size=4, epochs=1, flip=0.5)
     with Loader(store, config) as loader:
         batches = [batch for batch in loader.forever() if check([batch], items, config)]

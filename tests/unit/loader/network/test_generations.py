@@ -19,7 +19,7 @@ from bucketline.store.change.drop import drop
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
-from tests.building import make_store, samples_of
+from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from bucketline.loader.service.server import Service
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
-from tests.building import make_store, samples_of
 from tests.commands import spawn
+from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until
 from tests.serving import serving
 

@@ -27,9 +27,9 @@ from bucketline.loader.network.tokens import proof_of
 from bucketline.loader.network.wire import NETWORK_PROTOCOL, allowed
 from bucketline.loader.service.protocol import receive, send
 from bucketline.typed_json import encode
-from tests.building import make_store, samples_of
 from tests.commands import spawn
 from tests.conditioned import Form, conditioned_store
+from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until
 from tests.network_faults import Faults, faulty_proxy
 

@@ -17,8 +17,8 @@ from bucketline.loader.plan.make_plan import make_plan
 from bucketline.store import Store, add_column
 from bucketline.store.format.block import CAPTIONS
 from tests.added_columns import mask_of
-from tests.building import make_store, samples_of
 from tests.commands import call
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

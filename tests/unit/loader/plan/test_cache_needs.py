@@ -16,7 +16,7 @@ from bucketline.loader.plan import cache_needs
 from bucketline.loader.plan.cache_needs import CacheNeeds, cache_for
 from bucketline.loader.plan.make_plan import make_plan, plan_of
 from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share
-from tests.building import make_store, samples_of
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from bucketline.loader.plan.plan import Plan

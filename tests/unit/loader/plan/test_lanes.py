@@ -21,7 +21,7 @@ from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.make_plan import make_plan
 from bucketline.loader.plan.permutation import permute_all
 from bucketline.loader.plan.plan import Plan, PlanBucket
-from tests.building import make_store, samples_of
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ from bucketline.loader.plan.bill import store_lines
 from bucketline.loader.plan.shares import PassRows, rows_per_pass
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.store import StoreRows
-from tests.building import make_store, samples_of
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

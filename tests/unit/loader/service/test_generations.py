@@ -13,7 +13,7 @@ from bucketline.loader.service.client import ServiceBackend
 from bucketline.store import Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
-from tests.building import make_store, samples_of
+from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until
 from tests.serving import serving
 

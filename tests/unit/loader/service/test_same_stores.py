@@ -15,7 +15,7 @@ from bucketline.loader.service import client
 from bucketline.loader.service.server import Service
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
-from tests.building import make_store, samples_of
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

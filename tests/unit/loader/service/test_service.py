@@ -15,8 +15,8 @@ import torch
 
 from bucketline.errors import DeliveryError, PlanError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig
-from tests.building import make_store, samples_of
 from tests.commands import call
+from tests.kit import make_store, samples_of
 from tests.leftovers import children, held, left_since, wait_until
 from tests.serving import serving
 

@@ -27,7 +27,7 @@ from bucketline.store.verify.verify import verify
 from bucketline.store.write.column_shard import ADDING_LOCK, column_files
 from bucketline.store.write.publish import changing, lock_store
 from tests.added_columns import bucket_of, expect_clean, expect_masks, mask_of, masks_in
-from tests.building import add_samples, make_store, rewrite_manifest, samples_of, store_writer, tree
+from tests.kit import add_samples, make_store, rewrite_manifest, samples_of, store_writer, tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,8 @@ from bucketline.store import Store, read_manifest
 from bucketline.store.change.drop import drop, read_ids
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import lock_store
-from tests.building import add, make_sample, make_store, open_writer, samples_of, tree
 from tests.commands import call
+from tests.kit import add, make_sample, make_store, open_writer, samples_of, tree
 from tests.loading import loaders_of, rows_of
 
 if TYPE_CHECKING:
@@ -121,8 +121,7 @@ def test_the_command_drops_ids_of_its_line_and_of_a_file(tmp_path: Path) -> None
     (tmp_path / "ids").write_text(f"{samples[1].id}\n{samples[2].id}\n", encoding="ascii")
     asked = ("drop", tmp_path / "s", samples[0].id, "--from-file", tmp_path / "ids")
     assert "would drop 3 samples, 3 would stay" in call("store", *asked, "--dry-run").out
-    ran = call("store", *asked, "--json")
-    assert ran.code == 0, ran.err
+    ran = call("store", *asked, "--json").done()
     assert ran.json == {"generation": 2, "dropped": [s.id for s in samples[:3]], "samples": 3, "dry_run": False}
     assert read_manifest(tmp_path / "s").samples == 3
     again = call("store", *asked)

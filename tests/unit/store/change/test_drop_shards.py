@@ -14,8 +14,8 @@ from bucketline.store import Store, read_manifest
 from bucketline.store.change.drop_shards import drop_shards
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import lock_store
-from tests.building import Sample, make_store, samples_of, tree
 from tests.commands import call
+from tests.kit import Sample, make_store, samples_of, tree
 
 if TYPE_CHECKING:
     from pathlib import Path

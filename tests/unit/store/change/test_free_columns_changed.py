@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,82 +19,65 @@ from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
 from bucketline.store.format.block import row_checksum
 from bucketline.store.verify.verify import verify
-from tests.building import flip_bit
 from tests.commands import call
-from tests.free_columns import (
-    ENCODERS,
-    FRAMES,
-    HEIGHT,
-    IMAGE_COLUMNS,
-    WIDTH,
-    add_items,
-    expect_same,
-    free_writer,
-    items_of,
-    make_free_store,
-    make_item,
-    stored_items,
-)
+from tests.kit import ANY, ANY_ENCODERS, FRAMES, HEIGHT, WIDTH, Form, Sample, flip_bit
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from tests.free_columns import Item
 
 VIDEO = (
     RowColumn(role="target", dtype="F16", shape=(2, FRAMES, HEIGHT, WIDTH), encoder="vae"),
     RowColumn(role="mask", dtype="BOOL", shape=("frames",), optional=True),
 )
 FORMS = {
-    "images": (IMAGE_COLUMNS, {"train/64x64": 11, "val/64x96": 5}),
-    "video": (VIDEO, {"train/9x16x16": 8, "train/1x16x24": 5}),
+    "images": (ANY, {"train/64x64": 11, "val/64x96": 5}),
+    "video": (Form(columns=VIDEO), {"train/9x16x16": 8, "train/1x16x24": 5}),
 }
 
 
 @pytest.fixture(params=FORMS)
-def form(request: pytest.FixtureRequest) -> tuple[tuple[RowColumn, ...], dict[str, int]]:
-    columns, rows = FORMS[request.param]
-    return columns, rows
+def form(request: pytest.FixtureRequest) -> tuple[Form, dict[str, int]]:
+    return FORMS[request.param]
 
 
-def check(store: Store, items: list[Item]) -> None:
+def check(store: Store, items: list[Sample], form: Form = ANY) -> None:
     assert not verify(store, lambda _: None, 1).corrupt
-    expect_same(stored_items(store), items)
+    form.expect(store, items)
 
 
-def test_drop_compact_and_continue(form: Any, tmp_path: Path) -> None:
-    columns, rows = form
-    items, more = items_of(rows, columns), items_of(rows, columns, "more/")
-    make_free_store(tmp_path / "s", items, more, columns=columns)
+def test_drop_compact_and_continue(form: tuple[Form, dict[str, int]], tmp_path: Path) -> None:
+    made, rows = form
+    items, more = made.samples(rows), made.samples(rows, "more/")
+    made.make_store(tmp_path / "s", items, more)
     drop(tmp_path / "s", [items[0].id, more[-1].id])
     kept = [*items[1:], *more[:-1]]
-    check(Store.open(tmp_path / "s"), kept)
+    check(Store.open(tmp_path / "s"), kept, made)
     compacted = compact(tmp_path / "s", shard_bytes=1 << 30, gc_older_than_s=0)
     assert (compacted.rows, compacted.dropped) == (len(kept), 2)
-    check(Store.open(tmp_path / "s"), kept)
+    check(Store.open(tmp_path / "s"), kept, made)
     assert Store.open(tmp_path / "s").manifest.format_version == 5
-    newer = make_item(items[1].id, items[1].bucket, columns, captions=("another",))
-    with free_writer(tmp_path / "s", columns) as writer:
-        add_items(writer, [newer])
-    check(Store.open(tmp_path / "s"), [newer, *kept[1:]])
+    newer = made.sample(items[1].id, items[1].bucket, captions=("another",))
+    with made.writer(tmp_path / "s") as writer:
+        made.add(writer, [newer])
+    check(Store.open(tmp_path / "s"), [newer, *kept[1:]], made)
 
 
-def test_merge_and_mix_stores_of_the_same_columns_only(form: Any, tmp_path: Path) -> None:
-    columns, rows = form
-    parts = [items_of(rows, columns, f"{name}/") for name in "ab"]
-    stores = [make_free_store(tmp_path / name, items, columns=columns) for name, items in zip("ab", parts, strict=True)]
+def test_merge_and_mix_stores_of_the_same_columns_only(form: tuple[Form, dict[str, int]], tmp_path: Path) -> None:
+    made, rows = form
+    parts = [made.samples(rows, f"{name}/") for name in "ab"]
+    stores = [made.make_store(tmp_path / name, items) for name, items in zip("ab", parts, strict=True)]
     merge(tmp_path / "merged", [store.path for store in stores])
-    check(Store.open(tmp_path / "merged"), [*parts[0], *parts[1]])
-    roles = tuple(column.role for column in columns if not column.role.endswith("/flipped"))
+    check(Store.open(tmp_path / "merged"), [*parts[0], *parts[1]], made)
     batch_size = 3
-    config = LoaderConfig(batch_size=batch_size, epochs=1, columns=roles, verify=True)
+    config = LoaderConfig(batch_size=batch_size, epochs=1, columns=made.roles, verify=True)
     with Loader([stores[0], WeightedStore(store=stores[1], repeats=2)], config) as loader:
         assert sum(len(batch.ids) for batch in loader) > 2 * batch_size
     required = [
         column if column.role != "mask" else RowColumn(role="mask", dtype=column.dtype, shape=column.shape)
-        for column in columns
+        for column in made.columns
     ]
-    other = make_free_store(tmp_path / "c", [make_item("c", next(iter(rows)), required)], columns=required)
+    without = Form(columns=required)
+    other = without.make_store(tmp_path / "c", [without.sample("c", next(iter(rows)))])
     with pytest.raises(FingerprintError, match=r"columns\.mask\.optional = True, .* with False"):
         merge(tmp_path / "no", [stores[0].path, other.path])
     with pytest.raises(FingerprintError, match=r"columns\.mask\.optional is True in the first and False"):
@@ -104,18 +87,18 @@ def test_merge_and_mix_stores_of_the_same_columns_only(form: Any, tmp_path: Path
 def test_stores_of_other_axes_are_not_mixed(tmp_path: Path) -> None:
     stores = []
     for axes in (("mels", "frames"), ("height_px", "width_px")):
-        columns = [RowColumn(role="target", dtype="F8_E5M2", shape=axes)]
-        stores.append(make_free_store(tmp_path / axes[0], items_of({"train/8x20": 4}, columns), columns=columns))
+        one = Form(columns=[RowColumn(role="target", dtype="F8_E5M2", shape=axes)])
+        stores.append(one.make_store(tmp_path / axes[0], one.samples({"train/8x20": 4})))
     with pytest.raises(FingerprintError, match=r"buckets\.train/8x20\.axes is .*mels.* in the first and .*height_px"):
         Loader(stores, LoaderConfig(batch_size=2))
     with pytest.raises(FingerprintError, match=r"buckets\.train/8x20\.axes = .*mels"):
         merge(tmp_path / "no", [store.path for store in stores])
 
 
-def test_repair_keeps_the_rows_that_can_be_read(form: Any, tmp_path: Path) -> None:
-    columns, rows = form
-    items = items_of(rows, columns)
-    store = make_free_store(tmp_path / "s", items, columns=columns)
+def test_repair_keeps_the_rows_that_can_be_read(form: tuple[Form, dict[str, int]], tmp_path: Path) -> None:
+    made, rows = form
+    items = made.samples(rows)
+    store = made.make_store(tmp_path / "s", items)
     bucket = store.bucket(items[0].bucket)
     place = bucket.locate(np.array([2])).offsets(bucket.spec, "mask")
     flip_bit(store.shards[0].paths.lmdb, 8 * int(place[0]))
@@ -123,11 +106,11 @@ def test_repair_keeps_the_rows_that_can_be_read(form: Any, tmp_path: Path) -> No
     assert fault.sample == items[2].id
     repair(tmp_path / "s")
     assert not verify(Store.open(tmp_path / "s"), lambda _: None, 1, shards_only=True).corrupt
-    expect_same(stored_items(Store.open(tmp_path / "s")), [item for item in items if item.id != items[2].id])
+    made.expect(Store.open(tmp_path / "s"), [item for item in items if item.id != items[2].id])
 
 
 def test_a_presence_that_is_neither_is_a_fault(tmp_path: Path) -> None:
-    store = make_free_store(tmp_path / "s", items_of({"train/64x64": 3}))
+    store = ANY.make_store(tmp_path / "s", ANY.samples({"train/64x64": 3}))
     bucket = store.bucket("train/64x64")
     spec, located = bucket.spec, bucket.locate(np.array([1]))
     path = store.shards[0].paths.lmdb
@@ -143,10 +126,10 @@ def test_a_presence_that_is_neither_is_a_fault(tmp_path: Path) -> None:
     assert "the row's present/mask is 7, expected 0 or 1" in errors
 
 
-def test_commands_show_and_export_every_column(form: Any, tmp_path: Path) -> None:
-    columns, rows = form
-    items = items_of(rows, columns)
-    make_free_store(tmp_path / "s", items, columns=columns)
+def test_commands_show_and_export_every_column(form: tuple[Form, dict[str, int]], tmp_path: Path) -> None:
+    made, rows = form
+    columns, items = made.columns, made.samples(rows)
+    made.make_store(tmp_path / "s", items)
     report = call("store", "info", tmp_path / "s", "--json").json
     assert report["format_version"] == 5
     for bucket in report["buckets"]:
@@ -176,15 +159,15 @@ def test_commands_show_and_export_every_column(form: Any, tmp_path: Path) -> Non
 
 
 def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
-    store = make_free_store(tmp_path / "s", items_of({"train/64x64": 1}))
+    store = ANY.make_store(tmp_path / "s", ANY.samples({"train/64x64": 1}))
     with pytest.raises(StoreError, match=r"train/64x64 has no column 'depth'; it has .*control/depth"):
         store.bucket("train/64x64").read(np.array([0]), "depth")
-    assert ENCODERS.keys() == store.manifest.encoders.keys()
+    assert ANY_ENCODERS.keys() == store.manifest.encoders.keys()
 
 
 def test_verify_names_the_damaged_line_where_nothing_names_it_more_exactly(tmp_path: Path) -> None:
-    columns = [RowColumn(role="target", dtype="U8", shape=("length",))]
-    store = make_free_store(tmp_path / "s", items_of({f"train/{3 << 20}": 4}, columns), columns=columns)
+    form = Form(columns=[RowColumn(role="target", dtype="U8", shape=("length",))])
+    store = form.make_store(tmp_path / "s", form.samples({f"train/{3 << 20}": 4}))
     assert not verify(store, lambda _: None, 1).corrupt
     shard = store.shards[0]
     flip_bit(shard.paths.lmdb, 8 * (shard.entry.lmdb.num_bytes - 1))  # behind all blocks
@@ -194,8 +177,8 @@ def test_verify_names_the_damaged_line_where_nothing_names_it_more_exactly(tmp_p
 
 
 def test_rebuilt_extents_have_the_checksums_of_the_lines(tmp_path: Path) -> None:
-    items = items_of({"train/64x64": 6})
-    store = make_free_store(tmp_path / "s", items)
+    items = ANY.samples({"train/64x64": 6})
+    store = ANY.make_store(tmp_path / "s", items)
     path = store.shards[0].paths.extents
     before = path.read_bytes()
     flip_bit(path, 8 * (len(before) - 5))

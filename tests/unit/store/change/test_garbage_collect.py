@@ -17,9 +17,8 @@ from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import collect
 from bucketline.store.write.publish import adopt, lock_store
-from tests.building import flip_bit, make_store, samples_of, tree, write_shard
 from tests.commands import call
-from tests.reading import everything
+from tests.kit import everything, flip_bit, make_store, samples_of, tree, write_shard
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -216,9 +215,7 @@ def test_the_command_says_what_stays_and_until_when(tmp_path: Path) -> None:
 
 def test_a_time_without_gc_is_refused(tmp_path: Path) -> None:
     changed_store(tmp_path)
-    ran = call("store", "compact", tmp_path, "--older-than", "0s")
-    assert ran.code == 2
-    assert "--older-than 0s requires --gc; add --gc" in ran.err
+    call("store", "compact", tmp_path, "--older-than", "0s").fails("--older-than 0s requires --gc; add --gc", code=2)
 
 
 @pytest.mark.parametrize("moment", ["listed_generations", "read_generation", "_unlisted"])

@@ -20,9 +20,9 @@ from bucketline.store.format.hashing import bytes_digest, file_digest
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, lock_store, publish
-from tests.building import Sample, embedding, flip_bit, make_store, rewrite_manifest, samples_of, tree, write_shard
 from tests.commands import call
 from tests.contract.kit import unpacked
+from tests.kit import IMAGES, Sample, by_id, flip_bit, make_store, rewrite_manifest, samples_of, tree, write_shard
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,25 +46,9 @@ def files(path: Path) -> dict[str, bytes]:
     return {name: data for name, data in tree(path).items() if "lock" not in name}
 
 
-def live(path: Path) -> dict[str, tuple[bytes, list[bytes]]]:
-    """Return every live sample's latent and captions' tokens by id, each compared with its checksum."""
-    store, found = Store.open(path), {}
-    for bucket in store.buckets():
-        rows = np.arange(bucket.num_rows)
-        latents = bucket.read(rows, "latent", verify=True)
-        for sample_id, latent in zip(bucket.sample_ids(rows), latents, strict=True):
-            shard, record = store.sample(sample_id)
-            texts = [store.read_caption(store.shards.index(shard), row)["tokens"].tobytes() for row in record.caption_rows]
-            found[sample_id] = (latent.tobytes(), texts)
-    return found
-
-
 def expect(path: Path, every: dict[str, Sample], lost: set[str]) -> None:
     """Compare a repaired store with what it must have: every sample but those lost, and no fault in a shard."""
-    captions = {i: s.captions or ("",) for i, s in every.items() if i not in lost}
-    assert live(path) == {
-        i: (every[i].latent.tobytes(), [embedding(text).tobytes() for text in texts]) for i, texts in captions.items()
-    }
+    IMAGES.expect(Store.open(path), [sample for name, sample in every.items() if name not in lost])
     assert verify(Store.open(path), lambda _: None, shards_only=True).corrupt == ()
     before = files(path)
     again = repair(path)
@@ -131,7 +115,7 @@ def test_a_shard_may_end_anywhere(copy: Path, every: dict[str, Sample], share: f
     os.truncate(path, int(path.stat().st_size * share))
     (shard,) = repaired(copy).shards
     assert shard.kept + shard.dropped == 39
-    still = set(live(copy))
+    still = set(by_id(Store.open(copy)))
     assert set(shard.dropped_ids) <= set(every) - still
     assert len(set(every) - still) == shard.dropped
     expect(copy, every, set(every) - still)
@@ -368,7 +352,7 @@ def test_a_damaged_shard_is_retired_and_never_adopted_not_even_when_its_file_is_
         assert adopt(copy, manifest) == ["more"]
         publish(copy, manifest, ["more"], ())
         assert adopt(copy, read_manifest(copy)) == []
-    assert len(live(copy)) == len(every) - len(samples[0]) + 2
+    assert len(by_id(Store.open(copy))) == len(every) - len(samples[0]) + 2
 
 
 def test_collecting_afterwards_leaves_a_store_without_a_fault(copy: Path, every: dict[str, Sample]) -> None:
@@ -440,20 +424,18 @@ def test_what_an_interrupted_pack_left_stays_for_the_next_one(copy: Path, every:
     with lock_store(copy):
         manifest = read_manifest(copy)
         publish(copy, manifest, adopt(copy, manifest), ())
-    assert {f"late/{BUCKET}/0.png", f"late/{BUCKET}/1.png"} <= set(live(copy))
+    assert {f"late/{BUCKET}/0.png", f"late/{BUCKET}/1.png"} <= set(by_id(Store.open(copy)))
 
 
 def test_the_command_says_what_it_kept_and_what_it_dropped(copy: Path) -> None:
     flipped = flip_row(copy, BUCKET, [3])
     os.truncate(copy / "shards" / "g1.index", 100)
-    ran = call("store", "repair", copy, "--dry-run")
-    assert ran.code == 0, ran.err
+    ran = call("store", "repair", copy, "--dry-run").done()
     assert "shard g0: 38 of 39 samples can be read" in ran.out
     assert f"dropped: {flipped[0]}" in ran.out
     assert "shard g1: g1.index would be rebuilt, nothing lost" in ran.out
     assert f"{copy}: 1 sample would be dropped, 52 would stay; generation 2" in ran.out
-    ran = call("store", "repair", copy, "--json")
-    assert ran.code == 0, ran.err
+    ran = call("store", "repair", copy, "--json").done()
     report = ran.json
     assert (report["generation"], report["samples"], report["dropped"], report["dry_run"]) == (3, 52, 1, False)
     assert [shard["dropped_ids"] for shard in report["shards"]] == [flipped, []]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from bucketline.errors import LockedError, StoreError
@@ -14,28 +13,19 @@ from bucketline.store.change.drop import drop
 from bucketline.store.change.restore import restore
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store
-from tests.building import add, make_sample, make_store, open_writer, samples_of, store_writer, tree
 from tests.commands import call
+from tests.kit import add, by_id, make_sample, make_store, open_writer, samples_of, store_writer, tree
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.kit import Held
+
 BUCKET, OTHER = "train/64x64", "val/64x96"
 
 
-def contents_of(path: Path, generation: int | None = None) -> dict[str, tuple[object, ...]]:
-    """Return every sample's record and the bytes of each of its columns, through a reader of that generation."""
-    store = Store(path, read_manifest(path, generation))
-    found: dict[str, tuple[object, ...]] = {}
-    for bucket in store.buckets():
-        rows = np.arange(bucket.num_rows)
-        columns = [bucket.read(rows, column.name).tobytes() for column in bucket.columns]
-        width = [len(data) // max(len(rows), 1) for data in columns]
-        for n, sample_id in enumerate(bucket.sample_ids(rows)):
-            cells = tuple(data[n * size : (n + 1) * size] for data, size in zip(columns, width, strict=True))
-            _, record = store.sample(sample_id)
-            found[sample_id] = (bucket.name, record.captions, *cells)
-    return found
+def contents_of(path: Path, generation: int | None = None) -> dict[str, Held]:
+    return by_id(Store(path, read_manifest(path, generation)))
 
 
 def changed_store(path: Path) -> Path:

@@ -24,8 +24,8 @@ from bucketline.store.export.exporter import ExportRequest
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.write.publish import lock_store, publish
-from tests.building import Sample, embedding, flip_bit, make_sample, make_store, samples_of, tree
 from tests.commands import BIN, Ran, call, spawn
+from tests.kit import Sample, embedding, flip_bit, make_sample, make_store, samples_of, tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -150,8 +150,7 @@ def test_a_folder_of_safetensors_has_a_file_a_sample_and_says_which_is_which(
 def test_get_and_export_give_the_same_file(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
     run(small[0], request(tmp_path / "out", "safetensors"))
     for sample in small[1]:
-        ran = call("store", "get", small[0].path, "-o", tmp_path / "one", "--", sample.id)
-        assert ran.code == 0, ran.err
+        call("store", "get", small[0].path, "-o", tmp_path / "one", "--", sample.id).done()
         exported = tmp_path / "out" / sample.bucket / f"{sample_digest(sample.id).hex()}.safetensors"
         assert exported.read_bytes() == (tmp_path / "one").read_bytes()
         (tmp_path / "one").unlink()
@@ -345,11 +344,9 @@ def test_the_command_prints_one_object_and_a_dry_run_about_the_same_without_writ
     kind: str, small: tuple[Store, list[Sample]], tmp_path: Path
 ) -> None:
     asked = ("store", "export", small[0].path, "--format", kind, tmp_path / "out", "--json")
-    dry = call(*asked, "--dry-run")
-    assert dry.code == 0, dry.err
+    dry = call(*asked, "--dry-run").done()
     assert not (tmp_path / "out").exists()
-    done = call(*asked)
-    assert done.code == 0, done.err
+    done = call(*asked).done()
     assert dry.json == {**done.json, "files": None, "bytes": dry.json["bytes"], "dry_run": True}
     assert dry.json["bytes"] >= done.json["bytes"]
     sizes = [path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file()]
@@ -398,14 +395,11 @@ def test_bad_requests_are_refused_and_change_nothing(small: tuple[Store, list[Sa
 
 def test_a_link_that_leads_nowhere_is_not_replaced(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "nothing")
-    ran = call("store", "export", small[0].path, "--format", "webdataset", tmp_path / "out")
-    assert ran.code == 2
-    assert "out exists" in ran.err
+    call("store", "export", small[0].path, "--format", "webdataset", tmp_path / "out").fails("out exists", code=2)
     assert (tmp_path / "out").readlink() == tmp_path / "nothing"
 
 
 def test_the_console_command_exports_a_name_of_raw_bytes(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
-    ran = spawn([BIN / "store", "export", small[0].path, "--format", "webdataset", tmp_path / "out\udcff"])
-    assert ran.code == 0, ran.err
+    ran = spawn([BIN / "store", "export", small[0].path, "--format", "webdataset", tmp_path / "out\udcff"]).done()
     assert (tmp_path / "out\udcff" / "000000.tar").is_file()
     assert "out\\udcff: 27 samples, 1 file," in ran.out

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
 from bucketline.store.export.sample_file import write_sample
-from tests.building import Sample, embedding, make_sample, make_store
+from tests.kit import Sample, embedding, make_sample, make_store
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -31,8 +31,7 @@ def export(known: Known, kind: str, output: Path, *options: Any) -> dict[str, An
     """Export the packed store; it takes no more than was estimated."""
     asked = ("store", "export", known.images.parent / "packed.store", output, "--format", kind, "--json", *options)
     planned = call(*asked, "--dry-run")
-    ran = call(*asked)
-    assert ran.code == 0, ran.err
+    ran = call(*asked).done()
     files = [path for path in output.rglob("*") if path.is_file()]
     assert (ran.json["files"], ran.json["bytes"]) == (len(files), sum(path.stat().st_size for path in files))
     assert planned.json == {**ran.json, "files": None, "bytes": planned.json["bytes"], "dry_run": True}
@@ -65,8 +64,7 @@ def test_what_is_exported_to_kohyas_form_and_imported_again_is_the_same(
 ) -> None:
     own = known(family)
     export(own, "kohya", tmp_path / "out")
-    ran = run_import("auto", tmp_path / "out", tmp_path / "s.store", own)
-    assert ran.code == 0, ran.err
+    ran = run_import("auto", tmp_path / "out", tmp_path / "s.store", own).done()
     assert ran.json["text"] == ("encode" if family == "sd" else "source")
     form, stems = Form(scaled=family == "flux"), {sample.id: sample.stem for sample in own.samples}
     assert_as_packed(tmp_path / "s.store", own, form, ids=stems)
@@ -79,8 +77,7 @@ def test_what_is_exported_to_mds_and_imported_again_is_the_same(
     own = known(family)
     export(own, "mds", tmp_path / "out", "--shard-size", "8KiB")
     assert len(list((tmp_path / "out" / "train").glob("*/*.mds"))) > 2
-    ran = run_import("auto", tmp_path / "out", tmp_path / "s.store", own)
-    assert ran.code == 0, ran.err
+    run_import("auto", tmp_path / "out", tmp_path / "s.store", own).done()
     assert_as_packed(tmp_path / "s.store", own, FORMS["mds"])
 
 
@@ -178,8 +175,7 @@ def test_masks_go_out_to_kohyas_form_and_come_back_the_same_and_a_control_is_ref
         mask = found["alpha_mask"]
         assert (mask.dtype, mask.shape) == (np.float32, sample.bucket_hw)
         assert 0.0 <= mask.min() < mask.max() <= 1.0
-    ran = run_import("kohya", tmp_path / "out", tmp_path / "s.store", known("sd"), "--text", "none", "--dtype", "F32")
-    assert ran.code == 0, ran.err
+    run_import("kohya", tmp_path / "out", tmp_path / "s.store", known("sd"), "--text", "none", "--dtype", "F32").done()
     expected = {name: {"mask": own["mask"]} if "mask" in own else {} for name, own in columns_of(with_columns).items()}
     assert columns_of(tmp_path / "s.store") == expected
     assert sum(map(len, expected.values())) == 5
@@ -189,8 +185,7 @@ def test_masks_and_controls_go_out_to_mds_and_come_back_the_same(
     known: Callable[[str], Known], with_columns: Path, tmp_path: Path
 ) -> None:
     assert exported(with_columns, "mds", tmp_path / "out").code == 0
-    ran = run_import("mds", tmp_path / "out", tmp_path / "s.store", known("sd"), "--text", "none", "--dtype", "F32")
-    assert ran.code == 0, ran.err
+    run_import("mds", tmp_path / "out", tmp_path / "s.store", known("sd"), "--text", "none", "--dtype", "F32").done()
     found, expected = columns_of(tmp_path / "s.store"), columns_of(with_columns)
     assert {name: own.keys() for name, own in found.items()} == {name: own.keys() for name, own in expected.items()}
     assert {name: own.get("mask") for name, own in found.items()} == {name: own.get("mask") for name, own in expected.items()}

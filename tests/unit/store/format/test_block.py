@@ -13,7 +13,7 @@ from bucketline.errors import CorruptError
 from bucketline.store import BlockSpec, Column
 from bucketline.store.format.block import MAX_ROWS, Row, bad_rows, decode_block, encode_block, fixed_columns, make_row
 from bucketline.store.format.safetensors_header import DTYPES, read_header
-from tests.building import read_with_safetensors
+from tests.kit import read_with_safetensors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

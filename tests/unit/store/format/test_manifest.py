@@ -11,7 +11,7 @@ import pytest
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError
 from bucketline.store.format.manifest import check_fingerprint, parse_manifest, read_manifest, sealed, write_manifest
-from tests.building import contents, edit_json, empty_store, make_store, samples_of
+from tests.kit import contents, edit_json, empty_store, make_store, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ import pytest
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.manifest import dump_manifest, parse_manifest, read_manifest, write_manifest
-from tests.building import make_store, samples_of, tree
+from tests.kit import make_store, samples_of, tree
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,11 +22,9 @@ from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.verify.verify import verify
-from tests.building import flip_bit, tree
 from tests.data import old_versions
-from tests.data.old_versions import unpacked
-from tests.data.old_versions.make import NAMES, read_as_json
-from tests.reading import everything
+from tests.data.old_versions import NAMES, read_as_json, unpacked
+from tests.kit import everything, flip_bit, tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from safetensors.numpy import save
 
 from bucketline.errors import CorruptError
 from bucketline.store.format.safetensors_header import HEADER_ALIGN_BYTES, header_bytes_for, lay_out, read_header, write_header
-from tests.building import read_with_safetensors
+from tests.kit import read_with_safetensors
 
 
 def file_of(entries: object, data: bytes = b"", room: int | None = None) -> bytes:

@@ -11,7 +11,7 @@ from bucketline.errors import CorruptError
 from bucketline.store.format.block import Column
 from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.text_block import DIGEST, Caption, TextSpec, encode_text_block, make_caption, read_text_block
-from tests.building import read_with_safetensors
+from tests.kit import read_with_safetensors
 
 SPEC = TextSpec(
     tokens=(Column(name="tokens", dtype="F32", shape=(3,)), Column(name="second", dtype="F16", shape=(2,))),

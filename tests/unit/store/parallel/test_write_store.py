@@ -242,9 +242,7 @@ def test_a_script_without_a_guard_is_told_to_have_one(tmp_path: Path) -> None:
         " columns=[RowColumn(role='target', dtype='F32', shape=('length',))])\n",
         encoding="utf-8",
     )
-    ran = spawn([sys.executable, script])
-    assert ran.code == 1
-    assert (
-        'write_store is called again while a worker imports your script; call it under `if __name__ == "__main__":`' in ran.err
+    spawn([sys.executable, script]).fails(
+        'write_store is called again while a worker imports your script; call it under `if __name__ == "__main__":`',
+        "RankError: a worker of write_store ended with exit code 1 before its first item",
     )
-    assert "RankError: a worker of write_store ended with exit code 1 before its first item" in ran.err

@@ -15,8 +15,7 @@ from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.text_block import encode_text_block, quantised_caption
 from bucketline.store.prompts.prompt_file import PROMPTS_FORMAT, Prompt, PromptSet, decode_prompts, encode_prompts
 from bucketline.store.shard.sidecar import encode_paged
-from tests.building import TEXT, caption_of, embedding, read_with_safetensors, samples_of
-from tests.quantised import make_quantised, pooled_of, tokens_of
+from tests.kit import TEXT, caption_of, embedding, quantised, read_with_safetensors, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,13 +66,14 @@ def test_the_safetensors_package_reads_a_file_as_the_format_describes_it(data: b
 
 def test_quantised_embeddings_are_read_as_a_stores_captions(tmp_path: Path) -> None:
     samples = samples_of({"train/64x64": 3})
-    quantised = make_quantised(tmp_path / "s", "I8", samples)
+    form = quantised("I8")
+    store = form.make_store(tmp_path / "s", samples)
     text = samples[2].captions[0]
-    spec = quantised.manifest.text.spec()
-    caption = quantised_caption(spec, caption_digest(text), tokens_of(text), {"pooled": pooled_of(text)})
+    spec = store.manifest.text.spec()
+    caption = quantised_caption(spec, caption_digest(text), form.embed(text)["tokens"], form.embed(text))
     prompt = dataclasses.replace(FIRST, prompt=text, negative_prompt=text)
-    own = read(quantised, encode_prompts(quantised.manifest, [prompt], [caption])).embedding(text)
-    stored = quantised.read_caption(0, quantised.sample(samples[2].id)[1].caption_rows[0])
+    own = read(store, encode_prompts(store.manifest, [prompt], [caption])).embedding(text)
+    stored = store.read_caption(0, store.sample(samples[2].id)[1].caption_rows[0])
     assert list(own) == ["tokens", "pooled"]
     for name, values in stored.items():
         assert values.dtype == own[name].dtype

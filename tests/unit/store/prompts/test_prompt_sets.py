@@ -23,8 +23,8 @@ from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.sync.selection import PullSelection
 from bucketline.store.verify.verify import verify, verify_folder
-from tests.building import add_samples, caption_of, flip_bit, samples_of, store_writer, tree
 from tests.commands import call
+from tests.kit import add_samples, caption_of, flip_bit, samples_of, store_writer, tree
 from tests.object_storage import in_memory
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.write.publish import lock_store, publish
-from tests.building import Sample, make_sample, make_store, samples_of
 from tests.commands import BIN, call
+from tests.kit import Sample, make_sample, make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,8 +114,7 @@ def test_an_index_that_lists_a_row_twice_or_beyond_its_bucket_is_an_error(tmp_pa
 
 
 def test_ls_prints_a_line_a_sample(changed: Store) -> None:
-    ran = call("store", "ls", changed.path)
-    assert ran.code == 0
+    ran = call("store", "ls", changed.path).done()
     assert ran.out.splitlines() == [f"{one.record.id}\t{one.record.bucket}" for one in live_samples(changed, Selection())]
     assert ran.err == ""
     assert call("store", "ls", changed.path, "--split", "val", "--match", "*/3.png").out == "val/64x64/3.png\tval/64x64\n"

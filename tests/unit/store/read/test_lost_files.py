@@ -14,8 +14,8 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.folder import LocalFolder
 from bucketline.store.read.lost_files import lost_shards, refuse_lost_shards
-from tests.building import make_store, samples_of, tree
 from tests.commands import call
+from tests.kit import make_store, samples_of, tree
 from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """A folder with photos and their store."""
     folder = tmp_path_factory.mktemp("lost")
     write_images(folder / "photos", 10)
-    ran = call("ingest", "pack", folder / "photos", folder / "s", "--model", model, *SMALL)
-    assert ran.code == 0, ran.err
+    call("ingest", "pack", folder / "photos", folder / "s", "--model", model, *SMALL).done()
     return folder
 
 

@@ -12,7 +12,7 @@ import pytest
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store import FileGather, Store
 from bucketline.store.shard.address_range import AddressRange
-from tests.building import flip_bit, make_store, samples_of
+from tests.kit import flip_bit, make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

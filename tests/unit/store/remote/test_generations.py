@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -88,11 +89,8 @@ def test_of_many_writers_one_commits_a_generation(folder: ObjectFolder, store: S
         if commit(folder, 2, data, is_first=False):
             won.append(number)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(candidates))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(candidates)) as pool:
+        list(pool.map(run, range(len(candidates))))
     assert len(won) == 1
     assert newest_generation(folder).rules == {"writer": won[0]}
 

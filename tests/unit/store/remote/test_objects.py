@@ -37,33 +37,18 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectFolder:
     return bucket.folder("some where/a.store")
 
 
-def test_objects_are_written_read_listed_and_removed(
+def test_large_objects_are_written_in_parts_from_a_file_or_from_pieces(
     folder: ObjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(objects, "PART_BYTES", 5 << 20)  # the least that S3 takes
-    assert folder.size("manifest.json") is None
-    assert list(folder.names()) == []
+    assert folder.size("shards/a.lmdb") is None
     large = os.urandom(33 << 20)
     (tmp_path / "large").write_bytes(large)
     folder.write("shards/a.lmdb", tmp_path / "large")
     folder.write("shards/b.lmdb", iter([large[: 9 << 20], large[9 << 20 : 10 << 20], large[10 << 20 :]]), len(large))
-    folder.write("shards/a.index", b"abc")
-    folder.write("manifest.json", b"")
     assert folder.read("shards/a.lmdb") == folder.read("shards/b.lmdb") == large
     assert bytes(folder.read_range("shards/a.lmdb", 5, 1 << 20)) == large[5 : 1 << 20]
-    assert bytes(folder.read_range("shards/a.lmdb", len(large) - 3, len(large) + 10)) == large[-3:]
     assert folder.size("shards/a.lmdb") == len(large)
-    both = {"shards/a.lmdb": len(large), "shards/b.lmdb": len(large), "shards/a.index": 3}
-    assert {file.name: file.num_bytes for file in folder.names("shards")} == both
-    assert {file.name: file.num_bytes for file in folder.names()} == {**both, "manifest.json": 0}
-    folder.write("shards/a.index", b"longer")
-    assert folder.read("shards/a.index") == b"longer"
-    folder.remove(["shards/a.lmdb", "shards/never.lmdb"])
-    assert "shards/a.lmdb" not in {file.name for file in folder.names("shards")}
-    with pytest.raises(MissingObjectError, match=r"/shards/a\.lmdb is missing"):
-        folder.read("shards/a.lmdb")
-    with pytest.raises(MissingObjectError):
-        folder.read_range("shards/a.lmdb", 0, 1)
 
 
 def test_what_raises_while_it_is_sent_leaves_nothing(folder: ObjectFolder) -> None:

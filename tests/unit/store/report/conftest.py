@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from bucketline.store import LatentColumn, Store, StoreWriter, new_record
-from tests.building import RULES, TEXT, embedding
+from bucketline.store import LatentColumn, Store, new_record
+from tests.kit import Form, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,25 +59,16 @@ def write_store(path: Path, *faults: str, scaling_factor: float = 0.18215) -> St
     known = frozenset(faults)
     assert known <= {"constant", "duplicates", "nan", "crops", "scaled before"}
     encoders: dict[str, Any] = {"vae": SD | {"scaling_factor": scaling_factor}, "text_encoder": {"width": 5}}
-    with StoreWriter(
-        path,
-        encoders=encoders,
-        rules=RULES,
-        columns=[LatentColumn(channels=4, dtype="F16")],
-        text=TEXT,
-        empty_caption={"tokens": embedding("")},
-        max_captions=3,
-    ) as writer:
-        for bucket, rows in ROWS.items():
-            for n in range(rows):
-                caption = f"a {('red', 'blue')[n % 2]} boat number {n} <b>& more</b>"
-                record = replace(new_record(f"{bucket}/{n}.png", bucket, (caption,)), original_size=(400 + 10 * n, 500))
-                loss = 0.6 if "crops" in known and bucket == "train/192x320" else 0.1
-                latent = latent_of(bucket, n, known) * (0.18215 if "scaled before" in known else 1.0)
-                writer.add_record(
-                    cropped(record, loss), {"latent": latent.astype(np.float16)}, {caption: {"tokens": embedding(caption)}}
-                )
-    store = Store.open(path)
+    samples = []
+    for bucket, rows in ROWS.items():
+        for n in range(rows):
+            captions = (f"a {('red', 'blue')[n % 2]} boat number {n} <b>& more</b>",)
+            record = replace(new_record(f"{bucket}/{n}.png", bucket, captions), original_size=(400 + 10 * n, 500))
+            record = cropped(record, 0.6 if "crops" in known and bucket == "train/192x320" else 0.1)
+            latent = latent_of(bucket, n, known) * (0.18215 if "scaled before" in known else 1.0)
+            columns = {"target": latent.astype(np.float16)}
+            samples.append(Sample(id=record.id, bucket=bucket, columns=columns, captions=captions, record=record))
+    store = Form(columns=(LatentColumn(channels=4),), encoders=encoders).make_store(path, samples)
     if "nan" in known:
         break_value(store, "train/192x320", NAN_ROW)
     return store

@@ -19,7 +19,7 @@ from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.shard.row_locator import DROPPED_FORMAT
 from bucketline.store.shard.sidecar import PagedFile, encode_paged
-from tests.building import make_store, rewrite_manifest, samples_of
+from tests.kit import make_store, rewrite_manifest, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

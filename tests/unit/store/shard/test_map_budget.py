@@ -19,7 +19,7 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.prefetch.threads import ThreadBackend
 from bucketline.store import Store
 from bucketline.store.shard import address_range, map_budget
-from tests.building import make_store, samples_of
+from tests.kit import make_store, samples_of
 
 CONFIG = LoaderConfig(batch_size=3, epochs=1)
 NUM_SHARDS = 24

@@ -18,7 +18,7 @@ from bucketline.store.format.manifest_entries import DroppedEntry, ShardEntry
 from bucketline.store.shard.row_locator import DROPPED_FORMAT, BlockTable, _first_false
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.write.publish import publish
-from tests.building import flip_bit, make_store, samples_of
+from tests.kit import flip_bit, make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,7 +21,7 @@ from bucketline.store.sync.push import push
 from bucketline.store.sync.selection import PullSelection
 from bucketline.store.verify.verify import verify_folder
 from tests.added_columns import expect_clean, expect_masks, mask_of
-from tests.building import make_store, samples_of
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

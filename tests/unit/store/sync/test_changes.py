@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,8 @@ from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.transfer.sender import pending_shards
 from bucketline.store.verify.verify import verify, verify_folder
-from tests.building import add_samples, make_store, samples_of, store_writer
+from tests.kit import add_samples, everything, make_store, samples_of, store_writer
 from tests.object_storage import in_memory
-from tests.reading import everything
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -170,7 +170,7 @@ def test_a_shard_is_dropped_whatever_has_become_of_it(objects: ObjectFolder, tmp
 def test_of_two_changes_at_once_both_are_made(
     folder: ObjectFolder, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    barrier, waited, done = threading.Barrier(2), threading.local(), []
+    barrier, waited = threading.Barrier(2), threading.local()
     from bucketline.store.remote.generations import commit
 
     def together(*args: object, **more: object) -> bool:
@@ -180,14 +180,9 @@ def test_of_two_changes_at_once_both_are_made(
         return commit(*args, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(commit_module, "commit", together)
-    threads = [
-        threading.Thread(target=lambda: done.append(drop(folder, DROPPED).generation)),
-        threading.Thread(target=lambda: done.append(compact(folder, shard_bytes=1 << 24).generation)),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    works = (lambda: drop(folder, DROPPED).generation, lambda: compact(folder, shard_bytes=1 << 24).generation)
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda work: work(), works))
     assert sorted(done) == [3, 4]
     expected = ids_in(Store.open(own)) - set(DROPPED)
     assert ids_in(pulled(folder, tmp_path / "pulled.store")) == expected
@@ -232,21 +227,14 @@ def test_changes_leave_no_open_file_in_the_process(objects: ObjectFolder, own: P
 
 def test_the_same_change_twice_at_once_uses_different_lists(folder: ObjectFolder, tmp_path: Path, own: Path) -> None:
     ids = sorted(ids_in(Store.open(own)))[:4]
-    barrier, failed = threading.Barrier(4), []
+    barrier = threading.Barrier(4)
 
     def run(sample_id: str) -> None:
         barrier.wait()
-        try:
-            drop(folder, [sample_id])
-        except Exception as error:  # noqa: BLE001 - whatever it is
-            failed.append(error)
+        drop(folder, [sample_id])
 
-    threads = [threading.Thread(target=run, args=(sample_id,)) for sample_id in ids]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, ids))
     assert newest_generation(folder).generation == 6
     assert ids_in(pulled(folder, tmp_path / "pulled.store")) == ids_in(Store.open(own)) - set(ids)
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.store import Store
-from tests.building import make_store, samples_of
 from tests.commands import call
+from tests.kit import make_store, samples_of
 from tests.object_storage import SECRET
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ def test_a_store_is_changed_by_its_url(url: str, tmp_path: Path) -> None:
     done = call("store", "drop", url, ID)
     assert (done.code, done.out, done.err) == (0, f"{url}: 1 sample dropped, 52 stay; generation 3\n", "")
     assert call("store", "get", url, ID, "-o", tmp_path / "x").code == 1
-    done = call("store", "compact", url)
-    assert done.code == 0
+    done = call("store", "compact", url).done()
     assert f"`store compact {url} --gc` removes them later" in done.out
     listed = call("store", "restore", url)
     assert [line.partition(",")[0] for line in listed.out.splitlines()] == [
@@ -83,18 +82,13 @@ def test_stores_are_merged_by_their_urls(url: str, s3: S3Bucket, tmp_path: Path)
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith(f"{out} has 55 samples in 3 shards")
     assert call("store", "info", out, "--json").json["samples"] == 55
-    again = call("store", "merge", out, url)
-    assert again.code == 2
-    assert "holds a store; choose another URL" in again.err
+    call("store", "merge", out, url).fails("holds a store; choose another URL", code=2)
 
 
 def test_what_is_lost_or_damaged_shows(url: str, s3: S3Bucket) -> None:
     objects = s3.folder("photos.store")
     objects.write("shards/g1.lmdb", objects.read("shards/g1.lmdb")[:-1])
-    info = call("store", "info", url)
-    assert info.code == 1
-    assert "lost: shard g1 (14 samples): g1.lmdb has " in info.err
-    assert f"`store drop {url} --shard NAME`" in info.err
+    call("store", "info", url).fails("lost: shard g1 (14 samples): g1.lmdb has ", f"`store drop {url} --shard NAME`")
     faults = call("store", "verify", url, "--json")
     assert faults.code == 1
     assert [fault["shard"] for fault in faults.json["corrupt"]] == ["g1"]

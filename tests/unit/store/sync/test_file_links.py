@@ -18,7 +18,7 @@ from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push import push
 from bucketline.store.transfer.sender import remove_pending
 from bucketline.store.verify.verify import verify
-from tests.building import add, make_sample, make_store, open_writer, samples_of, tree
+from tests.kit import add, make_sample, make_store, open_writer, samples_of, tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable

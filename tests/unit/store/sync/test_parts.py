@@ -10,11 +10,8 @@ from bucketline.store.read.store import Store
 from bucketline.store.sync.parts import PartStore, take_sent
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.working import WorkingStore
-from bucketline.store.write.part_writer import PartWriter
-from tests.building import samples_of
+from tests.kit import COLUMNS, IMAGES, Form, everything, samples_of
 from tests.object_storage import in_memory
-from tests.reading import everything
-from tests.store_forms import COLUMNS, IMAGES, Form
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +24,7 @@ def sent_by_a_part(part: PartStore, form: Form, name: str, rows: dict[str, int])
     """Return the shards that another machine makes of some samples, and sends."""
     folder, sender = part.begin(name)
     with sender:
-        with PartWriter(folder, form.writer(folder)._form, f"{name}-{{:04d}}", 1 << 20) as writer:
+        with form.part(folder, name) as writer:
             form.add(writer, samples_of(rows, f"{name}/"))
         for shard in writer.sealed:
             sender.put(shard)

@@ -16,7 +16,7 @@ from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.verify.verify import verify_folder
-from tests.building import flip_bit, make_store, samples_of
+from tests.kit import flip_bit, make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path

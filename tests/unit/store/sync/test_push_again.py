@@ -25,9 +25,8 @@ from bucketline.store.remote.lines import encode_lines, lines_name
 from bucketline.store.sync.pull import pull
 from bucketline.store.transfer.sender import pending_shards
 from bucketline.store.verify.verify import verify, verify_folder
-from tests.building import add_samples, make_sample, make_store, rewrite_manifest, samples_of, store_writer
+from tests.kit import add_samples, everything, make_sample, make_store, rewrite_manifest, samples_of, store_writer
 from tests.object_storage import in_memory
-from tests.reading import everything
 
 if TYPE_CHECKING:
     from pathlib import Path

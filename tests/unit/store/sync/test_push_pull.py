@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,13 +25,23 @@ from bucketline.store.sync.push import PUSHED, push
 from bucketline.store.sync.selection import PullSelection
 from bucketline.store.transfer import download, upload
 from bucketline.store.verify.verify import verify, verify_folder
-from tests.building import Sample, add_samples, flip_bit, make_sample, make_store, samples_of, store_writer, tree
 from tests.commands import call
 from tests.data.old_versions import unpacked
-from tests.free_columns import IMAGE_COLUMNS, items_of, make_free_store
+from tests.kit import (
+    ANY,
+    IMAGES,
+    RAGGED,
+    Sample,
+    add_samples,
+    everything,
+    flip_bit,
+    make_sample,
+    make_store,
+    samples_of,
+    store_writer,
+    tree,
+)
 from tests.object_storage import SECRET, in_memory
-from tests.ragged import AUDIO, LLAMA, POINTS, Schema, expect_read, make_ragged
-from tests.reading import everything, is_sample
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,8 +49,7 @@ if TYPE_CHECKING:
     from tests.object_storage import S3Bucket
 
 MORE = {"train/64x64": 4, "val/64x64": 2}
-TARGET = (dataclasses.replace(IMAGE_COLUMNS[0], encoder=None),)
-RAGGED = Schema(columns=TARGET, groups={"audio": AUDIO, "points": POINTS, "llama": LLAMA})
+FORM = dataclasses.replace(RAGGED, columns=IMAGES.columns)
 
 
 @pytest.fixture
@@ -124,7 +134,7 @@ def test_lines_that_the_extents_have_no_checksums_of_have_an_object_of_them(tmp_
 
 
 def test_columns_of_any_kind_go_there_and_back(tmp_path: Path) -> None:
-    made = make_free_store(tmp_path / "free.store", items_of({"train/64x64": 5, "val/64x64": 2}))
+    made = ANY.make_store(tmp_path / "free.store", ANY.samples({"train/64x64": 5, "val/64x64": 2}))
     folder = in_memory()
     push(made.path, folder)
     assert not [file.name for file in folder.names() if file.name.endswith(".lines")]
@@ -136,18 +146,18 @@ def test_columns_of_any_kind_go_there_and_back(tmp_path: Path) -> None:
 
 
 def test_ragged_groups_go_there_and_back(tmp_path: Path) -> None:
-    items = items_of({"train/64x64": 5, "val/64x64": 3}, TARGET)
-    made = make_ragged(tmp_path / "ragged.store", RAGGED, items)
+    items = FORM.samples({"train/64x64": 5, "val/64x64": 3})
+    made = FORM.make_store(tmp_path / "ragged.store", items)
     folder = in_memory()
     push(made.path, folder)
     pull(folder, tmp_path / "pulled.store")
     assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(made.path)
     pull(folder, tmp_path / "val.store", PullSelection(split="val"))
-    expect_read(expect_whole(tmp_path / "val.store"), RAGGED, [item for item in items if item.bucket.startswith("val/")])
+    FORM.expect(expect_whole(tmp_path / "val.store"), [item for item in items if item.bucket.startswith("val/")])
     drop(folder, [items[0].id])
     compact(folder, shard_bytes=1 << 24)
     pull(folder, tmp_path / "compact.store")
-    expect_read(expect_whole(tmp_path / "compact.store"), RAGGED, items[1:])
+    FORM.expect(expect_whole(tmp_path / "compact.store"), items[1:])
 
 
 def test_only_what_is_new_is_sent_and_pulled(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
@@ -278,11 +288,8 @@ def test_of_two_states_that_are_pushed_at_once_one_wins(
         except StoreError as error:
             lost.append(str(error))
 
-    threads = [threading.Thread(target=run, args=(path,)) for path in paths]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(paths)) as pool:
+        list(pool.map(run, paths))
     assert len(won) == 1
     assert "has moved on" in lost[0]
     pull(folder, tmp_path / "pulled.store")
@@ -387,7 +394,7 @@ def test_some_rows_are_pulled(
         names = {name for name in expected if wanted(name)}  # type: ignore[operator]
     held = [row for rows in everything(found).values() for row in rows]
     assert {row.record.id for row in held} == names
-    assert all(is_sample(row, expected[row.record.id]) for row in held)
+    assert all(IMAGES.is_sample(row, expected[row.record.id]) for row in held)
     assert (done.samples, found.manifest.generation) == (len(names), 1)
     assert found.manifest.store_id != Store.open(own).manifest.store_id
 
@@ -445,17 +452,14 @@ def test_the_commands_say_what_was_sent(own: Path, tmp_path: Path, s3: S3Bucket)
     assert done.out.endswith("generation 2 with 53 samples\n")
     again = call("store", "push", own, url, *s3.arguments, "--json")
     assert again.json["sent"]["files"] == 0
-    pulled = call("store", "pull", url, tmp_path / "val.store", "--split", "val", *s3.arguments)
-    assert pulled.code == 0
+    pulled = call("store", "pull", url, tmp_path / "val.store", "--split", "val", *s3.arguments).done()
     assert pulled.out.startswith(f"{tmp_path / 'val.store'}: 6 samples in 1 shard, generation 1; ")
     assert SECRET not in done.out + again.out + pulled.out + "".join(map(str, tree(own).values()))
     assert set(read_note(own)) == {url}
     wrong = call("store", "push", own, "s4://bucket/photos.store")
     assert (wrong.code, wrong.out) == (2, "")
     assert "s4:// is not a kind of store that Bucketline knows" in wrong.err
-    path = call("store", "push", own, tmp_path / "elsewhere")
-    assert path.code == 2
-    assert "is not a URL" in path.err
+    call("store", "push", own, tmp_path / "elsewhere").fails("is not a URL", code=2)
 
 
 def read_note(path: Path) -> dict[str, object]:

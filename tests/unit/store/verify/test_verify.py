@@ -21,8 +21,8 @@ from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify import shard
 from bucketline.store.verify.verify import Fault, verify
 from bucketline.store.write.seal import seal
-from tests.building import edit_json, flip_bit, make_store, rewrite_manifest, samples_of, write_shard
 from tests.commands import call, spawn
+from tests.kit import edit_json, flip_bit, make_store, rewrite_manifest, samples_of, write_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from bucketline.store.format.manifest import read_manifest, write_manifest
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, changing, lock_store, publish
 from bucketline.store.write.seal import seal
-from tests.building import add, empty_store, flip_bit, make_store, open_writer, samples_of, tree
+from tests.kit import add, empty_store, flip_bit, make_store, open_writer, samples_of, tree
 
 if TYPE_CHECKING:
     from pathlib import Path

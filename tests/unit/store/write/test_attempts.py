@@ -11,19 +11,10 @@ from bucketline.store import Store
 from bucketline.store.verify.strays import FolderCheck
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.attempts import attempt_path, begin_attempt, begin_attempts, seal_rest, take_shards
-from bucketline.store.write.part_writer import PartWriter
-from tests.building import Sample, make_sample
-from tests.reading import everything
-from tests.store_forms import IMAGES
+from tests.kit import IMAGES, Sample, everything, make_sample
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from bucketline.store import StoreWriter
-
-
-def part_in(folder: Path, writer: StoreWriter, name: str) -> PartWriter:
-    return PartWriter(folder, writer._form, f"{name}-{{:04d}}", writer._shard_bytes)
 
 
 def samples(*names: str) -> list[Sample]:
@@ -40,7 +31,7 @@ def test_only_taken_shards_count_and_the_rest_is_removed(tmp_path: Path) -> None
         begin_attempts(store, "run")
         sealed = {}
         for name, ids in (("a0", ["1.png", "2.png"]), ("a1", ["2.png", "3.png"])):
-            with part_in(begin_attempt(store, "run", name), writer, f"run-{name}") as part:
+            with IMAGES.part(begin_attempt(store, "run", name), f"run-{name}") as part:
                 IMAGES.add(part, samples(*ids))
             sealed[name] = part.sealed
         assert not list((store / "shards").iterdir())
@@ -59,9 +50,9 @@ def test_only_taken_shards_count_and_the_rest_is_removed(tmp_path: Path) -> None
 
 def test_a_taken_shard_that_was_not_published_is_adopted(tmp_path: Path) -> None:
     store = tmp_path / "s"
-    with IMAGES.writer(store) as writer:
+    with IMAGES.writer(store):
         begin_attempts(store, "run")
-        with part_in(begin_attempt(store, "run", "a0"), writer, "run-a0") as part:
+        with IMAGES.part(begin_attempt(store, "run", "a0"), "run-a0") as part:
             IMAGES.add(part, samples("1.png"))
         take_shards(store, attempt_path(store, "run", "a0"), part.sealed)
     with IMAGES.writer(store):
@@ -74,7 +65,7 @@ def test_what_a_stopped_attempt_had_committed_is_sealed(tmp_path: Path) -> None:
     with IMAGES.writer(store) as writer:
         begin_attempts(store, "run")
         folder = begin_attempt(store, "run", "a0")
-        part = part_in(folder, writer, "run-a0")
+        part = IMAGES.part(folder, "run-a0")
         IMAGES.add(part, samples("1.png"))
         part.commit()
         part.close()

@@ -3,58 +3,38 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bucketline.errors import CorruptError, FingerprintError, UsageError
 from bucketline.store import Axis, LatentColumn, RowColumn, Store, StoreWriter, read_manifest
 from bucketline.store.format.manifest import dump_manifest, parse_manifest, sealed
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.verify.verify import verify
-from tests.free_columns import (
-    ENCODERS,
-    FRAMES,
-    HEIGHT,
-    IMAGE_COLUMNS,
-    WIDTH,
-    add_items,
-    every_dtype,
-    expect_same,
-    free_writer,
-    items_of,
-    make_free_store,
-    make_item,
-    stored_items,
-)
+from tests.kit import ANY, ANY_ENCODERS, FRAMES, HEIGHT, IMAGE_COLUMNS, WIDTH, Form, Sample, every_dtype, everything
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from tests.free_columns import Item
 
 ROWS = {"train/64x64": 9, "train/64x96": 4, "val/64x64": 3}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return make_free_store(tmp_path_factory.mktemp("free") / "s", items_of(ROWS))
+    return ANY.make_store(tmp_path_factory.mktemp("free") / "s", ANY.samples(ROWS))
 
 
-def check(store: Store, items: list[Item]) -> None:
+def check(store: Store, items: list[Sample], form: Form = ANY) -> None:
     assert not verify(store, lambda _: None, 1).corrupt
-    expect_same(stored_items(store), items)
+    form.expect(store, items)
 
 
 def test_columns_of_seven_roles_come_back_bit_for_bit(made: Store) -> None:
-    check(made, items_of(ROWS))
+    check(made, ANY.samples(ROWS))
     manifest = made.manifest
     assert manifest.columns["latent"].role == "target"
     assert manifest.columns["control/depth"].encoder == "depth"
@@ -65,10 +45,10 @@ def test_columns_of_seven_roles_come_back_bit_for_bit(made: Store) -> None:
 
 
 def test_every_dtype_comes_back_bit_for_bit_in_buckets_of_one_axis(tmp_path: Path) -> None:
-    columns = every_dtype()
-    assert {column.dtype for column in columns} == set(DTYPES)
-    items = items_of({"train/2": 5, "train/750": 4}, columns)
-    check(make_free_store(tmp_path / "s", items, columns=columns), items)
+    form = every_dtype()
+    assert {column.dtype for column in form.columns} == set(DTYPES)
+    items = form.samples({"train/2": 5, "train/750": 4})
+    check(form.make_store(tmp_path / "s", items), items, form)
 
 
 def test_video_goes_to_buckets_of_frames_height_and_width(tmp_path: Path) -> None:
@@ -76,9 +56,10 @@ def test_video_goes_to_buckets_of_frames_height_and_width(tmp_path: Path) -> Non
         RowColumn(role="target", dtype="BF16", shape=(2, FRAMES, HEIGHT, WIDTH)),
         RowColumn(role="control/first", dtype="U8", shape=("height_px", "width_px", 3)),
     ]
-    items = items_of({"train/81x16x24": 3, "train/1x16x24": 2}, columns)
-    store = make_free_store(tmp_path / "s", items, columns=columns)
-    check(store, items)
+    form = Form(columns=columns)
+    items = form.samples({"train/81x16x24": 3, "train/1x16x24": 2})
+    store = form.make_store(tmp_path / "s", items)
+    check(store, items, form)
     bucket = store.bucket("train/81x16x24")
     assert bucket.axes == {"frames": 81, "height_px": 16, "width_px": 24}
     assert (bucket.height_px, bucket.width_px) == (16, 24)
@@ -121,15 +102,14 @@ def test_tensors_are_taken_as_they_are(tmp_path: Path) -> None:
     dtypes = ("BF16", "F8_E4M3", "F8_E5M2", "F32", "BOOL")
     shapes: list[tuple[int | str, ...]] = [(2, "length"), *[("length",)] * 4]
     columns = [RowColumn(role=r, dtype=d, shape=s) for r, d, s in zip(tensors, dtypes, shapes, strict=True)]
-    with free_writer(tmp_path / "s", columns) as writer:
+    with StoreWriter(tmp_path / "s", columns=columns) as writer:
         writer.add("a", "train", tensors)
         with pytest.raises(UsageError, match=r"column 'features/a' .* takes F8_E4M3 \[6\], got float32"):
             writer.add("b", "train", {**tensors, "features/a": torch.randn(6)})
-    (found,) = stored_items(Store.open(tmp_path / "s")).values()
-    for role, tensor in tensors.items():
-        stored = found.columns[role]
-        expected = tensor.detach()
-        assert expected.view(torch.uint8).numpy().tobytes() == stored.tobytes(), role
+    ((found,),) = everything(Store.open(tmp_path / "s")).values()
+    for column in columns:
+        expected = tensors[column.role].detach().view(torch.uint8).numpy().tobytes()
+        assert found.columns[column.name] == expected, column.role
 
 
 NAN_BITS = {
@@ -165,7 +145,7 @@ def test_what_is_not_finite_is_refused_by_name_unless_it_is_allowed(dtype: str, 
 
 
 def image(**changes: Any) -> dict[str, Any]:
-    columns = {**make_item("x", "train/64x96", IMAGE_COLUMNS).columns, **changes}
+    columns = {**ANY.sample("x", "train/64x96").columns, **changes}
     return {role: value for role, value in columns.items() if value is not None}
 
 
@@ -197,11 +177,11 @@ REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_row_that_does_not_fit_is_refused_and_the_writer_continues(case: str, tmp_path: Path) -> None:
     (split, columns), words = REFUSED[case]
-    with free_writer(tmp_path / "s") as writer:
+    with ANY.writer(tmp_path / "s") as writer:
         with pytest.raises(UsageError, match=words):
             writer.add("x", split, columns)
-        add_items(writer, items_of({"train/64x96": 2}))
-    check(Store.open(tmp_path / "s"), items_of({"train/64x96": 2}))
+        ANY.add(writer, ANY.samples({"train/64x96": 2}))
+    check(Store.open(tmp_path / "s"), ANY.samples({"train/64x96": 2}))
 
 
 def column(**changes: Any) -> RowColumn:
@@ -229,7 +209,7 @@ FORMS: dict[str, tuple[Callable[[], list[RowColumn]], str]] = {
 def test_columns_that_do_not_go_together_are_refused(case: str, tmp_path: Path) -> None:
     form, words = FORMS[case]
     with pytest.raises(UsageError, match=words):
-        StoreWriter(tmp_path / "s", columns=form(), encoders=ENCODERS)
+        StoreWriter(tmp_path / "s", columns=form(), encoders=ANY_ENCODERS)
     assert not (tmp_path / "s").exists()
 
 
@@ -255,33 +235,9 @@ OTHERS: dict[str, tuple[list[RowColumn], str]] = {
 def test_a_store_of_other_columns_is_refused(case: str, made: Store) -> None:
     columns, words = OTHERS[case]
     before = (made.path / "manifest.json").read_bytes()
-    with pytest.raises(FingerprintError, match=words), free_writer(made.path, columns):
+    with pytest.raises(FingerprintError, match=words), Form(columns=columns).writer(made.path):
         raise AssertionError
     assert (made.path / "manifest.json").read_bytes() == before
-
-
-@pytest.mark.parametrize("shard_bytes", [1 << 24, 20_000])
-def test_a_kill_loses_nothing_that_was_committed(shard_bytes: int, tmp_path: Path) -> None:
-    items = items_of(ROWS)
-    child = os.fork()
-    if child == 0:
-        try:
-            with free_writer(tmp_path / "s", shard_bytes=shard_bytes) as writer:
-                add_items(writer, items[:4])
-                writer.publish()
-                add_items(writer, items[4:10], commit_every=3)
-                add_items(writer, items[10:])
-                os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    check(Store.open(tmp_path / "s"), items[:4])
-    with free_writer(tmp_path / "s") as writer:
-        adopted = [item for item in items if item.id in writer]
-        assert adopted[:10] == items[:10]
-        check(Store(tmp_path / "s", writer.manifest), adopted)
-        add_items(writer, [item for item in items if item.id not in writer])
-    check(Store.open(tmp_path / "s"), items)
 
 
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -302,7 +258,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a role that is not the name's": (lambda d: d["columns"]["mask"].update(role="audio"), "'mask' has the role 'audio'"),
     "a strange role": (lambda d: d["columns"].update(x=d["columns"]["mask"]), "column 'x' has the role 'mask'"),
     "a lonely mirror image": (lambda d: d["columns"].pop("control/depth"), "'control/depth/flipped' has no counterpart"),
-    "an unknown encoder": (lambda d: d["encoders"].pop("depth"), "names the encoder 'depth', encoders has ['vae']"),
+    "an unknown encoder": (lambda d: d["encoders"].pop("depth"), "names the encoder 'depth', encoders has ['codec', 'vae']"),
     "a column less in a bucket": (lambda d: d["columns"].pop("audio"), "has the column 'audio', which has no role"),
     "a presence that nobody needs": (
         lambda d: d["columns"]["mask"].update(optional=False),
@@ -333,50 +289,3 @@ def test_a_manifest_of_version_3_comes_back_as_it_was_written(made: Store) -> No
     found = read_manifest(made.path)
     assert found == made.manifest == sealed(found)
     assert dump_manifest(found) == (made.path / "manifest.json").read_bytes()
-
-
-SHAPES = st.lists(
-    st.one_of(
-        st.integers(0, 3),
-        st.sampled_from(["length", "height_px"]),
-        st.builds(Axis, name=st.sampled_from(["length", "height_px"]), step=st.sampled_from([2, 3])),
-    ),
-    max_size=3,
-).map(tuple)
-ROLES = ("target", "mask", "audio", "control/a", "control/b", "reference/r", "features/x", "features/y")
-
-
-@st.composite
-def schemas(draw: st.DrawFn) -> list[RowColumn]:
-    """Draw columns of any roles, dtypes and shapes that have both axes, some with their mirror images."""
-    roles = draw(st.lists(st.sampled_from(ROLES), min_size=1, max_size=6, unique=True))
-    columns = [RowColumn(role="features/axes", dtype="U8", shape=("length", "height_px"))]
-    for role in roles:
-        own = RowColumn(
-            role=role,
-            dtype=draw(st.sampled_from(sorted(DTYPES))),
-            shape=draw(SHAPES),
-            optional=draw(st.booleans()),
-            allow_nonfinite=True,
-        )
-        columns.append(own)
-        if draw(st.booleans()):
-            columns.append(
-                RowColumn(role=f"{role}/flipped", dtype=own.dtype, shape=own.shape, optional=own.optional, allow_nonfinite=True)
-            )
-    return columns
-
-
-@settings(max_examples=12, deadline=None)
-@given(columns=schemas(), rows=st.integers(1, 9), commit_every=st.integers(1, 9))
-def test_any_schema_comes_back_bit_for_bit(
-    columns: list[RowColumn], rows: int, commit_every: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    sizes = {"length": 12, "height_px": 6}
-    axes = dict.fromkeys(axis.name for own in columns for axis in own.axes)
-    bucket = f"train/{'x'.join(str(sizes[axis]) for axis in axes)}"
-    items = items_of({bucket: rows}, columns)
-    path = tmp_path_factory.mktemp("any") / "s"
-    with free_writer(path, columns) as writer:
-        add_items(writer, items, commit_every=commit_every)
-    check(Store.open(path), items)

@@ -12,7 +12,7 @@ from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.format.hashing import LINE_BYTES, READ_BYTES, LineSums, checksum
 from bucketline.store.write.shard_contents import _read_back, _UnconfirmedError
-from tests.building import add_samples, samples_of, store_writer
+from tests.kit import add_samples, samples_of, store_writer
 
 if TYPE_CHECKING:
     from pathlib import Path

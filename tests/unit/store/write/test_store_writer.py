@@ -17,21 +17,25 @@ from bucketline.store import Column, LatentColumn, Store, StoreWriter, TextSpec,
 from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.manifest import generations
 from bucketline.store.verify.verify import verify
-from tests.building import (
+from tests.fault.apart import How, apart
+from tests.kit import (
+    ANY,
     CAPTIONS,
     ENCODERS,
+    IMAGES,
     TEXT,
     TOKEN_WIDTH,
+    Form,
     Sample,
     add_samples,
     embedding,
+    images,
     make_sample,
     make_store,
     samples_of,
     store_writer,
     tree,
 )
-from tests.fault.apart import How, apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -43,23 +47,11 @@ BUCKET = "train/64x64"
 ROWS = {BUCKET: 20, "val/64x96": 9}
 
 
-def check(path: Path, samples: Iterable[Sample]) -> None:
+def check(path: Path, samples: Iterable[Sample], form: Form = IMAGES) -> None:
     """See that the newest generation holds exactly these samples, bit for bit, and is sound."""
     store = Store.open(path)
-    expected = {sample.id: sample for sample in samples}
     assert not verify(store, lambda _: None, 1).corrupt
-    found = {}
-    for bucket in store.buckets():
-        rows = np.arange(bucket.num_rows)
-        for name, latent in zip(bucket.sample_ids(rows), bucket.read(rows, "latent", verify=True), strict=True):
-            found[name] = (bucket.name, latent.tobytes())
-    assert found == {name: (sample.bucket, sample.latent.tobytes()) for name, sample in expected.items()}
-    ordinals = {shard.name: n for n, shard in enumerate(store.shards)}
-    for name, sample in expected.items():
-        shard, record = store.sample(name)
-        assert replace(record, row=0, caption_rows=()) == sample.record
-        for text, row in zip(record.captions, record.caption_rows if record.captions else (), strict=True):
-            assert store.read_caption(ordinals[shard.name], row)["tokens"].tobytes() == embedding(text).tobytes()
+    form.expect(store, samples)
 
 
 def left_pending(path: Path) -> list[str]:
@@ -71,7 +63,7 @@ def test_what_was_added_comes_back_bit_for_bit(dtype: str, tmp_path: Path) -> No
     samples = samples_of(ROWS, dtype=dtype)
     with store_writer(tmp_path / "s", dtype=dtype) as writer:
         add_samples(writer, samples)
-    check(tmp_path / "s", samples)
+    check(tmp_path / "s", samples, images(dtype))
     assert (writer.manifest.generation, writer.manifest.samples) == (1, len(samples))
     assert left_pending(tmp_path / "s") == []
 
@@ -111,16 +103,16 @@ def test_a_full_shard_gives_way_to_another(tmp_path: Path) -> None:
     assert len(writer.manifest.shards) > 5
 
 
-def killed(path: Path, samples: list[Sample], shard_bytes: int, moment: str) -> int:
+def killed(path: Path, form: Form, samples: list[Sample], shard_bytes: int, moment: str) -> int:
     """Write and be killed; return how many samples had been committed."""
     reader, pipe = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
         try:
-            with store_writer(path, shard_bytes=shard_bytes) as writer:
+            with form.writer(path, shard_bytes=shard_bytes) as writer:
                 for n, sample in enumerate(samples, 1):
-                    add_samples(writer, [sample])
+                    form.add(writer, [sample])
                     if n % 5 == 0:
                         writer.commit()
                         os.write(pipe, b".")
@@ -138,18 +130,27 @@ def killed(path: Path, samples: list[Sample], shard_bytes: int, moment: str) -> 
     return 5 * commits
 
 
-@pytest.mark.parametrize("shard_bytes", [1 << 24, 3000])
+@pytest.mark.parametrize(
+    ("form", "samples", "shard_bytes"),
+    [
+        (form, samples, shard_bytes)
+        for form, samples, small in ((IMAGES, samples_of(ROWS), 3000), (ANY, ANY.samples(ROWS), 20_000))
+        for shard_bytes in (1 << 24, small)
+    ],
+    ids=["images", "images, small shards", "columns", "columns, small shards"],
+)
 @pytest.mark.parametrize("moment", ["between commits", "before publishing"])
-def test_a_kill_loses_nothing_that_was_committed(moment: str, shard_bytes: int, tmp_path: Path) -> None:
-    samples = samples_of(ROWS)
-    num_committed = killed(tmp_path / "s", samples, shard_bytes, moment)
+def test_a_kill_loses_nothing_that_was_committed(
+    moment: str, form: Form, samples: list[Sample], shard_bytes: int, tmp_path: Path
+) -> None:
+    num_committed = killed(tmp_path / "s", form, samples, shard_bytes, moment)
     assert num_committed == (10 if moment == "between commits" else 25)
-    with store_writer(tmp_path / "s", shard_bytes=shard_bytes) as writer:
+    with form.writer(tmp_path / "s", shard_bytes=shard_bytes) as writer:
         adopted = [sample for sample in samples if sample.id in writer]
         assert adopted[:num_committed] == samples[:num_committed]
-        assert writer.manifest.samples == len(adopted)
-        add_samples(writer, (sample for sample in samples if sample.id not in writer))
-    check(tmp_path / "s", samples)
+        check(tmp_path / "s", adopted, form)
+        form.add(writer, (sample for sample in samples if sample.id not in writer))
+    check(tmp_path / "s", samples, form)
 
 
 def test_an_error_publishes_nothing_and_the_next_writer_adopts_what_was_committed(tmp_path: Path) -> None:
@@ -385,7 +386,7 @@ def test_no_float_that_is_not_finite_is_stored(dtype: str, bits: int, tmp_path: 
         with pytest.raises(UsageError, match="NaN or infinite"):
             writer.add_record(sample.record, {"latent": latent}, {})
         writer.add_record(sample.record, {"latent": sample.latent}, {})
-    check(tmp_path / "s", [sample])
+    check(tmp_path / "s", [sample], images(dtype))
 
 
 def test_a_record_of_another_split_or_of_a_caption_without_embedding_is_refused(tmp_path: Path) -> None:

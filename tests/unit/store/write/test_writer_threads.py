@@ -16,16 +16,15 @@ from bucketline.errors import BucketlineError, LockedError, UsageError
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import lock_store
-from tests.building import add_samples, embedding, samples_of, store_writer
 from tests.fault.apart import How, apart
-from tests.reading import everything, is_sample
+from tests.kit import IMAGES, add_samples, embedding, samples_of, store_writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from bucketline.store import PartWriter
-    from tests.building import Sample
+    from tests.kit import Sample
 
 BUCKET = "train/64x64"
 SAMPLES = samples_of({BUCKET: 240, "val/8x8": 40})
@@ -34,9 +33,7 @@ SAMPLES = samples_of({BUCKET: 240, "val/8x8": 40})
 def expect(path: Path, samples: list[Sample]) -> Store:
     store = Store.open(path)
     assert not verify(store, lambda _: None, 1).corrupt
-    found = {row.record.id: row for rows in everything(store).values() for row in rows}
-    assert sorted(found) == sorted(sample.id for sample in samples)
-    assert all(is_sample(found[sample.id], sample) for sample in samples)
+    IMAGES.expect(store, samples)
     return store
 
 

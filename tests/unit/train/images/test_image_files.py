@@ -12,7 +12,7 @@ from PIL import Image
 from bucketline.train.images.image_files import CELL_PX, GAP_PX, DrawnSample, contact_sheet, write_images
 from bucketline.train.report.loss_curve import draw_loss_curve
 from bucketline.train.trainer import train
-from tests.building import make_sample
+from tests.kit import make_sample
 from tests.unit.train.tiny_run import ALONE, add_to_store, config
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from bucketline.train.models.load import facts_of
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.setup import start_processes
 from bucketline.train.trainer import Trainer, train
-from tests.building import flip_bit
 from tests.commands import call
+from tests.kit import flip_bit
 from tests.unit.train.images.test_no_room import no_room
 from tests.unit.train.tiny_run import ALONE, PROMPTS, UNET, config, facts, losses, write_prompts
 

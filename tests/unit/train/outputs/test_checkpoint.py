@@ -25,8 +25,8 @@ from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import RunState, damage, last_whole, read_state
 from bucketline.train.outputs.saver import copied
 from bucketline.train.outputs.weights import WholeModel
-from tests.building import flip_bit, tree
 from tests.commands import spawn
+from tests.kit import flip_bit, tree
 from tests.unit.train.tiny_run import UNET
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from bucketline.errors import UsageError
 from bucketline.files.run_marker import is_run
 from bucketline.train.trainer import train
-from tests.building import tree
+from tests.kit import tree
 from tests.unit.train.tiny_run import ALONE, ROWS, config, make_training_store, samples
 
 if TYPE_CHECKING:

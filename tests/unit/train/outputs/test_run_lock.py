@@ -19,7 +19,7 @@ from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.outputs.run_lock import RunLock
 from bucketline.train.outputs.saver import Saver
 from bucketline.train.trainer import train
-from tests.building import tree
+from tests.kit import tree
 from tests.unit.train.tiny_run import ALONE, config
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import pytest
 from bucketline.ingest.pipeline.model import load_encoders
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
-from tests.building import tree
 from tests.commands import Ran, call, spawn
+from tests.kit import tree
 from tests.models import SMALL, png, write_images, write_model
 
 if TYPE_CHECKING:
