@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 DATA = ROOT / "tests" / "data" / "stores"
 EXPECTED = DATA / "expected.json"
-VERSIONS = {"images": 1, "compact": 2, "columns": 3, "images_added": 4, "columns_added": 4}  # of the format, by store
+VERSIONS = {
+    "images": 1,
+    "compact": 2,
+    "columns": 3,
+    "images_added": 4,
+    "columns_added": 4,
+    "ragged": 3,
+}  # of the format, by store
 EXPORTS = ("webdataset", "safetensors", "kohya", "mds")
 OF_A_SHARD = ("row", "caption_rows", "file")  # what a record says that depends on the shard
 COLUMNS_OF_A_SHARD = ("checksum", "captions", "ragged/")  # and what a row has: a checksum of all, and numbers of other rows
@@ -128,7 +135,7 @@ def generations(store: Path | str, scratch: Path) -> Any:
 
 
 def epoch(store: Path | str, scratch: Path) -> Any:
-    """Return a loader's first epoch: each batch's bucket and samples, and a digest of each tensor of all batches."""
+    """Return a loader's first epoch: each batch's bucket and samples, a digest of each tensor of all batches, and its state."""
     del scratch
     import torch
 
@@ -155,7 +162,9 @@ def epoch(store: Path | str, scratch: Path) -> Any:
                 values = tensor.contiguous().view(torch.uint8).numpy() if tensor.dim() else tensor.numpy()
                 shape = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
                 tensors[name] = hashlib.sha256(tensors.get(name, b"") + shape + values.tobytes()).digest()
-    return {"order": order, "tensors": {name: value.hex()[:12] for name, value in sorted(tensors.items())}}
+        state = loader.state_dict()
+    digests = {name: value.hex()[:12] for name, value in sorted(tensors.items())}
+    return {"order": order, "tensors": digests, "state": state}
 
 
 READINGS: Mapping[str, Callable[[Path | str, Path], Any]] = {

@@ -21,7 +21,7 @@ from bucketline.store.remote.objects import NoRangesError, ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
 from tests.commands import call
-from tests.data.old_versions import unpacked
+from tests.contract.kit import unpacked
 from tests.kit import flip_bit, make_store, samples_of
 from tests.object_storage import CREDENTIALS
 
@@ -52,10 +52,10 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def old(folder: Path, tmp_path: Path) -> Path:
-    """The same folder, with a store of version 1 as `a`: `store push` has written the checksums of its lines."""
+    """The same folder, with a store of version 3 as `a`: `store push` has written the checksums of its lines."""
     shutil.rmtree(folder / "a")
     (folder / "a").mkdir()
-    push(unpacked("1", tmp_path), ObjectFolder.open(f"file://{folder / 'a'}"))
+    push(unpacked("columns", tmp_path), ObjectFolder.open(f"file://{folder / 'a'}"))
     return folder
 
 
@@ -121,8 +121,8 @@ def test_a_folder_is_read_that_was_copied_to_the_server_and_not_pushed(made: Pat
         assert sum(len(batch.ids) for batch in loader) == 120
 
 
-def test_a_folder_of_version_1_that_was_never_pushed_is_called_so_at_once(tmp_path: Path) -> None:
-    with RangeServer(unpacked("1", tmp_path)) as server:
+def test_a_folder_of_version_3_that_was_never_pushed_is_called_so_at_once(tmp_path: Path) -> None:
+    with RangeServer(unpacked("columns", tmp_path)) as server:
         error, seconds = read_all(server.url, tmp_path)
     assert seconds < SOON_S
     assert "was not written by `store push`: shards/g1.lines is missing" in str(error)

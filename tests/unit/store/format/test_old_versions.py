@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bucketline.errors import CorruptError
-from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
-from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.repair import repair
-from bucketline.store.change.restore import restore
-from bucketline.store.format.layout import FORMAT_VERSION
 from bucketline.store.format.manifest import dump_manifest, parse_manifest, read_manifest
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.verify.verify import verify
-from tests.data import old_versions
-from tests.data.old_versions import NAMES, read_as_json, unpacked
-from tests.kit import everything, flip_bit, tree
+from tests.contract.kit import VERSIONS, unpacked
+from tests.kit import everything, flip_bit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-EXPECTED: dict[str, Any] = json.loads(Path(old_versions.__file__).with_name("expected.json").read_text())
 
-
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=VERSIONS)
 def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return unpacked(request.param, tmp_path)
 
@@ -40,44 +33,6 @@ def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def is_clean(path: Path) -> bool:
     found = verify(Store.open(path), lambda _: None)
     return (found.corrupt, found.strays) == ((), ())
-
-
-def test_an_old_store_holds_and_delivers_what_it_did_and_reading_changes_no_byte(old: Path) -> None:
-    before = tree(old)
-    assert json.loads(json.dumps(read_as_json(old))) == EXPECTED[old.name]
-    assert is_clean(old)
-    assert tree(old) == before
-
-
-def test_a_state_taken_on_an_old_store_still_fits_it(old: Path) -> None:
-    with Loader(Store.open(old), LoaderConfig(batch_size=2, seed=3)) as loader:
-        state = loader.state_dict()
-        loader.load_state_dict(EXPECTED[old.name]["state"])
-        assert loader.state_dict() == EXPECTED[old.name]["state"] != state
-
-
-def test_a_change_of_an_old_store_writes_the_present_version_and_leaves_the_old_generations(old: Path) -> None:
-    before, files = read_manifest(old), tree(old)
-    held = everything(Store.open(old))
-    gone = next(iter(held["train/64x96"])).record.id
-    drop(old, [gone])
-    document = json.loads((old / "manifest.json").read_bytes())
-    assert document["format_version"] == FORMAT_VERSION
-    assert "base_version" not in document
-    assert {name: data for name, data in tree(old).items() if name in files and name != "manifest.json"} == {
-        name: data for name, data in files.items() if name != "manifest.json"
-    }
-    assert read_manifest(old, before.generation) == before
-    held["train/64x96"] = [one for one in held["train/64x96"] if one.record.id != gone]
-    assert everything(Store.open(old)) == held
-    assert is_clean(old)
-    restore(old, before.generation)
-    compact(old, shard_bytes=1 << 30)
-    assert all(shard.line_checksums for shard in read_manifest(old).shards)
-    assert {one.record.id for rows in everything(Store.open(old)).values() for one in rows} == {
-        one.record.id for rows in everything(Store.open(old, before.generation)).values() for one in rows
-    }
-    assert is_clean(old)
 
 
 def test_lost_extents_of_an_old_store_are_rebuilt_with_the_checksums_of_lines(old: Path) -> None:
@@ -99,7 +54,7 @@ def test_an_old_store_is_pushed_read_there_changed_and_pulled(old: Path, tmp_pat
     pull(ObjectFolder.open(url), tmp_path / "pulled")
     assert read_manifest(tmp_path / "pulled").digest == digest
     assert is_clean(tmp_path / "pulled")
-    drop(old, [held["train/64x96"][0].record.id])
+    drop(old, [next(iter(held.values()))[0].record.id])
     push(old, ObjectFolder.open(url))
     pull(ObjectFolder.open(url), tmp_path / "pulled")
     assert everything(Store.open(tmp_path / "pulled")) == everything(Store.open(old))
@@ -114,25 +69,33 @@ def test_an_old_manifest_is_kept_as_its_bytes_whatever_its_layout(old: Path) -> 
 
 
 HOSTILE: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
-    "columns in version 1": ("1", lambda d: d.update(columns={}), "unknown field 'columns'"),
-    "axes in version 1": ("1", lambda d: d["buckets"][0].update(axes=[]), "unknown field 'axes'"),
-    "a bucket without a height": ("1", lambda d: d["buckets"][0].pop("height_px"), "lacks the field 'height_px'"),
-    "an error of text in version 1": ("1", lambda d: d["shards"][0].update(text_error=None), "unknown field 'text_error'"),
-    "ragged groups in version 2": ("2", lambda d: d.update(ragged={}), "unknown field 'ragged'"),
-    "the long form in version 2": ("2", lambda d: d["shards"][0]["groups"].update(text={"rows": 1}), "expected four numbers"),
-    "a height in version 3": ("3", lambda d: d["buckets"][0].update(height_px=64), "unknown field 'height_px'"),
-    "no ragged group in version 3": ("3", lambda d: d.update(ragged={}), "ragged has no group"),
-    "an added column in version 3": ("3", lambda d: d.update(added={}), "unknown field 'added'"),
+    "columns in version 1": ("images", lambda d: d.update(columns={}), "unknown field 'columns'"),
+    "axes in version 1": ("images", lambda d: d["buckets"][0].update(axes=[]), "unknown field 'axes'"),
+    "a bucket without a height": ("images", lambda d: d["buckets"][0].pop("height_px"), "lacks the field 'height_px'"),
+    "an error of text in version 1": ("images", lambda d: d["shards"][0].update(text_error=None), "unknown field 'text_error'"),
+    "ragged groups in version 2": ("compact", lambda d: d.update(ragged={}), "unknown field 'ragged'"),
+    "the long form in version 2": (
+        "compact",
+        lambda d: d["shards"][0]["groups"].update(text={"rows": 1}),
+        "expected four numbers",
+    ),
+    "a height in version 3": ("columns", lambda d: d["buckets"][0].update(height_px=64), "unknown field 'height_px'"),
+    "no ragged group in version 3": ("columns", lambda d: d.update(ragged={}), "ragged has no group"),
+    "an added column in version 3": ("columns", lambda d: d.update(added={}), "unknown field 'added'"),
     "checksums of lines in version 3": (
-        "3",
+        "columns",
         lambda d: d["shards"][0].update(line_checksums=True),
         "unknown field 'line_checksums'",
     ),
-    "no base version": ("4", lambda d: d.pop("base_version"), "base_version"),
-    "an impossible base version": ("4", lambda d: d.update(base_version=4), "base_version is 4"),
-    "no added column in version 4": ("4", lambda d: d.update(added={}), "it has no added column"),
-    "an edited version 1": ("1", lambda d: d.update(max_captions=2), "in another form"),
-    "an edited rule of version 4": ("4", lambda d: d["rules"].update(grid="another"), "was edited by hand: its digest is"),
+    "no base version": ("images_added", lambda d: d.pop("base_version"), "base_version"),
+    "an impossible base version": ("images_added", lambda d: d.update(base_version=4), "base_version is 4"),
+    "no added column in version 4": ("images_added", lambda d: d.update(added={}), "it has no added column"),
+    "an edited version 1": ("images", lambda d: d.update(max_captions=2), "in another form"),
+    "an edited rule of version 4": (
+        "images_added",
+        lambda d: d["rules"].update(grid="another"),
+        "was edited by hand: its digest is",
+    ),
 }
 
 

@@ -26,7 +26,7 @@ from bucketline.store.sync.selection import PullSelection
 from bucketline.store.transfer import download, upload
 from bucketline.store.verify.verify import verify, verify_folder
 from tests.commands import call
-from tests.data.old_versions import unpacked
+from tests.contract.kit import unpacked
 from tests.kit import (
     ANY,
     IMAGES,
@@ -119,7 +119,7 @@ def test_files_of_many_parts_are_put_together_in_order(
 
 
 def test_lines_that_the_extents_have_no_checksums_of_have_an_object_of_them(tmp_path: Path) -> None:
-    folder, own = in_memory(), unpacked("1", tmp_path)
+    folder, own = in_memory(), unpacked("images", tmp_path)
     push(own, folder)
     assert not verify_folder(folder, lambda _: None, 1).corrupt
     for entry in Store.open(own).manifest.shards:
