@@ -135,7 +135,7 @@ def generations(store: Path | str, scratch: Path) -> Any:
 
 
 def epoch(store: Path | str, scratch: Path) -> Any:
-    """Return a loader's first epoch: each batch's bucket and samples, a digest of each tensor of all batches, and its state."""
+    """Return a loader's first epoch: each batch's bucket and samples, and a digest of each tensor of all batches."""
     del scratch
     import torch
 
@@ -162,9 +162,7 @@ def epoch(store: Path | str, scratch: Path) -> Any:
                 values = tensor.contiguous().view(torch.uint8).numpy() if tensor.dim() else tensor.numpy()
                 shape = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
                 tensors[name] = hashlib.sha256(tensors.get(name, b"") + shape + values.tobytes()).digest()
-        state = loader.state_dict()
-    digests = {name: value.hex()[:12] for name, value in sorted(tensors.items())}
-    return {"order": order, "tensors": digests, "state": state}
+    return {"order": order, "tensors": {name: value.hex()[:12] for name, value in sorted(tensors.items())}}
 
 
 READINGS: Mapping[str, Callable[[Path | str, Path], Any]] = {

@@ -38,11 +38,12 @@ def test_a_store_is_read_as_it_was_recorded(name: str, reading: str, tmp_path: P
 
 @pytest.mark.parametrize("name", VERSIONS)
 def test_a_state_that_was_recorded_still_fits(name: str) -> None:
-    state = RECORDED[name]["epoch"]["state"]
+    state = json.loads(EXPECTED.with_name("states.json").read_bytes())[name]
     with Loader(unpacked(name, Path()), LoaderConfig(batch_size=2, seed=3, epochs=1)) as loader:
-        assert loader.state_dict() != state
         loader.load_state_dict(state)
-        assert loader.state_dict() == state
+        continued = loader.state_dict()
+    del state["settings"]  # whose names change
+    assert {field: continued[field] for field in state} == state
 
 
 @pytest.mark.parametrize("name", VERSIONS)
@@ -82,7 +83,6 @@ def test_stores_of_any_version_are_merged(name: str, tmp_path: Path) -> None:
 
 def test_the_compact_form_of_a_manifest_changes_nothing_but_its_version() -> None:
     images, compact = (json.loads(json.dumps(RECORDED[name]).replace(f"{name}.store", "S")) for name in ("images", "compact"))
-    assert images["epoch"].pop("state") != compact["epoch"].pop("state")
     assert (images["info"].pop("format_version"), compact["info"].pop("format_version")) == (1, 2)
     assert images["plan"].pop("plan") != compact["plan"].pop("plan")  # a plan is of a manifest's digest
     assert images == compact
