@@ -44,7 +44,7 @@ def write_page(path: Path, records: Sequence[Record], *, seed: int, minutes: flo
     lines = [
         f"Seed {seed}, {took_s / 60:.0f} minutes, commit {_commit()}, on {system}.",
         "",
-        f"Again: `{again}`; one family of faults: `pytest tests/fault/test_families.py --long --seed {seed} -k NAME-`.",
+        f"Again: `{again}`; one family of faults: `python -m pytest tests/fault/test_families.py --long --seed {seed} -k NAME-`.",
         "",
         f"Tried: {totals}. Came of it: {bad}.",
         "",
