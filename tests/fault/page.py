@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TEXT = Path(__file__).with_suffix(".md")
 TRIED = "{{tried}}"
+ONE = "python -m pytest tests/fault/test_families.py"
 PACKAGES = ("lmdb", "msgpack", "numpy", "safetensors", "torch", "diffusers", "pillow", "xxhash")
 LEAST = {Kind.KILL: 500, Kind.FLIP: 1000, Kind.HOSTILE: 200, Kind.DISK: 20}
 
@@ -44,7 +45,7 @@ def write_page(path: Path, records: Sequence[Record], *, seed: int, minutes: flo
     lines = [
         f"Seed {seed}, {took_s / 60:.0f} minutes, commit {_commit()}, on {system}.",
         "",
-        f"Again: `{again}`; one family of faults: `python -m pytest tests/fault/test_families.py --long --seed {seed} -k NAME-`.",
+        f"Again: `{again}`; one family of faults: `{ONE} --long --seed {seed} -k NAME-`.",
         "",
         f"Tried: {totals}. Came of it: {bad}.",
         "",
