@@ -12,9 +12,9 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - tyro reads it
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from bucketline.bench.harness import header, print_table
+from bucketline.bench.harness import Case, header, print_table, run_case
 from bucketline.command_line import guarded, print_json
 from bucketline.errors import BucketlineError, UsageError
 
@@ -22,57 +22,57 @@ if TYPE_CHECKING:
     from bucketline.bench.report import Document
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(NamedTuple):
     """A case, or a part of one that a flag selects, with its sizes."""
 
-    module: str  # of `bucketline.bench`
-    quick: tuple[str, ...] = ()
-    full: tuple[str, ...] = ()
+    place: str  # module of `bucketline.bench.cases`, and class
+    quick: str = ""
+    full: str = ""
 
-
-def _run(module: str, quick: str = "", full: str = "") -> Run:
-    return Run(module=module, quick=tuple(quick.split()), full=tuple(full.split()))
+    @property
+    def case(self) -> type[Case]:
+        """Import the case."""
+        module, _, name = self.place.partition(":")
+        found: type[Case] = getattr(importlib.import_module(f"bucketline.bench.cases.{module}"), name)
+        return found
 
 
 RUNS = {
-    "peers": _run("peers.against_peers", "--batches-per-bucket 4 --repeats 2 --least-s 0.3 --ways 1"),
-    "peers --remote": _run(
-        "peers.remote_peers", "--batches-per-bucket 4 --repeats 1 --ways 1 --cache-share 4", "--repeats 2 --ways 1"
+    "peers": Run("peers:Peers", "--batches-per-bucket 4 --repeats 2 --least-s 0.3 --ways 1"),
+    "peers --remote": Run(
+        "peers:RemotePeers", "--batches-per-bucket 4 --repeats 1 --ways 1 --cache-share 4", "--repeats 2 --ways 1"
     ),
-    "hot": _run("cases.hot", "--rows-per-shard 64 --batches 96 --repeats 3", "--rows-per-shard 256 --batches 512"),
-    "hot --columns": _run(
-        "cases.hot_columns", "--rows-per-shard 32 --batches 48 --repeats 3", "--rows-per-shard 128 --batches 256"
+    "hot": Run("hot:Hot", "--rows-per-shard 64 --batches 96 --repeats 3", "--rows-per-shard 256 --batches 512"),
+    "hot --columns": Run(
+        "hot:HotColumns", "--rows-per-shard 32 --batches 48 --repeats 3", "--rows-per-shard 128 --batches 256"
     ),
-    "hot --text": _run("cases.hot_text", "--rows 96 --batches 12 --repeats 3"),
-    "hot --busy": _run(
-        "cases.hot_busy",
+    "hot --text": Run("hot:HotText", "--rows 96 --batches 12 --repeats 3"),
+    "hot --busy": Run(
+        "hot:HotBusy",
         "--rows-per-shard 64 --batches 96 --repeats 3",
         "--rows-per-shard 256 --batches 512 --paced-batches 100",
     ),
-    "cold": _run(
-        "cases.cold",
-        "--rows-per-shard 64 --batches 32 --repeats 3 --depths 8 32",
-        "--rows-per-shard 512 --batches 384",
+    "cold": Run(
+        "cold:Cold", "--rows-per-shard 64 --batches 32 --repeats 3 --depths 8 32", "--rows-per-shard 512 --batches 384"
     ),
-    "cold --text": _run(
-        "cases.cold",
+    "cold --text": Run(
+        "cold:Cold",
         "--text --rows-per-shard 6 --batches 4 --repeats 3 --depths 8 32",
         "--text --rows-per-shard 28 --batches 16",
     ),
-    "start": _run("cases.start", "--rows 1000 1000000 --shards 1 30 100"),
-    "start --batch": _run("cases.start_batch", "--rows 1000000", "--repeats 15"),
-    "stream": _run("cases.stream", "--rows-per-shard 64 --first-batch-rows 10000 100000 --repeats 3"),
-    "stream --service": _run("cases.stream_service", "--rows-per-shard 64 --batches 64 --repeats 3", "--repeats 15"),
-    "scale": _run("cases.scale", full="--repeats 15"),
-    "scale --listing": _run("cases.scale_listing", "--samples 100000 200000 --shards 10 40 --repeats 3"),
-    "pack": _run("cases.pack", "--repeats 3", "--images 400"),
-    "pack --again": _run("cases.pack_again", "--repeats 1", "--images 20000"),
-    "pack --memory": _run("cases.pack_memory", "--repeats 1"),
-    "import": _run("cases.importing", "--repeats 3", "--samples 4000"),
-    "train": _run("cases.train", "--rows 64 --steps 8 --repeats 5", "--repeats 20"),  # the tiny model; GPU models: --model
-    "train --saves": _run("cases.train_saves", "--repeats 3", "--repeats 9"),
-    "train --base": _run("cases.train_base", "--repeats 3"),
+    "start": Run("start:Start", "--rows 1000 1000000 --shards 1 30 100"),
+    "start --batch": Run("start:FirstBatch", "--rows 1000000", "--repeats 15"),
+    "stream": Run("stream:Stream", "--rows-per-shard 64 --first-batch-rows 10000 100000 --repeats 3"),
+    "stream --service": Run("stream:StreamService", "--rows-per-shard 64 --batches 64 --repeats 3", "--repeats 15"),
+    "scale": Run("scale:Scale", full="--repeats 15"),
+    "scale --listing": Run("scale:ScaleListing", "--samples 100000 200000 --shards 10 40 --repeats 3"),
+    "pack": Run("pack:Pack", "--repeats 3", "--images 400"),
+    "pack --again": Run("pack:PackAgain", "--repeats 1", "--images 20000"),
+    "pack --memory": Run("pack:PackMemory", "--repeats 1"),
+    "import": Run("importing:Import", "--repeats 3", "--samples 4000"),
+    "train": Run("train:Train", "--rows 64 --steps 8 --repeats 5", "--repeats 20"),  # the tiny model; GPU models: --model
+    "train --saves": Run("train:TrainSaves", "--repeats 3", "--repeats 9"),
+    "train --base": Run("train:TrainBase", "--repeats 3"),
 }
 CASES = tuple(dict.fromkeys(name.split()[0] for name in RUNS))
 
@@ -114,10 +114,10 @@ class All:
         failed: list[str] = []
         for name, case in runs.items():
             sizes = case.full if self.full else case.quick
-            print(f"{name} {' '.join(sizes)}", file=sys.stderr)
+            print(f"{name} {sizes}", file=sys.stderr)
             begun = time.monotonic()
             where = [] if self.stores is None else ["--stores", str(self.stores)]
-            command = [sys.executable, "-P", "-m", f"bucketline.bench.{case.module}", *sizes, *where, "--json"]
+            command = [sys.executable, "-P", "-m", "bucketline.bench", *name.split(), *sizes.split(), *where, "--json"]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL)
             print(f"{name} took {time.monotonic() - begun:.0f} s", file=sys.stderr)
             if done.returncode:
@@ -126,7 +126,7 @@ class All:
                 continue
             found = json.loads(done.stdout)
             found["header"] |= about  # its own commit is dirty once something is published
-            run = {"arguments": " ".join(sizes), "date": time.strftime("%Y-%m-%d", time.gmtime())}
+            run = {"arguments": sizes, "date": time.strftime("%Y-%m-%d", time.gmtime())}
             document = with_run(document, name, found, **run)
             published = with_run(published, name, found, **run)
             if self.publish is not None:
@@ -146,13 +146,11 @@ class All:
 def main() -> int:
     """Run the case that the first argument names, or all cases."""
     if len(sys.argv) > 1 and sys.argv[1] in CASES:
-        name, given = sys.argv.pop(1), sys.argv[1:]
+        name, given = sys.argv[1], sys.argv[2:]
         chosen = max((one for one in RUNS if one.split()[0] == name and set(one.split()[1:]) <= set(given)), key=len)
-        given = [one for one in given if one not in chosen.split()[1:]]
-        run = RUNS[chosen]
-        own = run.full if "--full" in given else tuple(one for one in run.quick if one in chosen.split()[1:])
-        sys.argv[1:] = [*own, *(one for one in given if one != "--full")]
-        return int(importlib.import_module(f"bucketline.bench.{run.module}").main())
+        flags, run = chosen.split()[1:], RUNS[chosen]
+        own = run.full.split() if "--full" in given else [one for one in run.quick.split() if one in flags]
+        return run_case(run.case, [*own, *(one for one in given if one not in (*flags, "--full"))])
 
     import tyro
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,13 +44,14 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Something to measure: `measure` takes the round's number and returns one figure."""
+    """Something to measure: `measure` takes the round's number and returns one figure, or several by name."""
 
     name: str
-    measure: Callable[[int], float]
+    measure: Callable[[int], float | Mapping[str, float]]
     limit: str | None = None  # the subject that is its physical limit; None if it is a limit itself
     beside: tuple[str, ...] = ()  # other subjects to compare it with
-    mark: Mark | None = None
+    mark: Mark | None = None  # of its only or first figure
+    marks: Mapping[str, Mark] = field(default_factory=dict)  # of the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,24 @@ class Result:
     ratios: dict[str, float] = field(default_factory=dict)  # to other subjects, by name
     mark: Mark | None = None  # on `limit_ratio`
 
+    @classmethod
+    def of(
+        cls,
+        case: str,
+        subject: str,
+        unit: str,
+        values: Sequence[float],
+        *,
+        ratio: float | None = None,
+        mark: Mark | None = None,
+    ) -> Result:
+        """Return the result of a subject's values. `ratio`: to its limit; None: the median is itself a ratio, or has none."""
+        median, (q1, q3) = statistics.median(values), quartiles(values)
+        own = median if ratio is None else ratio
+        return cls(
+            case=case, subject=subject, unit=unit, median=median, q1=q1, q3=q3, repeats=len(values), limit_ratio=own, mark=mark
+        )
+
     @property
     def is_met(self) -> bool | None:
         return None if self.mark is None else self.mark.is_met_by(self.limit_ratio)
@@ -78,6 +97,18 @@ class Result:
 
 Figures = dict[str, list[float]]  # subject → one figure per counted round
 WARM_UPS = 1  # rounds that are not counted, before the others; tests of what a case prints need none
+
+
+class Clock:
+    """Measures what this process spends from now on."""
+
+    def __init__(self) -> None:
+        """Start it."""
+        self._begun, self._used = time.perf_counter(), time.process_time()
+
+    def spent(self) -> tuple[float, float]:
+        """Return the seconds, and the CPU seconds of all threads."""
+        return time.perf_counter() - self._begun, time.process_time() - self._used
 
 
 def rate(run: Callable[[], int]) -> Callable[[int], float]:
@@ -91,13 +122,13 @@ def rate(run: Callable[[], int]) -> Callable[[int], float]:
     return measure
 
 
-def alternate(subjects: Sequence[Subject], repeats: int, *, warm_up: bool = True) -> Figures:
+def alternate(subjects: Sequence[Subject], repeats: int, *, warm_up: bool = True) -> dict[str, list[Any]]:
     """Measure every subject once per round. Round 0 warms the caches and is not counted; `warm_up=False` skips it.
 
     Every other round has a new order, and the round after it the reverse. So no subject always runs after the same other one
     and finds its caches, and effects of the order become visible.
     """
-    figures: Figures = {subject.name: [] for subject in subjects}
+    figures: dict[str, list[Any]] = {subject.name: [] for subject in subjects}
     for number in range(1 - WARM_UPS if warm_up else 1, repeats + 1):
         print(f"round {number} of {repeats}" + ("" if number else ", not counted"), file=sys.stderr)
         order = random.Random(number // 2).sample(subjects, len(subjects))  # noqa: S311 - an order, no secret
@@ -106,6 +137,21 @@ def alternate(subjects: Sequence[Subject], repeats: int, *, warm_up: bool = True
             if number:
                 figures[subject.name].append(figure)
     return figures
+
+
+def compare(
+    case: str, units: Mapping[str, str], subjects: Sequence[Subject], repeats: int, *, warm_up: bool = True
+) -> list[Result]:
+    """Measure subjects that have several figures in alternation, and summarise each figure as a case of its own.
+
+    `units` are by figure; a figure without a name is that of the case itself.
+    """
+    found, results = alternate(subjects, repeats, warm_up=warm_up), []
+    for figure, unit in units.items():
+        own = {name: [one[figure] for one in values] for name, values in found.items()}
+        marked = [replace(one, mark=one.marks.get(figure)) for one in subjects] if figure else subjects
+        results += summarise(f"{case}, {figure}" if figure else case, unit, marked, own)
+    return results
 
 
 def summarise(case: str, unit: str, subjects: Sequence[Subject], figures: Figures) -> list[Result]:
@@ -126,6 +172,11 @@ def summarise(case: str, unit: str, subjects: Sequence[Subject], figures: Figure
         for subject in subjects
         for own in [figures[subject.name]]
     ]
+
+
+def not_measured(number: int) -> float:
+    """Stand in for the measure of a subject whose figures are computed from those of others."""
+    raise AssertionError(f"round {number}: this figure is computed from others, never measured")
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
@@ -265,6 +316,41 @@ class Case:
             return
         self.stores.mkdir(parents=True, exist_ok=True)
         yield self.stores
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreCase(Case):
+    """Base class of the cases that read a store of latents and captions at random."""
+
+    num_shards: int = 32
+    """Shards of the store. A batch spans most of them."""
+    rows_per_shard: int = 128
+    """Rows per shard."""
+    row_kib: int = 128
+    """KiB per row of latents."""
+    batch_size: int = 32
+    """Rows per batch."""
+
+    @property
+    def one_pass(self) -> int:
+        """The batches that deliver every row once."""
+        return self.num_shards * self.rows_per_shard // self.batch_size
+
+    def kept_store(self, folder: Path, **shape: Any) -> Path:  # noqa: ANN401 - fields of a `StoreShape`
+        """Return the store in `folder`; create it if missing."""
+        from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store, latent_shape
+
+        sizes = {
+            "num_shards": self.num_shards,
+            "rows_per_shard": self.rows_per_shard,
+            "latent_shape": latent_shape(self.row_kib),
+        }
+        return kept_store(folder, StoreShape(**{**sizes, **shape}))
+
+
+def counted_threads(number: int) -> str:
+    """Return a number of threads in words."""
+    return f"{number} thread{'s' if number > 1 else ''}"
 
 
 def run_case(case: type[Case], args: Sequence[str] | None = None) -> int:

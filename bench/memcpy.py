@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _libc = ctypes.CDLL(None)  # its calls run without Python's lock
-_memcpy = _libc.memcpy
-_memcpy.restype = ctypes.c_void_p
-_memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+memcpy = _libc.memcpy
+memcpy.restype = ctypes.c_void_p
+memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Copies:
@@ -41,7 +41,7 @@ class Copies:
             first, end = size * thread // num_threads, size * (thread + 1) // num_threads
             for number in range(self._at, self._at + batches):
                 buffer, begin = self._buffers[number % len(self._buffers)], number % room * size
-                _memcpy(buffer.data_ptr() + first, self._source.data_ptr() + begin + first, end - first)
+                memcpy(buffer.data_ptr() + first, self._source.data_ptr() + begin + first, end - first)
 
         def run() -> int:
             in_threads(num_threads, work)

@@ -12,9 +12,8 @@ from itertools import groupby
 from pathlib import Path  # noqa: TC003 - tyro reads it
 from typing import TYPE_CHECKING, Any
 
-from bucketline.bench.peers.against_peers import COLD, CPU, FIRST, HOT, NET, OURS, WALL
-from bucketline.bench.peers.remote_peers import OURS as OURS_REMOTE
-from bucketline.bench.peers.remote_peers import REMOTE
+from bucketline.bench.cases.peers import COLD, CPU, FIRST, FROM_SERVER, HOT, NET, ONE_THREAD, REMOTE, WALL
+from bucketline.bench.peers.registry import OURS
 from bucketline.command_line import guarded
 from bucketline.errors import BucketlineError
 
@@ -67,12 +66,19 @@ def with_run(document: Document, name: str, found: Document, *, arguments: str, 
     at = next((n for n, one in enumerate(results) if one["case"] in replaced), len(results))
     run = {key: value for key, value in about.items() if not isinstance(value, dict) and header.get(key) != value}
     nested = {key: value for key, value in about.items() if isinstance(value, dict)}
+    if " " in name:  # another part of a case, which has been run before
+        nested = {key: _merged(header.get(key, {}), value) for key, value in nested.items()}
     runs = {**header.get("runs", {}), name: {"date": date, **run}}
     configuration = {**header.get("configuration", {}), name: arguments}
     return {
         "header": {**header, **nested, "configuration": configuration, "runs": runs},
         "results": [*results[:at], *found["results"], *(one for one in results[at:] if one["case"] not in replaced)],
     }
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    own = {key: {**old.get(key, {}), **value} if isinstance(value, dict) else value for key, value in new.items()}
+    return {**old, **own}
 
 
 def losses(results: Sequence[Mapping[str, Any]]) -> list[Loss]:
@@ -85,7 +91,7 @@ def losses(results: Sequence[Mapping[str, Any]]) -> list[Loss]:
     remote = dict.fromkeys(one["case"] for one in results if one["case"].startswith(REMOTE))
     for case in (*COMPARED, *(name for name in remote if not name.endswith(", cache"))):
         rows = {one["subject"]: one for one in results if one["case"] == case}
-        ours = rows.get(OURS) or rows.get(OURS.partition(",")[0]) or rows.get(OURS_REMOTE)
+        ours = rows.get(ONE_THREAD) or rows.get(OURS) or rows.get(FROM_SERVER)
         if ours is None:
             continue
         for name, one in rows.items():

@@ -1,53 +1,49 @@
-"""Packing a folder compared with its single stages: decoding, encoding, writing."""
+"""Packing a folder compared with its single stages; a second run over unchanged images; memory by number of images."""
 
 from __future__ import annotations
 
-import os
+import json
+import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, run_case, summarise
+from bucketline.bench.apart import apart
+from bucketline.bench.fixtures.photographs import Pieces, kept_photographs
+from bucketline.bench.fixtures.random_model import ModelShape, kept_model
+from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, compare, not_measured, summarise
 from bucketline.errors import BucketlineError
-from bucketline.ingest.config import PackConfig, framing_of
-from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
-from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.images.crop import DEFAULT_MAX_CROP
-from bucketline.ingest.images.decode import Decoded, decode_image
-from bucketline.ingest.images.model_sizes import model_grid
-from bucketline.ingest.pack import pack_images
-from bucketline.ingest.pipeline.captions import as_caption
-from bucketline.ingest.pipeline.model.device import chosen_device
-from bucketline.ingest.pipeline.model.load_encoders import load_text_encoder, load_vae_encoder
-from bucketline.ingest.sources.open_source import open_source
-from bucketline.store.format.block import BlockSpec, fixed_columns
-from bucketline.store.format.hashing import caption_digest, identity
-from bucketline.store.format.sample_record import SampleRecord
-from bucketline.store.format.schema import bucket_name
-from bucketline.store.format.text_block import TEXT_GROUP
-from bucketline.store.write.publish import prepare_store
-from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
-    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding
-    from bucketline.ingest.encoders.vae import VaeEncoder
-    from bucketline.ingest.sources.source import SourceItem
-    from bucketline.store.format.text_block import Caption
+    from collections.abc import Callable, Sequence
 
-MARK = Mark(bound=0.9)
+    from bucketline.bench.harness import Figures
+    from bucketline.bench.pack_stages import Stages
+
+MARK, MEMORY_MARK = Mark(bound=0.9), Mark(bound=1.1, is_at_most=True)
 DECODE, ENCODE, WRITE, WHOLE = "decode only", "encode only", "write only", "whole pack"
 SHARED, SLOWER, ALL_THREE = "limit on shared cores", "the slower stage, limit with a GPU", "limit of all three"
+START, ONE, AGAIN = "python -c pass", "again over 1 image", "again"
+WALK = """
+import os, sys
+for folder, _, names in os.walk(sys.argv[1]):
+    for name in names:
+        os.stat(os.path.join(folder, name))
+"""
+TINY = ModelShape(vae_widths=(4, 4), text_width=32, text_layers=1)
+MARKED_FROM = 600  # images of the small source: 20 MiB of rows, more than one commit holds (COMMIT_BYTES)
+ROWS = ("--grid", "64x64", "--latents", "moments", "--dtype", "F32")  # 32 KiB each with a VAE that halves once
+MIB = 1 << 20
+LOOK_EVERY_S = 0.005  # sampling interval of a process's memory
 
 
 @dataclass(frozen=True, kw_only=True)
-class IngestStages(Case):
+class Pack(Case):
     """Measure packing a folder of real photographs against its single stages, in images/s.
 
     `decode only` reads and decodes every file. `encode only` passes the same batches of pixels and captions from memory to the
@@ -77,36 +73,29 @@ class IngestStages(Case):
     def measure(self, folder: Path) -> list[Result]:
         import torch
 
-        from bucketline.bench.cases.pack import Stages
-        from bucketline.bench.fixtures.photographs import Pieces, kept_photographs
-        from bucketline.bench.fixtures.random_model import ModelShape, kept_model
+        from bucketline.bench.pack_stages import Stages
 
         source = kept_photographs(folder, Pieces(count=self.images, sides_px=self.sides_px))
         model = kept_model(folder, ModelShape(vae_widths=self.vae_widths))
         with tempfile.TemporaryDirectory(dir=folder, prefix="stores-") as stores:
             stages = Stages(source, model, Path(stores), grid=self.grid, batch_size=self.batch_size)
-            return _measured(stages, self.repeats, has_gpu=torch.cuda.is_available())
+            return self._measured(stages, has_gpu=torch.cuda.is_available())
 
-
-def _measured(stages: Stages, repeats: int, *, has_gpu: bool) -> list[Result]:
-    alone = [
-        Subject(name=DECODE, measure=stages.decode_only),
-        Subject(name=ENCODE, measure=stages.encode_only),
-        Subject(name=WRITE, measure=stages.write_only),
-    ]
-    limit, other = (SLOWER, SHARED) if has_gpu else (SHARED, SLOWER)
-    whole = Subject(name=WHOLE, measure=stages.whole, limit=limit, beside=(other, ALL_THREE), mark=MARK)
-    figures = alternate([*alone, whole], repeats)
-    rounds = list(zip(figures[DECODE], figures[ENCODE], figures[WRITE], strict=True))
-    figures[SHARED] = [together(d, e) for d, e, _ in rounds]
-    figures[SLOWER] = [min(d, e) for d, e, _ in rounds]
-    figures[ALL_THREE] = [together(d, e, w) for d, e, w in rounds]
-    limits = [Subject(name=name, measure=_computed) for name in (SHARED, SLOWER, ALL_THREE)]
-    return summarise("pack", "images/s", [*alone, *limits, whole], figures)
-
-
-def _computed(number: int) -> float:
-    raise AssertionError(f"round {number}: a limit is computed from the stages' figures, never measured")
+    def _measured(self, stages: Stages, *, has_gpu: bool) -> list[Result]:
+        alone = [
+            Subject(name=DECODE, measure=stages.decode_only),
+            Subject(name=ENCODE, measure=stages.encode_only),
+            Subject(name=WRITE, measure=stages.write_only),
+        ]
+        limit, other = (SLOWER, SHARED) if has_gpu else (SHARED, SLOWER)
+        whole = Subject(name=WHOLE, measure=stages.whole, limit=limit, beside=(other, ALL_THREE), mark=MARK)
+        figures: Figures = alternate([*alone, whole], self.repeats)
+        rounds = list(zip(figures[DECODE], figures[ENCODE], figures[WRITE], strict=True))
+        figures[SHARED] = [together(d, e) for d, e, _ in rounds]
+        figures[SLOWER] = [min(d, e) for d, e, _ in rounds]
+        figures[ALL_THREE] = [together(d, e, w) for d, e, w in rounds]
+        limits = [Subject(name=name, measure=not_measured) for name in (SHARED, SLOWER, ALL_THREE)]
+        return summarise("pack", "images/s", [*alone, *limits, whole], figures)
 
 
 def together(*rates: float) -> float:
@@ -118,166 +107,179 @@ def together(*rates: float) -> float:
     return 1 / sum(1 / rate for rate in rates)
 
 
-def main() -> int:
-    """Make the source and the model, measure and print."""
-    return run_case(IngestStages)
+@dataclass(frozen=True, kw_only=True)
+class PackAgain(Case):
+    """Measure a repeated `ingest pack` over an unchanged source, in seconds from the start of its process to its end.
+
+    The limit is a Python process that walks the source's folder and reads the metadata of each file, images and captions.
+    The same command over one unchanged image is what a run costs before it compares anything. `--check content` also reads and
+    hashes every file. CPU seconds are those of all threads, user and system, which a busy machine changes less.
+
+    Example: python -m bucketline.bench pack --again --images 20000
+    """
+
+    repeats: int = 3
+    """Repeats per subject, in alternation. All are counted: making the stores already warms the caches."""
+    images: int = 500
+    """Images of the source, 64 px each, in folders of a thousand."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        model = kept_model(folder, TINY)
+        one, many = (kept_photographs(folder, Pieces(count=count, sides_px=(64, 64))) for count in (1, self.images))
+        options = ["--model", str(model), "--grid", "64x64"]
+        name = f"{self.images:,} images"
+        walk, again = f"walk and stat of {name}", f"{AGAIN} over {name}"
+        with tempfile.TemporaryDirectory(dir=folder, prefix="stores-") as stores:
+            for source, count in ((one, 1), (many, self.images)):
+                for packed in (count, 0):  # the first run does not record a model that was made just before it
+                    command = [str(source), str(Path(stores) / source.name), *options]
+                    pack_apart(command, expected={"packed": packed, "unchanged": count - packed, "rejected": 0})
+
+            def unchanged(source: Path, count: int, *more: str) -> Callable[[int], dict[str, float]]:
+                command = [str(source), str(Path(stores) / source.name), *options, *more]
+
+                def measure(_: int) -> dict[str, float]:
+                    packing = pack_apart(command, expected={"packed": 0, "unchanged": count, "rejected": 0})
+                    return {"": packing.seconds, "CPU": packing.cpu_seconds}
+
+                return measure
+
+            subjects = [
+                Subject(name=START, measure=_python("pass")),
+                Subject(name=walk, measure=_python(WALK, str(many))),
+                Subject(name=ONE, measure=unchanged(one, 1), limit=START),
+                Subject(name=again, measure=unchanged(many, self.images), limit=walk, beside=(ONE,)),
+            ]
+            by_content = unchanged(many, self.images, "--check", "content")
+            subjects.append(Subject(name=f"{again}, --check content", measure=by_content, limit=walk, beside=(ONE,)))
+            return compare("pack, again", {"": "s", "CPU": "CPU-s"}, subjects, self.repeats, warm_up=False)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _python(code: str, *arguments: str) -> Callable[[int], dict[str, float]]:
+    """Return a measure of a Python process."""
+
+    def measure(_: int) -> dict[str, float]:
+        begin, cpu_begin = time.perf_counter(), cpu_seconds_of_children()
+        subprocess.run([sys.executable, "-P", "-c", code, *arguments], check=True, stdin=subprocess.DEVNULL)
+        return {"": time.perf_counter() - begin, "CPU": cpu_seconds_of_children() - cpu_begin}
+
+    return measure
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackMemory(Case):
+    """Measure the peak memory of `ingest pack` over few and over many images of 64 px, in separate processes.
+
+    `resident` is the kernel's peak (VmHWM). It includes touched pages of mapped files, such as a shard while it is sealed;
+    these belong to the page cache and are evicted when memory is short. It grows to a shard's size. `private` (RssAnon, sampled
+    every 5 ms) excludes them. It must not grow, and has the target, provided that the small source already fills the buffers
+    of a commit. A listing of ids and captions does grow. `listing` measures its bytes per image in a process that does nothing
+    else, so that the rest of the growth can be separated from it.
+
+    Example: python -m bucketline.bench pack --memory --images 1000 20000
+    """
+
+    repeats: int = 2
+    """Repeats per subject, in alternation. All are counted, since a fresh process has nothing to warm up."""
+    images: tuple[int, int] = (600, 3_000)
+    """Images of the small and the large source."""
+    shard_size_mib: int = 2048
+    """MiB at which a shard is sealed and the next one started."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        options = ["--model", str(kept_model(folder, TINY)), *ROWS, "--shard-size-mib", str(self.shard_size_mib)]
+        store = folder / "memory.store"
+
+        def packed(source: Path, count: int) -> Callable[[int], dict[str, float]]:
+            def measure(_: int) -> dict[str, float]:
+                shutil.rmtree(store, ignore_errors=True)
+                try:
+                    packing = pack_apart([str(source), str(store), *options], expected={"packed": count})
+                finally:
+                    shutil.rmtree(store, ignore_errors=True)
+                return {"private": packing.private_bytes / MIB, "resident": packing.resident_bytes / MIB}
+
+            return measure
+
+        small, large = (
+            Subject(
+                name=f"{count:,} images",
+                measure=packed(kept_photographs(folder, Pieces(count=count, sides_px=(64, 64))), count),
+            )
+            for count in self.images
+        )
+        marks = {"private": MEMORY_MARK} if self.images[0] >= MARKED_FROM else {}
+        pair = [small, replace(large, limit=small.name, marks=marks)]
+        source = kept_photographs(folder, Pieces(count=self.images[1], sides_px=(64, 64)))
+        per_image = [apart(listing_bytes, source) / self.images[1] for _ in range(self.repeats)]
+        return [
+            *compare("pack, memory", {"private": "MiB", "resident": "MiB"}, pair, self.repeats, warm_up=False),
+            Result.of("pack, memory, listing", large.name, "B/image", per_image),
+        ]
+
+
+def listing_bytes(source: str) -> int:
+    """Return the private bytes that a listing adds to this process."""
+    from bucketline.bench.cases.start import memory_kib
+    from bucketline.ingest.sources.open_source import open_source
+
+    opened = open_source(source)
+    before = memory_kib()["private"]
+    listing = opened.listing()
+    grown = memory_kib()["private"] - before
+    assert listing.items
+    return grown << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
-    """Images of one bucket that are encoded together, as in packing."""
+class Packing:
+    """Summary, time and peak memory of one process."""
 
-    bucket: str
-    images: tuple[tuple[SourceItem, Decoded], ...]
+    summary: dict[str, Any]
+    seconds: float  # from its start to its end
+    cpu_seconds: float  # of all its threads, in user and system mode
+    resident_bytes: int  # peak (VmHWM), with pages of mapped files, which belong to the page cache
+    private_bytes: int  # sampled peak (RssAnon), without them
 
-    @property
-    def captions(self) -> list[str]:
-        return [item.captions[0] for item, _ in self.images]
 
+def pack_apart(command: Sequence[str], *, expected: dict[str, int]) -> Packing:
+    """Run `python -m bucketline.ingest pack` with these arguments. `expected`: values that the summary must contain.
 
-class Stages:
-    """Decodes, encodes, writes or packs the same source. Each measure returns images/s.
-
-    Torch and the decoder each use as many threads as this process has cores, in a single stage and in the complete pack. So a
-    single stage has every core.
+    Raises:
+        BucketlineError: if it fails, or its summary has other values.
     """
-
-    def __init__(self, source: Path, model: Path, folder: Path, *, grid: str, batch_size: int) -> None:
-        """Decode and encode everything once and keep it in memory. Stores are created and removed in `folder`."""
-        self._folder, self._num_cores = folder, len(os.sched_getaffinity(0))
-        self._config = PackConfig(
-            source=str(source),
-            place=folder / "never-made.store",
-            model=str(model),
-            grid=grid,
-            batch_size=batch_size,
-            decode_threads=self._num_cores,
-        )
-        torch.set_num_threads(self._num_cores)
-        self._vae, self._text = self._load()
-        self._latents = LatentColumns(self._vae, flip=False)
-        chosen = model_grid(grid, open_model(str(model)), self._vae.downscale)
-        self._framing = framing_of(self._config, chosen, DEFAULT_MAX_CROP)
-        self._source = open_source(str(source))
-        self._items = self._source.listing().items
-        self._batches = self._in_batches(self._decoded())
-        self._encoded = [self._encode(batch) for batch in self._batches]
-        self._empty = self._text.encode([""])[0]
-
-    def decode_only(self, _: int) -> float:
-        """Read and decode every file in threads."""
-        begin = time.perf_counter()
-        decoded = self._decoded()
-        return len(decoded) / (time.perf_counter() - begin)
-
-    def encode_only(self, _: int) -> float:
-        """Encode pixels and captions from memory, batch by batch."""
-        torch.set_num_threads(self._num_cores)
-        begin = time.perf_counter()
-        for batch in self._batches:
-            self._encode(batch)
-        return len(self._items) / (time.perf_counter() - begin)
-
-    def write_only(self, number: int) -> float:
-        """Write encoded rows and captions to one shard and seal it."""
-        store = self._folder / f"written-{number}.store"
-        prepare_store(store)
-        begin = time.perf_counter()
-        groups, empty = {TEXT_GROUP: self._text.columns}, {TEXT_GROUP: self._caption("", self._empty)}
-        writer = ShardWriter(store, "written", groups, empty, self._config.shard_size_mib << 20)
-        for batch, (latents, embeddings) in zip(self._batches, self._encoded, strict=True):
-            self._write(writer, batch, latents, embeddings)
-        writer.seal()
-        seconds = time.perf_counter() - begin
-        shutil.rmtree(store)
-        return len(self._items) / seconds
-
-    def whole(self, number: int) -> float:
-        """Pack the source into a new store. The time of loading the model, measured just before, is subtracted.
-
-        Raises:
-            BucketlineError: if not every image was packed.
-        """
-        torch.set_num_threads(self._num_cores)
-        begin = time.perf_counter()
-        self._load()
-        load_s = time.perf_counter() - begin
-        store = self._folder / f"packed-{number}.store"
-        begin = time.perf_counter()
-        summary = pack_images(replace(self._config, place=store), rank=0, world_size=1, local_rank=0)
-        seconds = time.perf_counter() - begin - load_s
-        if summary is None or summary.packed != len(self._items):
-            raise BucketlineError(
-                f"packing {self._config.source} returned {summary}, expected {len(self._items)} images packed"
-            )
-        shutil.rmtree(store)
-        return len(self._items) / seconds
-
-    def _load(self) -> tuple[VaeEncoder, CaptionEncoder]:
-        config = self._config
-        model, device = open_model(config.model), chosen_device(config.device, 0)
-        return load_vae_encoder(config, model, device), load_text_encoder(config, model, device)
-
-    def _decoded(self) -> list[Decoded]:
-        with ThreadPoolExecutor(self._num_cores) as pool:
-            return list(pool.map(self._decode, self._items))
-
-    def _decode(self, item: SourceItem) -> Decoded:
-        data = self._source.read(item).data
-        identity(data)  # part of the stage, because the store records it
-        return decode_image(data, self._framing, item.id)
-
-    def _in_batches(self, decoded: list[Decoded]) -> list[_Batch]:
-        by_bucket: dict[str, list[tuple[SourceItem, Decoded]]] = {}
-        for item, image in zip(self._items, decoded, strict=True):
-            size = image.placement.bucket
-            by_bucket.setdefault(bucket_name("train", size.height_px, size.width_px), []).append((item, image))
-        return [
-            _Batch(bucket=bucket, images=tuple(own[at : at + self._config.batch_size]))
-            for bucket, own in by_bucket.items()
-            for at in range(0, len(own), self._config.batch_size)
-        ]
-
-    def _encode(self, batch: _Batch) -> tuple[list[LatentRow], list[Embedding]]:
-        latents = self._latents.encode([(item.id, image.pixels) for item, image in batch.images])
-        return latents, self._text.encode(batch.captions)
-
-    def _caption(self, text: str, embedding: Embedding) -> Caption:
-        return as_caption(self._text.columns, caption_digest(text), embedding)
-
-    def _write(self, writer: ShardWriter, batch: _Batch, latents: list[LatentRow], embeddings: list[Embedding]) -> None:
-        size = batch.images[0][1].placement.bucket
-        columns = self._latents.columns(size.height_px, size.width_px)
-        spec = BlockSpec(bucket=batch.bucket, columns=(*fixed_columns(self._config.max_captions), *columns))
-        for (item, image), row, embedding in zip(batch.images, latents, embeddings, strict=True):
-            writer.add_caption({TEXT_GROUP: self._caption(item.captions[0], embedding)})
-            writer.add(
-                spec=spec,
-                latents=row.columns,
-                record=_record(item, image, batch.bucket),
-                captions=[caption_digest(item.captions[0])],
-            )
+    whole = [sys.executable, "-P", "-m", "bucketline.ingest", "pack", *command, "--json"]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        begin, cpu_begin = time.perf_counter(), cpu_seconds_of_children()
+        with subprocess.Popen(whole, stdin=subprocess.DEVNULL, stdout=out, stderr=err) as process:
+            resident, private = _watch(process)
+        seconds, cpu_seconds = time.perf_counter() - begin, cpu_seconds_of_children() - cpu_begin
+        out.seek(0)
+        err.seek(0)
+        if process.returncode:
+            reason = (err.read().strip().splitlines() or ["it said nothing"])[-1]
+            raise BucketlineError(f"`ingest pack {' '.join(command)}` ended with {process.returncode}: {reason}")
+        summary = json.loads(out.read())
+    found = {name: summary[name] for name in expected}
+    if found != expected:
+        raise BucketlineError(f"`ingest pack {' '.join(command)}` says {found}, expected {expected}")
+    return Packing(summary=summary, seconds=seconds, cpu_seconds=cpu_seconds, resident_bytes=resident, private_bytes=private)
 
 
-def _record(item: SourceItem, image: Decoded, bucket: str) -> SampleRecord:
-    place = image.placement
-    return SampleRecord(
-        id=item.id,
-        bucket=bucket,
-        row=0,
-        split="train",
-        source=item.id,
-        source_bytes=1,
-        source_mtime_ns=0,
-        content=bytes(16),
-        original_size=place.source,
-        resized=place.resized,
-        crop=place.crop,
-        crop_in_source=place.crop_in_source,
-        captions=item.captions,
-        caption_rows=(),
-    )
+def cpu_seconds_of_children() -> float:
+    """Return the CPU time, user and system, of the processes that this one has started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _watch(process: subprocess.Popen[bytes]) -> tuple[int, int]:
+    """Sample a process's memory until it ends; return its peak resident and private bytes."""
+    status, resident, private = Path(f"/proc/{process.pid}/status"), 0, 0
+    while process.poll() is None:
+        lines = status.read_text(encoding="ascii", errors="replace").splitlines()
+        found = dict(line.split(":", 1) for line in lines if line.startswith(("VmHWM", "RssAnon")))
+        if found:  # none once it has ended
+            resident = max(resident, int(found["VmHWM"].split()[0]) << 10)
+            private = max(private, int(found["RssAnon"].split()[0]) << 10)
+        time.sleep(LOOK_EVERY_S)
+    return resident, private

@@ -1,26 +1,28 @@
-"""Cost of opening a store: by rows, by shards, and with one row located in each shard."""
+"""Cost of opening a store, by rows, by shards, and with one row located in each shard; and time to the first batch."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, run_case, summarise
+from bucketline.bench.apart import apart
+from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, compare, summarise
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
-MARK = Mark(bound=1.5, is_at_most=True)
+    from bucketline.store import Store
+
+MARK, BATCH_MARK = Mark(bound=1.5, is_at_most=True), Mark(bound=1.1, is_at_most=True)
 OPENS = 20  # per figure, because one open takes only a few ms
+RESUMED_AT = 0.9  # of the first epoch
+LOCATE = "open and locate a row of each shard"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenCost(Case):
+class Start(Case):
     """Measure opening a store and listing its buckets: with few and with many rows, and with 1, 30 and 300 shards.
 
     The stores have full-length sidecars and files that are mostly holes, so that ten million rows fit anywhere. Times are for
@@ -39,71 +41,127 @@ class OpenCost(Case):
 
     def measure(self, folder: Path) -> list[Result]:
         from bucketline.bench.fixtures.sparse_store import kept_sparse_store
-        from bucketline.bench.workers.open_store import open_and_locate, open_store
 
-        names = [f"{rows:,} rows, {self.num_shards} shards" for rows in self.rows]
-        stores = [kept_sparse_store(folder, self.num_shards, rows) for rows in self.rows]
-        sizes = {f"{n} shard{'s' if n > 1 else ''}": kept_sparse_store(folder, n, 10 * n) for n in self.shards}
-        timed: list[Subject] = []
-        for action, act in (("open", open_store), ("open and locate a row of each shard", open_and_locate)):
-            timed += _pair([f"{action}: {name}" for name in names], [milliseconds(act, path) for path in stores], MARK)
-        least = f"open: {next(iter(sizes))}"
-        for name, path in sizes.items():
-            limit = None if f"open: {name}" == least else least
-            timed.append(Subject(name=f"open: {name}", measure=milliseconds(open_store, path), limit=limit))
-        memory = _Memory()
-        grown: list[Subject] = []
-        for action in ("open", "open and locate a row of each shard"):
-            for kind in ("resident", "private"):
-                subjects = [f"{kind} memory to {action}: {name}" for name in names]
-                grown += _pair(subjects, [memory.mib(kind, path, locate=action != "open") for path in stores], None)
+        stores = {f"{rows:,} rows, {self.num_shards} shards": (self.num_shards, rows) for rows in self.rows}
+        sizes = {f"{n} shard{'s' if n > 1 else ''}": (n, 10 * n) for n in self.shards}
+        timed, grown = list[Subject](), list[Subject]()
+        for action, names in (("open", stores), (LOCATE, stores), ("open", sizes)):
+            limit = None
+            for name, (shards, rows) in names.items():
+                path, locate = kept_sparse_store(folder, shards, rows), action == LOCATE
+                one = Subject(name=f"{action}: {name}", measure=_milliseconds(path, locate=locate), limit=limit)
+                timed.append(replace(one, mark=MARK) if limit and names is stores else one)
+                if names is stores:
+                    grown.append(replace(one, measure=_memory_mib(path, locate=locate)))
+                limit = limit or one.name
         return [
             *summarise("start", "ms", timed, alternate(timed, self.repeats)),
-            *summarise("start", "MiB", grown, alternate(grown, self.repeats)),
+            *compare("start, memory", {"resident": "MiB", "private": "MiB"}, grown, self.repeats),
         ]
 
 
-def _pair(names: list[str], measures: list[Callable[[int], float]], mark: Mark | None) -> list[Subject]:
-    """Return the subjects of the small and the large store; the small one is the limit of the large one."""
-    small, large = (Subject(name=name, measure=measure) for name, measure in zip(names, measures, strict=True))
-    return [small, replace(large, limit=small.name, mark=mark)]
+def _open(path: Path, *, locate: bool) -> Store:
+    """Open a store and list its buckets; `locate`: and locate the last row of each of its shards."""
+    import numpy as np
+
+    from bucketline.store import Store
+
+    store = Store.open(path)
+    buckets = store.buckets()
+    if locate:
+        (bucket,) = buckets
+        ends = np.cumsum([shard.groups[bucket.name].rows for shard in store.manifest.shards])
+        located = bucket.locate(ends - 1)
+        if located.shard.tolist() != list(range(len(store.shards))):
+            raise AssertionError(f"{path}: the last rows of its shards were located in shards {located.shard.tolist()}")
+    return store
 
 
-def milliseconds(act: Callable[[Path], object], path: Path) -> Callable[[int], float]:
-    """Return a measure of one call's time in ms."""
-
+def _milliseconds(path: Path, *, locate: bool) -> Callable[[int], float]:
     def measure(_: int) -> float:
         begin = time.perf_counter()
         for _again in range(OPENS):
-            act(path)
+            _open(path, locate=locate)
         return (time.perf_counter() - begin) / OPENS * 1e3
 
     return measure
 
 
-class _Memory:
-    """Measures by how much one call grows the memory of a fresh process. One process per round reports all kinds."""
-
-    def __init__(self) -> None:
-        self._grown: dict[tuple[int, Path, bool], dict[str, int]] = {}
-
-    def mib(self, kind: str, path: Path, *, locate: bool) -> Callable[[int], float]:
-        """Return a measure in MiB: `resident` (with pages of mapped sidecars) or `private` (without them)."""
-
-        def measure(number: int) -> float:
-            if (number, path, locate) not in self._grown:
-                command = [sys.executable, "-P", "-m", "bucketline.bench.workers.open_store", str(path), json.dumps(locate)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
-                self._grown[number, path, locate] = json.loads(done.stdout)
-            return self._grown[number, path, locate][f"{kind}_kib"] / 1024
-
-        return measure
+def _memory_mib(path: Path, *, locate: bool) -> Callable[[int], dict[str, float]]:
+    return lambda _: {kind: kib / 1024 for kind, kib in apart(memory_to_open, path, locate).items()}
 
 
-def main() -> int:
-    """Make the stores, measure and print."""
-    return run_case(OpenCost)
+def memory_to_open(path: str, locate: bool) -> dict[str, int]:  # noqa: FBT001 - of a process
+    """Return by how many KiB opening a store grows the memory of this process. Everything is imported in advance."""
+    import bucketline.store  # noqa: F401
+
+    before = memory_kib()
+    store = _open(Path(path), locate=locate)
+    after = memory_kib()
+    assert store.manifest.samples
+    return {name: after[name] - before[name] for name in before}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def memory_kib() -> dict[str, int]:
+    """Return VmRSS, and its part RssAnon, which excludes the pages of mapped files."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    found = dict(line.split(":", 1) for line in lines)
+    return {"resident": int(found["VmRSS"].split()[0]), "private": int(found["RssAnon"].split()[0])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstBatch(Case):
+    """Measure the time to the first batch, from a fresh start and resumed at nine tenths of an epoch.
+
+    Each figure comes from a separate process, in alternation. The first is the time from creating the loader to holding a
+    batch, with everything already imported. `process` is the time from the process's start to its end, imports included. The
+    store has full-length sidecars and files that are mostly holes, in the page cache. The resumed process loads a state, and
+    the benchmark checks that it continued at the right step.
+
+    Example: python -m bucketline.bench start --batch --rows 1000000 --repeats 15
+    """
+
+    rows: int = 10_000_000
+    """Rows of the store."""
+    num_shards: int = 32
+    """Shards of the store."""
+    batch_size: int = 32
+    """Rows per batch."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        from bucketline.bench.fixtures.sparse_store import kept_sparse_store
+
+        path = kept_sparse_store(folder, self.num_shards, self.rows)
+
+        def begun(share: float) -> Callable[[int], dict[str, float]]:
+            def measure(_: int) -> dict[str, float]:
+                begin = time.perf_counter()
+                loader_s, step = apart(first_batch, path, self.batch_size, share)
+                if (step > 0) != (share > 0):
+                    raise AssertionError(f"a run at {share} of an epoch began with step {step}")
+                return {"": loader_s * 1e3, "process": (time.perf_counter() - begin) * 1e3}
+
+            return measure
+
+        fresh = Subject(name="fresh start", measure=begun(0.0))
+        resumed = Subject(
+            name=f"resumed at {RESUMED_AT:.0%} of an epoch",
+            measure=begun(RESUMED_AT),
+            limit=fresh.name,
+            mark=BATCH_MARK,
+            marks={"process": BATCH_MARK},
+        )
+        return compare("start, batch", {"": "ms", "process": "ms"}, [fresh, resumed], self.repeats)
+
+
+def first_batch(path: str, batch_size: int, share: float) -> tuple[float, int]:
+    """Take a loader's first batch, set to `share` of its first epoch if not 0; return the seconds and the batch's step."""
+    from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.loader import Loader
+
+    begin = time.perf_counter()
+    with Loader(Path(path), LoaderConfig(batch_size=batch_size)) as loader:
+        if share > 0:
+            loader.load_state_dict({**loader.state_dict(), "step": int(share * loader.plan.steps_before(1))})
+        batch = next(loader.forever())
+        return time.perf_counter() - begin, batch.step

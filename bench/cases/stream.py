@@ -1,35 +1,54 @@
-"""Cost of delivering from a store on a server: against raw ranged GETs of its lines, and a local store."""
+"""Cost of delivering from a store on a server and from a machine that serves batches: against raw reads of as many bytes."""
 
 from __future__ import annotations
 
-import json
+import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, run_case, summarise
-from bucketline.errors import BucketlineError
+from bucketline.bench.apart import apart
+from bucketline.bench.harness import Clock, Mark, Result, StoreCase, Subject, compare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from bucketline.bench.fixtures.server_process import ServerProcess
-    from bucketline.bench.workers.remote_reader import Part, RemoteRun
+    from bucketline.loader import Loader, LoaderConfig, RemoteLoader
 
 CASE = "stream"
 OF_GETS, CPU_OF_GETS, OF_LOCAL = Mark(bound=0.9), Mark(bound=1.3, is_at_most=True), Mark(bound=0.95)
-OF_ROUND_TRIPS = Mark(bound=1.5, is_at_most=True)
+OF_ROUND_TRIPS, CPU_OF_PLAIN = Mark(bound=1.5, is_at_most=True), Mark(bound=1.5, is_at_most=True)
 # of the first batch of a store without captions, one after the other: manifest; extents with the checksums of lines, and the
 # generation after it, which is not there; lines
 ROUND_TRIPS = 3
+MOST_BACKED = 1 << 30  # bytes of memory, for stores that are read in part
+UNITS = {"": "GB/s", "CPU": "s/GB"}
+PLAIN, CLIENT = "recv_into", "RemoteLoader"
+# Sends the bytes of a file again and again to each client, in a process of its own.
+SENDING = """
+import socket, sys
+data = open(sys.argv[1], "rb").read()
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+while True:
+    client, _ = server.accept()
+    try:
+        while True:
+            client.sendall(data)
+    except OSError:
+        client.close()
+"""
+
+Spent = tuple[float, float, int]  # seconds, CPU seconds of the process, bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteDelivery(Case):
+class Stream(StoreCase):
     """Measure a loader that reads from a server on this machine through a cache, each run in a fresh process.
 
     The server is a process of its own that sends files by `sendfile`. The first epoch, with an empty cache, is held against
@@ -45,10 +64,6 @@ class RemoteDelivery(Case):
     """Shards of the store."""
     rows_per_shard: int = 256
     """Rows per shard."""
-    row_kib: int = 128
-    """KiB per row of latents."""
-    batch_size: int = 32
-    """Rows per batch."""
     first_batch_rows: tuple[int, ...] = (10_000, 100_000, 1_000_000)
     """Rows of the stores whose first batch is timed."""
     latency_ms: float = 30.0
@@ -58,126 +73,238 @@ class RemoteDelivery(Case):
         from bucketline.bench.fixtures.pushed_store import pushed
         from bucketline.bench.fixtures.server_process import ServerProcess
         from bucketline.bench.fixtures.sparse_store import kept_sparse_store
-        from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store, latent_shape
-        from bucketline.bench.workers.remote_reader import RemoteRun
 
-        shape = StoreShape(
-            num_shards=self.num_shards, rows_per_shard=self.rows_per_shard, latent_shape=latent_shape(self.row_kib)
-        )
-        store, served = kept_store(folder, shape), folder / "served"
-        pushed(store, served)
+        store, served = self.kept_store(folder), folder / "served"
         sparse = {rows: kept_sparse_store(folder, 32, rows) for rows in self.first_batch_rows}
-        for path in sparse.values():
+        for path in (store, *sparse.values()):
             pushed(path, served)
-        with ServerProcess(served) as server:
-            run = RemoteRun(reader="", server=server.url, name=store.name, store=str(store), batch_size=self.batch_size)
-            runs = Runs(folder=folder, server=server, run=run)
-            return [
-                *self._first_epoch(runs),
-                *self._pinned(runs),
-                *self._first_batches(runs, sparse),
-            ]
 
-    def _first_epoch(self, runs: Runs) -> list[Result]:
-        results = []
-        for case, unit, figure, mark in (
-            (f"{CASE}, first epoch", "GB/s", _gb_s, OF_GETS),
-            (f"{CASE}, first epoch, CPU", "s/GB", _cpu_s_gb, CPU_OF_GETS),
-        ):
+        def read(reader: Callable[..., Spent], path: Path, cache: Path | None = None) -> Spent:
+            """Read in a fresh process, with an empty cache unless one is given."""
+            with tempfile.TemporaryDirectory(prefix="cache-", dir=folder) as empty:
+                seconds, cpu_s, num_bytes = apart(reader, server.url, path, cache or Path(empty) / "lines", self.batch_size)
+            return seconds, cpu_s, num_bytes
+
+        def speed(reader: Callable[..., Spent], cache: Path | None = None) -> Callable[[int], dict[str, float]]:
+            return lambda _: _speed(read(reader, store, cache))
+
+        def first_ms(path: Path) -> Callable[[int], dict[str, float]]:
+            return lambda _: {"": 1e3 * read(take_first_batch, path)[0]}
+
+        with ServerProcess(served) as server, tempfile.TemporaryDirectory(prefix="cache-", dir=folder) as filled:
+            first = [
+                Subject(name="GETs", measure=speed(gets)),
+                Subject(name="loader", measure=speed(epoch), limit="GETs", mark=OF_GETS, marks={"CPU": CPU_OF_GETS}),
+            ]
+            results = compare(f"{CASE}, first epoch", UNITS, first, self.repeats)
+            cache = Path(filled) / "lines"
+            read(epoch, store, cache)
+            pinned = [
+                Subject(name="local store", measure=speed(local)),
+                Subject(name="loader", measure=speed(cached, cache), limit="local store", mark=OF_LOCAL),
+            ]
+            results += compare(f"{CASE}, in the cache", UNITS, pinned, self.repeats)
+            needed = Subject(name=f"{ROUND_TRIPS} round trips", measure=lambda _: {"": ROUND_TRIPS * self.latency_ms})
+            batches = [
+                Subject(name=f"{rows} rows", measure=first_ms(path), limit=needed.name, mark=OF_ROUND_TRIPS)
+                for rows, path in sparse.items()
+            ]
+            server.set_latency(self.latency_ms / 1e3)
+            return [*results, *compare(f"{CASE}, first batch", {"": "ms"}, [needed, *batches], self.repeats)]
+
+
+def _speed(spent: Spent) -> dict[str, float]:
+    seconds, cpu_s, num_bytes = spent
+    return {"": num_bytes / seconds / 1e9, "CPU": cpu_s / num_bytes * 1e9}
+
+
+def _lines(store: str) -> list[tuple[str, int, int]]:
+    """Return the lines of a store's shards: path in the store, first byte, the one after the last.
+
+    As much of the page cache as they have is filled and freed: in a virtual machine, the very first touch of memory makes the
+    host allocate it, which takes about 10 times as long.
+    """
+    from bucketline.store.format.hashing import LINE_BYTES
+    from bucketline.store.format.layout import shard_paths
+    from bucketline.store.format.manifest import read_manifest
+
+    found = []
+    for entry in read_manifest(Path(store)).shards:
+        path = str(shard_paths(Path(store), entry.name).lmdb.relative_to(store))
+        ends = [*range(LINE_BYTES, entry.lmdb.num_bytes, LINE_BYTES), entry.lmdb.num_bytes]
+        found += [(path, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    with tempfile.TemporaryFile(dir=Path(store).parent) as file:
+        for _ in range(2 * min(MOST_BACKED, sum(end - begin for _, begin, end in found)) // LINE_BYTES + 8):
+            file.write(bytes(LINE_BYTES))
+    return found
+
+
+def _imported() -> None:
+    """Import what is otherwise imported at the first `unique`, object and URL."""
+    import numpy.ma
+    import obstore.store
+
+    from bucketline.store.remote.cache import remote_source
+
+    assert all((numpy.ma, obstore.store, remote_source))
+
+
+def _config(batch_size: int, cache: str | None = None, **more: int) -> LoaderConfig:
+    from bucketline.loader.config import USUAL_WINDOW, LoaderConfig
+
+    return LoaderConfig(batch_size=batch_size, window=USUAL_WINDOW, cache=cache, **more)  # type: ignore[arg-type]
+
+
+def gets(server: str, store: str, _cache: str, _batch_size: int) -> Spent:
+    """Read every line by the client that the loader uses, with as many requests at a time, and drop it."""
+    from datetime import timedelta
+
+    import obstore
+    from obstore.store import HTTPStore
+
+    from bucketline.store.remote.cache.fetch_threads import MAX_REQUESTS
+
+    lines = _lines(store)
+    options = {"allow_http": True, "timeout": timedelta(seconds=60)}
+    served = HTTPStore.from_url(f"{server}/{Path(store).name}", client_options=options)  # type: ignore[arg-type]
+    clock = Clock()
+    with ThreadPoolExecutor(MAX_REQUESTS) as pool:
+        num_bytes = sum(pool.map(lambda one: len(obstore.get_range(served, one[0], start=one[1], end=one[2])), lines))
+    return *clock.spent(), num_bytes
+
+
+def epoch(server: str, store: str, cache: str, batch_size: int) -> Spent:
+    """Take every batch of an epoch from the server through an empty cache; opening is included. Bytes are those sent."""
+    from bucketline.bench.fixtures.server_process import control
+    from bucketline.loader import Loader
+
+    _imported()
+    _lines(store)
+    control(server)
+    clock = Clock()
+    with Loader(f"{server}/{Path(store).name}", _config(batch_size, cache, epochs=1)) as loader:
+        for _ in loader:
+            pass
+        num_bytes = control(server).num_bytes
+        return *clock.spent(), num_bytes
+
+
+def take_first_batch(server: str, store: str, cache: str, batch_size: int) -> Spent:
+    """Take one batch from the server through an empty cache."""
+    from bucketline.loader import Loader
+
+    _imported()
+    _lines(store)
+    clock = Clock()
+    with Loader(f"{server}/{Path(store).name}", _config(batch_size, cache, epochs=1)) as loader:
+        num_bytes = _bytes_of(loader.forever(), 1)
+        return *clock.spent(), num_bytes
+
+
+def cached(server: str, store: str, cache: str, batch_size: int) -> Spent:
+    """Take batches of a store whose lines are all in the cache, once every row was delivered twice."""
+    from bucketline.loader import Loader
+
+    with Loader(f"{server}/{Path(store).name}", _config(batch_size, cache)) as loader:
+        return _steady(loader)
+
+
+def local(_server: str, store: str, _cache: str, batch_size: int) -> Spent:
+    """Take batches of the local store, once every row was delivered twice."""
+    from bucketline.loader import Loader
+
+    with Loader(store, _config(batch_size)) as loader:
+        return _steady(loader)
+
+
+def _steady(loader: Loader) -> Spent:
+    one_pass, batches = loader.plan.steps_before(1), loader.forever()
+    _bytes_of(batches, 2 * one_pass)
+    while loader.stats().ready:
+        next(batches)
+    clock = Clock()
+    num_bytes = _bytes_of(batches, one_pass)
+    return *clock.spent(), num_bytes
+
+
+def _bytes_of(batches: Iterator[Any], number: int) -> int:
+    """Take batches; return the bytes of their tensors."""
+    return sum(sum(tensor.nbytes for tensor in next(batches).tensors()) for _ in range(number))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamService(StoreCase):
+    """Measure a client's CPU time and rate over the loopback link, against `recv_into` of as many bytes into as many buffers.
+
+    The server is a `loader serve --listen` process, the plain sender another process. Both share the machine with the client,
+    so rates are of all of them; CPU time is the client's.
+
+    Example: python -m bucketline.bench stream --service --repeats 3
+    """
+
+    num_shards: int = 16
+    """Shards of the store."""
+    batches: int = 256
+    """Batches per repeat."""
+    prefetch_mib: int = 64
+    """MiB of batches received ahead."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        import numpy as np
+
+        from bucketline.loader import LoaderConfig, RemoteLoader
+
+        config = LoaderConfig(batch_size=self.batch_size, prefetch_bytes=self.prefetch_mib << 20)
+        with ExitStack() as using:
+            temporary = Path(using.enter_context(tempfile.TemporaryDirectory(prefix="bl-")))
+            said = using.enter_context(started(self.kept_store(folder), temporary / "s", "--listen", "0"))
+            address = f"127.0.0.1:{said.split()[-1]}"
+            with RemoteLoader(address, config) as loader:
+                num_bytes = _bytes_of(batches := loader.forever(), 1)
+                _bytes_of(batches, self.one_pass)  # the server's pages
+                del batches
+            (temporary / "data").write_bytes(bytes(num_bytes))
+            command = [sys.executable, "-P", "-S", "-c", SENDING, str(temporary / "data")]
+            sender = using.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            using.callback(sender.kill)
+            assert sender.stdout is not None
+            port = int(sender.stdout.readline())
+            buffers = [
+                np.zeros(num_bytes, dtype=np.uint8).data for _ in range(self.prefetch_mib * 1024 * 1024 // num_bytes + 2)
+            ]
+            client = RemoteLoader(address, config)
             subjects = [
-                Subject(name="GETs", measure=runs.figure("gets", figure)),
-                Subject(name="loader", measure=runs.figure("loader", figure), limit="GETs", mark=mark),
+                Subject(name=PLAIN, measure=lambda _: self._received(port, buffers)),
+                Subject(name=CLIENT, measure=lambda _: self._delivered(client), limit=PLAIN, marks={"CPU": CPU_OF_PLAIN}),
             ]
-            results += summarise(case, unit, subjects, alternate(subjects, self.repeats))
-        return results
+            return compare(f"{CASE}, service", UNITS, subjects, self.repeats)
 
-    def _pinned(self, runs: Runs) -> list[Result]:
-        results = []
-        with runs.filled_cache() as cache:
-            for case, unit, figure, mark in (
-                (f"{CASE}, in the cache", "GB/s", _gb_s, OF_LOCAL),
-                (f"{CASE}, in the cache, CPU", "s/GB", _cpu_s_gb, None),
-            ):
-                subjects = [
-                    Subject(name="local store", measure=runs.figure("local", figure)),
-                    Subject(name="loader", measure=runs.figure("pinned", figure, cache=cache), limit="local store", mark=mark),
-                ]
-                results += summarise(case, unit, subjects, alternate(subjects, self.repeats))
-        return results
+    def _received(self, port: int, buffers: Sequence[memoryview]) -> dict[str, float]:
+        clock, num_bytes = Clock(), len(buffers[0])
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            for number in range(self.batches):
+                if sock.recv_into(buffers[number % len(buffers)], 0, socket.MSG_WAITALL) != num_bytes:
+                    raise OSError("the sender has ended")
+        return _speed((*clock.spent(), self.batches * num_bytes))
 
-    def _first_batches(self, runs: Runs, stores: dict[int, Path]) -> list[Result]:
-        needed = f"{ROUND_TRIPS} round trips"
-        subjects = [Subject(name=needed, measure=lambda _: ROUND_TRIPS * self.latency_ms)]
-        for rows, path in stores.items():
-            run = replace(runs.run, name=path.name, store=str(path))
-            measure = runs.figure("first_batch", lambda part: 1e3 * part.seconds, run=run)
-            subjects.append(Subject(name=f"{rows} rows", measure=measure, limit=needed, mark=OF_ROUND_TRIPS))
-        runs.server.set_latency(self.latency_ms / 1e3)
-        figures = alternate(subjects, self.repeats)
-        runs.server.set_latency(0)
-        return summarise(f"{CASE}, first batch", "ms", subjects, figures)
+    def _delivered(self, loader: RemoteLoader) -> dict[str, float]:
+        clock = Clock()
+        num_bytes = _bytes_of(loader.forever(), self.batches)
+        loader.close()
+        return _speed((*clock.spent(), num_bytes))
 
 
-@dataclass(slots=True, kw_only=True)
-class Runs:
-    """Runs the processes; those of one round are run once for all of their figures."""
-
-    folder: Path
-    server: ServerProcess
-    run: RemoteRun
-    _found: dict[tuple[int, str, str], list[Part]] = field(default_factory=dict)
-
-    def figure(
-        self, reader: str, figure: Callable[[Part], float], *, cache: Path | None = None, run: RemoteRun | None = None
-    ) -> Callable[[int], float]:
-        """Return a measure of a reader's last part."""
-        asked = run or self.run
-
-        def measure(number: int) -> float:
-            key = number, reader, asked.name
-            if key not in self._found:
-                self._found[key] = self.parts(replace(asked, reader=reader), cache)
-            return figure(self._found[key][-1])
-
-        return measure
-
-    def parts(self, run: RemoteRun, cache: Path | None = None) -> list[Part]:
-        """Execute a run in a fresh process, with an empty cache unless one is given.
-
-        Raises:
-            BucketlineError: if the process fails; includes its last line of output.
-        """
-        from bucketline.bench.workers.remote_reader import Part
-
-        with tempfile.TemporaryDirectory(prefix="cache-", dir=self.folder) as empty:
-            asked = json.dumps(asdict(replace(run, cache=str(cache or Path(empty) / "lines"))))
-            command = [sys.executable, "-P", "-m", "bucketline.bench.workers.remote_reader", asked]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-            raise BucketlineError(f"the run `{run.reader}` failed: {reason}")
-        return [Part(**part) for part in json.loads(done.stdout)]
-
-    @contextmanager
-    def filled_cache(self) -> Iterator[Path]:
-        """Yield a cache that holds every line."""
-        with tempfile.TemporaryDirectory(prefix="cache-", dir=self.folder) as own:
-            self.parts(replace(self.run, reader="loader"), Path(own))
-            yield Path(own) / "lines"
-
-
-def _gb_s(part: Part) -> float:
-    return (part.sent_bytes or part.num_bytes) / part.seconds / 1e9
-
-
-def _cpu_s_gb(part: Part) -> float:
-    return part.cpu_s / (part.sent_bytes or part.num_bytes) * 1e9
-
-
-def main() -> int:
-    """Make the stores, serve them, measure and print."""
-    return run_case(RemoteDelivery)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@contextmanager
+def started(store: Path, socket: Path, *options: str) -> Iterator[str]:
+    """Run `loader serve`; yield the last line that it prints at its start."""
+    command = [sys.executable, "-P", "-m", "bucketline.loader.cli", "serve", str(store), "--socket", str(socket)]
+    with subprocess.Popen(
+        [*command, "--every", "1e6", *options], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as service:
+        try:
+            assert service.stderr is not None
+            said = service.stderr.readline()
+            assert said.startswith("serving "), said
+            yield service.stderr.readline() if options else said
+        finally:
+            service.terminate()

@@ -1,28 +1,66 @@
-"""Cost of the loader in a training run: images/s with its batches ÷ images/s with batches resident on the device."""
+"""Cost of the loader in a training run, of saving in it, and what quantising its frozen weights changes."""
 
 from __future__ import annotations
 
+import itertools
 import random
+import shutil
 import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path  # noqa: TC003 - tyro reads it
+from typing import TYPE_CHECKING, Any, Literal
 
-from bucketline.bench.harness import Case, Mark, Result, quartiles, run_case
+from bucketline.bench.harness import Case, Mark, Result
+from bucketline.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from bucketline.loader import Batch
+    from bucketline.train.config import TrainConfig
     from bucketline.train.trainer import Trainer
 
 RESAMPLES = 10_000
+NONE = "none"
+UNITS = {"bytes of the frozen weights": "MB", "error of weights": "of norm", "error of predictions": "of norm", "loss": "loss"}
+
+
+def _asked(folder: Path, model: str, rows: int, /, **more: Any) -> TrainConfig:  # noqa: ANN401 - of its fields
+    """Return the configuration of a run of a benchmark's model on a store of its own."""
+    import torch
+
+    from bucketline.bench.fixtures.trained_model import kept_model, kept_store
+    from bucketline.train.config import Precision, TrainConfig
+
+    made = {} if "store" in more else {"store": (kept_store(folder, model, rows),), "model": kept_model(folder, model)}
+    own: dict[str, Any] = {
+        **made,
+        "output_dir": folder / "never-made",
+        "prefetch_bytes": 1 << 20,
+        "precision": Precision.BF16 if torch.cuda.is_available() else Precision.FP32,
+    }
+    return TrainConfig(**{**own, **more})
+
+
+def _trainer(asked: TrainConfig, *progress: Any, is_kept: bool = False) -> Trainer:  # noqa: ANN401 - a progress line
+    """Return the trainer of a run on one rank; `is_kept`: it takes its output folder."""
+    from bucketline.train.outputs.checkpoint import Start
+    from bucketline.train.outputs.run_dir import find_start, take
+    from bucketline.train.parallel import TrainRanks
+    from bucketline.train.setup import start_processes
+    from bucketline.train.trainer import Trainer
+
+    accelerator = start_processes(asked)
+    start = find_start(asked) if is_kept else Start(checkpoint=None, state=None)
+    if is_kept:
+        take(asked, start)
+    return Trainer(asked, TrainRanks(rank=0, world_size=1), accelerator, start, *progress)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(Case):
+class Train(Case):
     """Train a randomly initialised model in alternating windows: loader batches, or the same shapes resident on the device.
 
     A pair of windows takes the same buckets in the same order, and pairs start with either kind in turn. Only two batches are
@@ -46,28 +84,12 @@ class Training(Case):
     """Loader service: none, auto, or the socket of a running one."""
 
     def measure(self, folder: Path) -> list[Result]:
-        import torch
+        from bucketline.bench.fixtures.trained_model import MODELS
 
-        from bucketline.bench.fixtures.trained_model import MODELS, kept_model, kept_store
-        from bucketline.train.config import Precision, TrainConfig
-        from bucketline.train.outputs.checkpoint import Start
-        from bucketline.train.parallel import TrainRanks
-        from bucketline.train.setup import start_processes
-        from bucketline.train.trainer import Trainer
-
-        asked = TrainConfig(
-            store=(kept_store(folder, self.model, self.rows),),
-            model=kept_model(folder, self.model),
-            output_dir=folder / "never-made",
-            batch_size=self.batch_size or MODELS[self.model].batch_size,
-            max_steps=1,
-            learning_rate=1e-5,
-            prefetch_bytes=1 << 20,
-            service=self.service,
-            precision=Precision.BF16 if torch.cuda.is_available() else Precision.FP32,
+        size = self.batch_size or MODELS[self.model].batch_size
+        trainer = _trainer(
+            _asked(folder, self.model, self.rows, batch_size=size, max_steps=1, learning_rate=1e-5, service=self.service)
         )
-        ranks = TrainRanks(rank=0, world_size=1)
-        trainer = Trainer(asked, ranks, start_processes(asked), Start(checkpoint=None, state=None))
         try:
             return self._alternate(Windows(trainer, self.steps))
         finally:
@@ -186,43 +208,34 @@ def results_of(
     peak_flops: float | None,
 ) -> list[Result]:
     """Return the figures of (loader, resident) pairs of windows, and of windows of each single bucket."""
-    case = f"training {model}"
+    case = f"train {model}"
     loaded, resident = ([pair[which] for pair in pairs] for which in (0, 1))
     ratios = [one.rate / other.rate for one, other in pairs]
     low, high = interval(ratios)
     # FLOP/s of the loader's windows, with one bucket or several.
     speed = statistics.median(window.flops / window.seconds for window in loaded)
 
-    def result(subject: str, unit: str, values: Sequence[float], ratio: float | None, mark: Mark | None = None) -> Result:
-        median = statistics.median(values)
-        return Result(
-            case=case,
-            subject=subject,
-            unit=unit,
-            median=median,
-            q1=quartiles(values)[0],
-            q3=quartiles(values)[1],
-            repeats=len(values),
-            limit_ratio=median if ratio is None else ratio,
-            mark=mark,
-        )
+    def result(
+        subject: str, unit: str, values: Sequence[float], ratio: float | None = None, mark: Mark | None = None
+    ) -> Result:
+        return Result.of(case, subject, unit, values, ratio=ratio, mark=mark)
 
     waits = [window.wait_s / window.seconds for window in loaded]
     results = [
         result("resident batches", "images/s", [window.rate for window in resident], 1.0),
         result("the loader's", "images/s", [window.rate for window in loaded], statistics.fmean(ratios), Mark(bound=0.99)),
-        result("the pairs' mean ratio, 95 % from", "", [low], None),
-        result("the pairs' mean ratio, 95 % to", "", [high], None),
-        result("data wait", "of the time", waits, None, Mark(bound=0.005, is_at_most=True)),
-        result("compiled after the warm-up", "graphs", [compiled], None, Mark(bound=0, is_at_most=True)),
-        result("model FLOPs", "TFLOP/s", [speed / 1e12], None),
+        result("the pairs' mean ratio, 95 % from", "", [low]),
+        result("the pairs' mean ratio, 95 % to", "", [high]),
+        result("data wait", "of the time", waits, mark=Mark(bound=0.005, is_at_most=True)),
+        result("compiled after the warm-up", "graphs", [compiled], mark=Mark(bound=0, is_at_most=True)),
+        result("model FLOPs", "TFLOP/s", [speed / 1e12]),
     ]
     if peak_flops is not None:
-        results.append(result("MFU", "", [speed / peak_flops], None))
+        results.append(result("MFU", "", [speed / peak_flops]))
     if alone:
         best = max(statistics.median(window.flops / window.seconds for window in own) for own in alone.values())
         mixed = statistics.median(window.flops / window.seconds for window in resident)
-        results.append(result("mixed buckets ÷ the best one, a FLOP", "", [mixed / best], None, Mark(bound=0.97)))
+        results.append(result("mixed buckets ÷ the best one, a FLOP", "", [mixed / best], mark=Mark(bound=0.97)))
     return results
 
 
@@ -237,10 +250,182 @@ def interval(values: Sequence[float], mean: Callable[[Sequence[float]], float] =
     return means[round(0.025 * RESAMPLES)], means[round(0.975 * RESAMPLES) - 1]
 
 
-def main() -> int:
-    """Run the case."""
-    return run_case(Training)
+@dataclass(frozen=True, kw_only=True)
+class TrainSaves(Case):
+    """Train a randomly initialised model, save at every few steps, and compare the steps after a save with the others.
+
+    A step with a save lasts from the end of the step before the save to the end of the step after it, and so has the whole time
+    that the loop is stopped. Twice the median of the other steps means that saving takes as long as a step. A checkpoint
+    that is still being written slows the steps after it, which are among the others. The first save is reported separately.
+
+    Example: python -m bucketline.bench train --saves --save-every 6 --json
+    """
+
+    model: Literal["tiny", "dit-b-8", "sdxl", "dit-xl-2"] = "dit-b-8"
+    """tiny: to test the benchmark; dit-b-8: 98 million weights, 1.6 GB of state; sdxl and dit-xl-2: for a GPU."""
+    rows: int = 64
+    """Rows per bucket."""
+    batch_size: int = 8
+    """Images per batch."""
+    save_every: int = 6
+    """Steps between checkpoints."""
+    lora_rank: int | None = None
+    """Train adapters of this rank. Default: the whole model."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        import torch
+
+        from bucketline.train.outputs.progress import ProgressLine
+        from bucketline.train.parallel import StopRequest, TrainRanks
+
+        class Ends(ProgressLine):
+            """When each step ended."""
+
+            def __init__(self) -> None:
+                super().__init__(max_steps=0, talks=False)
+                self.ends: list[float] = []
+
+            def step(self, steps_done: int) -> None:
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                self.ends.append(time.perf_counter())
+                print(f"step {steps_done} of {asked.max_steps}", file=sys.stderr)
+
+        run = folder / "checkpoint-pause.run"
+        shutil.rmtree(run, ignore_errors=True)
+        saves = self.repeats + 1
+        asked = _asked(
+            folder,
+            self.model,
+            self.rows,
+            output_dir=run,
+            batch_size=self.batch_size,
+            max_steps=self.save_every * (saves + 1),
+            checkpoint_every=self.save_every,
+            checkpoint_minutes=None,
+            keep_checkpoints=1,
+            num_images=0,
+            log_every=1000,
+            lora_rank=self.lora_rank,
+        )
+        times, stop = Ends(), StopRequest(TrainRanks(rank=0, world_size=1))
+        trainer = _trainer(asked, times, is_kept=True)
+        try:
+            trainer.run(stop)
+        finally:
+            stop.close()
+            times.close()
+            trainer.close()
+            shutil.rmtree(run, ignore_errors=True)
+        return results_of_saves(self.model, times.ends, self.save_every)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def results_of_saves(model: str, ends: Sequence[float], save_every: int) -> list[Result]:
+    """Return the figures of a run whose steps ended at these times; it saved every `save_every` steps, and at the end."""
+    took = [end - begin for begin, end in itertools.pairwise(ends)]  # took[n]: of the step after n + 1 steps
+    saved = [seconds for number, seconds in enumerate(took, 1) if number % save_every == 0]
+    steps = [seconds for number, seconds in enumerate(took, 1) if number % save_every]
+    usual = statistics.median(steps)
+
+    first, *later = saved
+    case, mark = f"train, saves {model}", Mark(bound=2.0, is_at_most=True)
+    return [
+        Result.of(case, "a step", "s", steps, ratio=1.0),
+        Result.of(case, "the first step with a save", "s", [first], ratio=first / usual),
+        Result.of(case, "a step with a save", "s", later, ratio=statistics.median(later) / usual, mark=mark),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBase(Case):
+    """Measure what quantising a model's frozen weights changes, for each --base of `bucketline train --lora-rank`.
+
+    Errors are the norm of the difference, relative to the norm without quantising: of the quantised weights, and of the model's
+    predictions for a training batch at random timesteps. The figures are of `--repeats` batches; `of limit` compares bytes and
+    loss with those without quantising.
+
+    Example: python -m bucketline.bench train --base --store photos.store --model path/to/sdxl
+    """
+
+    store: Path | None = None
+    """Store to take the batches from. Default: a made-up one."""
+    model: Path | None = None
+    """Model, as for `bucketline train`. Default: a small UNet at random."""
+    model_config: str | None = None
+    """As for `bucketline train`."""
+    batch_size: int = 8
+    """Samples in a batch."""
+    seed: int = 1
+    """Seed of the samples, their noise and timesteps, and of a model without weights."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        from bucketline.train.config import Base, Compile, Ema, Precision
+
+        if (self.store is None) is not (self.model is None):
+            raise UsageError("--store and --model are for each other, and one of them is missing: give both or neither")
+        own: dict[str, Any] = {} if self.store is None else {"store": (self.store,), "model": self.model}
+        config = _asked(
+            folder,
+            "tiny",
+            self.batch_size,
+            **own,
+            model_config=self.model_config,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            max_steps=self.repeats,
+            lora_rank=1,  # its output is zero before the first step
+            ema=Ema.OFF,
+            compile=Compile.OFF,
+            precision=Precision.FP32,
+        )
+        plain = _trainer(config)
+        batches = list(itertools.islice(plain.loader.forever(), self.repeats))
+        figures = {NONE: _measured(plain, plain, batches)}
+        for base in Base:
+            quantised = _trainer(replace(config, base=base))
+            figures[base] = _measured(quantised, plain, batches)
+            quantised.close()
+        plain.close()
+        return [
+            # an error is itself a ratio; the limit of the others are those without quantising
+            Result.of("train, base", f"{part}, {base}", unit, found[part], ratio=_to(found[part], figures[NONE].get(part)))
+            for part, unit in UNITS.items()
+            for base, found in figures.items()
+            if part in found
+        ]
+
+
+def _to(values: Sequence[float], limit: Sequence[float] | None) -> float | None:
+    return None if limit is None else statistics.median(values) / statistics.median(limit)
+
+
+def _measured(trainer: Trainer, plain: Trainer, batches: Sequence[Batch]) -> dict[str, list[float]]:
+    """Return a trainer's figures by part, one for each batch; errors only if it is not the one without quantising."""
+    import torch
+
+    from bucketline.quantised_linear import QuantisedLinear
+    from bucketline.train.step import loss_of
+
+    model, before = trainer.training.model, plain.training.model
+    held = [*model.buffers(), *(parameter for parameter in model.parameters() if not parameter.requires_grad)]
+    found: dict[str, list[float]] = {"bytes of the frozen weights": [sum(tensor.nbytes for tensor in held) / 1e6], "loss": []}
+    if trainer is not plain:
+        difference, whole = 0.0, 0.0
+        for place, layer in model.named_modules():
+            if isinstance(layer, QuantisedLinear):
+                weight = before.get_submodule(place).weight
+                assert isinstance(weight, torch.Tensor)
+                difference += float((layer.weight - weight).square().sum())
+                whole += float(weight.square().sum())
+        found |= {"error of weights": [(difference / whole) ** 0.5 if whole else 0.0], "error of predictions": []}
+    for batch in batches:
+        noised = plain.training.prep.for_training(batch)
+        with torch.no_grad():
+            found["loss"].append(float(loss_of(trainer.training, batch)))
+            own, other = (
+                one.training.predict(one.training.model, noised.noisy, noised.timesteps, noised.conditions(batch)).double()
+                for one in (trainer, plain)
+            )
+        if trainer is not plain:
+            found["error of predictions"].append(float((own - other).norm() / other.norm()))
+    return found

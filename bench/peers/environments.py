@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import bucketline
 import bucketline.bench
@@ -30,14 +31,14 @@ class Environment:
     ours: Path | None  # folder with this project's files that they import; None: the project is installed there
     versions: dict[str, str]  # of the packages in its requirements
 
-    def command(self, *arguments: str) -> list[str]:
-        """Return the command that runs a task in this environment."""
-        return [str(self.python), "-P", "-m", "bucketline.bench.peers.worker", *arguments]
-
     def variables(self) -> dict[str, str]:
         """Return the environment variables of its processes: one torch thread, as torchrun sets it for several ranks."""
         own = {**os.environ, "OMP_NUM_THREADS": "1"}
         return own if self.ours is None else {**own, "PYTHONPATH": str(self.ours)}
+
+    def options(self) -> dict[str, Any]:
+        """Return the options by which `apart` runs a function in this environment."""
+        return {"python": str(self.python), "env": self.variables()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DIGEST_BYTES = 16
+SIZES = ((128, 128), (112, 144), (144, 112), (96, 160))  # h, w of the latents' buckets
 _FINITE = np.uint16(0xBFFF)  # clears the exponent's highest bit, so that every pattern is a number below 2
 _WORDS = 1 << 64
+HEADER = np.dtype([("number", "<i8"), ("num_tokens", "<i8"), ("original_size", "<i4", (2,)), ("crop", "<i4", (2,))])
 
 
 class Sample(NamedTuple):
@@ -51,19 +53,18 @@ class SetShape:
                     f"bucket {height}x{width} has {rows} rows, expected a multiple of the batch size {self.batch_size}, so "
                     "that every loader can deliver each sample once in full batches"
                 )
-            if channels_words(self.channels, height, width) % 4 or self.token_width % 4:
+            if self.channels * height * width % 4 or self.token_width % 4:
                 raise ValueError(f"rows of bucket {height}x{width} are not whole words of 8 bytes, which `touch` adds up")
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> SetShape:
         """Return the shape from the result of `dataclasses.asdict`."""
-        return cls(
-            buckets=tuple((h, w, rows) for h, w, rows in value["buckets"]),
-            batch_size=value["batch_size"],
-            channels=value["channels"],
-            tokens=(value["tokens"][0], value["tokens"][1]),
-            token_width=value["token_width"],
-        )
+        return cls(**{**value, "buckets": tuple(map(tuple, value["buckets"])), "tokens": tuple(value["tokens"])})
+
+    @classmethod
+    def of_batches(cls, batches: int, batch_size: int) -> SetShape:
+        """Return the shape of a set with so many batches in each bucket of the benchmark."""
+        return cls(buckets=tuple((height, width, batches * batch_size) for height, width in SIZES), batch_size=batch_size)
 
     @property
     def num_samples(self) -> int:
@@ -83,6 +84,13 @@ class SetShape:
         rest = self.max_tokens * (2 * self.token_width + 1) + 16
         return sum(rows * (2 * self.channels * h * w + rest) for h, w, rows in self.buckets)
 
+    @property
+    def payload_bytes(self) -> int:
+        """Return the total bytes of the samples: latents, tokens without padding, sizes."""
+        tokens = sum(len(sample(self, number).tokens) for number in range(self.num_samples))
+        latents = sum(2 * self.channels * height * width * rows for height, width, rows in self.buckets)
+        return latents + 2 * self.token_width * tokens + 16 * self.num_samples
+
     def bucket_of(self, number: int) -> tuple[int, int, int]:
         """Return (bucket, h, w) of a sample."""
         end = 0
@@ -96,11 +104,6 @@ class SetShape:
         """Return the numbers of a bucket's samples."""
         ends = [0, *itertools.accumulate(rows for _, _, rows in self.buckets)]
         return range(ends[bucket], ends[bucket + 1])
-
-
-def channels_words(channels: int, height: int, width: int) -> int:
-    """Return the number of F16 values in a latent."""
-    return channels * height * width
 
 
 def random_f16(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float16]:
@@ -126,12 +129,39 @@ def sample(shape: SetShape, number: int) -> Sample:
     )
 
 
-def digest(latent: NDArray[Any], tokens: NDArray[Any], original_size: NDArray[Any], crop: NDArray[Any]) -> bytes:
+def pack(sample: Sample) -> bytes:
+    """Return a sample as bytes, for formats that store bytes: a header of a fixed length, the latent, the tokens."""
+    header = np.zeros((), dtype=HEADER)
+    header["number"], header["num_tokens"] = sample.number, len(sample.tokens)
+    header["original_size"], header["crop"] = sample.original_size, sample.crop
+    return header.tobytes() + sample.latent.tobytes() + sample.tokens.tobytes()
+
+
+def unpack(value: bytes | memoryview, shape: SetShape) -> Sample:
+    """Return a sample whose arrays are views of `value`, without copying."""
+    header = np.frombuffer(value, dtype=HEADER, count=1)[0]
+    number, num_tokens = int(header["number"]), int(header["num_tokens"])
+    _, height, width = shape.bucket_of(number)
+    latent_shape = (shape.channels, height, width)
+    count = shape.channels * height * width
+    begin = HEADER.itemsize
+    latent = np.frombuffer(value, dtype=np.float16, count=count, offset=begin)
+    tokens = np.frombuffer(value, dtype=np.float16, count=num_tokens * shape.token_width, offset=begin + 2 * count)
+    return Sample(
+        number=number,
+        latent=latent.reshape(latent_shape),
+        tokens=tokens.reshape(num_tokens, shape.token_width),
+        original_size=header["original_size"],
+        crop=header["crop"],
+    )
+
+
+def digest(latent: NDArray[Any], tokens: NDArray[Any], original_size: NDArray[Any], crop: NDArray[Any]) -> str:
     """Return the digest of a sample's bytes, without padding of its tokens."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for array in (latent, tokens, original_size, crop):
         state.update(np.ascontiguousarray(array).view(np.uint8).data)
-    return state.digest()
+    return state.hexdigest()
 
 
 def words_sum(array: NDArray[Any]) -> int:
@@ -150,7 +180,7 @@ def words_sum(array: NDArray[Any]) -> int:
 class Expected:
     """The expected result of a pass over a set: each sample's digest, and the sum of all words."""
 
-    digests: list[bytes]
+    digests: list[str]  # hexadecimal
     words: int
 
 

@@ -71,7 +71,7 @@ def bench(name: str = "tiny", *more: str) -> None:
     begin = time.perf_counter()
     options: dict[str, Any] = {"steps": 12, "repeats": 4, "discard_s": 15.0} if ON_GPU else {"steps": 2, "repeats": 2}
     options |= dict(one.split("=") for one in more)
-    case = loader_share.Training(model=name, rows=64, stores=ROOM, **options)  # type: ignore[arg-type]
+    case = loader_share.Train(model=name, rows=64, stores=ROOM, **options)  # type: ignore[arg-type]
     results = {one.subject: one for one in case.measure(ROOM)}
     figures = {subject: round(one.median, 4) for subject, one in results.items()}
     ratio = results["the loader's"].limit_ratio
@@ -115,11 +115,11 @@ def stall() -> None:
 
 def pause() -> None:
     """A step with a save lasts less than two steps (finding 14)."""
-    from bucketline.bench.cases.train_saves import CheckpointPause
+    from bucketline.bench.cases.train import TrainSaves
 
     ROOM.mkdir(parents=True, exist_ok=True)
     model = "dit-xl-2" if ON_GPU else "tiny"
-    case = CheckpointPause(model=model, batch_size=64 if ON_GPU else 2, save_every=60 if ON_GPU else 3, repeats=2)  # type: ignore[arg-type]
+    case = TrainSaves(model=model, batch_size=64 if ON_GPU else 2, save_every=60 if ON_GPU else 3, repeats=2)  # type: ignore[arg-type]
     results = case.measure(ROOM)
     figures = {one.subject: round(one.median, 4) for one in results}
     tell("pause: a step with a save", ok=results[-1].is_met if ON_GPU else None, model=model, figures=figures)

@@ -13,7 +13,7 @@ import numpy as np
 
 from bucketline.bench.fixtures.pushed_store import make_pushed
 from bucketline.bench.peers.gate import PeerBatch
-from bucketline.bench.peers.peer import Opened
+from bucketline.bench.peers.registry import Opened, Remote
 from bucketline.bench.peers.samples import sample
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Column, LatentColumn, StoreWriter, new_record
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bucketline.bench.peers.peer import Remote, Way
+    from bucketline.bench.peers.registry import Way
     from bucketline.bench.peers.samples import Sample, SetShape
     from bucketline.loader import Batch
 
@@ -32,6 +32,7 @@ WARM_BATCHES = 128  # the loader treats the first 64 as cold, and batches planne
 SERVICE = "service"
 REMOTE_WINDOW_ROWS = 128
 _MAX_CAPTIONS = 1
+_NAME = "samples.store"
 _MAX_SHARD_BYTES = 1 << 34
 
 
@@ -43,7 +44,7 @@ class Ours:
     def write(self, shape: SetShape, folder: Path) -> None:
         num_shards = min(self.num_shards, shape.num_samples)
         with StoreWriter(
-            folder / "samples.store",
+            folder / _NAME,
             encoders={"vae": {"made": "at random"}},
             columns=[LatentColumn(channels=sample(shape, 0).latent.shape[0])],
             text=[Column(name="tokens", dtype="F16", shape=(shape.token_width,))],
@@ -56,14 +57,18 @@ class Ours:
                     _add(writer, sample(shape, number))
                 writer.seal()
 
-    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
-        """Open the store. Passes continue one endless iteration from epoch to epoch, as in training."""
-        return self._opened(shape, folder / "samples.store", self._config(shape, way), way)
+    def open(self, shape: SetShape, place: Path | Remote, way: Way) -> Opened:
+        """Open the store. Passes continue one endless iteration from epoch to epoch, as in training.
 
-    def _config(self, shape: SetShape, way: Way) -> LoaderConfig:
-        return LoaderConfig(batch_size=shape.batch_size, prefetch_bytes=PREFETCH_BYTES, threads=way.threads or 1)
-
-    def _opened(self, shape: SetShape, store: Path | str, config: LoaderConfig, way: Way) -> Opened:
+        By its URL, few rows are mixed at a time, since the cache is small.
+        """
+        config = LoaderConfig(batch_size=shape.batch_size, prefetch_bytes=PREFETCH_BYTES, threads=way.threads or 1)
+        store: Path | str
+        if isinstance(place, Remote):
+            store, cache = f"{place.http}/{_NAME}", {"cache": f"{place.cache}/lines", "cache_bytes": str(place.cache_bytes)}
+            config = replace(config, window=REMOTE_WINDOW_ROWS, **cache)  # type: ignore[arg-type]
+        else:
+            store = place / _NAME
         numbers = {sample_digest(sample_id(number)): number for number in range(shape.num_samples)}
         loader = Loader(store, config, service="auto" if way.option == SERVICE else None)
         batches: Iterator[Batch] | None = None
@@ -94,17 +99,7 @@ class OursRemote(Ours):
 
     def write(self, shape: SetShape, folder: Path) -> None:
         super().write(shape, folder)
-        make_pushed(folder / "samples.store")
-
-    def stream(self, shape: SetShape, remote: Remote, way: Way) -> Opened:
-        """Open the store by its URL, of which few rows are mixed at a time, since the cache is small."""
-        config = replace(
-            self._config(shape, way),
-            window=REMOTE_WINDOW_ROWS,
-            cache=f"{remote.cache}/lines",
-            cache_bytes=str(remote.cache_bytes),
-        )
-        return self._opened(shape, f"{remote.http}/samples.store", config, way)
+        make_pushed(folder / _NAME)
 
 
 def sample_id(number: int) -> str:

@@ -10,9 +10,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
-_DECLARED: list[torch.library.Library] = []  # an operator stays registered as long as its library is kept
+_DECLARED: list[object] = []  # an operator stays registered as long as its library is kept
 
 
 def make_torchvision_importable() -> None:
@@ -24,6 +22,8 @@ def make_torchvision_importable() -> None:
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None or _DECLARED:
         return
+    import torch
+
     folder = Path(spec.origin).parent
     try:
         for library in folder.glob("_C*.so"):

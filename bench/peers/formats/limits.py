@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.bench.peers.formats.raw_value import HEADER, pack, unpack
+from bucketline.bench.memcpy import memcpy
 from bucketline.bench.peers.gate import PeerBatch
-from bucketline.bench.peers.peer import Opened
-from bucketline.bench.peers.samples import sample
+from bucketline.bench.peers.registry import Opened
+from bucketline.bench.peers.samples import HEADER, pack, sample, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,17 +20,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.bench.peers.peer import Way
+    from bucketline.bench.peers.registry import Remote, Way
     from bucketline.bench.peers.samples import SetShape
 
 SLABS = 2  # buffers per bucket that batches are copied into in turn; in total as much as the loader fills ahead
 SECTOR_BYTES = 4096
 READING_THREADS = 16
-
-_libc = ctypes.CDLL(None)
-_memcpy = _libc.memcpy
-_memcpy.restype = ctypes.c_void_p
-_memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def empty_batch(shape: SetShape, bucket: int) -> PeerBatch:
@@ -63,8 +57,8 @@ class Resident:
     def write(self, shape: SetShape, folder: Path) -> None:
         """Write nothing: the batches are made when opened."""
 
-    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
-        del folder, way
+    def open(self, shape: SetShape, place: Path | Remote, way: Way) -> Opened:
+        del place, way
         batches = [_resident(shape, bucket, at) for bucket, at in _places(shape)]
         return Opened(begin=lambda: iter(batches))
 
@@ -72,8 +66,8 @@ class Resident:
 class Memcpy(Resident):
     """`memcpy` of batches in memory into buffers in turn, with one call per tensor."""
 
-    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
-        del folder, way
+    def open(self, shape: SetShape, place: Path | Remote, way: Way) -> Opened:
+        del place, way
         source = [(bucket, _resident(shape, bucket, at)) for bucket, at in _places(shape)]
         slabs = [[empty_batch(shape, bucket) for bucket in range(len(shape.buckets))] for _ in range(SLABS)]
 
@@ -82,7 +76,7 @@ class Memcpy(Resident):
                 slab = slabs[turn % SLABS][bucket]
                 pairs: list[tuple[NDArray[Any], NDArray[Any]]] = list(zip(slab, batch, strict=True))
                 for to, own in pairs:
-                    _memcpy(to.ctypes.data, own.ctypes.data, own.nbytes)
+                    memcpy(to.ctypes.data, own.ctypes.data, own.nbytes)
                 yield slab
 
         return Opened(begin=copies)
@@ -114,9 +108,9 @@ class Direct:
                 begins.append(file.tell())
         np.save(folder / "begins.npy", np.array(begins, dtype=np.int64))
 
-    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
-        begins: NDArray[np.int64] = np.load(folder / "begins.npy")
-        fd = os.open(folder / "samples.raw", os.O_RDONLY | os.O_DIRECT)
+    def open(self, shape: SetShape, place: Path | Remote, way: Way) -> Opened:
+        begins: NDArray[np.int64] = np.load(f"{place}/begins.npy")
+        fd = os.open(f"{place}/samples.raw", os.O_RDONLY | os.O_DIRECT)
         random = np.random.default_rng(0)
         longest = int(np.diff(begins).max())
         buffers = [[memoryview(mmap.mmap(-1, longest)) for _ in range(shape.batch_size)] for _ in range(2)]

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from bucketline.bench.apart import apart
 from bucketline.bench.peers.environments import Failure, environment, own_environment
 from bucketline.bench.peers.loops.facts import facts
 from bucketline.bench.peers.loops.page import LOOPS, Shown, page, table
-from bucketline.bench.peers.loops.scenarios import launcher, tried
+from bucketline.bench.peers.loops.scenarios import tried
 from bucketline.command_line import guarded
 from bucketline.errors import BucketlineError, UsageError
 
@@ -56,8 +57,8 @@ class Loops:
         if isinstance(made, Failure):
             raise BucketlineError(f"the environment {made.name} cannot be made: {made.reason}")
         print(f"running the loop of {one.name}", file=sys.stderr)
-        with tempfile.TemporaryDirectory(prefix="loops-") as folder, launcher(one.file, made) as launch:
-            seen = tried(Path(folder), launch)
+        with tempfile.TemporaryDirectory(prefix="loops-") as folder:
+            seen = apart(tried, one.file, folder, **made.options())
         version = [version for package, version in made.versions.items() if one.file in package]
         return facts(seen), "".join(version)
 

@@ -10,37 +10,43 @@ from bucketline.bench.peers.loops.run import BATCH_SIZE, NUM_ROWS, VALIDATION_RO
 from bucketline.bench.peers.loops.scenarios import BREAK_AT, SAVED_AT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-    from bucketline.bench.peers.loops.scenarios import Record, Records
+    from bucketline.bench.peers.loops.scenarios import Record
 
     Epoch = list[list[int]]  # batches of rows' numbers
 
 
-def facts(seen: Records) -> dict[str, str]:
-    """Return what happened, by question."""
-    whole = merged(seen.whole)
-    before = [*whole[:1], merged(seen.killed)[1][:SAVED_AT]]
-    first, one_shape = whole[:1], merged(seen.one_shape)
-    one_before = [*one_shape[:1], merged(seen.one_shape_saved)[1][:SAVED_AT]]
+def facts(seen: Mapping[str, list[Record]]) -> dict[str, str]:
+    """Return what happened in a loop's scenarios, by question."""
+    epochs = {name: merged(records) for name, records in seen.items()}
+    whole, one_shape = epochs["whole"], epochs["one shape"]
+    before = [*whole[:1], epochs["killed"][1][:SAVED_AT]]
+    one_before = [*one_shape[:1], epochs["one shape, saved"][1][:SAVED_AT]]
+
+    def told(name: str, what: str) -> str:
+        errors = [record["error"] for record in seen[name] if record["error"]]
+        return f"error: {errors[0]}" if errors else what
+
+    def resumed(name: str, unbroken: list[Epoch], until: list[Epoch]) -> str:
+        return told(name, compared(unbroken, until, epochs[name]))
+
     return {
-        f"rows of the {len(whole)} epochs, of {NUM_ROWS}": _or_error(seen.whole, amounts(whole)),
+        f"rows of the {len(whole)} epochs, of {NUM_ROWS}": told("whole", amounts(whole)),
         "rows in a batch": sizes(whole),
-        "shapes in a batch": shapes(seen.whole),
+        "shapes in a batch": shapes(seen["whole"]),
         "a new order in each epoch": "yes" if len({str(epoch) for epoch in whole}) == len(whole) else "no",
-        "the same order in a second run": "yes" if merged(seen.killed)[0] == whole[0] else "no",
-        f"`break` after {BREAK_AT} batches: the next `for`": _or_error(
-            seen.after_break, begins(whole, merged(seen.after_break))
-        ),
-        "saved in mid-epoch, resumed": _resumed(whole, before, seen.resumed),
-        "saved after an epoch's last batch, resumed": _resumed(whole, first, seen.resumed_from_last_batch),
-        "saved after the `for`, resumed": _resumed(whole, first, seen.resumed_from_epoch_end),
-        "saved in mid-epoch, resumed on 2 ranks": _resumed(whole, before, seen.resumed_on_two),
-        "saved in mid-epoch, resumed; all rows of one shape": _resumed(one_shape, one_before, seen.one_shape_resumed),
-        "the same, resumed on 2 ranks": _resumed(one_shape, one_before, seen.one_shape_on_two),
-        "2 ranks from the start": _or_error(seen.on_two, on_two(whole, seen.on_two)),
-        "validation, after a look at its first batch": validations(seen.whole[0]["validations"]),
-        "all shapes written as one data set": _or_error(seen.in_one, "works: " + shapes(seen.in_one) + " in a batch"),
+        "the same order in a second run": "yes" if epochs["killed"][0] == whole[0] else "no",
+        f"`break` after {BREAK_AT} batches: the next `for`": told("after a break", begins(whole, epochs["after a break"])),
+        "saved in mid-epoch, resumed": resumed("resumed", whole, before),
+        "saved after an epoch's last batch, resumed": resumed("resumed from the last batch", whole, whole[:1]),
+        "saved after the `for`, resumed": resumed("resumed from the epoch's end", whole, whole[:1]),
+        "saved in mid-epoch, resumed on 2 ranks": resumed("resumed on two", whole, before),
+        "saved in mid-epoch, resumed; all rows of one shape": resumed("one shape, resumed", one_shape, one_before),
+        "the same, resumed on 2 ranks": resumed("one shape, resumed on two", one_shape, one_before),
+        "2 ranks from the start": told("on two", on_two(whole, seen["on two"])),
+        "validation, after a look at its first batch": validations(seen["whole"][0]["validations"]),
+        "all shapes written as one data set": told("in one", "works: " + shapes(seen["in one"]) + " in a batch"),
     }
 
 
@@ -149,15 +155,6 @@ def validations(seen: list[list[int]]) -> str:
     if complete and all(own == rest[0] for own in rest):
         return f"the same {rows} of {rows} rows each time, in the same order"
     return "rows " + ", ".join(str(len(set(own))) for own in rest) + f" of {rows}" + ("" if complete else "; not all")
-
-
-def _resumed(whole: list[Epoch], before: list[Epoch], after: list[Record]) -> str:
-    return _or_error(after, compared(whole, before, merged(after)))
-
-
-def _or_error(ranks: list[Record], told: str) -> str:
-    errors = [record["error"] for record in ranks if record["error"]]
-    return f"error: {errors[0]}" if errors else told
 
 
 def _rows(batches: Iterable[list[int]]) -> list[int]:

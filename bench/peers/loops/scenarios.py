@@ -1,118 +1,127 @@
-"""The scenarios of each loop: a run of all epochs, a `break`, ends and resumes."""
+"""The scenarios of a loop: a run of all epochs, a `break`, ends and resumes. Runs in its peer's environment.
+
+Each task is a process of its own, forked from the one that has imported the loop.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import signal
 import socket
-import subprocess
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bucketline.bench.peers.loops.run import END, NUM_ROWS, SHAPES, VALIDATION_ROWS
-from bucketline.errors import BucketlineError
+from bucketline.bench.peers.loops.run import END, NUM_ROWS, SHAPES, VALIDATION_ROWS, KilledError, Run, rows_by_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
-    from bucketline.bench.peers.environments import Environment
-
-    Record = dict[str, Any]  # what `process` prints
-    Launch = Callable[[list[dict[str, Any]]], list[Record]]  # runs a task per rank at the same time
+    Record = dict[str, Any]  # the loops, validations, checkpoint and error of one rank
+    Launch = Callable[[str, list[dict[str, Any]]], list[Record]]  # runs a loop's task per rank at the same time
 
 BREAK_AT = 3  # batches of the first epoch
 SAVED_AT, KILLED_AT = 3, 5  # batches of the second epoch
-_PROCESS = "bucketline.bench.peers.loops.process"
+PATIENCE_S = 120
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Records:
-    """The records of a loop's scenarios, by rank."""
-
-    whole: list[Record]
-    after_break: list[Record]
-    killed: list[Record]  # in the second epoch; its checkpoint is of a moment before
-    resumed: list[Record]
-    resumed_on_two: list[Record]
-    last_batch: list[Record]  # ended after the first epoch; its checkpoint is of the epoch's last batch
-    resumed_from_last_batch: list[Record]
-    epoch_end: list[Record]  # the same; its checkpoint is of the end of the `for`
-    resumed_from_epoch_end: list[Record]
-    on_two: list[Record]  # from the beginning
-    one_shape: list[Record]  # of rows of one shape, all epochs
-    one_shape_saved: list[Record]  # as `killed`
-    one_shape_resumed: list[Record]
-    one_shape_on_two: list[Record]  # resumed
-    in_one: list[Record]  # of rows of all shapes, written as one data set
+def forked(loader: str, tasks: list[dict[str, Any]]) -> list[Record]:
+    """Carry out a task per rank, each in a new process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [as_torchrun(rank, len(tasks), port) if len(tasks) > 1 else {} for rank in range(len(tasks))]
+    with ProcessPoolExecutor(len(tasks), mp_context=get_context("fork")) as pool:
+        try:
+            return list(pool.map(_as_rank, [loader] * len(tasks), tasks, ranks))
+        except BrokenProcessPool:
+            error = f"no end within {PATIENCE_S} s, or a crash"
+            return [{"loops": [], "validations": [], "checkpoint": None, "error": error} for _ in tasks]
 
 
-def tried(folder: Path, launch: Launch) -> Records:
-    """Try everything with a loop, in an empty folder."""
-    mixed, single, in_one = folder / "mixed", folder / "single", folder / "in_one"
-    one_shape = {"16x16": NUM_ROWS}
-    for own, rows in ((mixed, SHAPES), (single, one_shape), (in_one, SHAPES)):
-        own.mkdir(parents=True)
-        launch([{"folder": str(own), "write": [rows, VALIDATION_ROWS], "in_one": own == in_one}])
+def _as_rank(loader: str, task: dict[str, Any], rank: dict[str, str]) -> Record:
+    signal.alarm(PATIENCE_S)
+    os.environ.update(rank)
+    return carry_out(loader, task)
 
-    def run(own: Path, ranks: int = 1, **more: Any) -> list[Record]:  # noqa: ANN401 - fields of a task
-        return launch([{"folder": str(own), "rank": rank, "ranks": ranks, **more} for rank in range(ranks)])
+
+def tried(loader: str, folder: str, launch: Launch = forked) -> dict[str, list[Record]]:
+    """Try everything with a loop, in an empty folder; return the records of each scenario, by rank."""
+    loop_of(loader)  # imported before the processes fork
+    mixed, single, in_one = (str(Path(folder) / name) for name in ("mixed", "single", "in_one"))
+    for own, rows in ((mixed, SHAPES), (single, {"16x16": NUM_ROWS}), (in_one, SHAPES)):
+        Path(own).mkdir(parents=True)
+        launch(loader, [{"folder": own, "write": [rows, VALIDATION_ROWS], "in_one": own == in_one}])
+
+    def run(own: str, ranks: int = 1, **more: Any) -> list[Record]:  # noqa: ANN401 - fields of a task
+        return launch(loader, [{"folder": own, "rank": rank, "ranks": ranks, **more} for rank in range(ranks)])
+
+    def resumed(own: str, saved: list[Record], ranks: int = 1) -> list[Record]:
+        return run(own, ranks, checkpoint=saved[0]["checkpoint"])
 
     whole = run(mixed)
-    killed = run(mixed, save_at=(1, SAVED_AT), kill_at=(1, KILLED_AT))
+    in_epoch: dict[str, Any] = {"save_at": (1, SAVED_AT), "kill_at": (1, KILLED_AT)}
+    killed, saved = run(mixed, **in_epoch), run(single, **in_epoch)
     last = run(mixed, save_at=(0, len(whole[0]["loops"][0]["batches"])), kill_at=(0, END))
-    end = run(mixed, save_at=(0, END), kill_at=(0, END))
-    saved = run(single, save_at=(1, SAVED_AT), kill_at=(1, KILLED_AT))
-    return Records(
-        whole=whole,
-        after_break=run(mixed, break_at=(0, BREAK_AT)),
-        killed=killed,
-        resumed=run(mixed, checkpoint=killed[0]["checkpoint"]),
-        resumed_on_two=run(mixed, 2, checkpoint=killed[0]["checkpoint"]),
-        last_batch=last,
-        resumed_from_last_batch=run(mixed, checkpoint=last[0]["checkpoint"]),
-        epoch_end=end,
-        resumed_from_epoch_end=run(mixed, checkpoint=end[0]["checkpoint"]),
-        on_two=run(mixed, 2),
-        one_shape=run(single),
-        one_shape_saved=saved,
-        one_shape_resumed=run(single, checkpoint=saved[0]["checkpoint"]),
-        one_shape_on_two=run(single, 2, checkpoint=saved[0]["checkpoint"]),
-        in_one=run(in_one),
-    )
+    return {
+        "whole": whole,
+        "after a break": run(mixed, break_at=(0, BREAK_AT)),
+        "killed": killed,  # in the second epoch; its checkpoint is of a moment before
+        "resumed": resumed(mixed, killed),
+        "resumed on two": resumed(mixed, killed, 2),
+        "resumed from the last batch": resumed(mixed, last),
+        "resumed from the epoch's end": resumed(mixed, run(mixed, save_at=(0, END), kill_at=(0, END))),
+        "on two": run(mixed, 2),  # from the beginning
+        "one shape": run(single),  # of rows of one shape, all epochs
+        "one shape, saved": saved,
+        "one shape, resumed": resumed(single, saved),
+        "one shape, resumed on two": resumed(single, saved, 2),
+        "in one": run(in_one),  # of rows of all shapes, written as one data set
+    }
 
 
-@contextmanager
-def launcher(loader: str, made: Environment) -> Iterator[Launch]:
-    """Have a process of the loop's environment that runs its tasks, each in a process of its own."""
-    command = [str(made.python), "-P", "-m", _PROCESS, loader]
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, env=made.variables(), text=True, stdin=pipe, stdout=pipe, stderr=null) as process:
+def loop_of(loader: str) -> Any:  # noqa: ANN401 - a module with `write` and `train`
+    """Return the module of a loop."""
+    if loader == "streaming":
+        from bucketline.bench.peers.formats.importable import make_torchvision_importable
 
-        def launch(tasks: list[dict[str, Any]]) -> list[Record]:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            port = _free_port()
-            ranks = [as_torchrun(rank, len(tasks), port) if len(tasks) > 1 else {} for rank in range(len(tasks))]
-            process.stdin.write(json.dumps([*zip(tasks, ranks, strict=True)]) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-            if not line:
-                raise BucketlineError(f"the process of the loop {loader} ended: run {' '.join(command)} to see why")
-            found: list[Record] = json.loads(line)
-            return found
+        make_torchvision_importable()
+    return importlib.import_module(f"bucketline.bench.peers.loops.{loader}")
 
-        yield launch
+
+def carry_out(loader: str, task: dict[str, Any]) -> Record:
+    """Write rows, or run the loop; return its record."""
+    loop, folder = loop_of(loader), Path(task["folder"])
+    if "write" in task:
+        groups = [rows_by_shape(rows) for rows in task["write"]]
+        if task["in_one"]:
+            groups = [{"all": [row for rows in group.values() for row in rows]} for group in groups]
+        loop.write(folder, *groups)
+        return {}
+    moments: dict[str, Any] = {name: task[name] for name in ("save_at", "break_at", "kill_at") if name in task}
+    run = Run(folder=folder, rank=task["rank"], ranks=task["ranks"], checkpoint=task.get("checkpoint"), **moments)
+    if run.ranks > 1 and loader != "bucketline":
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo")
+    error = None
+    try:
+        loop.train(run)
+    except KilledError:
+        pass
+    except Exception as caught:  # noqa: BLE001 -- what a loader raises is what is measured
+        error = f"{type(caught).__name__}: {' '.join(str(caught).split())}"
+    own = {"loops": [asdict(one) for one in run.loops], "validations": run.validations, "checkpoint": run.checkpoint}
+    found: Record = json.loads(json.dumps({**own, "error": error}, default=float))  # as a checkpoint comes from a file
+    return found
 
 
 def as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Return the environment variables that torchrun sets."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in own.items()}
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port

@@ -14,7 +14,10 @@ FIELDS = {"case", "subject", "unit", "median", "q1", "q3", "repeats", "limit_rat
 
 
 def measured(case: type[Case], capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, dict[str, Any]]:
-    """Run a case in this process; give its results by subject, each held to what every result must be."""
+    """Run a case in this process; return its results, each held to what every result must be.
+
+    They are by subject, with `, FIGURE` after it unless the figure is that of the case itself.
+    """
     code = run_case(case, [*map(str, args), "--json"])
     out = capsys.readouterr()
     assert code == 0, out.err
@@ -27,8 +30,11 @@ def measured(case: type[Case], capsys: pytest.CaptureFixture[str], *args: object
         assert result["limit_ratio"] > 0 or result["unit"] in ("of payload", "MB", "graphs")
         assert all(ratio > 0 for ratio in result["ratios"].values())
         assert (result["mark"] is None) == (result["is_met"] is None)
-    assert len({result["case"] for result in found["results"]}) == 1
-    return {result["subject"]: result for result in found["results"]}
+    cases = [result["case"] for result in found["results"]]
+    assert all(case == cases[0] or case.startswith(f"{cases[0]}, ") for case in cases)
+    by_name = {result["subject"] + result["case"].removeprefix(cases[0]): result for result in found["results"]}
+    assert len(by_name) == len(cases)
+    return by_name
 
 
 def read_results(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

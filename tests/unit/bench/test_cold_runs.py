@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bucketline.bench.cold_runs import (
+from bucketline.bench.apart import apart
+from bucketline.bench.cases.cold import (
+    DIRECT,
     ColdRun,
     NotColdError,
     Read,
     cold_rate,
-    drop_pages,
     plan_captions,
     plan_rows,
-    read_apart,
+    read_cold,
 )
 from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
+from bucketline.bench.process_usage import drop_pages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +40,10 @@ def rows(store: Path, tmp_path: Path) -> Path:
     return tmp_path / "rows.npz"
 
 
+def read_apart(run: ColdRun) -> Read:
+    return Read(**apart(read_cold, run))
+
+
 def run_of(reader: str, store: Path, plan: Path, **changes: object) -> ColdRun:
     values = {
         "reader": reader,
@@ -52,7 +58,7 @@ def run_of(reader: str, store: Path, plan: Path, **changes: object) -> ColdRun:
 
 def test_the_limit_reads_its_payload_from_the_disk(store: Path, rows: Path) -> None:
     drop_pages(store)
-    read = read_apart(run_of("direct", store, rows))
+    read = read_apart(run_of(DIRECT, store, rows))
     assert read.payload_bytes == 12 * SHAPE.latent_bytes
     assert read.counts
     assert read.gb_s > 0
@@ -72,7 +78,7 @@ def test_captions_count_their_own_tokens_alone(store: Path, tmp_path: Path) -> N
     assert len(set(lengths.tolist())) > 1
     assert {int(length) // (2 * SHAPE.token_width) for length in lengths} <= set(range(3, 10))
     drop_pages(store)
-    read = read_apart(run_of("direct", store, tmp_path / "captions.npz"))
+    read = read_apart(run_of(DIRECT, store, tmp_path / "captions.npz"))
     assert read.payload_bytes == int(lengths.sum())
     assert read.counts
 

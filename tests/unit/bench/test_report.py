@@ -99,6 +99,15 @@ def test_a_case_that_is_run_again_replaces_its_own_results_and_says_at_which_com
     assert "- date 2026-02-02, commit new: hot_gather\n" in page
 
 
+def test_another_part_of_a_case_adds_to_what_is_known_of_the_peers() -> None:
+    document: dict[str, Any] = {"header": {}, "results": []}
+    for name, own in (("peers", {"gate": {"a": 1}, "capabilities": [1]}), ("peers --remote", {"gate": {"b": 2}})):
+        document = with_run(document, name, {"header": {"peers": own}, "results": []}, arguments="", date="2026-01-01")
+    assert document["header"]["peers"] == {"gate": {"a": 1, "b": 2}, "capabilities": [1]}
+    again = {"header": {"peers": {"gate": {}}}, "results": []}
+    assert with_run(document, "peers", again, arguments="", date="2026-01-01")["header"]["peers"] == {"gate": {}}
+
+
 def test_what_is_no_document_of_results_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     for text in ("no json", json.dumps([1]), json.dumps({"results": 1})):

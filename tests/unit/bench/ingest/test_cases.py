@@ -10,16 +10,14 @@ import torch
 from PIL import Image
 
 from bucketline.bench import harness
-from bucketline.bench.cases.importing import IngestImport
-from bucketline.bench.cases.pack import IngestStages, together
-from bucketline.bench.cases.pack_again import IngestAgain
-from bucketline.bench.cases.pack_memory import IngestMemory
-from bucketline.bench.cases.scale_listing import ListingAgainstStore
+from bucketline.bench.cases.importing import Import
+from bucketline.bench.cases.pack import Pack, PackAgain, PackMemory, pack_apart, together
+from bucketline.bench.cases.scale import ScaleListing
 from bucketline.bench.fixtures.photographs import Pieces, kept_photographs
 from bucketline.bench.fixtures.random_model import ModelShape, kept_model
-from bucketline.bench.workers.pack import pack_apart
+from bucketline.bench.harness import run_case
 from bucketline.errors import BucketlineError
-from tests.unit.bench.measured import measured
+from tests.unit.bench.measured import measured, read_results
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +42,7 @@ def _no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_whole_pack_is_held_against_what_its_stages_can_be_together(capsys: pytest.CaptureFixture[str]) -> None:
     small = ("--images", 12, "--sides-px", 64, 100, "--grid", "64x64,64x96", "--vae-widths", 4, 4, "--batch-size", 4)
-    results = measured(IngestStages, capsys, *small, "--repeats", 1)
+    results = measured(Pack, capsys, *small, "--repeats", 1)
     decoding, encoding, writing = (results[f"{stage} only"]["median"] for stage in ("decode", "encode", "write"))
     limits = {
         "limit on shared cores": 1 / (1 / decoding + 1 / encoding),
@@ -63,37 +61,36 @@ def test_a_whole_pack_is_held_against_what_its_stages_can_be_together(capsys: py
 def test_the_memory_of_a_few_and_of_many_images_is_compared_and_a_listing_told_apart(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    results = measured(IngestMemory, capsys, "--images", 3, 40, "--repeats", 1)
+    assert run_case(PackMemory, ["--images", "3", "40", "--repeats", "1", "--json"]) == 0
+    _, found = read_results(capsys)
+    results = {(one["case"].removeprefix("pack, memory, "), one["subject"]): one for one in found}
     assert set(results) == {
-        "most private memory: 3 images",
-        "most private memory: 40 images",
-        "most resident memory: 3 images",
-        "most resident memory: 40 images",
-        "listing: 40 images",
+        *((kind, f"{count} images") for kind in ("private", "resident") for count in (3, 40)),
+        ("listing", "40 images"),
     }
-    assert results["most private memory: 40 images"]["limit_ratio"] > 0
-    assert not any(result["mark"] for result in results.values()), "the mark is for sources that fill the buffers"
+    assert results["private", "40 images"]["limit_ratio"] > 0
+    assert not any(result["mark"] for result in found), "the mark is for sources that fill the buffers"
     for count in (3, 40):
-        private, resident = (results[f"most {kind} memory: {count} images"]["median"] for kind in ("private", "resident"))
+        private, resident = (results[kind, f"{count} images"]["median"] for kind in ("private", "resident"))
         assert 50 < private < resident, "MiB of a process that has imported torch, most of its code in mapped files"
 
 
 def test_a_run_again_is_held_against_a_walk_of_the_folder_in_time_and_in_cpu_time(capsys: pytest.CaptureFixture[str]) -> None:
-    results = measured(IngestAgain, capsys, "--images", 5, "--repeats", 1)
-    for of in ("", "CPU time: "):
+    results = measured(PackAgain, capsys, "--images", 5, "--repeats", 1)
+    for of in ("", ", CPU"):
         start, walk, one = (
-            results[f"{of}{name}"] for name in ("python -c pass", "walk and stat of 5 images", "again over 1 image")
+            results[f"{name}{of}"] for name in ("python -c pass", "walk and stat of 5 images", "again over 1 image")
         )
         assert one["limit_ratio"] == pytest.approx(one["median"] / start["median"], rel=1e-2)
         for name in ("again over 5 images", "again over 5 images, --check content"):
-            again = results[f"{of}{name}"]
+            again = results[f"{name}{of}"]
             assert again["ratios"] == {one["subject"]: pytest.approx(again["median"] / one["median"], rel=1e-2)}
             assert again["limit_ratio"] == pytest.approx(again["median"] / walk["median"], rel=1e-2)
     assert len(results) == 10
 
 
 def test_a_listing_is_compared_with_stores_of_each_size_and_its_memory_told(capsys: pytest.CaptureFixture[str]) -> None:
-    results = measured(ListingAgainstStore, capsys, "--samples", 200, 400, "--shards", 2, 4, "--ranks", 4, "--repeats", 1)
+    results = measured(ScaleListing, capsys, "--samples", 200, 400, "--shards", 2, 4, "--ranks", 4, "--repeats", 1)
     steps = ("which are new", "which are gone", "what a rank looks up in", "which rows give way")
     for step in steps:
         least = results[f"{step}: 200 samples, 2 shards"]
@@ -145,7 +142,7 @@ def test_photographs_that_are_not_installed_are_an_error_that_says_what_to_insta
 
 
 def test_an_import_is_held_against_reading_and_against_reading_and_writing(capsys: pytest.CaptureFixture[str]) -> None:
-    results = measured(IngestImport, capsys, "--samples", 5, "--repeats", 1)
+    results = measured(Import, capsys, "--samples", 5, "--repeats", 1)
     read, write = (results[name]["median"] for name in ("read the files", "write the rows"))
     assert results["both, one after the other"]["median"] == pytest.approx(1 / (1 / read + 1 / write), rel=1e-3)
     assert results["import"]["mark"] == "at least 0.7"

@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.bench.harness import run_case
-from bucketline.bench.peers import environments
-from bucketline.bench.peers.against_peers import (
+from bucketline.bench.cases.peers import (
     BEST,
+    FROM_SERVER,
     MEMCPY,
-    OURS,
+    ONE_THREAD,
     TOUCHED,
-    AgainstPeers,
+    Peers,
+    RemotePeers,
     chosen,
     cold_results,
     disk_results,
     hot_results,
     order_results,
 )
+from bucketline.bench.harness import run_case
+from bucketline.bench.peers import environments
 from bucketline.bench.peers.capabilities import CAPABILITIES, QUESTIONS, Can
 from bucketline.bench.peers.environments import Environment, Failure, environment
 from bucketline.bench.peers.registry import ENTRIES
-from bucketline.bench.peers.remote_peers import OURS as OURS_FROM_SERVER
-from bucketline.bench.peers.remote_peers import RemotePeers
 from bucketline.bench.peers.worker import Timed
 from bucketline.errors import UsageError
 from tests.unit.bench.measured import read_results
@@ -48,12 +48,12 @@ def by_subject(results: list[Result], case: str) -> dict[str, Result]:
 
 
 def test_hot_marks_are_on_processor_time_with_and_without_touching() -> None:
-    cpu = {TOUCHED: 0.1, MEMCPY: 0.2, OURS: 0.25, LMDB: 0.45, PT: 3.0}
-    results = hot_results(list(cpu), {(n, name): timed(own) for name, own in cpu.items() for n in (1, 2)})
+    cpu = {TOUCHED: 0.1, MEMCPY: 0.2, ONE_THREAD: 0.25, LMDB: 0.45, PT: 3.0}
+    results = hot_results({name: [[timed(own)]] * 2 for name, own in cpu.items()})
     gross = by_subject(results, "peers, hot, CPU")
-    assert (gross[OURS].limit_ratio, gross[OURS].is_met) == (1.25, True)
+    assert (gross[ONE_THREAD].limit_ratio, gross[ONE_THREAD].is_met) == (1.25, True)
     net = by_subject(results, "peers, hot, CPU less touching")
-    assert (net[OURS].median, net[OURS].limit_ratio, net[OURS].is_met) == (0.15, 1.5, False)
+    assert (net[ONE_THREAD].median, net[ONE_THREAD].limit_ratio, net[ONE_THREAD].is_met) == (0.15, 1.5, False)
     assert TOUCHED not in net
     beside = by_subject(results, "peers, hot, CPU, against Bucketline")
     assert (beside[LMDB].limit_ratio, beside[LMDB].is_met) == (1.8, False)
@@ -63,10 +63,10 @@ def test_hot_marks_are_on_processor_time_with_and_without_touching() -> None:
 
 
 def test_cold_we_are_held_against_the_fastest_way_of_lmdb_and_of_direct_reads() -> None:
-    wall = {"O_DIRECT, 16 threads": 0.5, "O_DIRECT, 32 threads": 0.4, OURS: 0.5, LMDB: 2.0, f"{BEST}, 2 workers": 1.0}
-    results = cold_results(list(wall), {(n, name): timed(1.0, own) for name, own in wall.items() for n in (1, 2)})
-    assert by_subject(results, "peers, cold, delivered")[OURS].limit_ratio == 0.8
-    ours = by_subject(results, "peers, cold, delivered, against LMDB")[OURS]
+    wall = {"O_DIRECT, 16 threads": 0.5, "O_DIRECT, 32 threads": 0.4, ONE_THREAD: 0.5, LMDB: 2.0, f"{BEST}, 2 workers": 1.0}
+    results = cold_results({name: [[timed(1.0, own)]] * 2 for name, own in wall.items()})
+    assert by_subject(results, "peers, cold, delivered")[ONE_THREAD].limit_ratio == 0.8
+    ours = by_subject(results, "peers, cold, delivered, against LMDB")[ONE_THREAD]
     assert (ours.limit_ratio, ours.is_met) == (2.0, False)
 
 
@@ -86,9 +86,16 @@ def test_disk_bytes_are_told_of_those_who_write_any() -> None:
 
 def test_a_name_that_is_no_peer_is_refused() -> None:
     with pytest.raises(UsageError, match="--only has nobody; expected names from"):
-        chosen(("nobody",))
-    assert chosen(()) == [entry for entry in ENTRIES if entry.is_hot or entry.is_cold]
-    assert {entry.name for entry in chosen(("LitData",))} == {"resident batches", "memcpy", "O_DIRECT", "bucketline", "LitData"}
+        chosen(ENTRIES, ("nobody",))
+    assert chosen(ENTRIES, ()) == [*ENTRIES]
+    local = [entry for entry in ENTRIES if entry.hot or entry.cold]
+    assert {entry.name for entry in chosen(local, ("LitData",))} == {
+        "resident batches",
+        "memcpy",
+        "O_DIRECT",
+        "bucketline",
+        "LitData",
+    }
 
 
 def test_every_loader_answers_every_question_with_a_reason() -> None:
@@ -137,10 +144,10 @@ def test_the_case_runs_with_a_peer_that_has_no_environment(
     monkeypatch.setattr(environments, "REQUIREMENTS", tmp_path / "none")
     small = ["--batches-per-bucket=1", "--batch-size=4", "--repeats=1", "--least-s=0.01", "--ways=1", "--json"]
     where = [f"--stores={tmp_path}", f"--environments={tmp_path / 'made'}", "--only", "LitData"]
-    assert run_case(AgainstPeers, [*small, *where]) == 0
+    assert run_case(Peers, [*small, *where]) == 0
     header, results = read_results(capsys)
     assert header["peers"]["left_out"].keys() == {"environment litdata"}
-    assert header["peers"]["gate"][OURS]["batches"] == 4
+    assert header["peers"]["gate"][ONE_THREAD]["batches"] == 4
     cases = {one["case"] for one in results}
     assert {"peers, hot, delivered", "peers, hot, CPU", "peers, cold, delivered", "peers, disk"} <= cases
     assert all(one["mark"] is None for one in results), "the marks are for larger sets"
@@ -154,7 +161,7 @@ def test_the_peers_that_read_from_a_server_run_without_any_of_them(
     assert run_case(RemotePeers, [*small, f"--stores={tmp_path}", f"--environments={tmp_path / 'made'}"]) == 0
     header, results = read_results(capsys)
     assert header["peers"]["left_out"].keys() == {"environment litdata", "environment streaming", "environment webdataset"}
-    assert header["peers"]["gate"][OURS_FROM_SERVER]["batches"] == 4
+    assert header["peers"]["gate"][FROM_SERVER]["batches"] == 4
     cases = {one["case"]: one for one in results}
     assert cases["peers, remote, 0 ms, pass 1, bytes sent"]["median"] >= 1
     assert cases["peers, remote, 0 ms, pass 2, bytes sent"]["median"] == 0

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from bucketline.bench.peers.formats.limits import Resident
-from bucketline.bench.peers.formats.raw_value import pack, unpack
 from bucketline.bench.peers.gate import GateError, PeerBatch, check, sums_up, touch
-from bucketline.bench.peers.peer import Way
-from bucketline.bench.peers.samples import Sample, SetShape, expected, sample, words_sum
+from bucketline.bench.peers.registry import Way
+from bucketline.bench.peers.samples import Sample, SetShape, expected, pack, sample, unpack, words_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,9 +8,8 @@ import pytest
 
 from bucketline.bench.peers.loops.facts import begins, compared, facts, merged, on_two, validations
 from bucketline.bench.peers.loops.page import LOOPS, num_lines, source, table
-from bucketline.bench.peers.loops.process import carry_out
 from bucketline.bench.peers.loops.run import VALIDATION_ROWS
-from bucketline.bench.peers.loops.scenarios import tried
+from bucketline.bench.peers.loops.scenarios import carry_out, tried
 from tests.commands import ROOT
 
 if TYPE_CHECKING:
@@ -60,10 +59,10 @@ def test_a_validation_that_lacks_rows_is_told() -> None:
 
 
 def test_the_page_shows_each_loop_and_what_bucketlines_does_now(tmp_path: Path) -> None:
-    def launch(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [carry_out("bucketline", task) for task in tasks]
+    def launch(loader: str, tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [carry_out(loader, task) for task in tasks]
 
-    found = facts(tried(tmp_path, launch))
+    found = facts(tried("bucketline", str(tmp_path), launch))
     page = PAGE.read_text(encoding="utf-8")
     own = [line.split(" | ")[0:2] for line in table({"bucketline": found}, {"bucketline": ""}).splitlines()[2:]]
     shown = [line.split(" | ")[0:2] for line in page.splitlines() if line.startswith("| ")][2:]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.bench.cases.train_base import BaseError
+from bucketline.bench.cases.train import TrainBase
 from bucketline.bench.harness import run_case
 from tests.unit.bench.measured import measured
 from tests.unit.train.tiny_run import make_training_store, write_unet
@@ -20,7 +20,7 @@ def test_more_bits_change_less_and_take_more(tmp_path: Path, capsys: pytest.Capt
     write_unet(tmp_path / "model")
     before = sorted(tmp_path.rglob("*"))
     asked = ("--store", tmp_path / "tiny.store", "--model", tmp_path / "model", "--batch-size", 4, "--repeats", 2)
-    found = {name: result["median"] for name, result in measured(BaseError, capsys, *asked).items()}
+    found = {name: result["median"] for name, result in measured(TrainBase, capsys, *asked).items()}
     assert "error of weights, none" not in found
     assert 0 < found["error of weights, int8"] < found["error of weights, fp8"] < found["error of weights, nf4"] < 0.15
     assert 0 < found["error of predictions, int8"] < found["error of predictions, nf4"] < 0.15
@@ -31,5 +31,5 @@ def test_more_bits_change_less_and_take_more(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_store_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_case(BaseError, ["--store", str(tmp_path)]) == 2
+    assert run_case(TrainBase, ["--store", str(tmp_path)]) == 2
     assert "give both or neither" in capsys.readouterr().err

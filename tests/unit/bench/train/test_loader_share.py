@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.bench.cases.train import Training, Window, interval, results_of
+from bucketline.bench.cases.train import Train, Window, interval, results_of
 from bucketline.bench.fixtures.trained_model import MODELS, kept_store
 from bucketline.store import Store
 from tests.unit.bench.measured import measured
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def test_a_loaders_images_are_held_against_resident_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    results = measured(Training, capsys, "--rows", 8, "--steps", 2, "--repeats", 2)
+    results = measured(Train, capsys, "--rows", 8, "--steps", 2, "--repeats", 2)
     assert results["resident batches"]["limit_ratio"] == 1
     assert results["the loader's"]["mark"] == "at least 0.99"
     low, high = (results[f"the pairs' mean ratio, 95 % {end}"]["median"] for end in ("from", "to"))

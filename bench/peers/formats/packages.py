@@ -1,0 +1,314 @@
+"""Loaders of packages, each with its format: a peer's environment has one of them, so each imports its own when it is used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.bench.peers.formats.importable import make_torchvision_importable
+from bucketline.bench.peers.gate import PeerBatch
+from bucketline.bench.peers.registry import Opened, Remote
+from bucketline.bench.peers.samples import pack, sample, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bucketline.bench.peers.registry import Way
+    from bucketline.bench.peers.samples import SetShape
+
+S3_CLIENT = {  # environment variables of S3 clients that read from a server on this machine, which checks no signature
+    "AWS_ACCESS_KEY_ID": "nobody",
+    "AWS_SECRET_ACCESS_KEY": "nothing",
+    "AWS_REGION": "us-east-1",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+    "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+}
+
+
+class _Made:
+    """Makes samples; LitData's `optimize` calls it in its own processes."""
+
+    def __init__(self, shape: SetShape) -> None:
+        self._shape = shape
+
+    def __call__(self, number: int) -> dict[str, Any]:
+        from bucketline.bench.peers.formats.torch_samples import as_torch
+
+        return as_torch(sample(self._shape, number))
+
+
+class LitData:
+    """One folder of chunks per bucket; `CombinedStreamingDataset` returns batches of one bucket each."""
+
+    def write(self, shape: SetShape, folder: Path) -> None:
+        from litdata import optimize
+
+        for bucket in range(len(shape.buckets)):
+            numbers, output = list(shape.numbers(bucket)), str(folder / str(bucket))
+            optimize(fn=_Made(shape), inputs=numbers, output_dir=output, chunk_bytes="64MB", num_workers=1)
+
+    def open(self, shape: SetShape, place: Path | Remote, way: Way) -> Opened:
+        """Open its chunks. By S3, each bucket's data set has a cache of its own, with its share of the bytes.
+
+        Its options of obstore, which it prefers for chunks, are constants that refuse a server without TLS.
+        """
+        from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset
+        from litdata.streaming import downloader
+
+        from bucketline.bench.peers.formats.torch_samples import Stack, opened
+
+        options: dict[str, Any] = {"shuffle": True, "drop_last": False}
+        if isinstance(place, Remote):
+            os.environ.update(S3_CLIENT)
+            downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
+            options["storage_options"] = {"endpoint_url": place.endpoint}
+            options["max_cache_size"] = place.cache_bytes // len(shape.buckets)
+        buckets = []
+        for at in range(len(shape.buckets)):
+            if isinstance(place, Remote):
+                buckets.append(StreamingDataset(f"{place.s3}/{at}", cache_dir=f"{place.cache}/{at}", **options))
+            else:
+                buckets.append(StreamingDataset(str(place / str(at)), **options))
+        loader = StreamingDataLoader(
+            CombinedStreamingDataset(buckets, iterate_over_all=True, batching_method="per_stream"),
+            batch_size=shape.batch_size,
+            num_workers=way.workers,
+            collate_fn=Stack(shape),
+            persistent_workers=way.workers > 0,
+        )
+        return opened(loader)
+
+
+class Mds:
+    """MosaicML Streaming: one folder of MDS shards per bucket, a stream each, with declared dtypes and fixed shapes."""
+
+    def write(self, shape: SetShape, folder: Path) -> None:
+        make_torchvision_importable()
+        from streaming import MDSWriter
+
+        for bucket, (height, width, _) in enumerate(shape.buckets):
+            columns = {
+                "number": "int",
+                "latent": f"ndarray:float16:{shape.channels},{height},{width}",
+                "tokens": "ndarray:float16",
+                "original_size": "ndarray:int32:2",
+                "crop": "ndarray:int32:2",
+            }
+            with MDSWriter(out=str(folder / str(bucket)), columns=columns) as out:
+                for number in shape.numbers(bucket):
+                    out.write(sample(shape, number)._asdict())
+
+    def open(self, shape: SetShape, place: Path | Remote, way: Way) -> Opened:
+        """Open its shards; by S3, with the limit of its cache."""
+        make_torchvision_importable()
+        from streaming import Stream, StreamingDataLoader, StreamingDataset
+        from streaming.base.util import clean_stale_shared_memory
+
+        from bucketline.bench.peers.formats.torch_samples import StackArrays, opened
+
+        buckets = range(len(shape.buckets))
+        if isinstance(place, Remote):
+            os.environ.update(S3_CLIENT, S3_ENDPOINT_URL=place.endpoint)
+            streams = [Stream(remote=f"{place.s3}/{at}", local=f"{place.cache}/{at}") for at in buckets]
+        else:
+            streams = [Stream(local=str(place / str(at))) for at in buckets]
+        clean_stale_shared_memory()  # as its documentation requires if an earlier process was killed
+        dataset = StreamingDataset(
+            streams=streams,
+            batch_size=shape.batch_size,
+            shuffle=True,
+            batching_method="per_stream",
+            cache_limit=place.cache_bytes if isinstance(place, Remote) else None,
+        )
+        loader = StreamingDataLoader(
+            dataset,
+            batch_size=shape.batch_size,
+            num_workers=way.workers,
+            collate_fn=StackArrays(shape),
+            persistent_workers=way.workers > 0,
+        )
+        return opened(loader)
+
+
+class WebDataset:
+    """Tar files of complete batches of one bucket each: workers divide up entire tar files, so they deliver only full batches.
+
+    Each bucket is batched in a pipeline, and the pipelines are mixed at random.
+    """
+
+    shards = 2  # per bucket, at least: one for each worker process
+    shard_batches = 8  # maximum per shard
+    shuffle_buffer = 256  # samples
+
+    def _rows_of_shard(self, shape: SetShape, rows_of_bucket: int) -> int:
+        return shape.batch_size * min(self.shard_batches, max(1, rows_of_bucket // shape.batch_size // self.shards))
+
+    def write(self, shape: SetShape, folder: Path) -> None:
+        import webdataset
+
+        for bucket, (_, _, rows) in enumerate(shape.buckets):
+            pattern, most = str(folder / f"{bucket}-%06d.tar"), self._rows_of_shard(shape, rows)
+            with webdataset.ShardWriter(pattern, maxcount=most, maxsize=1 << 40, verbose=0) as sink:
+                for number in shape.numbers(bucket):
+                    own = sample(shape, number)
+                    about = {"number": number, "original_size": own.original_size.tolist(), "crop": own.crop.tolist()}
+                    arrays = {"latent.npy": own.latent, "tokens.npy": own.tokens}
+                    sink.write({"__key__": f"{number:08d}", **arrays, "about.json": about})
+
+    def open(self, shape: SetShape, place: Path | Remote, way: Way) -> Opened:
+        """Open its tar files. From a server by `curl`, as it does; its cleaning of the cache waits for half a minute."""
+        import webdataset
+        from webdataset.cache import url_to_cache_name
+
+        from bucketline.bench.peers.formats.torch_samples import StackArrays, opened
+
+        stack, cache = StackArrays(shape), {}
+        if isinstance(place, Remote):
+            cache = {"cache_dir": place.cache, "cache_size": place.cache_bytes, "url_to_name": url_to_cache_name}
+
+        def collated(samples: Sequence[Any]) -> dict[str, Any]:
+            return stack([{**about, "latent": latent, "tokens": tokens} for about, latent, tokens in samples])
+
+        pipelines = []
+        for bucket, (_, _, rows) in enumerate(shape.buckets):
+            root = place.http if isinstance(place, Remote) else place
+            urls = [f"{root}/{bucket}-{n:06d}.tar" for n in range(-(-rows // self._rows_of_shard(shape, rows)))]
+            pipeline = (
+                webdataset.WebDataset(urls, shardshuffle=len(urls), empty_check=False, **cache)
+                .shuffle(self.shuffle_buffer)
+                .decode()
+                .to_tuple("about.json", "latent.npy", "tokens.npy")
+                .batched(shape.batch_size, collation_fn=collated)
+            )
+            pipelines.append(pipeline)
+        mixed = webdataset.RandomMix(pipelines, [rows for _, _, rows in shape.buckets], longest=True)
+        loader = webdataset.WebLoader(
+            mixed, batch_size=None, num_workers=way.workers, persistent_workers=way.workers > 0, shuffle=False
+        )
+        return opened(loader)
+
+
+class _Unpack:
+    """Unpacks a record into arrays of one shape, with padded tokens, so that Grain's own batching can stack them."""
+
+    def __init__(self, shape: SetShape) -> None:
+        self._shape = shape
+
+    def __call__(self, record: bytes) -> dict[str, Any]:
+        own = unpack(record, self._shape)
+        length, most = len(own.tokens), self._shape.max_tokens
+        tokens = np.zeros((most, self._shape.token_width), dtype=np.float16)
+        tokens[:length] = own.tokens
+        return {**own._asdict(), "tokens": tokens, "mask": np.arange(most) < length}
+
+
+class ArrayRecord:
+    """Grain over one file per bucket, with records in groups of one, as random access requires.
+
+    Each bucket is shuffled, unpacked and batched; then the buckets' batches are shuffled.
+    """
+
+    def write(self, shape: SetShape, folder: Path) -> None:
+        from array_record.python.array_record_module import ArrayRecordWriter
+
+        for bucket in range(len(shape.buckets)):
+            writer = ArrayRecordWriter(str(folder / f"{bucket}.arrayrecord"), "group_size:1")
+            for number in shape.numbers(bucket):
+                writer.write(pack(sample(shape, number)))
+            writer.close()
+
+    def open(self, shape: SetShape, place: Path | Remote, way: Way) -> Opened:
+        import grain
+
+        assert isinstance(place, Path)
+        buckets = [
+            grain.MapDataset.source(grain.sources.ArrayRecordDataSource(str(place / f"{bucket}.arrayrecord")))
+            .shuffle(seed=bucket)
+            .map(_Unpack(shape))
+            .batch(shape.batch_size)
+            for bucket in range(len(shape.buckets))
+        ]
+        batches = grain.MapDataset.concatenate(buckets).shuffle(seed=0)
+        options = grain.ReadOptions(num_threads=way.threads) if way.threads else grain.ReadOptions()
+        dataset = batches.to_iter_dataset(options)
+        if way.workers:
+            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=way.workers))
+
+        def begin() -> Iterator[PeerBatch]:
+            return (PeerBatch(**{name: np.asarray(batch[name]) for name in PeerBatch._fields}) for batch in dataset)
+
+        return Opened(begin=begin)
+
+
+class HfDatasets:
+    """`save_to_disk` and `load_from_disk` of one Arrow data set per bucket, in torch format, through torch's `DataLoader`.
+
+    Half-precision columns come through `with_format`, the others as stored.
+    """
+
+    def write(self, shape: SetShape, folder: Path) -> None:
+        import datasets
+        from datasets import Array2D, Array3D, Features, List, Value
+
+        for bucket, (height, width, _) in enumerate(shape.buckets):
+            features = Features(
+                {
+                    "number": Value("int64"),
+                    "latent": Array3D((shape.channels, height, width), "float16"),
+                    "tokens": Array2D((None, shape.token_width), "float16"),
+                    "original_size": List(Value("int32"), length=2),
+                    "crop": List(Value("int32"), length=2),
+                }
+            )
+            made = datasets.Dataset.from_generator(
+                _samples,
+                features=features,
+                gen_kwargs={"shape": shape, "bucket": bucket},
+                cache_dir=str(folder / f"{bucket}-cache"),
+                writer_batch_size=shape.batch_size,
+            )
+            made.save_to_disk(str(folder / str(bucket)))
+            del made
+            shutil.rmtree(folder / f"{bucket}-cache")
+
+    def open(self, shape: SetShape, place: Path | Remote, way: Way) -> Opened:
+        from bucketline.bench.peers.formats.torch_samples import through_torch
+
+        assert isinstance(place, Path)
+        return through_torch(_Buckets(shape, place), shape, way)  # type: ignore[arg-type] # indexed by number, as one is
+
+
+class _Buckets:
+    """The buckets' data sets by sample number. A batch is fetched at once, as torch's `DataLoader` does with `datasets`."""
+
+    def __init__(self, shape: SetShape, folder: Path) -> None:
+        import torch
+        from datasets import load_from_disk
+
+        self._shape = shape
+        form: dict[str, Any] = {"columns": ["latent", "tokens"], "output_all_columns": True, "dtype": torch.float16}
+        self._buckets = [load_from_disk(str(folder / str(at))).with_format("torch", **form) for at in range(len(shape.buckets))]
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
+        import torch
+
+        bucket, _, _ = self._shape.bucket_of(numbers[0])
+        first = self._shape.numbers(bucket)[0]
+        samples: list[dict[str, Any]] = self._buckets[bucket].__getitems__([number - first for number in numbers])
+        for own in samples:
+            own.update({name: torch.tensor(own[name], dtype=torch.int32) for name in ("original_size", "crop")})
+        return samples
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self.__getitems__([number])[0]
+
+
+def _samples(shape: SetShape, bucket: int) -> Iterator[dict[str, Any]]:
+    for number in shape.numbers(bucket):
+        yield sample(shape, number)._asdict()

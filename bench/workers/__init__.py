@@ -1,1 +1,0 @@
-"""Programs that a benchmark runs as separate processes."""
