@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from bucketline import __version__
-from bucketline.command_line import guarded
+from bucketline.command_line import commands, guarded, run_one_of
 
 _USAGE = """usage: bucketline {ingest,store,loader,train,export-model} …
 
@@ -20,6 +20,7 @@ _USAGE = """usage: bucketline {ingest,store,loader,train,export-model} …
 
 Run `bucketline NAME --help` for the options of a command.
 """
+COMMANDS = commands("bucketline", {"export-model": "bucketline.train.commands.export_model:ExportModel"})
 
 
 def main() -> int:
@@ -37,10 +38,8 @@ def _run() -> int:
 
         train(rest, prog="bucketline train")
         return 0
-    if name == "export-model":
-        from bucketline.train.commands.export_model import main as export_model
-
-        return export_model(rest, prog="bucketline export-model")
+    if name in COMMANDS:
+        return run_one_of("bucketline", "", COMMANDS, [name, *rest])
     if name == "--version":
         print(__version__)
         return 0

@@ -14,23 +14,23 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     Exit with 0, 1 (failure), 2 (invalid usage), 130 or 143 (stopped by Ctrl-C or SIGTERM, except as one of several ranks, since
     torchrun would take that for a failure).
     """
-    import importlib
     import os
     import signal
     import sys
     from importlib import metadata
 
     from bucketline.allocator import set_up_torch
-    from bucketline.command_line import hide_warnings_of_torchao, print_error, torchrun_ranks
+    from bucketline.command_line import hide_warnings_of_torchao, print_error, run_one_of, torchrun_ranks
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
     from bucketline.train.config import parse_on
 
     given_args = sys.argv[1:] if args is None else args
     try:
-        if (command := next(iter(given_args), "")) in ("memory", "presets", "report"):
-            module = importlib.import_module(f"bucketline.train.commands.{command}")
-            sys.exit(module.main(given_args[1:], prog=f"{prog} {command}"))
+        if given_args and not given_args[0].startswith("-"):
+            from bucketline.train.commands import COMMANDS, DESCRIPTION
+
+            sys.exit(run_one_of(prog, DESCRIPTION, COMMANDS, given_args))
         given = torchrun_ranks()
         config = parse_on(given["rank"], given_args, prog)
         if given["rank"] == 0:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import bucketline
-from bucketline.command_line import counted, human_bytes, human_number, one_line
+from bucketline.command_line import counted, human_bytes, human_number, one_line, printable
 from bucketline.errors import UsageError
 from bucketline.extras import extra_named
 from bucketline.files.atomic_folder import refuse_existing
@@ -21,7 +21,7 @@ with extra_named("report"):
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,3 +154,17 @@ def _is_ours(page: Path) -> bool:
         return not page.is_symlink() and _GENERATOR in read_regular(page, 1024)
     except OSError:
         return False
+
+
+def page_report(page: Path, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return where a page was written and what is wrong by it, as JSON values."""
+    return {"page": str(page), "findings": [asdict(one) for one in findings]}
+
+
+def print_page(report: Mapping[str, Any]) -> None:
+    """Print a `page_report` as text."""
+    page = Path(report["page"])
+    print(f"{one_line(str(page))}: {human_bytes(page.stat().st_size)}")
+    for finding in report["findings"]:
+        if finding["level"] != "good":
+            print(printable(f"  {finding['level']}: {finding['title']}. {finding['detail']}".rstrip()))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from bucketline.command_line import human_bytes, printable, refuse_below
-from bucketline.store.commands.place import ReadingArguments, StorePlace, show_each, shown
+from bucketline.command_line import refuse_below
+from bucketline.store.commands.place import ReadingArguments, StorePlace, show_each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,7 @@ class Report(ReadingArguments):
         return show_each(self)
 
     def look(self) -> tuple[dict[str, Any], int]:
+        from bucketline.pages.page import page_report
         from bucketline.store.report.latent_rgb import read_factors
         from bucketline.store.report.report import Decoder, ReportOptions, write_report
 
@@ -68,10 +69,9 @@ class Report(ReadingArguments):
             factors=None if self.preview_factors is None else read_factors(self.preview_factors),
         )
         found = write_report(self.open_store(self.store), self.output, options)
-        return {"page": str(self.output), "findings": [asdict(one) for one in found]}, 0
+        return page_report(self.output, found), 0
 
     def show(self, found: dict[str, Any]) -> None:
-        print(f"{shown(self.output)}: {human_bytes(self.output.stat().st_size)}")
-        for finding in found["findings"]:
-            if finding["level"] != "good":
-                print(f"  {finding['level']}: {printable(finding['title'])}. {printable(finding['detail'])}")
+        from bucketline.pages.page import print_page
+
+        print_page(found)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from bucketline.command_line import human_bytes, parse_options, print_json
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from bucketline.command_line import human_bytes, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +22,7 @@ class ExportModel:
     Example: bucketline export-model runs/a photos.safetensors --like v1-5-pruned-emaonly.safetensors
     """
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of a run, whose newest complete checkpoint is taken, or of one checkpoint."""
     output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
     """The .safetensors file or the folder to write; must not exist yet."""
@@ -38,18 +35,15 @@ class ExportModel:
     json: bool = False
     """Print one JSON object."""
 
+    def run(self) -> int:
+        from bucketline.extras import extra_named
 
-def main(args: Sequence[str], prog: str) -> int:
-    """Parse the command line, write the weights and print their size."""
-    asked = parse_options(ExportModel, args, prog)
-    from bucketline.extras import extra_named
+        with extra_named("train"):
+            from bucketline.train.outputs.export import export_model
 
-    with extra_named("train"):
-        from bucketline.train.outputs.export import export_model
-
-        num_bytes = export_model(asked.run, asked.output, like=asked.like, last=asked.last, dtype=asked.dtype)
-    if asked.json:
-        print_json({"output": str(asked.output), "num_bytes": num_bytes})
-    else:
-        print(f"{asked.output}: {human_bytes(num_bytes)}")
-    return 0
+            num_bytes = export_model(self.folder, self.output, like=self.like, last=self.last, dtype=self.dtype)
+        if self.json:
+            print_json({"output": str(self.output), "num_bytes": num_bytes})
+        else:
+            print(f"{self.output}: {human_bytes(num_bytes)}")
+        return 0

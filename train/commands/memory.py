@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.command_line import parse_options
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
 
 DOCUMENTED_RANK = 16
 COMMON_NAMES = ("model", "transformer", "unet")  # of folders, which say nothing of the model
@@ -32,6 +31,18 @@ class TrainMemory:
     lora_rank: int = DOCUMENTED_RANK
     """Rank of the adapters."""
 
+    def run(self) -> int:
+        from bucketline.extras import extra_named
+
+        with extra_named("train"):
+            from bucketline.train.memory.published import PUBLISHED_MODELS
+            from bucketline.train.memory.table import as_tables
+            from bucketline.train.models.load import config_of
+
+            configs = {name: config_of(folder) for name, folder in _names(self.models).items()}
+            print(as_tables(configs or PUBLISHED_MODELS, self.lora_rank))
+        return 0
+
 
 def _names(folders: Sequence[Path]) -> dict[str, Path]:
     """Return folders by the ends of their paths: as much as tells them apart, and more than a word that any model has.
@@ -48,18 +59,3 @@ def _names(folders: Sequence[Path]) -> dict[str, Path]:
             length += 1
         named["/".join(path.parts[-length:])] = path
     return named
-
-
-def main(args: Sequence[str], prog: str) -> int:
-    """Parse the command line and print the table."""
-    asked = parse_options(TrainMemory, args, prog)
-    from bucketline.extras import extra_named
-
-    with extra_named("train"):
-        from bucketline.train.memory.published import PUBLISHED_MODELS
-        from bucketline.train.memory.table import as_tables
-        from bucketline.train.models.load import config_of
-
-        configs = {name: config_of(folder) for name, folder in _names(asked.models).items()}
-        print(as_tables(configs or PUBLISHED_MODELS, asked.lora_rank))
-    return 0

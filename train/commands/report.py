@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
-
-from bucketline.command_line import human_bytes, parse_options, print_json, printable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,26 +27,22 @@ class TrainReport:
     json: bool = False
     """Print the findings as one JSON object."""
 
+    def run(self) -> int:
+        from bucketline.command_line import print_json
+        from bucketline.errors import UsageError
+        from bucketline.files.atomic_write import write_or_explain
+        from bucketline.pages.page import page_report, print_page, refuse_page
+        from bucketline.train.report.page import page_of
+        from bucketline.train.report.read_run import read_runs
 
-def main(args: Sequence[str], prog: str) -> int:
-    """Parse the command line, write the page and print what is wrong."""
-    asked = parse_options(TrainReport, args, prog)
-    from bucketline.errors import UsageError
-    from bucketline.files.atomic_write import write_or_explain
-    from bucketline.pages.page import refuse_page
-    from bucketline.train.report.page import page_of
-    from bucketline.train.report.read_run import read_runs
-
-    if not asked.runs:
-        raise UsageError("no run is given; name the folder of one or more")
-    refuse_page(asked.output)
-    data, findings = page_of(read_runs(asked.runs))
-    write_or_explain(asked.output, data)
-    if asked.json:
-        print_json({"page": str(asked.output), "findings": [asdict(one) for one in findings]})
+        if not self.runs:
+            raise UsageError("no run is given; name the folder of one or more")
+        refuse_page(self.output)
+        data, findings = page_of(read_runs(self.runs))
+        write_or_explain(self.output, data)
+        report = page_report(self.output, findings)
+        if self.json:
+            print_json(report)
+        else:
+            print_page(report)
         return 0
-    print(f"{asked.output}: {human_bytes(len(data))}")
-    for finding in findings:
-        if finding.level != "good":
-            print(printable(f"  {finding.level}: {finding.title}. {finding.detail}".rstrip()))
-    return 0

@@ -13,8 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import FAMILIES, family_of_model
-from bucketline.train.commands.memory import DOCUMENTED_RANK
-from bucketline.train.commands.memory import main as memory
+from bucketline.train.commands.memory import DOCUMENTED_RANK, TrainMemory
 from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.ema import Average
 from bucketline.train.memory.activations import NORMS, NormsIn32Bits, example_batch, latent_size, recompute
@@ -184,7 +183,7 @@ def test_the_page_has_what_the_command_prints() -> None:
 
 @pytest.mark.slow
 def test_a_models_own_folder_is_a_column(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert memory((str(folder / "model"), "--lora-rank", "4"), prog="bucketline train memory") == 0
+    assert TrainMemory(models=(folder / "model",), lora_rank=4).run() == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == f"| GB without activations | {folder.name}/model |"
     assert last.startswith("| `--lora-rank 4 --gradient-checkpointing` |")
@@ -193,4 +192,4 @@ def test_a_models_own_folder_is_a_column(folder: Path, capsys: pytest.CaptureFix
 def test_a_folder_of_another_class_is_refused(folder: Path) -> None:
     (folder / "model" / "unet" / "config.json").write_text(json.dumps({"_class_name": "Other"}), encoding="utf-8")
     with pytest.raises(ModelError, match="_class_name is 'Other', expected one of"):
-        memory((str(folder / "model"),), prog="bucketline train memory")
+        TrainMemory(models=(folder / "model",)).run()

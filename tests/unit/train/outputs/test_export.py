@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from bucketline.errors import UsageError
-from bucketline.train.commands.export_model import main
+from bucketline.train.commands.export_model import ExportModel
 from bucketline.train.config import Ema, Objective
 from bucketline.train.noise import load_schedule
 from bucketline.train.outputs.hub import HubUploads
@@ -25,7 +26,6 @@ from tests.unit.train.tiny_run import ALONE, SCHEDULER, config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's of httpx
 FILE = "diffusion_pytorch_model.safetensors"
@@ -83,7 +83,7 @@ def test_a_checkpoint_is_exported_as_a_folder_later(folder: Path, capsys: pytest
     for asked, inner in ((whole, "unet"), (adapters, ".")):
         train(asked, ALONE)
         output = folder / f"{asked.output_dir.name} in bf16"
-        assert main([str(asked.output_dir), str(output), "--dtype", "BF16", "--json"], prog="bucketline export-model") == 0
+        assert ExportModel(folder=asked.output_dir, output=output, dtype="BF16", json=True).run() == 0
         along = asked.output_dir / "exports" / "step-00000002"
         names = {path.relative_to(along) for path in along.rglob("*") if path.name != "README.md"}
         assert {path.relative_to(output) for path in output.rglob("*")} == names
@@ -94,9 +94,9 @@ def test_a_checkpoint_is_exported_as_a_folder_later(folder: Path, capsys: pytest
         num_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
         assert json.loads(capsys.readouterr().out) == {"output": str(output), "num_bytes": num_bytes}
     with pytest.raises(UsageError, match=r"--like is .*, and it is for one file"):
-        main([str(whole.output_dir), str(folder / "new"), "--like", "a.safetensors"], prog="bucketline export-model")
+        ExportModel(folder=whole.output_dir, output=folder / "new", like=Path("a.safetensors")).run()
     with pytest.raises(UsageError, match="exists; name a folder that does not"):
-        main([str(whole.output_dir), str(folder / "whole")], prog="bucketline export-model")
+        ExportModel(folder=whole.output_dir, output=folder / "whole").run()
 
 
 def test_a_finished_run_is_on_the_hub_and_a_resumed_one_adds_a_commit(folder: Path, hub: Hub) -> None:
@@ -118,7 +118,7 @@ def test_training_goes_on_from_a_checkpoint_or_an_export_with_the_objective_of_i
     asked = config(folder, objective=Objective.V_PREDICTION, max_steps=1, export_every=1, ema=Ema.OFF)
     saved = train(asked, ALONE).checkpoint
     export, exported = asked.output_dir / "exports" / saved.name, folder / "exported"
-    main([str(asked.output_dir), str(exported), "--last"], prog="bucketline export-model")
+    ExportModel(folder=asked.output_dir, output=exported, last=True).run()
     capsys.readouterr()
     for start in (saved, export, exported):
         scheduler: Any = DDPMScheduler
@@ -135,7 +135,7 @@ def test_others_may_read_the_files_of_a_run_that_the_umask_lets_them_read(folder
     (probe := folder / "probe").touch()
     asked = config(folder, lora_rank=2, max_steps=1, export_every=1)
     train(asked, ALONE)
-    assert main([str(asked.output_dir), str(folder / "exported")], prog="bucketline export-model") == 0
+    assert ExportModel(folder=asked.output_dir, output=folder / "exported").run() == 0
     files = [path for place in (asked.output_dir, folder / "exported") for path in place.rglob("*") if path.is_file()]
     assert sum(path.suffix == ".safetensors" for path in files) == 8
     assert {path.stat().st_mode for path in files} == {probe.stat().st_mode}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.model_file import converter
-from bucketline.train.commands.export_model import main
+from bucketline.train.commands.export_model import ExportModel
 from bucketline.train.outputs.export import export_model
 from bucketline.train.outputs.single_file import in_original_layout
 from bucketline.train.trainer import train
@@ -119,12 +119,12 @@ def test_a_run_that_began_from_a_folder_needs_a_file_to_follow(
         export_model(run, tmp_path / "out.safetensors", dtype="F32")
     file = write_single_file(tmp_path / "like.safetensors", packed.model, "sd")
     output = tmp_path / "out.safetensors"
-    assert main([str(run), str(output), "--like", str(file), "--json"], prog="bucketline export-model") == 0
+    assert ExportModel(folder=run, output=output, like=file, json=True).run() == 0
     assert json.loads(capsys.readouterr().out) == {"output": str(output), "num_bytes": output.stat().st_size}
     with pytest.raises(UsageError, match="exists; name a file that does not"):
-        main([str(run), str(output), "--like", str(file)], prog="bucketline export-model")
+        ExportModel(folder=run, output=output, like=file).run()
     with pytest.raises(UsageError, match=r"name a file that ends in \.safetensors"):
-        main([str(run), str(tmp_path / "out.ckpt")], prog="bucketline export-model")
+        ExportModel(folder=run, output=tmp_path / "out.ckpt").run()
 
 
 def test_an_old_moving_average_in_the_file_is_left_out(sd_run: tuple[Packed, Path], tmp_path: Path) -> None:
