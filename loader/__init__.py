@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from bucketline.loader.config import LoaderConfig, Remainder, TextForm
     from bucketline.loader.loader import Loader
     from bucketline.loader.mixture import WeightedStore
-    from bucketline.loader.network.remote_loader import RemoteLoader
     from bucketline.loader.plan.make_plan import make_plan
     from bucketline.loader.plan.plan import Plan
+    from bucketline.loader.service.address import ServiceAddress
     from bucketline.loader.torch_dataset import BatchDataset
     from bucketline.store.format.columns import LatentKind
 
@@ -25,7 +25,7 @@ __all__ = [
     "Plan",
     "RaggedBatch",
     "Remainder",
-    "RemoteLoader",
+    "ServiceAddress",
     "TextForm",
     "WeightedStore",
     "make_plan",
@@ -42,7 +42,7 @@ _PLACES = {
     "Plan": "plan.plan",
     "RaggedBatch": "batch",
     "Remainder": "config",
-    "RemoteLoader": "network.remote_loader",
+    "ServiceAddress": "service.address",
     "TextForm": "config",
     "WeightedStore": "mixture",
     "make_plan": "plan.make_plan",

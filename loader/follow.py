@@ -17,7 +17,6 @@ from bucketline.loader.collate.columns import make_conditioning
 from bucketline.loader.mixture import WeightedStore, join
 from bucketline.loader.plan.cache_needs import refuse_small_caches
 from bucketline.loader.plan.make_plan import plan_of
-from bucketline.store import Store
 from bucketline.store.format.manifest import generations
 
 if TYPE_CHECKING:
@@ -42,10 +41,7 @@ def at_generations(
     return tuple(
         share
         if share.store.manifest.generation == generation
-        else WeightedStore(
-            store=Store.open(share.store.place, generation, plain_reads=share.store.plain_reads, remote=config.remote()),
-            repeats=share.repeats,
-        )
+        else WeightedStore(store=share.store.reopened(generation, config.remote()), repeats=share.repeats)
         for share, generation in zip(shares, wanted, strict=True)
     )
 
@@ -56,7 +52,7 @@ def newest_generations(shares: Sequence[WeightedStore], config: LoaderConfig) ->
     Raises:
         StoreError: if one cannot be read.
     """
-    wanted = [max(generations(share.store.path), default=None) if share.store.source is None else None for share in shares]
+    wanted = [max(generations(share.store.path), default=None) if share.store.is_local else None for share in shares]
     return at_generations(shares, wanted, config)
 
 
@@ -103,7 +99,7 @@ class GenerationWatch:
         if self._thread is not None and not self._thread.is_alive():  # or it is another process's
             self._thread = None
         if self._thread is None and time.monotonic() >= self._next:
-            is_local = all(share.store.source is None for share in shares)
+            is_local = all(share.store.is_local for share in shares)
             self._next = time.monotonic() + (LOOK_EVERY_S if is_local else ASK_EVERY_S)
             self._thread = threading.Thread(target=self._look, args=(tuple(shares),), name="bucketline-watch", daemon=True)
             self._thread.start()

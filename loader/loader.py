@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import shown_rows
-from bucketline.errors import StateError, StoreError, UsageError
+from bucketline.errors import StateError, UsageError
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.device import device_of
@@ -25,8 +25,11 @@ from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.make_plan import asked_window, plan_of
 from bucketline.loader.prefetch.threads import ThreadBackend
-from bucketline.loader.service.client import AUTO, ServiceBackend, ServiceStream
-from bucketline.loader.service.protocol import PROTOCOL, Request
+from bucketline.loader.service.address import AUTO, ServiceAddress
+from bucketline.loader.service.client import ServiceBackend
+from bucketline.loader.service.client_stores import served_names, served_shares
+from bucketline.loader.service.links import link_to
+from bucketline.loader.service.wire import Request, sent
 from bucketline.loader.state import (
     STATE_VERSION,
     LoaderState,
@@ -38,7 +41,6 @@ from bucketline.loader.state import (
     state_as_json,
     state_for_new_plan,
 )
-from bucketline.option_types import expect
 from bucketline.store import Store
 
 if TYPE_CHECKING:
@@ -49,9 +51,9 @@ if TYPE_CHECKING:
 
     from bucketline.loader.batch import Batch
     from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.iteration import Stream
     from bucketline.loader.mixture import Stores
     from bucketline.loader.plan.plan import Plan
-    from bucketline.loader.prefetch.threads import ThreadStream
     from bucketline.store.format.columns import LatentKind
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.cache.held_line import FetchStats
@@ -92,13 +94,13 @@ class Loader(EpochLoader):
 
     def __init__(
         self,
-        stores: Stores,
+        stores: Stores | None,
         config: LoaderConfig,
         *,
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | str | int | None = None,
-        service: Path | str | None = None,
+        service: ServiceAddress | Path | str | None = None,
         follow: bool = False,
         like: Loader | None = None,
     ) -> None:
@@ -107,8 +109,11 @@ class Loader(EpochLoader):
         `stores` is one store (open, its path or its URL) or several. A `WeightedStore` sets how often a pass reads a store's
         rows. Stores in object storage are reached and cached as `config` says.
 
-        `service`: the socket of a `loader serve` that reads this store, or "auto" for a child process that does. Without it,
-        threads of this process read. The batches are the same.
+        `service`: who reads: a `loader serve` on this machine ("unix:PATH", or only the path) or on others ("tcp://HOST:PORT",
+        or several, separated by commas, of which the next one continues if one is lost), or "auto" for a child process;
+        a `ServiceAddress` has a token, too. Without it, threads of this process read. The batches are the same.
+
+        With `stores` None, they are those that the service was started with: this machine needs none, and no credentials.
 
         `device`: of the batches; the number of a CUDA device, or None for host memory.
 
@@ -119,8 +124,8 @@ class Loader(EpochLoader):
 
         Raises:
             UsageError: if `follow` is set with several ranks, or with `epochs`, whose steps are not known; if `rank` is not
-                below `world_size`, a store is given twice, the process does not see the GPU, or `service` is not a
-                socket's path.
+                below `world_size`, a store is given twice, the process does not see the GPU, or `service` is not an address.
+            DeliveryError: if `stores` is None and no service can be reached.
             PlanError: if the plan has no step, or the lanes of a window do not divide a global batch.
             StoreError: if a store cannot be opened.
             FingerprintError: if two stores were packed with different settings.
@@ -128,8 +133,7 @@ class Loader(EpochLoader):
         check_ranks(config, rank, world_size)
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
-        if service is not None:
-            expect("service", service, str | os.PathLike, 'the path of a `loader serve`\'s socket, or "auto"')
+        address = None if service is None else ServiceAddress.of(service)
         if follow and (world_size > 1 or config.num_epochs is not None):
             raise UsageError(
                 f"follow is set, with {world_size} ranks and epochs={config.num_epochs}; expected one rank and epochs=None "
@@ -139,11 +143,17 @@ class Loader(EpochLoader):
         chosen = ("lanes", "window") if config.window != 0 else ()
         self._chosen = [name for name in chosen if getattr(config, name) is None]  # a state may set them
         self.device = device_of(device)
-        self._rank, self._world_size, self._service = rank, world_size, service
+        self._rank, self._world_size, self._service = rank, world_size, address
+        self._has_stores = stores is not None
         self._backend: ThreadBackend | ServiceBackend | None = None
         readable = None if like is None else Readable(like._rows, like.plan)
-        self._open(open_shares(stores, config.remote()), config, readable)
+        self._open(self._served_by(address) if stores is None else open_shares(stores, config.remote()), config, readable)
         self._begin_at_first_epoch()
+
+    def _served_by(self, address: ServiceAddress | None) -> tuple[WeightedStore, ...]:
+        if address is None:
+            raise UsageError("stores is None without a service, expected stores, or the service that has them")
+        return served_shares(link_to(address))
 
     def _open(self, shares: tuple[WeightedStore, ...], config: LoaderConfig, readable: Readable | None = None) -> None:
         """Make the plan over stores, unless they are known to be `readable`, and read by it."""
@@ -167,17 +177,20 @@ class Loader(EpochLoader):
         if isinstance(self._backend, ServiceBackend):
             self._backend.turn_to(self._request())
         elif self._service is not None:
-            self._backend = ServiceBackend(self._service, self._request(), self.device)
+            self._backend = self._backend_at(self._service)
         else:
             builder = BatchBuilder(self._rows, self.plan, self.config, self._rank, self._world_size)
             reserve_ring(builder, self._rows, self.plan, self._rank, self._world_size)
             self._backend = ThreadBackend(builder, self.device)
 
+    def _backend_at(self, address: ServiceAddress) -> ServiceBackend:
+        link = link_to(address, [str(share.store.absolute) for share in self.shares], self.config)
+        return ServiceBackend(link, self._request(), self.device)
+
     def _request(self) -> Request:
         return Request(
-            protocol=PROTOCOL,
             stores=tuple(StoreId.of(one, one.store.absolute) for one in self.shares),
-            config=self.config,
+            config=sent(self.config),
             rank=self._rank,
             world_size=self._world_size,
             plan=self.plan.digest,
@@ -190,21 +203,13 @@ class Loader(EpochLoader):
         if self._follows and self._cursor.micro_step == 0 and (newer := self.newer()) is not None:
             self.take_up(newer)
 
-    def _begin_stream(self) -> ThreadStream | ServiceStream:
+    def _begin_stream(self) -> Stream:
         sources = [share.store.source for share in self.shares if share.store.source is not None]
         if isinstance(self._backend, ThreadBackend) and any(source.is_inherited for source in sources):
             # object storage cannot be read in a forked process
-            self._backend = ServiceBackend(AUTO, self._request(), self.device)
+            self._backend = self._backend_at(ServiceAddress(AUTO))
         assert self._backend is not None
         return self._backend.begin(self._cursor)
-
-    def stream(self) -> ThreadStream:
-        """Begin an iteration of filled buffers, for a sender, of a loader whose own threads read. Its state stays as it is."""
-        self._end_stream()
-        stream = self._begin_stream()
-        assert not isinstance(stream, ServiceStream)
-        self._stream = stream
-        return stream
 
     @property
     def rows(self) -> OpenShards:
@@ -215,27 +220,17 @@ class Loader(EpochLoader):
     def latent_kind(self) -> LatentKind:
         return self._latent_kind
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Size of the largest batch, of a loader whose own threads read."""
-        assert isinstance(self._backend, ThreadBackend)
-        return self._backend.buffer_bytes
-
     def names(self, batch: Batch) -> list[str]:
         """Return the sample ids of a batch's rows (paths in the source, with extension), `[B]`; reads each sample's record.
 
         Raises:
             StoreError: if a row is of another store.
         """
-        return [self._name(digest.tobytes()) for digest in batch.ids.cpu().numpy()]
-
-    def _name(self, digest: bytes) -> str:
-        if (found := self._rows.find_digest(digest)) is None:
-            raise StoreError(
-                f"{self._rows.where} has no sample with the digest {digest.hex()}: the batch is of another store; give one of "
-                "this loader"
-            )
-        return found[1].id
+        digests = [digest.tobytes() for digest in batch.ids.cpu().numpy()]
+        if self._has_stores:
+            return self._rows.ids_of(digests)
+        assert isinstance(self._backend, ServiceBackend)
+        return served_names(self._backend.link, self._request().stores, digests)
 
     def _fetched(self) -> tuple[FetchStats, ...]:
         sources = {id(share.store.source): share.store.source for share in self.shares if share.store.source is not None}
@@ -258,8 +253,8 @@ class Loader(EpochLoader):
             StateError: if it belongs to another plan; the message names the field, its saved and its current value.
         """
         self._end_iteration("load_state_dict() was called")
-        if self._follows and (generations := parse_state(state).generations) and len(generations) == len(self.shares):
-            self._open(at_generations(self.shares, generations, self.config), self.config)
+        if self._follows or not self._has_stores:
+            self._turn_to(parse_state(state))
         saved = {name: value for name, value in saved_choices(state, self.plan).items() if name in self._chosen}
         if any(getattr(self.config, name) != value for name, value in saved.items()):
             asked = replace(self.config, **saved)  # type: ignore[arg-type]
@@ -268,6 +263,12 @@ class Loader(EpochLoader):
         found = check_state(state, self._state(), self.plan.earlier_digest)
         self._expect_position(found)
         self._resume(found)
+
+    def _turn_to(self, saved: LoaderState) -> None:
+        """Read the generations that a saved state of these stores was planned on."""
+        is_of_these = len(saved.generations) == len(self.shares) and saved.stores.named() == self._marks.named()
+        if is_of_these and saved.generations != self._state().generations:
+            self._open(at_generations(self.shares, saved.generations, self.config), self.config)
 
     def newer(self) -> tuple[int, ...] | None:
         """Return newer generations of the stores, one for each, if there are any; for `take_up`.
@@ -366,22 +367,26 @@ class Loader(EpochLoader):
         """Return what another process needs to resume from this state; a spawned process opens the store itself."""
         stores = [(share.store.absolute, share.store.manifest.generation, share.repeats) for share in self.shares]
         ranks = (self._rank, self._world_size, self.device, self._service, self._follows)
-        return _again, (stores, self.config, ranks, self.state_dict(), self._is_begun)
+        return _again, (stores if self._has_stores else None, self.config, ranks, self.state_dict(), self._is_begun)
 
 
 def _again(
-    stores: list[tuple[Path | str, int, int]],
+    stores: list[tuple[Path | str, int, int]] | None,
     config: LoaderConfig,
-    ranks: tuple[int, int, torch.device, Path | str | None, bool],
+    ranks: tuple[int, int, torch.device, ServiceAddress | None, bool],
     state: dict[str, object],
     is_begun: bool,  # noqa: FBT001 - given by position, as pickle does
 ) -> Loader:
     """Rebuild another process's loader, in its state."""
     rank, world_size, device, service, follow = ranks
-    shares = [
-        WeightedStore(store=Store.open(path, generation, remote=config.remote()), repeats=repeats)
-        for path, generation, repeats in stores
-    ]
+    shares = (
+        None
+        if stores is None
+        else [
+            WeightedStore(store=Store.open(path, generation, remote=config.remote()), repeats=repeats)
+            for path, generation, repeats in stores
+        ]
+    )
     loader = Loader(shares, config, rank=rank, world_size=world_size, device=device, service=service, follow=follow)
     loader.load_state_dict(state)
     loader._is_begun = is_begun

@@ -26,7 +26,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "loader": {
         "peek": ("peek.py", "commands/peek.py"),
         "report": ("plan_section.py",),
-        "prometheus": ("network/metrics.py",),
+        "prometheus": ("service/metrics.py",),
     },
     "train": {
         "images": ("images",),

@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bucketline.loader.service.server import Service
+from bucketline.loader.service.sockets import Security, accept_all, listen
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bucketline.loader.service.server import Service
+    from bucketline.store.remote.urls import RemoteOptions
 
 
 @contextmanager
@@ -41,21 +44,27 @@ class Served:
     """A service in a thread of this process."""
 
     socket: Path
+    port: int
     service: Service
+
+    @property
+    def tcp(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
 
 
 @contextmanager
-def serving_here(folder: Path, *stores: Path | str) -> Iterator[Served]:
-    """Serve stores at a socket in a folder, in a thread; nothing of it is left when this ends."""
-    from bucketline.loader.service.server import Service
-    from bucketline.loader.service.unix_socket import accept_all, listen
-
-    service, (read, write) = Service(stores), os.pipe()
-    with listen(folder / "service.sock") as sock:
-        thread = threading.Thread(target=accept_all, args=(sock, service.take_in, read, lambda: 1.0), daemon=True)
+def serving_here(
+    folder: Path, *stores: Path | str, security: Security | None = None, remote: RemoteOptions | None = None
+) -> Iterator[Served]:
+    """Serve stores in a thread, at a socket in a folder and at a port; nothing of it is left when this ends."""
+    service, (read, write) = Service(stores, remote), os.pipe()
+    number = len(list(folder.glob("*.sock")))
+    with listen(folder / f"{number}.sock") as sock, service.listening("0", security or Security()) as far:
+        doors = {sock: service.take_in, far: service.take_in_far}
+        thread = threading.Thread(target=accept_all, args=(doors, read, lambda: 1.0), daemon=True)
         thread.start()
         try:
-            yield Served(socket=folder / "service.sock", service=service)
+            yield Served(socket=folder / f"{number}.sock", port=far.getsockname()[1], service=service)
         finally:
             os.write(write, b"s")
             thread.join()

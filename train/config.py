@@ -244,8 +244,12 @@ class MachineOptions:
     """With fsdp or hsdp: keep a block's gathered weights from the forward pass for the backward pass. Half the gathering, and
     every GPU holds all of the model's weights once, in the compute precision."""
     service: str = "none"
-    """Reader of the stores: none (threads of this process), auto (a process per rank), or the socket of a `loader serve`.
-    All ranks of a machine share that socket; the batches are identical in each case."""
+    """Reader of the stores: none (threads of this process), auto (a process per rank), or a `loader serve`: unix:PATH (or PATH)
+    of this machine's, which all of its ranks share, or tcp://HOST:PORT, or several, with commas. The batches are identical."""
+    service_token: Path | None = None
+    """File with the token of a --service tcp://…, readable by its owner only."""
+    service_certificate: Path | None = None
+    """With TLS: file (PEM) with the certificates to trust of a --service tcp://…."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.errors import StateError, UsageError
-from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
+from bucketline.loader import Loader, Remainder, ServiceAddress, TextForm, WeightedStore
 from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.seen import read_loader_state
-from bucketline.loader.service.client import AUTO
+from bucketline.loader.service.address import AUTO
 from bucketline.loader.state import schedule_of
 from bucketline.store import Store
 from bucketline.store.folder import MissingObjectError
@@ -143,7 +143,9 @@ def open_loader(
 
     `like`: another one of the same stores and order, whose plan is not made again.
     """
-    service = None if config.service == IN_PROCESS else config.service
+    service = None
+    if config.service != IN_PROCESS:
+        service = ServiceAddress(config.service, config.service_token, config.service_certificate)
     asked = config.for_loader(text=TextForm.STORED, row_weights=config.store_weight)
     return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service, like=like)
 

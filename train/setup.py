@@ -73,7 +73,7 @@ GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's de
 _FREE = {
     *("store", "model", "model_config", "preset", "lora_from", "output_dir", "max_steps", "resume", "new_plan"),
     *("follow", "wait_rows", "follow_schedule"),
-    *("service", "window", "threads", "prefetch_bytes", "verify", "track_with"),
+    *("service", "service_token", "service_certificate", "window", "threads", "prefetch_bytes", "verify", "track_with"),
     *("offload_blocks", "activation_memory"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     *("sharding", "shard_ranks", "keep_gathered", "image_guidance", "image_prompts"),

@@ -18,7 +18,7 @@ from bucketline.bench.harness import Clock, Mark, Result, StoreCase, Subject, co
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from bucketline.loader import Loader, LoaderConfig, RemoteLoader
+    from bucketline.loader import Loader, LoaderConfig
 
 CASE = "stream"
 OF_GETS, CPU_OF_GETS, OF_LOCAL = Mark(bound=0.9), Mark(bound=1.3, is_at_most=True), Mark(bound=0.95)
@@ -28,7 +28,7 @@ OF_ROUND_TRIPS, CPU_OF_PLAIN = Mark(bound=1.5, is_at_most=True), Mark(bound=1.5,
 ROUND_TRIPS = 3
 MOST_BACKED = 1 << 30  # bytes of memory, for stores that are read in part
 UNITS = {"": "GB/s", "CPU": "s/GB"}
-PLAIN, CLIENT = "recv_into", "RemoteLoader"
+PLAIN, CLIENT = "recv_into", "Loader over TCP"
 # Sends the bytes of a file again and again to each client, in a process of its own.
 SENDING = """
 import socket, sys
@@ -252,14 +252,14 @@ class StreamService(StoreCase):
     def measure(self, folder: Path) -> list[Result]:
         import numpy as np
 
-        from bucketline.loader import LoaderConfig, RemoteLoader
+        from bucketline.loader import Loader, LoaderConfig
 
         config = LoaderConfig(batch_size=self.batch_size, prefetch_bytes=self.prefetch_mib << 20)
         with ExitStack() as using:
             temporary = Path(using.enter_context(tempfile.TemporaryDirectory(prefix="bl-")))
             said = using.enter_context(started(self.kept_store(folder), temporary / "s", "--listen", "0"))
-            address = f"127.0.0.1:{said.split()[-1]}"
-            with RemoteLoader(address, config) as loader:
+            address = f"tcp://127.0.0.1:{said.split()[-1]}"
+            with Loader(None, config, service=address) as loader:
                 num_bytes = _bytes_of(batches := loader.forever(), 1)
                 _bytes_of(batches, self.one_pass)  # the server's pages
                 del batches
@@ -272,7 +272,7 @@ class StreamService(StoreCase):
             buffers = [
                 np.zeros(num_bytes, dtype=np.uint8).data for _ in range(self.prefetch_mib * 1024 * 1024 // num_bytes + 2)
             ]
-            client = RemoteLoader(address, config)
+            client = Loader(None, config, service=address)
             subjects = [
                 Subject(name=PLAIN, measure=lambda _: self._received(port, buffers)),
                 Subject(name=CLIENT, measure=lambda _: self._delivered(client), limit=PLAIN, marks={"CPU": CPU_OF_PLAIN}),
@@ -287,7 +287,7 @@ class StreamService(StoreCase):
                     raise OSError("the sender has ended")
         return _speed((*clock.spent(), self.batches * num_bytes))
 
-    def _delivered(self, loader: RemoteLoader) -> dict[str, float]:
+    def _delivered(self, loader: Loader) -> dict[str, float]:
         clock = Clock()
         num_bytes = _bytes_of(loader.forever(), self.batches)
         loader.close()

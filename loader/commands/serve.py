@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from bucketline.loader.network.listener import Listener
     from bucketline.loader.service.server import Service
+    from bucketline.loader.service.sockets import Security
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(RemoteArguments):
-    """Serve batches to all ranks of this machine: through shared memory, to processes of the same user.
+    """Serve batches to all ranks of this machine: through shared memory to processes of the same user, and over TCP.
 
-    Connect with `Loader(store, config, service=PATH)`. Ctrl-C or SIGTERM stops the service and removes the socket; each
-    client gets an error at its next batch. SIGUSR1 prints statistics immediately; `loader stats` prints them elsewhere.
+    Connect with `Loader(store, config, service=PATH)`, or from elsewhere with `Loader(None, config, service="tcp://HOST:PORT")`.
+    Ctrl-C or SIGTERM stops the service and removes the socket; each client gets an error at its next batch. SIGUSR1 prints
+    statistics immediately; `loader stats` prints them elsewhere.
 
     Example: loader serve photos.store --socket /run/user/1000/photos.sock
     """
@@ -40,7 +41,7 @@ class Serve(RemoteArguments):
     metrics: str | None = None
     """Answer Prometheus at HOST:PORT; without a host, only this machine can ask. Everything that can connect can read them."""
     listen: str | None = None
-    """Also serve batches at HOST:PORT, to machines that have no store (`RemoteLoader`); without a host, only to this one."""
+    """Also serve batches at HOST:PORT, to machines that have no store (`tcp://HOST:PORT`); without a host, only to this one."""
     token_file: Path | None = None
     """File with the token that clients of --listen must have too, readable by its owner only. It is never sent."""
     certificate: Path | None = None
@@ -57,7 +58,7 @@ class Serve(RemoteArguments):
 
         from bucketline.errors import UsageError
         from bucketline.loader.service.server import Service
-        from bucketline.loader.service.unix_socket import accept_all, checked_path, listen
+        from bucketline.loader.service.sockets import accept_all, checked_path, listen
 
         if not self.stores:
             raise UsageError("no store is given; name one or more")
@@ -68,16 +69,18 @@ class Serve(RemoteArguments):
         with ExitStack() as using:
             port = None
             if self.metrics is not None:
-                from bucketline.loader.network.metrics import metrics_served
+                from bucketline.loader.service.metrics import metrics_served
 
                 port = using.enter_context(metrics_served(self.metrics, service.stats))
-            listener = using.enter_context(self._listening()) if self.listen is not None else None
-            if listener is not None:
-                service.network = listener.clients.as_json
+            far = (
+                None
+                if self.listen is None
+                else using.enter_context(service.listening(self.listen, self._security(self.listen)))
+            )
             signals, sock = using.enter_context(_signals()), using.enter_context(listen(self.socket))
             print(f"serving {', '.join(map(shown, self.stores))} at {shown(str(self.socket))}", file=sys.stderr, flush=True)
-            if listener is not None:
-                print(f"batches for other machines at port {listener.port}", file=sys.stderr, flush=True)
+            if far is not None:
+                print(f"batches for other machines at port {far.getsockname()[1]}", file=sys.stderr, flush=True)
             if port is not None:
                 print(f"metrics for Prometheus at port {port}", file=sys.stderr, flush=True)
             due = time.monotonic() + self.every
@@ -94,25 +97,24 @@ class Serve(RemoteArguments):
                 return min(due - time.monotonic(), 1.0)
 
             try:
-                accept_all(sock, service.take_in, signals.stop_fd, tick)
+                doors = {sock: service.take_in} | ({} if far is None else {far: service.take_in_far})
+                accept_all(doors, signals.stop_fd, tick)
             finally:
                 service.stop()
             _report(service, as_json=self.json)
         return 0
 
-    def _listening(self) -> AbstractContextManager[Listener]:
+    def _security(self, address: str) -> Security:
         import sys
 
-        from bucketline.loader.network.addresses import address_of, is_loopback
-        from bucketline.loader.network.listener import Security, listening
-        from bucketline.loader.network.tokens import read_token
+        from bucketline.loader.service.address import address_of, is_loopback
+        from bucketline.loader.service.sockets import Security
+        from bucketline.loader.service.tokens import read_token
 
-        assert self.listen is not None
         token = None if self.token_file is None else read_token(self.token_file)
-        if self.certificate is None and not is_loopback(address_of(self.listen)[0]):
+        if self.certificate is None and not is_loopback(address_of(address)[0]):
             print("warning: without --certificate, batches are sent unencrypted", file=sys.stderr, flush=True)
-        security = Security(token=token, certificate=self.certificate, key=self.key)
-        return listening(self.listen, self.stores, security, self.remote())
+        return Security(token=token, certificate=self.certificate, key=self.key)
 
 
 def _report(service: Service, *, as_json: bool) -> None:

@@ -36,12 +36,11 @@ def stats_of(socket: Path) -> dict[str, Any]:
     Raises:
         DeliveryError: if it cannot be reached, or refuses.
     """
-    from bucketline.loader.service.protocol import failure_of, receive, send
-    from bucketline.loader.service.unix_socket import connected
+    from bucketline.loader.service.sockets import connected
+    from bucketline.loader.service.wire import ask, failure_of
 
     with connected(socket) as sock:
-        send(sock, {"ask": "stats"})
-        answer, _ = receive(sock, 10.0)
+        answer, _ = ask(sock, f"the service at {socket}", {"ask": "stats"}, None, 10.0)
     if "stats" not in answer:
         raise failure_of(answer)
     stats: dict[str, Any] = answer["stats"]

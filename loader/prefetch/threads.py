@@ -7,17 +7,14 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
 from bucketline.errors import DeliveryError
 from bucketline.forks import OwnerProcess
-from bucketline.loader.collate.buffer_pool import BufferPool
-from bucketline.loader.prefetch.cuda_copy import CudaCopier
+from bucketline.loader.prefetch.delivery import OwnBuffers
 from bucketline.loader.prefetch.readahead import Readahead
-from bucketline.loader.prefetch.reorder_buffer import ReorderBuffer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,9 +23,9 @@ if TYPE_CHECKING:
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.cursor import Cursor
+    from bucketline.loader.prefetch.delivery import Delivery
     from bucketline.loader.stats import Stats
 
-FIRST_DEPTH = 2  # micro-batches filled ahead as long as the caller never has to wait
 MIN_DEPTH, _MAX_DEPTH = 2, 64  # micro-batches
 
 
@@ -155,20 +152,13 @@ def _end_all() -> None:
         threads.close()
 
 
-_Ready: TypeAlias = "tuple[FilledBuffer, tuple[Tensor, torch.cuda.Event] | None]"  # and the copy to a CUDA device
-
-
 class ThreadStream(PrefetchThreads):
-    """An iteration whose batches are filled by threads of this process: they wait for the caller in a reorder buffer."""
+    """An iteration whose batches are filled by threads of this process."""
 
-    def __init__(
-        self, builder: BatchBuilder, pool: BufferPool, copier: CudaCopier | None, *, cursor: Cursor, depth: int
-    ) -> None:
-        """Start the threads. With a `copier`, a buffer's copy to the device is started as soon as it is filled."""
+    def __init__(self, builder: BatchBuilder, delivery: Delivery, cursor: Cursor) -> None:
+        """Start the threads."""
         super().__init__(builder, cursor)
-        self._pool, self._copier = pool, copier
-        self._copying = threading.Lock()
-        self._ready: ReorderBuffer[_Ready] = ReorderBuffer(depth, FIRST_DEPTH)
+        self._delivery = delivery
         self.start()
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None:
@@ -177,57 +167,34 @@ class ThreadStream(PrefetchThreads):
         Raises:
             BucketlineError: what went wrong, after every micro-batch before it has been delivered.
         """
-        ready = self._ready.take(self.is_alive)
-        if ready is None:
-            return None
-        filled, copy = ready
-        if copy is None or self._copier is None:
-            return filled, self._pool.lend(filled.buffer)
-        return filled, self._copier.receive(*copy)
+        return self._delivery.take(self.is_alive)
 
     def note_queue(self, stats: Stats) -> None:
         """Set what is ready at this moment, and how often the caller had to wait since the stream began."""
-        self._ready.note_queue(stats)
-        stats.buffers = self._pool.num_made
+        self._delivery.note_queue(stats)
 
     def acquire(self) -> Tensor:
         """Return a buffer to fill; see `PrefetchThreads`."""
-        return self._pool.take()
+        return self._delivery.pool.take()
 
     def put(self, turn: int, filled: FilledBuffer) -> bool:
-        """Let a filled buffer, or its copy on the device, wait for its turn and the caller."""
-        if self._copier is not None:
-            with self._copying:
-                copy = self._copier.copy(filled.buffer, filled.num_bytes, partial(self._pool.give_back, filled.buffer))
-            return self._ready.put(turn, (filled, copy))
-        is_wanted = self._ready.put(turn, (filled, None))
-        if not is_wanted:
-            self._pool.give_back(filled.buffer)
-        return is_wanted
+        """Let a filled buffer wait for its turn and the caller."""
+        return self._delivery.put(turn, filled)
 
     def end(self, turn: int, failure: BaseException | None) -> None:
         """End the caller's iteration before this turn."""
-        self._ready.end(turn, failure)
+        self._delivery.end(turn, failure)
 
     def release(self) -> None:
         """Return the buffers that the caller has not popped to the pool."""
-        for filled, copy in self._ready.close():
-            if copy is None:
-                self._pool.give_back(filled.buffer)
+        self._delivery.close()
 
 
 class ThreadBackend:
-    """Fills batches with threads of this process, into buffers that are allocated once per process."""
+    """Fills batches with threads of this process."""
 
     def __init__(self, builder: BatchBuilder, device: torch.device) -> None:
-        self._builder, self._device = builder, device
-        self._depth = depth_of(builder.config, builder.buffer_bytes)
-        self._pid = -1
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Size of the buffer of one batch."""
-        return self._builder.buffer_bytes
+        self._builder, self._buffers = builder, OwnBuffers(device)
 
     def begin(self, cursor: Cursor) -> ThreadStream:
         """Start an iteration.
@@ -235,13 +202,9 @@ class ThreadBackend:
         Raises:
             DeliveryError: if the system starts no more threads.
         """
-        if self._pid != os.getpid():  # first use in this process: a parent's buffers stay the parent's
-            on_cuda = self._device.type == "cuda"
-            num_buffers = self._depth + 1 + self._builder.config.threads
-            self._pool = BufferPool(self._builder.buffer_bytes, num_buffers, pinned=on_cuda)
-            self._copier = CudaCopier(self._device) if on_cuda else None
-            self._pid = os.getpid()  # last: after a failure or Ctrl-C above, the next iteration makes them again
-        return ThreadStream(self._builder, self._pool, self._copier, cursor=cursor, depth=self._depth)
+        depth = depth_of(self._builder.config, self._builder.buffer_bytes)
+        num_buffers = depth + 1 + self._builder.config.threads
+        return ThreadStream(self._builder, self._buffers.delivery(self._builder.buffer_bytes, num_buffers, depth), cursor)
 
     def close(self) -> None:
         """Do nothing: an iteration's threads end with it."""

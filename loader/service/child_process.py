@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.forks import OwnerProcess
-from bucketline.loader.service.protocol import failure_as_json, failure_of, receive, send
+from bucketline.loader.service.wire import failure_as_json, failure_of, receive, send
 from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:

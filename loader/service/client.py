@@ -1,323 +1,54 @@
-"""A client of the service: maps the buffers and pops announced batches. No thread, and no system call while any is ready."""
+"""The client: requests batches from a service, which come through shared memory or over TCP."""
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import os
-import select
-import socket
-import time
-import weakref
-from contextlib import suppress
-from dataclasses import asdict, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from bucketline.errors import DeliveryError
-from bucketline.forks import OwnerProcess
 from bucketline.loader.prefetch.cuda_copy import CudaCopier
-from bucketline.loader.service.child_process import ChildService
-from bucketline.loader.service.control_page import CONTROL_BYTES, FREE, BufferState, ControlPage, Word, fence
-from bucketline.loader.service.protocol import WAKE, Request, Response, failure_of, receive, send
-from bucketline.loader.service.shared_memory import HEAD_BYTES, HeadReader, map_shared, stride_of
-from bucketline.loader.service.unix_socket import checked_path, connected
-from bucketline.typed_json import TypedJsonError, decode, encode
+from bucketline.loader.prefetch.delivery import OwnBuffers
+from bucketline.loader.service.frame_stream import FrameStream
+from bucketline.loader.service.links import Servers
+from bucketline.loader.service.ring_stream import RingStream
+from bucketline.loader.service.wire import message_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    import torch
 
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.plan.cursor import Cursor
-    from bucketline.loader.stats import Stats
-
-log = logging.getLogger(__name__)
-
-AUTO = "auto"  # instead of a socket's path: a child process of the loader's own
-_ANSWER_S = 600.0  # time limit for the service to open a store and plan
-_LOOK_MS = 100  # poll interval while waiting: no wake-up can be lost (`fence`), but if one were, this would be the delay
-COPIED_AHEAD = 2  # micro-batches being copied to a CUDA device, in addition to the one that is returned
-
-
-class ServiceStream:
-    """An iteration whose batches a service fills."""
-
-    def __init__(self, sock: socket.socket, name: str, wanted: Request, copier: CudaCopier | None) -> None:
-        """Send the request and map the control page. `name` identifies the service in messages.
-
-        Raises:
-            DeliveryError: if the service ends or refuses the request.
-            BucketlineError: if the service reports an error.
-        """
-        self._sock, self._name, self._copier = sock, name, copier
-        self._owner = OwnerProcess()
-        send(sock, _as_json(wanted))
-        message, fds = receive(sock, _ANSWER_S, with_fd=True)
-        if "error" in message:
-            raise failure_of(message)
-        try:
-            self._granted = decode(Response, message)
-            (self._fd,) = fds
-        except (TypedJsonError, ValueError) as error:
-            raise DeliveryError(f"the answer of {name} is invalid: {error}") from error
-        self._close_fd = weakref.finalize(self, os.close, self._fd)
-        self._control = ControlPage(map_shared(self._fd, 0, CONTROL_BYTES))
-        self._stride = stride_of(self._granted.buffer_bytes)
-        self._buffers: dict[int, NDArray[np.uint8]] = {}
-        self._may_register = True
-        self._registered: list[NDArray[np.uint8]] = []
-        self._heads = HeadReader()
-        self._taken = self._announced = 0
-        self._copied: list[tuple[FilledBuffer, Tensor, torch.cuda.Event]] = []
-        self._low_water = self._granted.depth * 3 // 4
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
-        self._is_closed = False
-
-    def next(self) -> tuple[FilledBuffer, Tensor] | None:
-        """Return the next micro-batch; see `ThreadStream.next`."""
-        if self._is_closed:
-            return None
-        if self._copier is not None:
-            return self._next_on_device(self._copier)
-        if self._taken == self._announced and not self._wait():
-            return None
-        filled, number = self._take()
-        return filled, torch.from_numpy(self._lend(number))
-
-    def _take(self) -> tuple[FilledBuffer, int]:
-        """Pop the next announced micro-batch; return its description and the number of its buffer."""
-        words = self._control.words
-        number = self._control.announced(self._taken)
-        buffer = self._buffers.get(number)
-        if buffer is None:
-            buffer = self._buffers[number] = self._map(number)
-        filled = self._heads.read(memoryview(buffer), buffer)  # type: ignore[arg-type]
-        self._taken += 1
-        words[Word.TAKEN] = self._taken
-        fence()
-        if words[Word.SERVICE_WAITS] and self._announced - self._taken <= self._low_water:
-            self._wake_service()
-        return filled, number
-
-    def _map(self, number: int) -> NDArray[np.uint8]:
-        buffer = map_shared(self._fd, CONTROL_BYTES + number * self._stride, self._stride)
-        if self._copier is not None and self._may_register:
-            self._may_register = _register(buffer)
-            if self._may_register:
-                self._registered.append(buffer)
-        return buffer
-
-    def _lend(self, number: int) -> NDArray[np.uint8]:
-        """Return a buffer's bytes; the buffer is marked free once they are no longer used. No lock and no system call.
-
-        A forked child maps the same memory, so the end of a batch in the child must not free the parent's buffer.
-        """
-        lent = np.frombuffer(self._buffers[number], dtype=np.uint8, count=self._granted.buffer_bytes, offset=HEAD_BYTES)
-        weakref.finalize(lent, _free, self._control.states, number, self._owner).atexit = False
-        return lent
-
-    def _next_on_device(self, copier: CudaCopier) -> tuple[FilledBuffer, Tensor] | None:
-        """Start copying the next few ready micro-batches to the device, and return the first."""
-        while len(self._copied) <= COPIED_AHEAD:
-            if self._taken == self._announced:
-                self._announced = self._control.words[Word.ANNOUNCED]
-                fence()
-            if self._taken == self._announced and (self._copied or not self._wait()):
-                break
-            filled, number = self._take()
-            buffer = torch.from_numpy(self._buffers[number])[HEAD_BYTES:]
-            let_go: Callable[[], None] = partial(_free, self._control.states, number, self._owner)
-            if not self._may_register:
-                # torch keeps pinned memory for reuse, and reuses none before the copies from it have ended
-                buffer = buffer[: filled.num_bytes].pin_memory()
-                let_go()
-                let_go = _nothing
-            self._copied.append((filled, *copier.copy(buffer, filled.num_bytes, let_go)))
-        if not self._copied:
-            return None
-        filled, flat, event = self._copied.pop(0)
-        return filled, copier.receive(flat, event)
-
-    def _wait(self) -> bool:
-        """Wait for an announcement; return False at the end.
-
-        Raises:
-            BucketlineError: if the service failed.
-            DeliveryError: if the service is gone.
-        """
-        words, is_gone, begun = self._control.words, False, 0
-        words[Word.CLIENT_WAITS] = 1
-        try:
-            while True:
-                fence()
-                state = words[Word.STATE]
-                fence()
-                self._announced = words[Word.ANNOUNCED]
-                if self._announced != self._taken:
-                    fence()
-                    return True
-                if state == BufferState.ENDED:
-                    return False
-                if state == BufferState.FAILED:
-                    raise failure_of(self._control.failure())
-                if is_gone:
-                    raise DeliveryError(
-                        f"{self._name} has ended without a message (was it killed?); restart it and iterate again: the next "
-                        "iteration continues at the same batch"
-                    )
-                if words[Word.SERVICE_WAITS]:
-                    self._wake_service()
-                begun = begun or time.monotonic_ns()
-                is_gone = self._is_service_gone()
-        finally:
-            words[Word.CLIENT_WAITS] = 0
-            if begun:
-                words[Word.WAITS] += 1
-                words[Word.WAITED_US] += (time.monotonic_ns() - begun) // 1000
-
-    def _is_service_gone(self) -> bool:
-        if not self._poll.poll(_LOOK_MS):
-            return False
-        try:
-            return not self._sock.recv(4096, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def _wake_service(self) -> None:
-        with suppress(OSError):  # if the service is gone, `_wait` notices
-            self._sock.send(WAKE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-
-    def note_queue(self, stats: Stats) -> None:
-        """See `ThreadStream.note_queue`."""
-        self._control.note_queue(stats)
-        stats.ready, stats.depth = stats.ready + len(self._copied), self._granted.depth
-
-    def close(self) -> None:
-        """Disconnect from the service. Batches still held keep their memory."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._copier is not None and self._owner.is_current:
-            self._copier.finish()
-        self._sock.close()
-        self._close_fd()
-        self._copied.clear()
-        for buffer in self._registered if self._owner.is_current else ():
-            _unregister(buffer)
-        self._registered.clear()
-        self._buffers.clear()
-
-
-def _as_json(wanted: Request) -> dict[str, object]:
-    message = asdict(wanted)
-    encoded = encode(message)
-    assert isinstance(encoded, dict)
-    return dict(encoded)
-
-
-def _free(states: memoryview, number: int, owner: OwnerProcess) -> None:
-    if owner.is_current:
-        states[number] = FREE
-
-
-def _nothing() -> None: ...
-
-
-def _register(buffer: NDArray[np.uint8]) -> bool:
-    """Register memory with the CUDA driver, so that it stays in place and copies run asynchronously; return if it may be."""
-    cudart: Any = torch.cuda.cudart  # untyped
-    code = int(cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
-    if code:
-        log.warning(
-            "the CUDA driver refuses to register %d bytes of shared memory (error %d), as in some containers: batches are "
-            "copied twice; allow locked memory (ulimit -l unlimited), or leave out the service",
-            buffer.nbytes,
-            code,
-        )
-        _clear_last_error(code)
-    return code == 0
-
-
-def _clear_last_error(code: int) -> None:
-    """Clear the runtime's last error of this thread, which torch would raise at its next kernel launch.
-
-    torch's bindings of the runtime lack the function; torch has loaded the runtime for the whole process.
-    """
-    clear = getattr(ctypes.CDLL(None), "hipGetLastError" if torch.version.hip else "cudaGetLastError", None)
-    if clear is None:
-        log.warning("the CUDA runtime's last error cannot be cleared: the next CUDA call may report error %d once more", code)
-    else:
-        clear()
-
-
-def _unregister(buffer: NDArray[np.uint8]) -> None:
-    cudart: Any = torch.cuda.cudart  # untyped
-    cudart().cudaHostUnregister(buffer.ctypes.data)
+    from bucketline.loader.service.links import Link
+    from bucketline.loader.service.wire import Request
 
 
 class ServiceBackend:
-    """Requests batches from a service: one at a socket path, or a private child process."""
+    """Requests batches from a service."""
 
-    def __init__(self, service: Path | str, request: Request, device: torch.device) -> None:
-        """Check the path; nothing is started. `request` is sent with each iteration's own cursor and process id.
-
-        Raises:
-            UsageError: if the socket's path is too long.
-        """
-        self._request, self._device = request, device
-        self._path = None if service == AUTO else checked_path(service)
-        self._private: ChildService | None = None
+    def __init__(self, link: Link, request: Request, device: torch.device) -> None:
+        """Start nothing. `request` is sent with each iteration's own cursor and process id."""
+        self.link, self._request, self._device = link, request, device
+        self._buffers = OwnBuffers(device)
 
     def turn_to(self, request: Request) -> None:
         """Request other batches from the same service, from the next iteration on."""
         self._request = request
 
-    def begin(self, cursor: Cursor) -> ServiceStream:
+    def begin(self, cursor: Cursor) -> RingStream | FrameStream:
         """Connect and send the request.
 
         Raises:
             DeliveryError: if the service cannot be reached.
         """
         request = replace(self._request, cursor=cursor, pid=os.getpid())
-        if self._path is not None:
-            return self._served(connected(self._path), f"the service at {self._path}", request)
+        if isinstance(self.link, Servers):
+            return FrameStream(self.link, request, self.link.ask(message_of(request)), self._buffers)
+        answer = self.link.ask(message_of(request))
         try:
-            private = self._own()
-            return self._served(private.connect(), private.name, request)
-        except DeliveryError:
-            if self._private is None or not self._private.has_ended():
-                raise
-        private = self._own()  # the previous one was killed a moment ago
-        return self._served(private.connect(), private.name, request)
-
-    def _served(self, sock: socket.socket, name: str, request: Request) -> ServiceStream:
-        try:
-            return ServiceStream(sock, name, request, CudaCopier(self._device) if request.is_pinned else None)
+            return RingStream(answer, CudaCopier(self._device) if request.is_pinned else None)
         except BaseException:
-            sock.close()
+            answer.sock.close()
             raise
 
-    def _own(self) -> ChildService:
-        """Return this process's private service; start one if there is none or it has died."""
-        private = self._private
-        if private is None or not private.owner.is_current or not private.is_alive():
-            if private is not None:
-                private.stop()
-            private = self._private = ChildService([store.path for store in self._request.stores], self._request.config)
-        return private
-
     def close(self) -> None:
-        """End the private service."""
-        if self._private is not None:
-            self._private.stop()
-            self._private = None
+        """End a private service."""
+        self.link.close()

@@ -1,9 +1,11 @@
-"""The layout of a batch in its buffer, as JSON that another process reads."""
+"""The head of a batch for another process, and its layout in its buffer as JSON; the same in shared memory and in a frame."""
 
 from __future__ import annotations
 
 import json
 import math
+import struct
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +17,17 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer
 
+HEAD = struct.Struct("<BQQQIQ")  # kind, step, micro step, epoch, length of the layout or message, bytes of tensors
 _MAX_KNOWN = 1 << 12
+
+
+class FrameKind(IntEnum):
+    """The kind of a frame."""
+
+    BATCH = 1
+    ALIVE = 2  # nothing is ready yet
+    END = 3
+    FAILURE = 4  # with a message as of `failure_as_json`
 
 
 class LayoutWriter:

@@ -1,60 +1,44 @@
-"""The service: opened stores that all clients share, and a session for each client."""
+"""The service: stores that all clients share, and a thread for each client, whichever way it is sent batches."""
 
 from __future__ import annotations
 
-import gc
+import json
 import os
 import socket
 import threading
 import time
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import BucketlineError, DeliveryError, StoreError, UsageError
+from bucketline.errors import DeliveryError, UsageError
 from bucketline.loader.collate.batch_builder import BatchBuilder
-from bucketline.loader.collate.gather import Gather
-from bucketline.loader.mixture import WeightedStore, join, parse_stores
 from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.make_plan import plan_of
-from bucketline.loader.prefetch.threads import depth_of
-from bucketline.loader.service.protocol import Response, failure_as_json, parse_request, receive, send
-from bucketline.loader.service.session import Session
-from bucketline.loader.service.unix_socket import peer_uid
+from bucketline.loader.service import wire
+from bucketline.loader.service.address import address_of, is_loopback
+from bucketline.loader.service.frame_client import FrameClient
+from bucketline.loader.service.ring_client import RingClient
+from bucketline.loader.service.served_stores import ServedStores
+from bucketline.loader.service.wire import NamesRequest, Request, StoresRequest, parse_request, sent
 from bucketline.loader.stats import ClientCounts
-from bucketline.store import Store
-from bucketline.store.format.manifest import generations
+from bucketline.store.format.manifest import dump_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from bucketline.loader.history import StoreId
-    from bucketline.loader.service.protocol import Request
-    from bucketline.store.read.store import OpenShards
+    from bucketline.loader.service.client_connection import Client
+    from bucketline.loader.service.sockets import Security
     from bucketline.store.remote.urls import RemoteOptions
 
-_REQUEST_S = 10.0  # time limit for a client to send its request
-_MAX_CLIENTS = 1024
-_ENDED = "the service was stopped; restart it and iterate again: the next iteration continues at the same batch"
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Open:
-    """Open stores, joined as a client reads them, and their memory map."""
-
-    shares: tuple[WeightedStore, ...]
-    store: OpenShards
-    gather: Gather
-    num_users: int = 0
-
-    def is_superseded(self) -> bool:
-        """Return whether a newer generation of one of the stores has been published."""
-        return any(max(generations(s.store.path), default=-1) != s.store.manifest.generation for s in self.shares)
+END_S = 1.0  # for all clients to read the end of their iterations
+_ENDED = (
+    "the service was stopped; restart it, or name another, and iterate again: the next iteration continues at the same batch"
+)
 
 
 class Service:
-    """Reads stores for any number of clients. Pass each client's connection to `take_in`."""
+    """Reads stores for any number of clients. Pass each connection to `take_in`, or to `take_in_far` if it is over TCP."""
 
     def __init__(self, stores: Sequence[Path | str], remote: RemoteOptions | None = None) -> None:
         """Open the stores' newest generations, so that a store that cannot be opened fails early. `remote`: see `Store.open`.
@@ -63,45 +47,80 @@ class Service:
             UsageError: if two of them are copies of one store.
             StoreError: if a store cannot be opened.
         """
-        opened = [Store.open(one.path, remote=remote) for one in parse_stores(stores)]
-        self._paths = _by_id(opened)
-        self._sources = {store.source.url: store.source for store in opened if store.source is not None}
-        self._remote = remote
-        self._opened: dict[tuple[object, ...], _Open] = {}
-        self._lock = threading.Lock()
-        self._threads: set[threading.Thread] = set()
-        self._connections: set[socket.socket] = set()
-        self._sessions: list[Session] = []
-        self._clients = ClientCounts()
+        self._stores = ServedStores(stores, remote)
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._clients: dict[threading.Thread, Client] = {}
+        self._counts: dict[type[Client], ClientCounts] = {RingClient: ClientCounts(), FrameClient: ClientCounts()}
+        self._security: Security | None = None  # of the clients over TCP, if the service listens
         self._begun = time.monotonic()
-        self._is_stopped = False
-        self.network: Callable[[], dict[str, Any]] | None = None  # the statistics of clients on other machines
 
     def take_in(self, sock: socket.socket) -> None:
-        """Answer a client in a separate thread."""
-        thread = threading.Thread(target=self._answer, args=(sock,), name="bucketline-client", daemon=True)
+        """Answer a client on this machine, in a thread of its own."""
+        self._take_in(RingClient(sock))
+
+    @contextmanager
+    def listening(self, address: str, security: Security) -> Iterator[socket.socket]:
+        """Listen for clients on other machines until the block ends; what is accepted goes to `take_in_far`.
+
+        Raises:
+            UsageError: if nothing can listen there, or others than this machine could connect without a token.
+        """
+        host, port = address_of(address)
+        if security.token is None and not is_loopback(host):
+            raise UsageError(
+                f"--listen {address} can be reached from other machines; give --token-file FILE, which clients must have too"
+            )
+        self._security, self._context = security, security.context()
+        try:
+            sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            raise UsageError(f"cannot listen at {address}: {error.strerror or error}") from error
+        with sock:
+            threading.Thread(target=self._show_life, name="bucketline-service-life", daemon=True).start()
+            yield sock
+
+    def take_in_far(self, sock: socket.socket) -> None:
+        """Answer a client on another machine, in a thread of its own."""
+        assert self._security is not None
+        with suppress(OSError):  # one that has left
+            host, port, *_ = sock.getpeername()
+            self._take_in(FrameClient(sock, f"{host}:{port}", self._security.token, self._context))
+
+    def _take_in(self, client: Client) -> None:
+        thread = threading.Thread(target=self._answer, args=(client,), name="bucketline-client", daemon=True)
         with self._lock:
-            is_full = len(self._threads) >= _MAX_CLIENTS
+            same = sum(type(one) is type(client) for one in self._clients.values())
+            is_full = same >= client.max_clients or self._stopped.is_set()
             if not is_full:
-                self._threads.add(thread)
-                self._connections.add(sock)
+                self._clients[thread] = client
+                thread.start()
         if is_full:
-            _refuse(sock, DeliveryError(f"the service has {_MAX_CLIENTS} clients, its maximum"))
-            sock.close()
-            return
-        thread.start()
+            self._counts[type(client)].refuse()
+            if isinstance(client, RingClient):  # another machine's tries the next server
+                client.refuse(DeliveryError(f"the service has {client.max_clients} clients, its maximum"))
+            client.close()
+
+    def _show_life(self) -> None:
+        """Let clients over TCP know that the service is there, every few seconds."""
+        while not self._stopped.wait(wire.ALIVE_EVERY_S):
+            with self._lock:
+                clients = list(self._clients.values())
+            for client in clients:
+                if isinstance(client, FrameClient):
+                    client.show_life()
 
     def stop(self) -> None:
         """End every client's iteration with an error that says so, and join every thread."""
+        self._stopped.set()
         with self._lock:
-            self._is_stopped = True
-            sessions, threads, connections = list(self._sessions), list(self._threads), list(self._connections)
-        for session in sessions:
-            session.stop(_ENDED)
-        for sock in connections:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in threads:
+            clients = dict(self._clients)
+        for client in clients.values():
+            client.stop(_ENDED)
+        until = time.monotonic() + END_S
+        for thread in clients:
+            thread.join(max(0.0, until - time.monotonic()))
+        for thread, client in clients.items():
+            client.shut()  # it does not read, or has the end
             thread.join()
 
     def stats(self) -> dict[str, Any]:
@@ -112,155 +131,77 @@ class Service:
         return {
             "pid": os.getpid(),
             "seconds": time.monotonic() - self._begun,
-            "stores": [str(path) for path in self._paths.values()],
-            **self._clients.as_json(),
-            "network": None if self.network is None else self.network(),
-            "fetched": {url: {**asdict(one.stats()), "store_bytes": one.num_bytes} for url, one in self._sources.items()},
+            "stores": self._stores.places,
+            **self._counts[RingClient].as_json(),
+            "network": None if self._security is None else self._counts[FrameClient].as_json(),
+            "fetched": self._stores.fetched(),
         }
 
     def let_go(self) -> None:
-        """Unmap superseded generations that no client reads, so that removed files are freed.
+        """Unmap superseded generations that no client reads."""
+        self._stores.let_go()
 
-        A client may still request one: as long as its files exist, it is opened again.
-        """
-        with self._lock:
-            left = [key for key, found in self._opened.items() if not found.num_users and found.is_superseded()]
-            for key in left:
-                del self._opened[key]
-        if left:
-            gc.collect()  # stores and their buckets know each other
-
-    def _answer(self, sock: socket.socket) -> None:
+    def _answer(self, client: Client) -> None:
         try:
-            self._answer_and_serve(sock)
+            with ExitStack() as using, closing(client):
+                try:
+                    who = self._granted(client, using)
+                except Exception as error:  # noqa: BLE001 - whatever a client sends, it gets the error, and the service continues
+                    self._counts[type(client)].refuse()
+                    client.refuse(error)
+                    return
+                if who is None:
+                    return
+                if self._stopped.is_set():
+                    client.stop(_ENDED)
+                with self._counts[type(client)].client(who, client.stats):
+                    client.run()
         finally:
             self.let_go()
             with self._lock:
-                self._connections.discard(sock)
-                self._threads.discard(threading.current_thread())
+                del self._clients[threading.current_thread()]
 
-    def _answer_and_serve(self, sock: socket.socket) -> None:
-        with sock, ExitStack() as using:
-            try:
-                _refuse_others(sock)
-                message, _ = receive(sock, _REQUEST_S)
-                if message.get("ask") == "stats":
-                    send(sock, {"stats": self.stats()})
-                    return
-                session = self._grant(sock, parse_request(message), using)
-            except Exception as error:  # noqa: BLE001 - whatever a client sends, it gets the error, and the service continues
-                self._clients.refuse()
-                _refuse(sock, error)
-                return
-            self._serve(session)
+    def _granted(self, client: Client, using: ExitStack) -> dict[str, Any] | None:
+        """Answer a client; return who it is, if it requested batches, which `using` keeps open."""
+        message = client.request()
+        if message.get("ask") == "stats":
+            client.answer({"stats": self.stats()})
+            return None
+        wanted = parse_request(message)
+        if isinstance(wanted, StoresRequest):
+            self._tell_stores(client, wanted)
+            return None
+        if not wanted.stores:
+            raise DeliveryError("0 stores were requested, expected 1 or more")
+        if isinstance(wanted, NamesRequest):
+            rows = self._stores.open(wanted.stores, plain_reads=True, using=using).store
+            blob = json.dumps(rows.ids_of([bytes.fromhex(one) for one in wanted.digests])).encode()
+            client.answer({"bytes": len(blob)}, [blob])
+            return None
+        return self._begun_for(client, wanted, using)
 
-    def _grant(self, sock: socket.socket, wanted: Request, using: ExitStack) -> Session:
-        """Open what a client requests, and answer it. `using` ends with its session."""
-        if not wanted.stores or wanted.world_size < 1:
-            raise DeliveryError(
-                f"{len(wanted.stores)} stores on {wanted.world_size} ranks were requested, expected 1 or more of each"
-            )
-        store = self._open(wanted.stores, plain_reads=wanted.config.plain_reads, using=using)
-        plan = plan_of(store.store, wanted.config, wanted.world_size)
+    def _tell_stores(self, client: Client, wanted: StoresRequest) -> None:
+        """Send the manifests that a client plans by."""
+        shares = self._stores.at(wanted.wanted)
+        blobs = [dump_manifest(share.store.manifest) for share in shares]
+        told = [
+            {"place": str(share.store.place), "repeats": share.repeats, "manifest_bytes": len(blob)}
+            for share, blob in zip(shares, blobs, strict=True)
+        ]
+        client.answer({"stores": told}, blobs)
+
+    def _begun_for(self, client: Client, wanted: Request, using: ExitStack) -> dict[str, Any]:
+        """Open what a client requests, and let it begin; return who it is."""
+        if not 0 <= wanted.rank < wanted.world_size:
+            raise DeliveryError(f"rank is {wanted.rank} of {wanted.world_size} ranks")
+        config = client.permitted(sent(wanted.config))
+        opened = self._stores.open(wanted.stores, plain_reads=config.plain_reads, using=using)
+        plan = plan_of(opened.store, config, wanted.world_size)
         if plan.digest != wanted.plan:
             raise DeliveryError(
                 f"the client's plan has the digest {wanted.plan}, the service's {plan.digest}; use one version of bucketline"
             )
-        if not 0 <= wanted.rank < wanted.world_size:
-            raise DeliveryError(f"rank is {wanted.rank} of {wanted.world_size} ranks")
-        builder = BatchBuilder(store.store, plan, wanted.config, wanted.rank, wanted.world_size, gather=store.gather)
-        reserve_ring(builder, store.store, plan, wanted.rank, wanted.world_size)
-        depth = depth_of(wanted.config, builder.buffer_bytes)
-        stores = tuple(str(self._paths[one.store_id]) for one in wanted.stores)
-        session = Session(sock, wanted, builder, stores=stores, depth=depth)
-        send(sock, asdict(Response(buffer_bytes=builder.buffer_bytes, depth=depth)), session.fd)
-        return session
-
-    def _serve(self, session: Session) -> None:
-        with self._lock:
-            is_stopped = self._is_stopped
-            if not is_stopped:
-                self._sessions.append(session)
-        if is_stopped:
-            session.stop(_ENDED)
-            return
-        try:
-            with self._clients.client(session.who, session.stats):
-                session.run()
-        finally:
-            with self._lock:
-                self._sessions.remove(session)
-
-    def _open(self, wanted: Sequence[StoreId], *, plain_reads: bool, using: ExitStack) -> _Open:
-        """Return the generations of the stores that a client reads, opened once for all clients that read the same.
-
-        It counts as read until `using` ends.
-        """
-        for one in wanted:
-            if one.store_id not in self._paths:
-                served = ", ".join(map(str, self._paths.values()))
-                raise StoreError(
-                    f"{one.path} is not among the stores that the service reads ({served}); start it with that store"
-                )
-        with self._lock:
-            key = (*((one.store_id, one.generation, one.repeats) for one in wanted), plain_reads)
-            if key not in self._opened:
-                shares = tuple(
-                    WeightedStore(
-                        store=Store.open(self._paths[one.store_id], one.generation, remote=self._remote), repeats=one.repeats
-                    )
-                    for one in wanted
-                )
-                store = join(shares, plain_reads=plain_reads)
-                self._opened[key] = _Open(shares=shares, store=store, gather=Gather(store, plain_reads=plain_reads))
-            found = self._opened[key]
-            found.num_users += 1
-        using.callback(self._count_down, found)
-        for one, share in zip(wanted, found.shares, strict=True):
-            if share.store.manifest.digest != one.digest:
-                raise StoreError(
-                    f"generation {one.generation} of {share.store.place} has the digest {share.store.manifest.digest}, the "
-                    f"client's of {one.path} has {one.digest}; these are two stores: use the same for both"
-                )
-        return found
-
-    def _count_down(self, found: _Open) -> None:
-        with self._lock:
-            found.num_users -= 1
-
-
-def _by_id(stores: Sequence[Store]) -> dict[str, Path | str]:
-    """Return the places of stores by the ids that clients name; a place may be given twice.
-
-    Raises:
-        UsageError: if two places have one id: generations of equal numbers could be different ones.
-    """
-    found: dict[str, Store] = {}
-    for store in stores:
-        before = found.setdefault(store.manifest.store_id, store)
-        if _place(before) != _place(store):
-            raise UsageError(
-                f"{before.place} and {store.place} are copies of one store ({store.manifest.store_id}); "
-                "start a service for each"
-            )
-    return {store_id: store.place for store_id, store in found.items()}
-
-
-def _place(store: Store) -> Path | str:
-    return store.path.resolve() if store.source is None else store.source.url
-
-
-def _refuse_others(sock: socket.socket) -> None:
-    """Refuse processes of other users.
-
-    Raises:
-        DeliveryError: if the client belongs to another user than this process.
-    """
-    uid = peer_uid(sock)
-    if uid != os.geteuid():
-        raise DeliveryError(f"the service belongs to user {os.geteuid()}, you are user {uid}; start your own")
-
-
-def _refuse(sock: socket.socket, error: Exception) -> None:
-    with suppress(OSError, BucketlineError):
-        send(sock, failure_as_json(error))
+        builder = BatchBuilder(opened.store, plan, config, wanted.rank, wanted.world_size, gather=opened.gather)
+        reserve_ring(builder, opened.store, plan, wanted.rank, wanted.world_size)
+        stores = tuple(str(share.store.place) for share in opened.shares)
+        return {**client.begin(builder, wanted), "rank": wanted.rank, "world_size": wanted.world_size, "stores": stores}

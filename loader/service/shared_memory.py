@@ -10,7 +10,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import struct
 import weakref
 from typing import TYPE_CHECKING
 
@@ -19,14 +18,13 @@ import numpy as np
 from bucketline.errors import DeliveryError
 from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.service.control_page import CONTROL_BYTES
-from bucketline.loader.service.layouts import LayoutReader, LayoutWriter
+from bucketline.loader.service.layouts import HEAD, FrameKind, LayoutReader, LayoutWriter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
 HEAD_BYTES = 32768  # reserved before each buffer's tensors: 100 bytes for each column and each ragged group's fields
-_HEAD = struct.Struct("<QQQI")  # step, micro step, epoch, length in bytes of the layout that follows
 _PUNCH_HOLE_KEEP_SIZE = 3
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -103,13 +101,13 @@ class HeadWriter:
 
     def write(self, buffer: NDArray[np.uint8], filled: FilledBuffer) -> None:
         layout = self._layouts.encoded(filled)
-        if len(layout) > HEAD_BYTES - _HEAD.size:
+        if len(layout) > HEAD_BYTES - HEAD.size:
             raise DeliveryError(
                 f"the description of a batch of {filled.bucket} has {len(layout)} bytes, more than there is room for"
             )
         memory = memoryview(buffer)  # type: ignore[arg-type]
-        _HEAD.pack_into(memory, 0, filled.step, filled.micro_step, filled.epoch, len(layout))
-        memory[_HEAD.size : _HEAD.size + len(layout)] = layout
+        HEAD.pack_into(memory, 0, FrameKind.BATCH, filled.step, filled.micro_step, filled.epoch, len(layout), filled.num_bytes)
+        memory[HEAD.size : HEAD.size + len(layout)] = layout
 
 
 class HeadReader:
@@ -120,8 +118,8 @@ class HeadReader:
 
     def read(self, head: memoryview, buffer: Tensor) -> FilledBuffer:
         """Return the description of a buffer. `head`: the buffer's first bytes; `buffer`: the bytes of its tensors."""
-        step, micro_step, epoch, length = _HEAD.unpack_from(head, 0)
-        bucket, num_bytes, fields = self._layouts.decoded(bytes(head[_HEAD.size : _HEAD.size + length]))
+        _, step, micro_step, epoch, length, _ = HEAD.unpack_from(head, 0)
+        bucket, num_bytes, fields = self._layouts.decoded(bytes(head[HEAD.size : HEAD.size + length]))
         return FilledBuffer(
             buffer=buffer, fields=fields, num_bytes=num_bytes, step=step, micro_step=micro_step, epoch=epoch, bucket=bucket
         )

@@ -361,6 +361,22 @@ class OpenShards:
                 return shard, shard.record(entry)
         return None
 
+    def ids_of(self, digests: Sequence[bytes]) -> list[str]:
+        """Return the sample ids of a batch's rows by their digests; reads each sample's record.
+
+        Raises:
+            StoreError: if a row is of another store.
+        """
+        ids = []
+        for digest in digests:
+            if (found := self.find_digest(digest)) is None:
+                raise StoreError(
+                    f"{self.where} has no sample with the digest {digest.hex()}: the batch is of another store; give one of "
+                    "this loader"
+                )
+            ids.append(found[1].id)
+        return ids
+
     def locate_captions(self, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> LocatedEntries:
         """Locate captions by shard and caption row, `[B]` each.
 
@@ -570,6 +586,15 @@ class Store(OpenShards):
     def absolute(self) -> Path | str:
         """`place`, such that another process finds it from any folder."""
         return self.path.absolute() if self.source is None else self.source.url
+
+    @property
+    def is_local(self) -> bool:
+        """True if looking for a newer generation is a look at a folder."""
+        return self.source is None
+
+    def reopened(self, generation: int | None = None, remote: RemoteOptions | None = None) -> Store:
+        """Return the store at another generation, by default at its newest; see `open`."""
+        return Store.open(self.place, generation, plain_reads=self.plain_reads, remote=remote)
 
     def fetch_indexes(self) -> None:
         """Get the indexes of all shards and their lists of dropped rows, if they are in object storage, many at a time."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Batch
 
-BACKENDS = ("threads", "url", "auto", "unix")
+BACKENDS = ("threads", "url", "auto", "unix", "unix only", "tcp", "tcp only")  # only: without stores of the client's own
 CONFIG = LoaderConfig(batch_size=2, epochs=2, prefetch_bytes=1)
 
 
@@ -48,7 +48,7 @@ class Backend:
     def reads(self, *stores: Store | WeightedStore) -> Iterator[Callable[..., Loader]]:
         """Yield what opens a loader of these stores; the last one is closed at the end."""
         opened: list[Loader] = []
-        given: list[Any] = list(stores)
+        given: Any = list(stores)
 
         def loader(config: LoaderConfig, **options: Any) -> Loader:
             for one in opened:
@@ -68,7 +68,9 @@ class Backend:
             else:
                 shares = [one if isinstance(one, WeightedStore) else WeightedStore(one) for one in stores]
                 with serving_here(self.folder, *(f"{one.store.path}:{one.repeats}" for one in shares)) as served:
-                    self.options = {"service": served.socket}
+                    self.options = {"service": served.tcp if self.name.startswith("tcp") else f"unix:{served.socket}"}
+                    if self.name.endswith("only"):
+                        given = None
                     yield loader
         finally:
             for one in opened:
@@ -105,8 +107,8 @@ CONFIGS = {
     "accumulation": LoaderConfig(batch_size=3, accumulation=2, epochs=2, seed=7, caption_dropout=0.3, prefetch_bytes=1),
     "validation": LoaderConfig(batch_size=4, split="val", epochs=1, remainder="partial", verify=True),
     "plain reads": LoaderConfig(batch_size=1, epochs=2, threads=3, plain_reads=True),
-    "a few rows at a time": LoaderConfig(batch_size=2, epochs=1, window=16, remainder="drop"),
-    "the usual window": LoaderConfig(batch_size=2, epochs=2, window=4096),
+    "stored order": LoaderConfig(batch_size=2, epochs=1, window=0, remainder="drop"),
+    "a window": LoaderConfig(batch_size=2, epochs=2, window=16, lanes=2),
 }
 
 
@@ -335,7 +337,7 @@ def test_several_loaders_read_at_once(store: Store, backend: Backend) -> None:
     with backend.reads(store) as loader:
         first = loader(config, rank=0, world_size=3)
         options, found = backend.options, dict[int, list[object]]()
-        given = [share.store for share in first.shares]
+        given = None if backend.name.endswith("only") else [share.store for share in first.shares]
 
         def read(rank: int) -> None:
             with Loader(given, first.config, rank=rank, world_size=3, **options) as own:

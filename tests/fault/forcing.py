@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service.client import ServiceBackend
+from bucketline.loader.service.links import ChildLink
 from tests.kit import Sample, make_store, samples_of
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ def until_error(batches: Iterator[Batch], first: int, kind: type[BucketlineError
 
 def started(loader: Loader) -> Loader:
     """Start a private service, which takes seconds, so that the clock only runs from the failure."""
-    if isinstance(loader._backend, ServiceBackend) and loader._service == "auto":
-        loader._backend._own()
+    if isinstance(loader._backend, ServiceBackend) and isinstance(loader._backend.link, ChildLink):
+        loader._backend.link._own()
     return loader
 
 

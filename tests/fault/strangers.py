@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import BucketlineError
-from bucketline.loader.service.protocol import MAX_MESSAGE_BYTES, receive
-from bucketline.loader.service.unix_socket import connected
+from bucketline.loader.service.sockets import connected
+from bucketline.loader.service.wire import MAX_MESSAGE_BYTES, receive
 from tests.fault.apart import HANG_S, Apart, How
 from tests.fault.ground import COMMAND_S, Ground, one_batch
 from tests.fault.record import Kind, Outcome, Record

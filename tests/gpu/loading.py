@@ -117,7 +117,7 @@ def copies() -> None:
         tell("copies: needs a GPU")
         return
     from bucketline.loader.prefetch.cuda_copy import CudaCopier
-    from bucketline.loader.service.client import _register, _unregister
+    from bucketline.loader.service.ring_stream import _register, _unregister
     from bucketline.loader.service.shared_memory import map_shared
 
     size, copier = 64 << 20, CudaCopier(DEVICE)

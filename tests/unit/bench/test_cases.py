@@ -90,9 +90,9 @@ def test_network_delivery_compares_the_clients_cost_with_that_of_receiving(capsy
     _, results = read_results(capsys)
     assert [(one["subject"], one["unit"]) for one in results] == [
         ("recv_into", "GB/s"),
-        ("RemoteLoader", "GB/s"),
+        ("Loader over TCP", "GB/s"),
         ("recv_into", "s/GB"),
-        ("RemoteLoader", "s/GB"),
+        ("Loader over TCP", "s/GB"),
     ]
     assert results[3]["mark"] == "at most 1.5"
     assert min(one["median"] for one in results) > 0

@@ -17,13 +17,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from bucketline.errors import BucketlineError, DeliveryError, StateError, UsageError
-from bucketline.loader import BatchDataset, Loader, LoaderConfig, Remainder, RemoteLoader, WeightedStore
+from bucketline.loader import BatchDataset, Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.collate.buffer_pool import BufferPool
-from bucketline.loader.network.listener import Security, listening
 from bucketline.loader.prefetch.threads import ThreadStream
 from tests.epoch_oracle import Oracle, epochs_of, micros, rows_of
 from tests.kit import make_store, samples_of
-from tests.serving import serving
+from tests.serving import serving_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,29 +49,28 @@ class Ways:
     socket: Path
     port: int
 
-    def open(self, way: str, config: LoaderConfig) -> Loader | RemoteLoader:
+    def open(self, way: str, config: LoaderConfig) -> Loader:
         if way == "network":
-            return RemoteLoader(f"127.0.0.1:{self.port}", config)
+            return Loader(None, config, service=f"tcp://{self.port}")
         return Loader(self.store, config, service=self.socket if way == "service" else None)
 
 
 @pytest.fixture(scope="module")
 def ways(tiny: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ways]:
-    socket = tmp_path_factory.mktemp("served") / "s"
-    with serving(socket, tiny.path), listening("127.0.0.1:0", [tiny.path], Security()) as found:
-        yield Ways(tiny, socket, found.port)
+    with serving_here(tmp_path_factory.mktemp("served"), tiny.path) as found:
+        yield Ways(tiny, found.socket, found.port)
 
 
 def oracle(store: Store, **changes: Any) -> Oracle:
     return Oracle(**{"rows": rows_of([(store, 1)]), "batch_size": BATCH, **changes})
 
 
-def saved(loader: Loader | RemoteLoader) -> dict[str, Any]:
+def saved(loader: Loader) -> dict[str, Any]:
     state: dict[str, Any] = json.loads(json.dumps(loader.state_dict()))
     return state
 
 
-def fail_within(loader: Loader | RemoteLoader) -> None:
+def fail_within(loader: Loader) -> None:
     for _ in loader:
         raise ZeroDivisionError
 
@@ -490,8 +488,6 @@ def test_a_device_may_be_a_number(tiny: Store, device: Any, found: str, monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with Loader(tiny, LoaderConfig(batch_size=BATCH), device=device) as loader:
         assert str(loader.device) == found
-    with listening("127.0.0.1:0", [tiny.path], Security()) as server:
-        assert str(RemoteLoader(f"127.0.0.1:{server.port}", LoaderConfig(batch_size=1), device=device).device) == found
 
 
 @pytest.mark.parametrize("device", ["", False, -1, 1.0, "gpu", "meta", [], "cuda:x"])
@@ -511,5 +507,5 @@ def test_a_gpu_is_refused_where_there_is_none_when_the_loader_is_made(
 
 @pytest.mark.parametrize("service", [True, 1, b"socket"])
 def test_a_service_that_is_no_path_is_refused_by_name(tiny: Store, service: Any) -> None:
-    with pytest.raises(UsageError, match=r"service is .* of type .*, expected the path of a `loader serve`'s socket, or"):
+    with pytest.raises(UsageError, match=r"service is .* of type .*, expected a `loader serve`: "):
         Loader(tiny, LoaderConfig(batch_size=BATCH), service=service)

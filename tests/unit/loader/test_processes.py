@@ -14,7 +14,7 @@ import pytest
 
 from bucketline.errors import DeliveryError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.service import client
+from bucketline.loader.service import links
 from bucketline.loader.service.server import Service
 from tests.commands import spawn
 from tests.leftovers import wait_until
@@ -141,7 +141,7 @@ def test_threads_that_the_system_does_not_start_are_an_error_that_leaves_none(
     words = "only 2 of 3 prefetch threads could be started: can't start new thread; use fewer"
     with ours, Loader(store, LoaderConfig(batch_size=1, threads=3), service=service and "/unused") as loader:
         if service:
-            monkeypatch.setattr(client, "connected", lambda _: ours)
+            monkeypatch.setattr(links, "connected", lambda _: ours)
             served.take_in(theirs)
         with pytest.raises(DeliveryError, match=words):
             for _ in loader.forever():

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from bucketline.errors import CorruptError, FingerprintError, UsageError
-from bucketline.loader import Loader, LoaderConfig, RemoteLoader
-from bucketline.loader.network.listener import Security, listening
+from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import RowColumn, Store, add_column, read_manifest
 from bucketline.store.change.drop import drop
 from tests.added_columns import mask_of
 from tests.kit import HEIGHT, WIDTH, Form, add_samples, make_store, samples_of, store_writer
 from tests.loading import loaders_of, rows_of
+from tests.serving import serving_here
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,11 +71,8 @@ def test_batches_from_another_process_are_those_of_this_one(where: str, store: S
     with ExitStack() as opened:
         own = opened.enter_context(Loader(store, config))
         if where == "a network":
-            token = tmp_path / "token"
-            token.write_bytes(b"a token of the tests\n")
-            token.chmod(0o600)
-            found = opened.enter_context(listening("0", [store.path], Security(token=b"a token of the tests")))
-            other: Any = opened.enter_context(RemoteLoader(f"127.0.0.1:{found.port}", config, token=token))
+            found = opened.enter_context(serving_here(tmp_path, store.path))
+            other = opened.enter_context(Loader(None, config, service=found.tcp))
         else:
             other = opened.enter_context(Loader(store.path, config, service="auto"))
         for mine, theirs in zip(own.forever(), other.forever(), strict=True):

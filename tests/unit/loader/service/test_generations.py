@@ -10,6 +10,7 @@ import pytest
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service.client import ServiceBackend
+from bucketline.loader.service.links import ChildLink
 from bucketline.store import Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
@@ -45,7 +46,8 @@ def test_what_was_collected_is_unmapped_once_its_last_client_has_gone(tmp_path: 
             assert [next(batches).step for batches in iterators] == [0, 0]
             backend = loader._backend
             assert isinstance(backend, ServiceBackend)
-            pid = process.pid if backend._private is None else backend._private._process.pid
+            child = backend.link._child if isinstance(backend.link, ChildLink) else None
+            pid = process.pid if child is None else child._process.pid
             supersede(path)
             assert mapped(pid, path, deleted=True) > 0
             loader._end_stream()

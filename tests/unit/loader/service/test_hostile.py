@@ -16,12 +16,12 @@ import pytest
 from bucketline.errors import DeliveryError, UsageError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.plan.make_plan import plan_of
-from bucketline.loader.service import unix_socket as listening_module
+from bucketline.loader.service import sockets as listening_module
 from bucketline.loader.service.control_page import CONTROL_BYTES, BufferState, ControlPage, Word
-from bucketline.loader.service.protocol import MAX_MESSAGE_BYTES, PROTOCOL, receive, send
 from bucketline.loader.service.server import Service
 from bucketline.loader.service.shared_memory import map_shared
-from bucketline.loader.service.unix_socket import connected, listen
+from bucketline.loader.service.sockets import connected, listen
+from bucketline.loader.service.wire import MAX_MESSAGE_BYTES, PROTOCOL, ask, receive, send
 from bucketline.typed_json import encode
 from tests.commands import call
 from tests.leftovers import wait_until
@@ -50,7 +50,7 @@ def asked(store: Store, **changes: object) -> dict[str, Any]:
         "repeats": 1,
     }
     message = {
-        "protocol": PROTOCOL,
+        "ask": "batches",
         "stores": [ours],
         "config": CONFIG,
         "rank": 0,
@@ -84,6 +84,7 @@ def test_garbage_is_answered_with_an_error_or_the_end_and_the_service_goes_on(
     what: str, socket_path: Path, store: Store
 ) -> None:
     with connected(socket_path) as sock:
+        receive(sock, 30.0)
         sock.sendall(GARBAGE[what])
         sock.shutdown(socket.SHUT_WR)
         answer, _ = receive(sock, 30.0)
@@ -104,7 +105,7 @@ def test_random_bytes_never_end_the_service(socket_path: Path, store: Store) -> 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"protocol": 99}, f"protocol version 99, the service version {PROTOCOL}"),
+        ({"ask": "more"}, "requests 'more', expected one of batches, stores, names"),
         ({"rank": 5}, "rank is 5 of 1 ranks"),
         ({"rank": "0"}, "rank is '0', expected int"),
         ({"cursor": {"step": -1, "micro_step": 0, "num_steps": None}}, "step is -1, expected 0 to"),
@@ -115,23 +116,55 @@ def test_random_bytes_never_end_the_service(socket_path: Path, store: Store) -> 
         ({"config": {**CONFIG, "threads": 10**6}}, "threads is 1000000, expected at most 256"),
         ({"config": {**CONFIG, "surprise": 1}}, "unknown field 'surprise'"),
         ({"plan": "another"}, "the client's plan has the digest another"),
-        ({"world_size": 0}, "on 0 ranks"),
+        ({"world_size": 0}, "rank is 0 of 0 ranks"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused_by_name(
     changes: dict[str, object], words: str, socket_path: Path, store: Store
 ) -> None:
     with connected(socket_path) as sock:
-        send(sock, asked(store, **changes))
-        answer, fds = receive(sock, 30.0, with_fd=True)
+        answer, fds = ask(sock, "it", asked(store, **changes), None, 30.0, with_fd=True)
     assert fds == []
+    assert words in answer["message"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"protocol": 99}, f"protocol version 99, the service version {PROTOCOL}"),
+        ({"proof": "x"}, "the token is not the server's"),
+        ({"proof": None}, "the token is not the server's"),
+    ],
+)
+def test_another_version_or_a_wrong_proof_is_refused_by_name(
+    changes: dict[str, object], words: str, socket_path: Path, store: Store
+) -> None:
+    with connected(socket_path) as sock:
+        receive(sock, 30.0)
+        send(sock, {**asked(store), "protocol": PROTOCOL, "proof": "", **changes})
+        answer, _ = receive(sock, 30.0)
+    assert words in answer["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"ask": "stores", "wanted": [{"store_id": "x", "generation": None}]}, "the store x is not among the stores"),
+        ({"ask": "stores", "wanted": [{"store_id": "x"}]}, "wanted[0] lacks the field 'generation'"),
+        ({"ask": "stores"}, "lacks the field 'wanted'"),
+        ({"ask": "names", "stores": [], "digests": []}, "0 stores were requested"),
+        ({"ask": "names", "stores": [STORE], "digests": []}, "p is not among the stores"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_refused_by_name(message: dict[str, Any], words: str, socket_path: Path) -> None:
+    with connected(socket_path) as sock:
+        answer, _ = ask(sock, "it", message, None, 30.0)
     assert words in answer["message"]
 
 
 def test_a_client_that_writes_nonsense_into_its_memory_harms_nobody_else(socket_path: Path, store: Store) -> None:
     with connected(socket_path) as sock:
-        send(sock, asked(store))
-        _, (fd,) = receive(sock, 30.0, with_fd=True)
+        _, (fd,) = ask(sock, "it", asked(store), None, 30.0, with_fd=True)
         page = map_shared(fd, 0, CONTROL_BYTES)
         with pytest.raises(PermissionError):
             os.ftruncate(fd, 0)  # the service would die of it

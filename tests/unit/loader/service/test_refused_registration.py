@@ -13,15 +13,16 @@ import pytest
 import torch
 
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.service import client
+from bucketline.loader.service import client, ring_stream
+from bucketline.loader.service.wire import message_of
 from tests.unit.loader.service.test_service import assert_same
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
     from pathlib import Path
 
-    from bucketline.loader.service.protocol import Request
+    from bucketline.loader.service.links import ServiceAnswer
+    from bucketline.loader.service.wire import Request
     from bucketline.store import Store
 
 REFUSED = 801  # cudaErrorNotSupported
@@ -84,14 +85,18 @@ def test_batches_are_the_same_and_one_warning_says_why_they_are_copied_twice(
         calls["bounced"].append(tensor.data_ptr())
         return tensor.clone()
 
-    def served(_: object, sock: socket.socket, name: str, request: Request) -> client.ServiceStream:
+    def pinned_stream(answer: ServiceAnswer, _: object) -> ring_stream.RingStream:
         copier: Any = HostCopier()
-        return client.ServiceStream(sock, name, replace(request, is_pinned=True), copier)
+        return ring_stream.RingStream(answer, copier)
+
+    def asked(request: Request) -> dict[str, Any]:
+        return message_of(replace(request, is_pinned=True))
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: runtime)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
-    monkeypatch.setattr(client.ServiceBackend, "_served", served)
+    monkeypatch.setattr(client, "RingStream", pinned_stream)
+    monkeypatch.setattr(client, "message_of", asked)
     config = LoaderConfig(batch_size=4, epochs=2)
     with Loader(store, config) as own, Loader(store, config, service=socket_path) as loader, caplog.at_level(logging.WARNING):
         num_batches = 0
@@ -110,8 +115,8 @@ def test_a_refusal_leaves_no_error_in_the_runtime(monkeypatch: pytest.MonkeyPatc
     runtime = Runtime(REFUSED)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: runtime.fail()))
     monkeypatch.setattr(ctypes, "CDLL", lambda _: runtime)
-    assert not client._register(np.zeros(8, np.uint8))
+    assert not ring_stream._register(np.zeros(8, np.uint8))
     runtime.check()
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())  # a runtime that is linked statically
-    assert not client._register(np.zeros(8, np.uint8))
+    assert not ring_stream._register(np.zeros(8, np.uint8))
     assert "the next CUDA call may report error 801 once more" in caplog.text

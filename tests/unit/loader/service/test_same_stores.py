@@ -11,7 +11,7 @@ import pytest
 
 from bucketline.errors import UsageError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.service import client
+from bucketline.loader.service import links
 from bucketline.loader.service.server import Service
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
@@ -42,7 +42,7 @@ def test_a_store_that_is_given_twice_is_served_once(path: Path, tmp_path: Path, 
     service = Service([path, link, f"{path}:2"])
     assert service.stats()["stores"] == [str(path)]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    monkeypatch.setattr(client, "connected", lambda _: ours)
+    monkeypatch.setattr(links, "connected", lambda _: ours)
     with Loader(path, LoaderConfig(batch_size=2, epochs=1), service="/unused") as loader:
         service.take_in(theirs)
         assert sum(len(batch.ids) for batch in loader) == 6

@@ -19,7 +19,7 @@ from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.remote.objects import NoRangesError, ObjectFolder, RemoteOptions
 from bucketline.store.remote.web_server import WebError, WebServer, _Server
 from tests.commands import spawn
-from tests.unit.loader.network.test_remote_loader import certificate_of
+from tests.unit.loader.service.test_tcp import certificate_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Batches over a network: those of a loader next to the store, whatever happens on the way."""
+"""Batches over TCP: whatever happens on the way, those of a loader next to the store; and nobody else gets any."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from bucketline.errors import BucketlineError, DeliveryError, PlanError, StateError, UsageError
-from bucketline.loader import Batch, Loader, LoaderConfig, RemoteLoader
-from bucketline.loader.network import listener as listener_module
-from bucketline.loader.network import remote_loader as client_module
-from bucketline.loader.network.listener import Security, listening
-from bucketline.loader.network.tokens import proof_of
-from bucketline.loader.network.wire import NETWORK_PROTOCOL, allowed
-from bucketline.loader.service.protocol import receive, send
-from bucketline.typed_json import encode
-from tests.commands import spawn
-from tests.conditioned import Form, conditioned_store
+from bucketline.errors import BucketlineError, DeliveryError, UsageError
+from bucketline.loader import Batch, Loader, LoaderConfig, ServiceAddress
+from bucketline.loader.prefetch.threads import ThreadStream
+from bucketline.loader.service import client_connection, frame_client, links, server, wire
+from bucketline.loader.service.server import Service
+from bucketline.loader.service.sockets import Security
+from bucketline.loader.service.tokens import proof_of
+from bucketline.loader.service.wire import allowed, receive, send, sent
 from tests.kit import make_store, samples_of
+from tests.commands import spawn
 from tests.leftovers import wait_until
 from tests.network_faults import Faults, faulty_proxy
+from tests.serving import serving_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-    from bucketline.loader.network.listener import Listener
     from bucketline.store import Store
+    from tests.serving import Served
 
 TOKEN = b"a token of the tests"
 
@@ -52,21 +52,22 @@ def token(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def served(store: Store, **options: Path | None) -> Iterator[Listener]:
-    before = len(of_servers())
-    with listening("0", [store.path], Security(token=TOKEN, **options)) as found:
-        yield found
-    assert wait_until(lambda: len(of_servers()) <= before)
+def served(store: Store, **options: Path | None) -> Iterator[Served]:
+    with tempfile.TemporaryDirectory() as folder:
+        with serving_here(Path(folder), store.path, security=Security(token=TOKEN, **options)) as found:
+            yield found
+        assert wait_until(lambda: not of_service())
 
 
-def of_servers() -> list[threading.Thread]:
-    """Return the threads of servers in this process."""
-    return [one for one in threading.enumerate() if one.name.startswith("bucketline-server")]
+def of_service() -> list[threading.Thread]:
+    """Return the threads for clients of services in this process."""
+    return [one for one in threading.enumerate() if one.name == "bucketline-client"]
 
 
-def remote(found: Listener | int, config: LoaderConfig, token: Path, **options: object) -> RemoteLoader:
-    port = found if isinstance(found, int) else found.port
-    return RemoteLoader(f"127.0.0.1:{port}", config, token=token, **options)  # type: ignore[arg-type]
+def far_loader(found: Served | str, config: LoaderConfig, token: Path | None, **options: object) -> Loader:
+    """Return a loader without stores."""
+    where = found if isinstance(found, str) else found.tcp
+    return Loader(None, config, service=ServiceAddress(where, token=token, **options))  # type: ignore[arg-type]
 
 
 def seen(batches: list[Batch]) -> list[object]:
@@ -84,61 +85,6 @@ def by_name(batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor.contiguous().reshape(-1) if tensor.dim() == 0 else tensor.contiguous()
 
 
-CONFIGS = [
-    LoaderConfig(batch_size=2, epochs=2, accumulation=2, seed=3),
-    LoaderConfig(batch_size=3, epochs=1, caption_dropout=0.5, flip=0.5, remainder="partial", pad_multiple=2),
-]
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_batches_and_states_are_those_of_a_loader_next_to_the_store(tmp_path: Path, token: Path, config: LoaderConfig) -> None:
-    store, _ = conditioned_store(tmp_path / "s", Form(dtype="BF16"))
-    with ExitStack() as using:
-        local = using.enter_context(Loader(store, config, rank=1, world_size=2))
-        found = using.enter_context(served(store))
-        with remote(found, config, token, rank=1, world_size=2) as far:
-            assert len(far) == len(local)
-            expected = list(local.forever())
-            assert seen(list(far.forever())) == seen(expected)
-            assert far.state_dict() == local.state_dict()
-            for loader in (local, far):
-                loader.set_epoch(0)
-                batches = loader.forever()
-                next(batches)
-                next(batches)
-                del batches
-            assert far.state_dict() == local.state_dict()
-            state = far.state_dict()
-            rest = seen(list(local.forever()))
-            local.load_state_dict(state)
-            assert seen(list(far.forever())) == seen(list(local.forever())) == rest
-            stats = far.stats()
-            assert stats.samples == sum(stats.by_bucket.values()) > 0
-
-
-def test_a_state_is_resumed_and_one_of_another_plan_is_refused_by_name(store: Store, token: Path) -> None:
-    config = LoaderConfig(batch_size=2, seed=1)
-    with Loader(store, config) as local, served(store) as found:
-        batches = local.forever()
-        for _ in range(7):
-            next(batches)
-        state = local.state_dict()
-        expected = [next(batches).ids.tolist() for _ in range(5)]
-        with remote(found, config, token) as far:
-            far.load_state_dict(state)
-            assert far.state_dict()["step"] == 7
-            assert [batch.ids.tolist() for batch, _ in zip(far.forever(), range(5), strict=False)] == expected
-            for loader in (local, far):
-                loader.set_epoch(3)
-            assert len(far) == len(local) > 0
-        with remote(found, LoaderConfig(batch_size=2, seed=2), token) as far, pytest.raises(StateError, match="seed was 1"):
-            far.load_state_dict(state)
-        with pytest.raises(PlanError):
-            remote(found, LoaderConfig(batch_size=2, split="nothing"), token)
-        with pytest.raises(UsageError, match="rank is 2 of 2"):
-            remote(found, config, token, rank=2, world_size=2)
-
-
 def test_only_who_has_the_token_is_told_anything(store: Store, token: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_bytes(b"another token of the tests")
@@ -147,7 +93,7 @@ def test_only_who_has_the_token_is_told_anything(store: Store, token: Path, tmp_
     with served(store) as found:
         for given in (wrong, None):
             with pytest.raises(DeliveryError, match="the token is not the server's; use the same token file on both sides"):
-                RemoteLoader(str(found.port), config, token=given)
+                far_loader(found, config, given)
         with socket.create_connection(("127.0.0.1", found.port)) as sock:
             hello, _ = receive(sock, 10)
             assert TOKEN.decode() not in str(hello)
@@ -155,13 +101,13 @@ def test_only_who_has_the_token_is_told_anything(store: Store, token: Path, tmp_
             assert receive(sock, 10)[0].keys() == {"error", "message"}
     token.chmod(0o644)
     with pytest.raises(UsageError, match="has mode 644, so others may read it; chmod 600"):
-        RemoteLoader("1", config, token=token)
+        far_loader("tcp://1", config, token)
     token.chmod(0o600)
     token.write_bytes(b"short")
     with pytest.raises(UsageError, match="has 5 bytes, expected 16 or more"):
-        RemoteLoader("1", config, token=token)
+        far_loader("tcp://1", config, token)
     for address, words in (("0.0.0.0:0", "can be reached from other machines; give --token-file"), ("x", "is not an address")):
-        with pytest.raises(UsageError, match=words), listening(address, [store.path], Security()):
+        with pytest.raises(UsageError, match=words), Service([store.path]).listening(address, Security()):
             pass
 
 
@@ -181,7 +127,7 @@ STRANGERS = {
 def test_strangers_at_the_port_change_nothing(
     store: Store, token: Path, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(listener_module, "REQUEST_S", 0.3)
+    monkeypatch.setattr(client_connection, "REQUEST_S", 0.3)
     with served(store) as found:
         with socket.create_connection(("127.0.0.1", found.port)) as sock:
             receive(sock, 10)
@@ -192,7 +138,7 @@ def test_strangers_at_the_port_change_nothing(
                 while part := sock.recv(1 << 16):
                     answer += part
             assert b"plan" not in answer
-        with remote(found, LoaderConfig(batch_size=2), token) as far:
+        with far_loader(found, LoaderConfig(batch_size=2), token) as far:
             assert next(far.forever()).step == 0
     assert capfd.readouterr().err == ""
 
@@ -200,16 +146,10 @@ def test_strangers_at_the_port_change_nothing(
 def test_stalled_clients_hold_up_the_end_of_a_server_once_and_not_one_by_one(
     tmp_path: Path, token: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "END_S", 0.2, raising=False)
+    monkeypatch.setattr(server, "END_S", 0.2)
     large = make_store(tmp_path / "large.store", samples_of({"train/512x512": 64}))
-    request = {
-        "protocol": NETWORK_PROTOCOL,
-        "config": encode(LoaderConfig(batch_size=64)),
-        "rank": 0,
-        "world_size": 1,
-        "state": None,
-        "is_streamed": True,
-    }
+    with Loader(large, LoaderConfig(batch_size=64)) as loader:
+        request = {**wire.message_of(loader._request()), "protocol": wire.PROTOCOL}
     with served(large) as found, ExitStack() as using:
         for _ in range(6):
             sock = using.enter_context(socket.socket())
@@ -222,14 +162,14 @@ def test_stalled_clients_hold_up_the_end_of_a_server_once_and_not_one_by_one(
 
         def is_full() -> bool:
             """Return True if nothing more was sent for a while."""
-            clients = found.clients.as_json()["clients"]
+            clients = found.service.stats()["network"]["clients"]
             now = time.monotonic()
             since = seen_at.setdefault(str([(one["address"], one["batches"]) for one in clients]), now)
             return len(clients) == 6 and now - since > 0.2
 
         assert wait_until(is_full)
         begun = time.monotonic()
-        found.stop()
+        found.service.stop()
         assert time.monotonic() - begun < 3
 
 
@@ -239,19 +179,19 @@ def test_random_bytes_never_end_the_server(store: Store, token: Path) -> None:
         for _ in range(30):
             with socket.create_connection(("127.0.0.1", found.port)) as sock:
                 sock.sendall(numbers.randbytes(numbers.randrange(1, 300)))
-        with remote(found, LoaderConfig(batch_size=2), token) as far:
+        with far_loader(found, LoaderConfig(batch_size=2), token) as far:
             assert next(far.forever()).step == 0
 
 
 def test_what_a_client_requests_has_limits(store: Store, token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "MAX_BATCH_BYTES", 1000)
+    monkeypatch.setattr(frame_client, "MAX_BATCH_BYTES", 1000)
     with served(store) as found, pytest.raises(DeliveryError, match="bytes, the server allows 1000; use smaller batches"):
-        remote(found, LoaderConfig(batch_size=1000), token)
-    monkeypatch.setattr(listener_module, "MAX_CLIENTS", 0)
+        next(far_loader(found, LoaderConfig(batch_size=1000), token).forever())
+    monkeypatch.setattr(frame_client.FrameClient, "max_clients", 0)
     with served(store) as found, pytest.raises(DeliveryError, match=r"no server of batches can be reached at .* within 0.5 s"):
-        remote(found, LoaderConfig(batch_size=1), token, deadline_s=0.5)
-    sent = allowed(LoaderConfig(batch_size=1, store_option=("region=x",), cache="/c", threads=99))
-    assert (sent.store_option, sent.cache, sent.threads) == ((), None, 4)
+        far_loader(found, LoaderConfig(batch_size=1), token, deadline_s=0.5)
+    config = allowed(sent(LoaderConfig(batch_size=1, store_option=("region=x",), cache="/c", threads=99)))
+    assert (config.store_option, config.cache, config.threads) == ((), None, 4)
 
 
 def test_no_server_is_an_error_within_the_deadline_that_says_how_to_start_one(token: Path) -> None:
@@ -259,12 +199,25 @@ def test_no_server_is_an_error_within_the_deadline_that_says_how_to_start_one(to
         port = free.getsockname()[1]
     begun = time.monotonic()
     with pytest.raises(DeliveryError, match=rf"no server .* at 127.0.0.1:{port} within 1 s; .*refused.* --listen"):
-        remote(port, LoaderConfig(batch_size=1), token, deadline_s=1)
+        far_loader(f"tcp://{port}", LoaderConfig(batch_size=1), token, deadline_s=1)
     assert time.monotonic() - begun < 3
-    with pytest.raises(UsageError, match="no server is given"):
-        RemoteLoader([], LoaderConfig(batch_size=1))
-    with pytest.raises(UsageError, match="deadline_s is 0"):
-        remote(port, LoaderConfig(batch_size=1), token, deadline_s=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "words"),
+    [
+        ("tcp://", {}, "service is tcp://, expected a `loader serve`"),
+        ("tcp://x", {}, "x is not an address, expected HOST:PORT"),
+        ("tcp://1", {"deadline_s": 0}, "deadline_s is 0, expected seconds above 0"),
+        ("unix:s", {"token": "t"}, "with a token or a certificate, which only tcp"),
+        ("auto", {}, "stores is None with service auto"),
+        (None, {}, "stores is None without a service"),
+        (True, {}, "service is True of type bool, expected a `loader serve`"),
+    ],
+)
+def test_what_is_no_address_or_lacks_stores_is_refused_by_name(given: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Loader(None, LoaderConfig(batch_size=1), service=ServiceAddress(given, **options) if given else None)
 
 
 def test_a_server_that_stops_is_an_error_at_the_next_batch_and_the_iteration_continues_at_another(
@@ -272,13 +225,13 @@ def test_a_server_that_stops_is_an_error_at_the_next_batch_and_the_iteration_con
 ) -> None:
     config = LoaderConfig(batch_size=1, prefetch_bytes=1)
     with Loader(store, config) as local, served(store) as first, served(store) as second:
-        servers = [f"127.0.0.1:{first.port}", f"127.0.0.1:{second.port}"]
-        with RemoteLoader(servers, config, token=token, deadline_s=1) as far:
+        servers = f"tcp://127.0.0.1:{first.port},127.0.0.1:{second.port}"
+        with far_loader(servers, config, token, deadline_s=1) as far:
             batches = far.forever()
             found = [next(batches).ids.tolist() for _ in range(4)]
-            first.stop()
+            first.service.stop()
             found += [next(batches).ids.tolist() for _ in range(6)]
-            second.stop()
+            second.service.stop()
             with pytest.raises(DeliveryError, match="no server of batches can be reached"):
                 found.extend(batch.ids.tolist() for batch in batches)
             assert found == [batch.ids.tolist() for batch, _ in zip(local.forever(), found, strict=False)]
@@ -289,26 +242,21 @@ def test_a_bad_row_is_named_and_another_server_that_can_read_it_is_used(
     tmp_path: Path, token: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store(tmp_path / "s.store", samples_of({"train/64x64": 8}))
-    real, failing = Loader.stream, list[object]()
+    real, failing = ThreadStream.next, set[ThreadStream]()
 
-    def stream(loader: Loader) -> object:
-        found = real(loader)
-        if len(failing) < how_many:
-            failing.append(found)
+    def fail(stream: ThreadStream) -> object:
+        if len(failing | {stream}) <= how_many:
+            failing.add(stream)
+            raise BucketlineError("bucket train/64x64: the disk is on fire")
+        return real(stream)
 
-            def fail() -> None:
-                raise BucketlineError("bucket train/64x64: the disk is on fire")
-
-            monkeypatch.setattr(found, "next", fail)
-        return found
-
-    monkeypatch.setattr(Loader, "stream", stream)
+    monkeypatch.setattr(ThreadStream, "next", fail)
     config = LoaderConfig(batch_size=2, epochs=1)
     with served(store) as one, served(store) as other:
-        servers = [f"127.0.0.1:{one.port}", f"127.0.0.1:{other.port}"]
+        servers = f"tcp://127.0.0.1:{one.port},127.0.0.1:{other.port}"
         for how_many in (1, 3):
             failing.clear()
-            with RemoteLoader(servers, config, token=token, deadline_s=5) as far:
+            with far_loader(servers, config, token, deadline_s=5) as far:
                 if how_many == 1:
                     assert len(list(far.forever())) == 4
                 else:
@@ -319,20 +267,12 @@ def test_a_bad_row_is_named_and_another_server_that_can_read_it_is_used(
 def test_a_client_that_leaves_ends_its_threads_on_the_server(
     store: Store, token: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "ALIVE_EVERY_S", 0.05)
+    monkeypatch.setattr(wire, "ALIVE_EVERY_S", 0.05)
     with served(store) as found:
-        before = len(of_servers())
         for _ in range(3):
-            with remote(found, LoaderConfig(batch_size=1), token) as far:
+            with far_loader(found, LoaderConfig(batch_size=1), token) as far:
                 next(far.forever())
-        assert wait_until(lambda: len(of_servers()) <= before)
-
-
-def test_a_forked_process_is_refused(store: Store, token: Path) -> None:
-    with served(store) as found, remote(found, LoaderConfig(batch_size=1), token) as far:
-        far._owner.pid = -1
-        with pytest.raises(UsageError, match="cannot be used in a forked process"):
-            next(far.forever())
+        assert wait_until(lambda: not of_service())
 
 
 def certificate_of(folder: Path, host: str) -> tuple[Path, Path]:
@@ -370,12 +310,12 @@ def test_tls_encrypts_and_a_certificate_that_is_not_trusted_is_refused(store: St
     other, _ = certificate_of(tmp_path / "other", "127.0.0.2")
     config = LoaderConfig(batch_size=2, epochs=1)
     with Loader(store, config) as local, served(store, certificate=certificate, key=key) as found:
-        with remote(found, config, token, certificate=certificate) as far:
+        with far_loader(found, config, token, certificate=certificate) as far:
             assert seen(list(far.forever())) == seen(list(local.forever()))
         with pytest.raises(DeliveryError, match=r"the certificate of 127\.0\.0\.1 is not trusted: self-signed"):
-            remote(found, config, token, certificate=other)
+            far_loader(found, config, token, certificate=other)
         with pytest.raises(DeliveryError, match="no server of batches can be reached"):
-            remote(found, config, token, deadline_s=0.3)
+            far_loader(found, config, token, deadline_s=0.3)
     with pytest.raises(UsageError, match="cannot be used"), served(store, certificate=token):
         pass
 
@@ -384,15 +324,15 @@ def test_tls_encrypts_and_a_certificate_that_is_not_trusted_is_refused(store: St
 def test_cuts_and_stalls_lose_and_change_nothing(
     store: Store, token: Path, monkeypatch: pytest.MonkeyPatch, faults: int
 ) -> None:
-    monkeypatch.setattr(client_module, "SILENCE_S", 0.2)
-    monkeypatch.setattr(listener_module, "ALIVE_EVERY_S", 0.05)
+    monkeypatch.setattr(links, "SILENCE_S", 0.2)
+    monkeypatch.setattr(wire, "ALIVE_EVERY_S", 0.05)
     config = LoaderConfig(batch_size=2)
     with ExitStack() as using:
         servers = [using.enter_context(served(store)) for _ in range(2)]
         shared = Faults(faults, most_bytes=60_000, seed=faults)
         proxies = [using.enter_context(faulty_proxy(one.port, shared)) for one in servers]
-        addresses = [f"127.0.0.1:{one.port}" for one in proxies]
-        far = using.enter_context(RemoteLoader(addresses, config, token=token, deadline_s=30))
+        addresses = "tcp://" + ",".join(f"127.0.0.1:{one.port}" for one in proxies)
+        far = using.enter_context(far_loader(addresses, config, token, deadline_s=30))
         batches, found = far.forever(), []
         while shared.left:
             found.append(next(batches))
@@ -423,7 +363,7 @@ def test_killed_servers_are_replaced_and_nothing_is_lost(store: Store, token: Pa
         expected = [batch.ids.tolist() for batch in local.forever()]
     running = [start(0), start(1)]
     try:
-        with RemoteLoader([f"127.0.0.1:{port}" for port in ports], config, token=token) as far:
+        with far_loader("tcp://" + ",".join(f"127.0.0.1:{port}" for port in ports), config, token) as far:
             found = []
             for number, batch in enumerate(far.forever()):
                 found.append(batch.ids.tolist())

@@ -1,20 +1,24 @@
-"""A session of the service: one client's connection and the buffers that are filled for it."""
+"""A client on this machine, as its service sees it: a connection, and buffers in shared memory that are filled for it."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bucketline.errors import DeliveryError
-from bucketline.loader.prefetch.threads import PrefetchThreads
+from bucketline.loader.prefetch.threads import PrefetchThreads, depth_of
+from bucketline.loader.service.client_connection import Client
 from bucketline.loader.service.control_page import FREE, MAX_SLABS, TAKEN, ControlPage, Word, fence
-from bucketline.loader.service.protocol import WAKE, failure_as_json
 from bucketline.loader.service.shared_memory import HEAD_BYTES, HeadWriter, SharedMemory
+from bucketline.loader.service.sockets import peer_uid
+from bucketline.loader.service.wire import WAKE, Response, failure_as_json, send
 from bucketline.loader.stats import Stats
 
 if TYPE_CHECKING:
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.plan.cursor import Cursor
-    from bucketline.loader.service.protocol import Request
+    from bucketline.loader.service.wire import Request
 
 _LOOK_EVERY_S = 0.1  # poll interval for room: no wake-up can be lost (`fence`), but if one were, this would be the delay
 
@@ -152,45 +156,65 @@ class ClientThreads(PrefetchThreads):
                 self._sock.send(WAKE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
-class Session:
-    """A client's connection, from the moment that its request is accepted."""
+class RingClient(Client):
+    """A client on this machine."""
 
-    def __init__(
-        self, sock: socket.socket, wanted: Request, builder: BatchBuilder, *, stores: tuple[str, ...], depth: int
-    ) -> None:
-        """Begin nothing yet. `stores` are the names of what the client reads, as the service knows them."""
-        self.who = {"pid": wanted.pid, "rank": wanted.rank, "world_size": wanted.world_size, "stores": stores}
-        self._sock, self._depth = sock, depth
-        self._threads = ClientThreads(sock, builder, wanted.cursor, depth=depth, is_pinned=wanted.is_pinned)
-        self._is_closed = False
+    max_clients = 1024
 
-    @property
-    def fd(self) -> int:
-        return self._threads.memory.fd
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._threads: ClientThreads | None = None
+        self._depth = 0
+
+    def admit(self) -> None:
+        """Refuse processes of other users.
+
+        Raises:
+            DeliveryError: if the client belongs to another user than this process.
+        """
+        uid = peer_uid(self.sock)
+        if uid != os.geteuid():
+            raise DeliveryError(f"the service belongs to user {os.geteuid()}, you are user {uid}; start your own")
+
+    def begin(self, builder: BatchBuilder, wanted: Request) -> dict[str, Any]:
+        """Make the shared memory and send its descriptor; return who the client is."""
+        self._depth = depth_of(builder.config, builder.buffer_bytes)
+        threads = ClientThreads(self.sock, builder, wanted.cursor, depth=self._depth, is_pinned=wanted.is_pinned)
+        send(self.sock, asdict(Response(buffer_bytes=builder.buffer_bytes, depth=self._depth)), threads.memory.fd)
+        self._threads = threads
+        return {"pid": wanted.pid}
 
     def run(self) -> None:
         """Fill buffers until the client leaves or `stop` is called."""
+        assert self._threads is not None
         try:
             self._threads.start()
-            while self._sock.recv(4096):
+            while self.sock.recv(4096):
                 self._threads.look_again()
         except DeliveryError as error:
             self.stop(str(error))
         except OSError:
             pass  # a client that was killed with bytes unread
-        finally:
-            self._threads.close()
-            self._threads.memory.close()
 
     def stop(self, reason: str) -> None:
         """End the client's iteration with an error after the ready batches; `run` returns soon."""
-        self._threads.control.end(failure_as_json(DeliveryError(reason)))
-        self._threads.release()
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        threads = self._threads
+        if threads is not None:
+            threads.control.end(failure_as_json(DeliveryError(reason)))
+            threads.release()
+        self.shut()
+
+    def close(self) -> None:
+        """End the threads, and close the memory and the connection."""
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.close()
+            threads.memory.close()
+        self.sock.close()
 
     def stats(self) -> Stats:
         """Return the statistics so far: the client counts its waits itself, in the shared page."""
+        assert self._threads is not None
         counts, control = self._threads.counted(), self._threads.control
         control.note_queue(counts)
         counts.waited_s, counts.depth = control.words[Word.WAITED_US] / 1e6, self._depth

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
-import struct
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bucketline.errors import BucketlineError, DeliveryError
-from bucketline.loader import Loader, LoaderConfig, RemoteLoader
-from bucketline.loader.network.wire import NETWORK_PROTOCOL, FrameKind
-from bucketline.loader.service.protocol import receive, send
+from bucketline.errors import BucketlineError, CorruptError, DeliveryError
+from bucketline.loader import Loader, LoaderConfig, ServiceAddress
+from bucketline.loader.service.client_stores import served_names
+from bucketline.loader.service.layouts import HEAD, FrameKind
+from bucketline.loader.service.links import link_to
+from bucketline.loader.service.wire import PROTOCOL, receive, send
+from bucketline.store.format.manifest import dump_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,22 +24,15 @@ if TYPE_CHECKING:
     from bucketline.store import Store
 
 CONFIG = LoaderConfig(batch_size=2)
-HEAD = struct.Struct("<BQQQIQ")
 END = HEAD.pack(FrameKind.END, 0, 0, 0, 0, 0)
-HELLO = {"bucketline": NETWORK_PROTOCOL, "nonce": "n"}
+HELLO = {"bucketline": PROTOCOL, "nonce": "n"}
 
 
-def granted(store: Store, **changes: object) -> dict[str, Any]:
-    """Return the answer of a server, with some values changed."""
-    with Loader(store, CONFIG) as loader:
-        answer = {
-            "state": loader.state_dict(),
-            "sizes": [list(one) for one in loader.plan.epoch_steps.sizes],
-            "latent_kind": loader.latent_kind.value,
-            "buffer_bytes": loader.buffer_bytes,
-            "stores": ["s"],
-        }
-    return {**answer, **changes}
+GRANTED: dict[str, Any] = {"buffer_bytes": 1 << 20, "depth": 2}
+
+
+def reader(store: Store | None, server: Server, config: LoaderConfig = CONFIG, deadline_s: float = 0.3) -> Loader:
+    return Loader(store, config, service=ServiceAddress(f"tcp://127.0.0.1:{server.port}", deadline_s=deadline_s))
 
 
 class Server:
@@ -59,10 +54,9 @@ class Server:
             with sock, suppress(OSError, BucketlineError):
                 self.num_asked += 1
                 send(sock, self._hello)
-                asked, _ = receive(sock, 10)
+                receive(sock, 10)
                 send(sock, self._answer)
-                if asked["is_streamed"]:
-                    sock.sendall(self._frames)
+                sock.sendall(self._frames)
 
     def close(self) -> None:
         self._sock.shutdown(socket.SHUT_RDWR)
@@ -93,8 +87,8 @@ def layout_of(*values: object, num_bytes: int = 0) -> bytes:
 def test_an_end_before_the_last_step_is_an_error(store: Store, epochs: int | None) -> None:
     config = LoaderConfig(batch_size=2, epochs=epochs)
     with (
-        server(granted(store), END) as found,
-        RemoteLoader(str(found.port), config, deadline_s=1) as far,
+        server(GRANTED, END) as found,
+        reader(store, found, config, 1) as far,
         pytest.raises(DeliveryError, match="before step 0"),
     ):
         next(far.forever())
@@ -102,32 +96,72 @@ def test_an_end_before_the_last_step_is_an_error(store: Store, epochs: int | Non
 
 @pytest.mark.parametrize("frames", [failure("DeliveryError"), b""], ids=["fails", "ends"])
 def test_a_server_that_fails_at_once_is_asked_a_few_times_until_the_deadline(store: Store, frames: bytes) -> None:
-    with server(granted(store), frames) as found, RemoteLoader(str(found.port), CONFIG, deadline_s=0.7) as far:
+    with server(GRANTED, frames) as found, reader(store, found, deadline_s=0.7) as far:
         with pytest.raises(DeliveryError, match=r"the disk is on fire|ended without a message|no server of batches"):
             next(far.forever())
         assert 2 <= found.num_asked < 12
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "sizes of three": {"sizes": [[1, 2, 3]]},
-    "sizes of one": {"sizes": [[4]]},
-    "a global batch of 0": {"sizes": [[4, 0]]},
-    "negative sizes": {"sizes": [[-4, 2]]},
-    "no sizes": {"sizes": []},
-    "rows beyond reason": {"sizes": [[10**30, 1]]},
-    "an unknown kind of latents": {"latent_kind": "x"},
-    "no bytes": {"buffer_bytes": -1},
+    "no bytes": {"buffer_bytes": 0},
+    "less than none": {"buffer_bytes": -1},
     "bytes beyond reason": {"buffer_bytes": 1 << 62},
-    "no state": {"state": {}},
-    "a state of another version": {"state": {"version": 99}},
-    "a missing field": {"stores": None},
+    "no depth": {"depth": 0},
+    "a missing field": {"depth": None},
+    "a field too many": {"surprise": 1},
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_answer_is_an_error_that_names_the_server(store: Store, name: str) -> None:
-    with server(granted(store, **WRONG[name])) as found, pytest.raises(DeliveryError, match=rf"127.0.0.1:{found.port}"):
-        RemoteLoader(str(found.port), CONFIG, deadline_s=0.3)
+    with (
+        server({**GRANTED, **WRONG[name]}) as found,
+        reader(store, found) as far,
+        pytest.raises(DeliveryError, match=rf"127.0.0.1:{found.port}"),
+    ):
+        next(far.forever())
+
+
+def told(place: object = "s", repeats: object = 1, manifest_bytes: object = 4) -> dict[str, Any]:
+    return {"stores": [{"place": place, "repeats": repeats, "manifest_bytes": manifest_bytes}]}
+
+
+STORES: dict[str, tuple[dict[str, Any], bytes]] = {
+    "nothing": ({}, b""),
+    "no store": ({"stores": []}, b""),
+    "a place that is none": (told(place=1), b"{}{}"),
+    "repeats that are none": (told(repeats="x"), b"{}{}"),
+    "repeats of 0": (told(repeats=0), b"{}{}"),
+    "no bytes": (told(manifest_bytes=0), b""),
+    "bytes beyond reason": (told(manifest_bytes=1 << 40), b""),
+    "fewer bytes than said": (told(manifest_bytes=100), b"{}"),
+    "a manifest that is none": (told(), b"{}{}"),
+    "a manifest that is deep": (told(manifest_bytes=100_000), b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_wrong_stores_are_an_error(name: str) -> None:
+    with server(*STORES[name]) as found, pytest.raises(BucketlineError):
+        reader(None, found)
+
+
+def test_a_manifest_that_was_changed_on_the_way_is_an_error(store: Store) -> None:
+    data = dump_manifest(store.manifest)
+    changed = data.replace(b'"generation":2', b'"generation":3')
+    assert changed != data
+    with server(told(manifest_bytes=len(data)), changed) as found, pytest.raises(CorruptError, match="the manifest of s from"):
+        reader(None, found)
+    with server(told(manifest_bytes=len(data)), data) as found, reader(None, found) as far:
+        assert far.shares[0].store.manifest == store.manifest
+        with pytest.raises(DeliveryError, match="it has other stores than were requested"):
+            far.shares[0].store.reopened(1)
+
+
+@pytest.mark.parametrize("names", [b"", b"[1]", b'["a", "b"]', b"{}", b"[" * 100_000])
+def test_wrong_names_are_an_error(names: bytes) -> None:
+    with server({"bytes": len(names)}, names) as found, pytest.raises(DeliveryError, match=r"the answer of .* is invalid"):
+        served_names(link_to(ServiceAddress(f"tcp://{found.port}")), [], [bytes(16)])
 
 
 BATCHES = {
@@ -155,8 +189,8 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_wrong_batch_is_an_error_of_delivery(store: Store, name: str) -> None:
     with (
-        server(granted(store), BATCHES[name]) as found,
-        RemoteLoader(str(found.port), CONFIG, deadline_s=0.15) as far,
+        server(GRANTED, BATCHES[name]) as found,
+        reader(store, found, deadline_s=0.15) as far,
         pytest.raises(DeliveryError),
     ):
         next(far.forever())
@@ -165,4 +199,4 @@ def test_a_wrong_batch_is_an_error_of_delivery(store: Store, name: str) -> None:
 @pytest.mark.parametrize("hello", [{}, {"nonce": 1}, {"nonce": "\ud800"}, {"nonce": ["n"] * 1000}])
 def test_a_wrong_greeting_is_an_error_of_delivery(hello: dict[str, Any]) -> None:
     with server({}, b"", hello) as found, pytest.raises(DeliveryError, match=rf"127.0.0.1:{found.port}"):
-        RemoteLoader(str(found.port), CONFIG, deadline_s=0.3)
+        reader(None, found)

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.utils import floatToGoString
 
 from bucketline.errors import UsageError
-from bucketline.loader.network.addresses import address_of
+from bucketline.loader.service.address import address_of
 from bucketline.store.remote.cache.held_line import LATENCY_BOUNDS_S
 
 if TYPE_CHECKING:

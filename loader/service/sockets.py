@@ -1,4 +1,4 @@
-"""The service's socket: reachable only by its user, and never replacing a live one.
+"""The service's sockets: a unix socket that only its user reaches and that never replaces a live one, and those of TCP.
 
 In a folder that others may write, anybody can listen at a name or lock files that they can open. So a socket is created under a
 lock on a file that only this user may open, and a client checks who listens before it sends anything.
@@ -10,16 +10,18 @@ import fcntl
 import os
 import select
 import socket
+import ssl
 import stat
 import struct
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import DeliveryError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 MAX_PATH_BYTES = 107  # Linux keeps 108 for a socket's path, and its end
@@ -190,15 +192,59 @@ def peer_uid(sock: socket.socket) -> int:
     return int(uid)
 
 
-def accept_all(sock: socket.socket, take_in: Callable[[socket.socket], None], stop_fd: int, tick: Callable[[], float]) -> None:
-    """Pass every connection to `take_in` until `stop_fd` becomes readable.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Security:
+    """The token and the certificate of a service that listens on TCP."""
+
+    token: bytes | None = None
+    certificate: Path | None = None  # with TLS: its chain, PEM
+    key: Path | None = None  # PEM; None: in the certificate's file
+
+    def context(self) -> ssl.SSLContext | None:
+        """Return the service's TLS context; None without TLS.
+
+        Raises:
+            UsageError: if the certificate or key cannot be used.
+        """
+        if self.certificate is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+        except OSError as error:  # ssl's errors are
+            raise UsageError(f"the certificate {self.certificate} cannot be used: {error}") from error
+        return context
+
+
+def limit_silence(sock: socket.socket, seconds: float) -> None:
+    """Let a socket that sends nothing for so long raise `TimeoutError` in a `FrameReader`."""
+    if isinstance(sock, ssl.SSLSocket):
+        sock.settimeout(seconds)
+    else:  # the socket stays a blocking one, so that one call receives a whole batch
+        whole, part = divmod(seconds, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(part * 1e6)))
+
+
+def end_when_peer_is_lost(sock: socket.socket) -> None:
+    """Let a connection to a machine that is gone fail within a minute, and send small messages at once."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)
+
+
+def accept_all(doors: Mapping[socket.socket, Callable[[socket.socket], None]], stop_fd: int, tick: Callable[[], float]) -> None:
+    """Pass each listening socket's connections to its function until `stop_fd` becomes readable.
 
     `tick` is called in between and returns the seconds until its next call.
     """
     while True:
-        readable, _, _ = select.select([sock.fileno(), stop_fd], [], [], max(0.0, tick()))
+        readable, _, _ = select.select([*(door.fileno() for door in doors), stop_fd], [], [], max(0.0, tick()))
         if stop_fd in readable:
             return
-        if readable:
-            with suppress(OSError):  # the client has left, or no descriptor is free: it will be retried
-                take_in(sock.accept()[0])
+        for door, take_in in doors.items():
+            if door.fileno() in readable:
+                with suppress(OSError):  # the client has left, or no descriptor is free: it will be retried
+                    take_in(door.accept()[0])

@@ -39,7 +39,7 @@ def new_nonce() -> str:
 
 def proof_of(token: bytes | None, nonce: str) -> str:
     """Return the proof that its maker has the token; an empty text if there is none."""
-    return "" if token is None else hmac.new(token, f"bucketline {nonce}".encode(), "sha256").hexdigest()
+    return "" if token is None else hmac.new(token, f"bucketline {nonce}".encode(errors="replace"), "sha256").hexdigest()
 
 
 def is_proof(given: object, token: bytes | None, nonce: str) -> bool:

@@ -15,22 +15,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bucketline.errors import BucketlineError, UsageError
-from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader import Loader, LoaderConfig, ServiceAddress
 from bucketline.loader.commands.stats import stats_of, summary
-from bucketline.loader.network import metrics as metrics_module
-from bucketline.loader.network.addresses import address_of
-from bucketline.loader.network.listener import Security, listening
-from bucketline.loader.network.metrics import metrics_served
-from bucketline.loader.network.remote_loader import RemoteLoader
-from bucketline.loader.service import client
+from bucketline.loader.service import links
+from bucketline.loader.service import metrics as metrics_module
+from bucketline.loader.service.address import address_of
+from bucketline.loader.service.metrics import metrics_served
 from bucketline.loader.service.server import Service
+from bucketline.loader.service.sockets import Security
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
 from tests.commands import spawn
 from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until
-from tests.serving import serving
+from tests.serving import serving, serving_here
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,7 +74,7 @@ def test_metrics_count_what_each_client_was_given_and_stay_when_it_has_left(
 ) -> None:
     service = Service([store.path])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    monkeypatch.setattr(client, "connected", lambda _: ours)
+    monkeypatch.setattr(links, "connected", lambda _: ours)
     stores = f'stores="{store.path}"'
     with metrics_served("127.0.0.1:0", service.stats) as port:
         assert metrics_at(port)["bucketline_requests_refused_total"] == {"": 0}
@@ -149,7 +148,7 @@ def test_fetching_is_counted_by_store_with_its_latencies(store: Store, tmp_path:
     push(shutil.copytree(store.path, tmp_path / "own.store"), ObjectFolder.open(url))
     service = Service([url], RemoteOptions(cache=tmp_path / "cache", cache_bytes=1 << 30))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    monkeypatch.setattr(client, "connected", lambda _: ours)
+    monkeypatch.setattr(links, "connected", lambda _: ours)
     config = LoaderConfig(batch_size=2, epochs=1, cache=str(tmp_path / "cache"), cache_bytes="1GiB")
     with metrics_served("0", service.stats) as port, Loader(url, config, service="/unused") as loader:
         service.take_in(theirs)
@@ -169,7 +168,7 @@ def test_an_iteration_that_fails_is_counted(tmp_path: Path, monkeypatch: pytest.
     made = make_store(tmp_path / "s.store", samples_of({"train/64x64": 4}))
     service = Service([made.path])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    monkeypatch.setattr(client, "connected", lambda _: ours)
+    monkeypatch.setattr(links, "connected", lambda _: ours)
     monkeypatch.setattr("bucketline.loader.collate.batch_builder.BatchBuilder.fill", _fail)
     with Loader(made, LoaderConfig(batch_size=2, epochs=1), service="/unused") as loader:
         service.take_in(theirs)
@@ -201,18 +200,16 @@ def test_the_text_says_who_waits_and_for_which_buckets(store: Store, socket_path
 
 
 def test_clients_on_other_machines_are_counted_while_connected_and_stay_in_the_totals(store: Store, tmp_path: Path) -> None:
-    service = Service([store.path])
-    assert service.stats()["network"] is None
+    assert Service([store.path]).stats()["network"] is None
     for name, token in (("token", b"the token of this test"), ("other", b"not the token of this test")):
         (tmp_path / name).write_bytes(token)
         (tmp_path / name).chmod(0o600)
     with (
-        listening("0", [store.path], Security(token=b"the token of this test")) as found,
-        metrics_served("127.0.0.1:0", service.stats) as port,
+        serving_here(tmp_path, store.path, security=Security(token=b"the token of this test")) as found,
+        metrics_served("127.0.0.1:0", found.service.stats) as port,
     ):
-        service.network = found.clients.as_json
-        address, own = f"127.0.0.1:{found.port}", tmp_path / "token"
-        with RemoteLoader(address, LoaderConfig(batch_size=2), token=own, rank=1, world_size=2) as far:
+        service, own = found.service, ServiceAddress(found.tcp, token=tmp_path / "token")
+        with Loader(None, LoaderConfig(batch_size=2), service=own, rank=1, world_size=2) as far:
             batches = far.forever()
             next(batches)
             assert wait_until(lambda: service.stats()["network"]["samples"] >= 2)
@@ -220,14 +217,13 @@ def test_clients_on_other_machines_are_counted_while_connected_and_stay_in_the_t
             del batches
         assert wait_until(lambda: not service.stats()["network"]["clients"])
         before = service.stats()["network"]
-        with RemoteLoader(address, LoaderConfig(batch_size=2, epochs=1), token=own) as far:
+        with Loader(None, LoaderConfig(batch_size=2, epochs=1), service=own) as far:
             samples = sum(batch.ids.shape[0] for batch in far.forever())
         with pytest.raises(BucketlineError, match="the token is not the server's"):
-            RemoteLoader(address, LoaderConfig(batch_size=2), token=tmp_path / "other", deadline_s=5.0)
+            Loader(None, LoaderConfig(batch_size=2), service=ServiceAddress(found.tcp, token=tmp_path / "other"))
         assert wait_until(lambda: service.stats()["network"]["samples"] == before["samples"] + samples)
         then = service.stats()
         assert metrics_at(port)["bucketline_network_samples_total"] == {"": then["network"]["samples"]}
-    service.stop()
     assert now["bucketline_network_clients_total"] == {"": 1}
     (labels,) = now["bucketline_network_client_samples"]
     assert re.fullmatch(r'address="127\.0\.0\.1:\d+",rank="1"', labels)
@@ -246,7 +242,7 @@ def test_a_service_answers_prometheus(tmp_path: Path) -> None:
     with serving(path, made.path, options=("--metrics", "127.0.0.1:0", "--listen", "127.0.0.1:0")) as process:
         assert process.stderr is not None
         listens, port = (int(process.stderr.readline().split()[-1]) for _ in range(2))
-        with RemoteLoader(f"127.0.0.1:{listens}", LoaderConfig(batch_size=2, epochs=1)) as far:
+        with Loader(None, LoaderConfig(batch_size=2, epochs=1), service=f"tcp://{listens}") as far:
             assert sum(batch.ids.shape[0] for batch in far.forever()) == 40
         assert wait_until(lambda: stats_of(path)["network"]["samples"] == 40)
         with Loader(made, LoaderConfig(batch_size=2), service=path) as loader:

@@ -1,0 +1,87 @@
+"""The address of a service, as users write it: `unix:PATH`, `tcp://HOST:PORT[,HOST:PORT...]`, or `auto`."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from bucketline.errors import UsageError
+from bucketline.loader.service.sockets import checked_path
+from bucketline.option_types import expect
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+AUTO = "auto"  # a child process of the loader's own
+_LOOPBACK = "127.0.0.1"
+_UNIX, _TCP = "unix:", "tcp://"
+_MAX_PORT = 65535
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Return the host and port of `HOST:PORT`, `[IPV6]:PORT` or `PORT`, which is one of the loopback interface.
+
+    Raises:
+        UsageError: if it is none of these.
+    """
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit()) or int(port) > _MAX_PORT:
+        raise UsageError(
+            f"{text} is not an address, expected HOST:PORT with a port up to {_MAX_PORT}, such as {_LOOPBACK}:9400"
+        )
+    return host.removeprefix("[").removesuffix("]") or _LOOPBACK, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches a host's address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceAddress:
+    """The address of a service, and the files that a client of one on another machine needs.
+
+    `where`: `unix:PATH` (or only the path) of a `loader serve` on this machine, `tcp://HOST:PORT` of one that listens, or of
+    several that stand in for one another, separated by commas; "auto" for a child process.
+    """
+
+    where: Path | str
+    token: Path | str | None = None  # the file with the servers' token
+    certificate: Path | str | None = None  # with TLS: the file (PEM) with the certificates to trust
+    deadline_s: float = 60.0  # without any server, before an iteration ends with an error
+    path: Path | None = field(init=False, default=None)  # of a unix socket
+    servers: tuple[tuple[str, int], ...] = field(init=False, default=())  # over TCP
+
+    def __post_init__(self) -> None:
+        """Validate the address; nothing is connected to, and no file is read.
+
+        Raises:
+            UsageError: if it is none, or has options that only servers over TCP have.
+        """
+        expected = 'a `loader serve`: "unix:PATH" or "tcp://HOST:PORT", or "auto"'
+        expect("service", self.where, str | os.PathLike, expected)
+        text = os.fspath(self.where)
+        if not self.deadline_s > 0:
+            raise UsageError(f"deadline_s is {self.deadline_s}, expected seconds above 0")
+        if text.startswith(_TCP):
+            names = [one for one in text.removeprefix(_TCP).split(",") if one]
+            if not names:
+                raise UsageError(f"service is {text}, expected {expected}")
+            object.__setattr__(self, "servers", tuple(map(address_of, names)))
+            return
+        if self.token is not None or self.certificate is not None:
+            raise UsageError(
+                f"service is {text} with a token or a certificate, which only tcp://HOST:PORT takes; leave them out"
+            )
+        if text != AUTO:
+            object.__setattr__(self, "path", checked_path(text.removeprefix(_UNIX)))
+
+    @classmethod
+    def of(cls, service: ServiceAddress | Path | str) -> ServiceAddress:
+        """Return the address that a user gave."""
+        return service if isinstance(service, ServiceAddress) else cls(service)

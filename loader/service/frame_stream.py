@@ -1,0 +1,152 @@
+"""Batches over TCP: a thread receives them into the memory that they are used in, a few ahead of the caller."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from bucketline.errors import BucketlineError, DeliveryError
+from bucketline.forks import OwnerProcess
+from bucketline.loader.prefetch.threads import depth_of
+from bucketline.loader.service.frames import FrameReader
+from bucketline.loader.service.layouts import FrameKind
+from bucketline.loader.service.links import FIRST_PAUSE_S, UnreachableError, paused
+from bucketline.loader.service.wire import failure_of, message_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bucketline.loader.collate.buffer_pool import FilledBuffer
+    from bucketline.loader.prefetch.delivery import OwnBuffers
+    from bucketline.loader.service.links import Servers, ServiceAnswer
+    from bucketline.loader.service.wire import Request
+    from bucketline.loader.stats import Stats
+
+
+class FrameStream:
+    """An iteration whose batches a server sends; if it is lost, the next one continues at the same batch."""
+
+    def __init__(self, servers: Servers, wanted: Request, answer: ServiceAnswer, buffers: OwnBuffers) -> None:
+        """Begin to receive from the server that has answered.
+
+        Raises:
+            DeliveryError: if the answer is invalid.
+        """
+        self._servers, self._wanted = servers, wanted
+        try:
+            buffer_bytes = answer.response().buffer_bytes
+            depth = depth_of(wanted.config, buffer_bytes)
+            self._delivery = buffers.delivery(buffer_bytes, depth + 2, depth)
+        except BaseException:
+            answer.close()
+            raise
+        self._owner, self._over = OwnerProcess(), threading.Event()
+        self._sock = answer.sock
+        self._turn = 0
+        self._refusals = 0  # failures that servers have told, since the last batch
+        self._thread = threading.Thread(target=self._run, args=(answer,), name="bucketline-receiver", daemon=True)
+        self._thread.start()
+
+    def next(self) -> tuple[FilledBuffer, Tensor] | None:
+        """Return the next micro-batch and its bytes on the caller's device; see `ThreadStream.next`."""
+        return self._delivery.take(self._thread.is_alive)
+
+    def note_queue(self, stats: Stats) -> None:
+        """See `ThreadStream.note_queue`."""
+        self._delivery.note_queue(stats)
+
+    def _run(self, answer: ServiceAnswer) -> None:
+        failure: BaseException | None = None
+        try:
+            self._receive(answer)
+        except BucketlineError as error:
+            failure = error
+        except Exception as error:  # noqa: BLE001 - delivered to the caller, who raises it
+            failure = DeliveryError(f"the receiving thread failed: {type(error).__name__}: {error}")
+        self._delivery.end(self._turn, failure)
+
+    def _receive(self, first: ServiceAnswer) -> None:
+        """Receive until the end, from one server after another."""
+        answer: ServiceAnswer | None = first
+        until, pause, failures = time.monotonic() + self._servers.deadline_s, FIRST_PAUSE_S, 0
+        while not self._over.is_set():
+            turn = self._turn
+            try:
+                if answer is None:
+                    answer = self._servers.asked_until(message_of(self._wanted), until, self._over)
+                if self._receive_all(answer):
+                    return
+            except UnreachableError as error:
+                if self._turn != turn:
+                    until, pause, failures = time.monotonic() + self._servers.deadline_s, FIRST_PAUSE_S, 0
+                elif time.monotonic() > until:
+                    raise DeliveryError(str(error)) from error
+            answer, failures = None, failures + 1
+            self._servers.lost()
+            if failures >= self._servers.count:  # each has failed since the last batch
+                pause = paused(pause, self._over)
+
+    def _receive_all(self, answer: ServiceAnswer) -> bool:
+        """Receive from one server until the end; return True if that was the iteration's.
+
+        Raises:
+            UnreachableError: if the server is lost, or says that it is stopped; the request is at the next micro-batch.
+            BucketlineError: if every server refuses the request or cannot read the next batch.
+        """
+        self._sock = sock = answer.sock
+        if self._over.is_set():
+            sock.close()
+            return True
+        with sock:
+            frames = FrameReader(sock, min(answer.response().buffer_bytes, self._delivery.pool.buffer_bytes))
+            try:
+                while (kind := frames.next_kind()) is not FrameKind.END:
+                    if kind is FrameKind.FAILURE:
+                        self._refused(failure_of(frames.failure()))
+                    if kind is FrameKind.BATCH and not self._take(frames):
+                        return True
+            except (DeliveryError, OSError) as error:
+                raise UnreachableError(str(error)) from error
+        return True
+
+    def _refused(self, failure: BucketlineError) -> None:
+        """Try the next server, unless all have failed at this batch."""
+        self._refusals += 1
+        if isinstance(failure, DeliveryError) or self._refusals < self._servers.count:
+            raise UnreachableError(str(failure))
+        raise failure
+
+    def _take(self, frames: FrameReader) -> bool:
+        """Receive one batch; return False if nobody needs it any more."""
+        pool, cursor = self._delivery.pool, self._wanted.cursor
+        buffer = pool.take()
+        try:
+            filled = frames.batch(buffer)
+            if (filled.step, filled.micro_step) != (cursor.step, cursor.micro_step):
+                expected = f"step {cursor.step}, micro-batch {cursor.micro_step}"
+                raise DeliveryError(f"step {filled.step}, micro-batch {filled.micro_step} came, expected {expected}")
+        except BaseException:
+            pool.give_back(buffer)
+            raise
+        if not self._delivery.put(self._turn, filled):
+            return False
+        self._turn += 1
+        self._refusals = 0
+        after = cursor.after(filled.step, filled.micro_step, self._wanted.config.accumulation)
+        self._wanted = replace(self._wanted, cursor=after)
+        return True
+
+    def close(self) -> None:
+        """End the iteration; the thread is gone when this returns. A forked child has none."""
+        if not self._owner.is_current:
+            return
+        self._over.set()
+        self._delivery.close()
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join()

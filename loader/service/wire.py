@@ -1,0 +1,265 @@
+"""The messages between a client and a service: a greeting, one request, one answer. Each is a JSON object.
+
+A message is its length (four bytes, big-endian) and that many bytes of JSON; an answer may be followed by as many bytes as it
+says. Nothing else is accepted, and nothing is unpickled. The service greets with a nonce, and the client's request carries its
+proof of the token, which over a unix socket is empty: there, the system says whose process it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from bucketline import errors
+from bucketline.errors import BucketlineError, DeliveryError
+from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` reads the annotations at run time
+from bucketline.loader.history import StoreId  # noqa: TC001 - likewise
+from bucketline.loader.plan.cursor import Cursor  # noqa: TC001 - likewise
+from bucketline.loader.service.tokens import proof_of
+from bucketline.typed_json import TypedJsonError, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PROTOCOL = 6
+MAX_MESSAGE_BYTES = 1 << 20
+ALIVE_EVERY_S = 2.0  # over TCP, a server with nothing to send sends a sign of life
+ALIVE = {"alive": True}  # before the answer; then it is a frame
+WAKE = b"\0"  # over a unix socket, each byte after the answer means: read the control page again
+MAX_BATCH_BYTES = 1 << 30  # that a client on another machine can request
+_MAX_PREFETCH_BYTES, _MAX_THREADS = 1 << 28, 4  # of such a client, on the server
+_LENGTH = struct.Struct(">I")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The batches that a client requests: the same that a loader in its own process would deliver."""
+
+    stores: tuple[StoreId, ...]
+    config: LoaderConfig
+    rank: int
+    world_size: int
+    plan: str  # digest: both sides must compute the same plan
+    cursor: Cursor
+    is_pinned: bool  # the client registers shared memory with its device, so pages must not move
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """The answer to a client that requests batches; over a unix socket with the descriptor of the shared memory."""
+
+    buffer_bytes: int  # size of the buffer of one batch
+    depth: int  # micro-batches filled ahead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedStore:
+    """A store of the service, at a generation, or at its newest."""
+
+    store_id: str
+    generation: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoresRequest:
+    """The manifests of stores that a client requests; of all, each at its newest generation, if it names none."""
+
+    wanted: tuple[WantedStore, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedManifest:
+    """A store as the service tells of it; its manifest follows the answer."""
+
+    place: str
+    repeats: int | float
+    manifest_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoresResponse:
+    """The answer to a `StoresRequest`."""
+
+    stores: tuple[ServedManifest, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamesRequest:
+    """The sample ids that a client requests, by their digests in hexadecimal."""
+
+    stores: tuple[StoreId, ...]
+    digests: tuple[str, ...]
+
+
+_KINDS = {"batches": Request, "stores": StoresRequest, "names": NamesRequest}
+
+
+def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None) -> None:
+    """Send one message, with a descriptor if one is given."""
+    body = json.dumps(message).encode()
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise DeliveryError(f"a message to the service has {len(body)} bytes, expected at most {MAX_MESSAGE_BYTES}")
+    data = _LENGTH.pack(len(body)) + body
+    if fd is not None:
+        sent = socket.send_fds(sock, [data], [fd])
+        data = data[sent:]
+    sock.sendall(data)
+
+
+def receive(sock: socket.socket, timeout_s: float, *, with_fd: bool = False) -> tuple[dict[str, Any], list[int]]:
+    """Receive one message within `timeout_s` and `MAX_MESSAGE_BYTES`. The socket has no timeout afterwards.
+
+    Raises:
+        DeliveryError: if the other side ends, is too slow, or sends anything else.
+    """
+    until = time.monotonic() + timeout_s
+    fds: list[int] = []
+    try:
+        (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size, until, fds if with_fd else None))
+        if length > MAX_MESSAGE_BYTES:
+            raise DeliveryError(f"a message of {length} bytes was announced, expected at most {MAX_MESSAGE_BYTES}")
+        message = json.loads(_exactly(sock, length, until, None))
+        if not isinstance(message, dict):
+            raise DeliveryError(f"a message is a {type(message).__name__}, expected an object")
+    except (OSError, ValueError, RecursionError) as error:
+        _close(fds)
+        raise DeliveryError(f"the other side sent an invalid message: {str(error) or type(error).__name__}") from error
+    except DeliveryError:
+        _close(fds)
+        raise
+    finally:
+        sock.settimeout(None)
+    return message, fds
+
+
+def receive_bytes(sock: socket.socket, count: int, silence_s: float) -> bytes:
+    """Receive what follows an answer, as long as something comes every `silence_s`.
+
+    Raises:
+        DeliveryError: if the other side ends, or sends nothing for too long.
+    """
+    data = bytearray()
+    try:
+        while len(data) < count:
+            data += _exactly(sock, min(count - len(data), 1 << 20), time.monotonic() + silence_s, None)
+    except OSError as error:
+        raise DeliveryError(f"the other side sent {len(data)} of {count} bytes: {error}") from error
+    finally:
+        sock.settimeout(None)
+    return bytes(data)
+
+
+def _exactly(sock: socket.socket, count: int, until: float, fds: list[int] | None) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the other side sent nothing for too long")
+        sock.settimeout(left)
+        if fds is None:
+            part = sock.recv(min(count - len(data), 1 << 16))
+        else:
+            part, got, _, _ = socket.recv_fds(sock, count - len(data), 1)
+            fds += got
+        if not part:
+            raise ConnectionError("the other side has ended")
+        data += part
+    return bytes(data)
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def ask(
+    sock: socket.socket, name: str, message: Mapping[str, Any], token: bytes | None, timeout_s: float, *, with_fd: bool = False
+) -> tuple[dict[str, Any], list[int]]:
+    """Send a message to a service that greets, and return its answer, or its failure as the service told it.
+
+    Raises:
+        DeliveryError: if it ends, sends nothing for `timeout_s`, or anything else than messages. `name` identifies it.
+    """
+    greeting, _ = receive(sock, timeout_s)
+    if "nonce" not in greeting and "error" not in greeting:
+        raise DeliveryError(f"the greeting of {name} is invalid; is it a service of the same bucketline?")
+    if "nonce" in greeting:
+        send(sock, {**message, "protocol": PROTOCOL, "proof": proof_of(token, str(greeting["nonce"]))})
+    answer, fds = (greeting, []) if "error" in greeting else receive(sock, timeout_s, with_fd=with_fd)
+    while answer == ALIVE:
+        answer, fds = receive(sock, timeout_s, with_fd=with_fd)
+    return answer, fds
+
+
+def message_of(request: Request | StoresRequest | NamesRequest) -> dict[str, Any]:
+    """Return a request as a message."""
+    encoded = encode(request)
+    assert isinstance(encoded, dict)
+    return {"ask": next(name for name, kind in _KINDS.items() if kind is type(request)), **encoded}
+
+
+def parse_request(message: Mapping[str, Any]) -> Request | StoresRequest | NamesRequest:
+    """Parse a client's request.
+
+    Raises:
+        DeliveryError: if the client uses another protocol version, or the message is damaged.
+        UsageError: if its configuration is invalid.
+    """
+    entries = dict(message)
+    if (version := entries.pop("protocol", None)) != PROTOCOL:
+        raise DeliveryError(
+            f"the client uses protocol version {version!r}, the service version {PROTOCOL}; use the same bucketline"
+        )
+    kind = _KINDS.get(str(asked := entries.pop("ask", None)))
+    if kind is None:
+        raise DeliveryError(f"the client's message requests {asked!r:.100}, expected one of {', '.join(_KINDS)}")
+    return parsed(kind, entries, "the client's message")
+
+
+def parsed(kind: type[T], message: Mapping[str, Any], item: str) -> T:
+    """Return a message as a record.
+
+    Raises:
+        DeliveryError: if it is not one; the message names the `item`.
+    """
+    try:
+        return decode(kind, message, item)
+    except TypedJsonError as error:
+        raise DeliveryError(f"{item} is invalid: {error}") from error
+
+
+def failure_as_json(error: BaseException) -> dict[str, str]:
+    """Return a failure as a JSON message."""
+    kind = type(error).__name__ if isinstance(error, BucketlineError) else DeliveryError.__name__
+    text = str(error) if isinstance(error, BucketlineError) else f"the service failed: {type(error).__name__}: {error}"
+    return {"error": kind, "message": text[: MAX_MESSAGE_BYTES // 16]}
+
+
+def failure_of(message: Mapping[str, Any]) -> BucketlineError:
+    """Return the failure in a message, with the class that it had in the service."""
+    kind = getattr(errors, str(message.get("error")), None)
+    known = isinstance(kind, type) and issubclass(kind, BucketlineError)
+    return (kind if known and kind is not None else DeliveryError)(str(message.get("message")))
+
+
+def sent(config: LoaderConfig) -> LoaderConfig:
+    """Return a loader's configuration for a service: nothing of this machine's disks and storage, and no choice of a window.
+
+    The plan's window is in it; a service that chose one by its own cache would make another plan.
+    """
+    lanes = config.lanes if config.window else None
+    return replace(config, lanes=lanes, cache=None, cache_bytes=None, endpoint=None, store_option=())
+
+
+def allowed(config: LoaderConfig) -> LoaderConfig:
+    """Return the configuration of a client on another machine within the limits."""
+    prefetch_bytes = min(config.prefetch_bytes, _MAX_PREFETCH_BYTES)
+    return replace(config, threads=min(config.threads, _MAX_THREADS), prefetch_bytes=prefetch_bytes)
