@@ -1,4 +1,4 @@
-"""Iterating by epochs: what the loader in this process and the remote one have in common.
+"""Iterating by epochs: the part of the loader that knows no stores.
 
 One `for` is one epoch. The batches of all epochs are one stream, which stays open between two epochs, so that the first batches
 of the next one are ready when its `for` begins.
@@ -21,7 +21,7 @@ from bucketline.loader.stats import Stats
 from bucketline.option_types import expect, expect_int
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     import torch
     from torch import Tensor
@@ -69,14 +69,6 @@ class EpochLoader(ABC):
         self._stream: Stream | None = None
         self._stream_pid = os.getpid()
         self._counts = Stats()
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, object]:
-        """Return the state as JSON values."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Resume from a saved state."""
 
     @abstractmethod
     def _begin_stream(self) -> Stream:
@@ -320,8 +312,9 @@ class EpochLoader(ABC):
             self._stream.note_queue(self._counts)
         return self._counts.copy(self._fetched())
 
+    @abstractmethod
     def _fetched(self) -> tuple[FetchStats, ...]:
-        return ()
+        """Return what was fetched of stores in object storage."""
 
     def _take_iterator(self) -> object:
         """Return the mark of a new iterator, which replaces the present one."""

@@ -19,7 +19,7 @@ from bucketline.option_types import unlike
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from bucketline.loader.iteration import EpochLoader
+    from bucketline.loader.loader import Loader
 
 
 def _refuse_collation(batches: list[Batch], **_: object) -> NoReturn:
@@ -42,7 +42,7 @@ class BatchDataset(IterableDataset[Batch]):
     set those that it has counted itself, also after a resume.
     """
 
-    def __init__(self, loader: EpochLoader) -> None:
+    def __init__(self, loader: Loader) -> None:
         """Wrap a loader.
 
         Raises:

@@ -14,8 +14,8 @@ from bucketline.forks import OwnerProcess
 from bucketline.loader.prefetch.threads import depth_of
 from bucketline.loader.service.frames import FrameReader
 from bucketline.loader.service.layouts import FrameKind
-from bucketline.loader.service.links import FIRST_PAUSE_S, UnreachableError, paused
-from bucketline.loader.service.wire import failure_of, message_of
+from bucketline.loader.service.links import FIRST_PAUSE_S, paused
+from bucketline.loader.service.wire import LostError, failure_of, message_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,11 +80,11 @@ class FrameStream:
                     answer = self._servers.asked_until(message_of(self._wanted), until, self._over)
                 if self._receive_all(answer):
                     return
-            except UnreachableError as error:
+            except (LostError, OSError):
                 if self._turn != turn:
                     until, pause, failures = time.monotonic() + self._servers.deadline_s, FIRST_PAUSE_S, 0
                 elif time.monotonic() > until:
-                    raise DeliveryError(str(error)) from error
+                    raise
             answer, failures = None, failures + 1
             self._servers.lost()
             if failures >= self._servers.count:  # each has failed since the last batch
@@ -94,7 +94,7 @@ class FrameStream:
         """Receive from one server until the end; return True if that was the iteration's.
 
         Raises:
-            UnreachableError: if the server is lost, or says that it is stopped; the request is at the next micro-batch.
+            LostError: if the server is lost, or says that it is stopped; the request is at the next micro-batch.
             BucketlineError: if every server refuses the request or cannot read the next batch.
         """
         self._sock = sock = answer.sock
@@ -103,21 +103,18 @@ class FrameStream:
             return True
         with sock:
             frames = FrameReader(sock, min(answer.response().buffer_bytes, self._delivery.pool.buffer_bytes))
-            try:
-                while (kind := frames.next_kind()) is not FrameKind.END:
-                    if kind is FrameKind.FAILURE:
-                        self._refused(failure_of(frames.failure()))
-                    if kind is FrameKind.BATCH and not self._take(frames):
-                        return True
-            except (DeliveryError, OSError) as error:
-                raise UnreachableError(str(error)) from error
+            while (kind := frames.next_kind()) is not FrameKind.END:
+                if kind is FrameKind.FAILURE:
+                    self._refused(failure_of(frames.failure()))
+                if kind is FrameKind.BATCH and not self._take(frames):
+                    return True
         return True
 
     def _refused(self, failure: BucketlineError) -> None:
         """Try the next server, unless all have failed at this batch."""
         self._refusals += 1
         if isinstance(failure, DeliveryError) or self._refusals < self._servers.count:
-            raise UnreachableError(str(failure))
+            raise LostError(str(failure))
         raise failure
 
     def _take(self, frames: FrameReader) -> bool:
@@ -128,7 +125,7 @@ class FrameStream:
             filled = frames.batch(buffer)
             if (filled.step, filled.micro_step) != (cursor.step, cursor.micro_step):
                 expected = f"step {cursor.step}, micro-batch {cursor.micro_step}"
-                raise DeliveryError(f"step {filled.step}, micro-batch {filled.micro_step} came, expected {expected}")
+                raise LostError(f"step {filled.step}, micro-batch {filled.micro_step} came, expected {expected}")
         except BaseException:
             pool.give_back(buffer)
             raise

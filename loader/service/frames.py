@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import DeliveryError
 from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.iteration import filled_batch
 from bucketline.loader.service.layouts import HEAD, FrameKind, LayoutReader, LayoutWriter
-from bucketline.loader.service.wire import MAX_BATCH_BYTES
+from bucketline.loader.service.wire import MAX_BATCH_BYTES, LostError
 from bucketline.store.format.columns import LatentKind
 
 if TYPE_CHECKING:
@@ -38,8 +37,7 @@ class FrameWriter:
         layout = self._layouts.encoded(filled)
         new = b"" if layout == self._sent else layout
         self._sent = layout
-        head = HEAD.pack(FrameKind.BATCH, filled.step, filled.micro_step, filled.epoch, len(new), filled.num_bytes)
-        self._sock.sendall(head + new)
+        self._sock.sendall(self._layouts.head(filled, new))
         self._sock.sendall(flat.numpy().data[: filled.num_bytes])
 
     def alive(self) -> None:
@@ -66,13 +64,12 @@ class FrameReader:
         """Receive a header, and what follows it but a batch's tensors.
 
         Raises:
-            DeliveryError: if the server ends, or sends anything else.
-            TimeoutError: if it sends nothing within the socket's timeout.
+            LostError: if the server ends, sends anything else, or nothing within the socket's timeout.
         """
         self._exactly(memoryview(self._head))
-        kind, self._step, self._micro_step, self._epoch, length, self._num_bytes = HEAD.unpack(self._head)
+        kind, *self._position, length, self._num_bytes = HEAD.unpack(self._head)
         if length > MAX_LAYOUT_BYTES or kind not in FrameKind.__members__.values() or self._num_bytes > self._buffer_bytes:
-            raise DeliveryError(
+            raise LostError(
                 f"a frame of kind {kind} with {length} and {self._num_bytes} bytes came, expected at most {MAX_LAYOUT_BYTES} "
                 f"and {self._buffer_bytes}; is it a server of the same bucketline?"
             )
@@ -85,21 +82,13 @@ class FrameReader:
     def batch(self, buffer: Tensor) -> FilledBuffer:
         """Receive the tensors of the batch whose header was read into a buffer, `[buffer_bytes]` uint8."""
         try:
-            bucket, num_bytes, fields = self._layouts.decoded(self._layout)
+            filled = self._layouts.filled(buffer, self._position, self._layout)
         except (ValueError, TypeError, RecursionError) as error:
-            raise DeliveryError(f"a batch's layout is damaged: {error}; is it a server of the same bucketline?") from error
-        if num_bytes != self._num_bytes:
-            raise DeliveryError(f"a batch of {bucket:.100} has {self._num_bytes} bytes, its layout {num_bytes}")
-        self._exactly(buffer.numpy().data[:num_bytes])
-        return FilledBuffer(
-            buffer=buffer,
-            fields=fields,
-            num_bytes=num_bytes,
-            step=self._step,
-            micro_step=self._micro_step,
-            epoch=self._epoch,
-            bucket=bucket,
-        )
+            raise LostError(f"a batch's layout is damaged: {error}; is it a server of the same bucketline?") from error
+        if filled.num_bytes != self._num_bytes:
+            raise LostError(f"a batch of {filled.bucket:.100} has {self._num_bytes} bytes, its layout {filled.num_bytes}")
+        self._exactly(buffer.numpy().data[: filled.num_bytes])
+        return filled
 
     def failure(self) -> dict[str, object]:
         """Return the failure whose header was read."""
@@ -116,11 +105,11 @@ class FrameReader:
             try:
                 got = self._sock.recv_into(into[at:], 0, flags)
             except (TimeoutError, BlockingIOError) as error:
-                raise TimeoutError("the server sent nothing for too long") from error
+                raise LostError("the server sent nothing for too long") from error
             except OSError as error:
-                raise DeliveryError(f"the connection broke: {error.strerror or error}") from error
+                raise LostError(f"the connection broke: {error.strerror or error}") from error
             if not got:
-                raise DeliveryError("the server has ended without a message")
+                raise LostError("the server has ended without a message")
             at += got
 
 

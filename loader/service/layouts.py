@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field
+from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field, FilledBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from bucketline.loader.collate.buffer_pool import FilledBuffer
+    from torch import Tensor
 
 HEAD = struct.Struct("<BQQQIQ")  # kind, step, micro step, epoch, length of the layout or message, bytes of tensors
 _MAX_KNOWN = 1 << 12
@@ -35,6 +35,11 @@ class LayoutWriter:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[object, bytes]] = {}  # by id; the object is kept, so that its id stays unique
+
+    def head(self, filled: FilledBuffer, layout: bytes) -> bytes:
+        """Return the head of a batch, and the layout that follows it."""
+        sizes = (len(layout), filled.num_bytes)
+        return HEAD.pack(FrameKind.BATCH, filled.step, filled.micro_step, filled.epoch, *sizes) + layout
 
     def encoded(self, filled: FilledBuffer) -> bytes:
         """Return the bucket, bytes and fields of a filled buffer."""
@@ -61,6 +66,14 @@ class LayoutReader:
         """Decode layouts. `check` is called with the bucket, bytes and fields of each new one, and may refuse it."""
         self._check = check
         self._known: dict[bytes, tuple[str, int, list[Field]]] = {}
+
+    def filled(self, buffer: Tensor, position: Sequence[int], layout: bytes) -> FilledBuffer:
+        """Return the description of a buffer; `position` is the step, micro step and epoch of its head."""
+        bucket, num_bytes, fields = self.decoded(layout)
+        step, micro_step, epoch = position
+        return FilledBuffer(
+            buffer=buffer, fields=fields, num_bytes=num_bytes, step=step, micro_step=micro_step, epoch=epoch, bucket=bucket
+        )
 
     def decoded(self, layout: bytes) -> tuple[str, int, list[Field]]:
         """Return the bucket, bytes and fields that were encoded.

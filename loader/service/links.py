@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import ssl
 import threading
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import DeliveryError, UsageError
 from bucketline.loader.service.child_process import ChildService
 from bucketline.loader.service.sockets import connected, end_when_peer_is_lost, limit_silence
 from bucketline.loader.service.tokens import read_token
-from bucketline.loader.service.wire import MAX_BATCH_BYTES, Response, ask, failure_of, parsed
+from bucketline.loader.service.wire import MAX_BATCH_BYTES, LostError, Response, ask, close_all, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from bucketline.store.remote.arguments import RemoteArguments
 
 SILENCE_S = 10.0  # a server over TCP that sends not even a sign of life for so long is lost
-_ANSWER_S = 600.0  # time limit for a service on this machine to open a store and plan
 FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # before all servers are tried again
 
 
@@ -54,16 +53,15 @@ class ServiceAnswer:
     def close(self) -> None:
         """Close the connection, and the descriptors that came."""
         self.sock.close()
-        for fd in self.fds:
-            os.close(fd)
+        close_all(self.fds)
 
 
-class Link(Protocol):
+class Link(ABC):
     """A way to a service."""
 
-    @property
-    def silence_s(self) -> float: ...  # after which the service is lost
+    silence_s = 600.0  # time limit for a service to open a store and plan
 
+    @abstractmethod
     def ask(self, message: Mapping[str, Any]) -> ServiceAnswer:
         """Connect and send a message.
 
@@ -71,29 +69,32 @@ class Link(Protocol):
             DeliveryError: if no service can be reached.
             BucketlineError: if it refuses.
         """
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """End a private service."""
+
+    def _asked(self, sock: socket.socket, name: str, message: Mapping[str, Any], token: bytes | None = None) -> ServiceAnswer:
+        try:
+            is_local = sock.family == socket.AF_UNIX
+            answer, fds = ask(sock, name, message, token, self.silence_s, with_fd=is_local)
+        except BaseException:
+            sock.close()
+            raise
+        return ServiceAnswer(sock=sock, name=name, message=answer, fds=fds)
 
 
-class UnixLink:
+class UnixLink(Link):
     """A service at a socket of this machine."""
-
-    silence_s = _ANSWER_S
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def ask(self, message: Mapping[str, Any]) -> ServiceAnswer:
-        return _asked(connected(self._path), f"the service at {self._path}", message)
-
-    def close(self) -> None: ...
+        return self._asked(connected(self._path), f"the service at {self._path}", message)
 
 
-class ChildLink:
+class ChildLink(Link):
     """A private service, which is started when it is needed and ends with this process."""
-
-    silence_s = _ANSWER_S
 
     def __init__(self, stores: Sequence[str], remote: RemoteArguments) -> None:
         self._stores, self._remote = stores, remote
@@ -102,12 +103,12 @@ class ChildLink:
     def ask(self, message: Mapping[str, Any]) -> ServiceAnswer:
         child = self._own()
         try:
-            return _asked(child.connect(), child.name, message)
+            return self._asked(child.connect(), child.name, message)
         except DeliveryError:
             if not child.has_ended():
                 raise
         child = self._own()  # the previous one was killed a moment ago
-        return _asked(child.connect(), child.name, message)
+        return self._asked(child.connect(), child.name, message)
 
     def _own(self) -> ChildService:
         """Return this process's child; start one if there is none or it has died."""
@@ -123,24 +124,7 @@ class ChildLink:
             self._child = None
 
 
-def _asked(sock: socket.socket, name: str, message: Mapping[str, Any]) -> ServiceAnswer:
-    try:
-        answer, fds = ask(sock, name, message, None, _ANSWER_S, with_fd=True)
-        found = ServiceAnswer(sock=sock, name=name, message=answer, fds=fds)
-        if "error" in answer:
-            found.close()
-            raise failure_of(answer)
-    except BaseException:
-        sock.close()
-        raise
-    return found
-
-
-class UnreachableError(Exception):
-    """A server that went away before it answered."""
-
-
-class Servers:
+class Servers(Link):
     """Servers over TCP, of the same stores: the first that answers is used until it fails."""
 
     def __init__(self, address: ServiceAddress) -> None:
@@ -159,10 +143,7 @@ class Servers:
             except OSError as error:
                 raise UsageError(f"the certificates {address.certificate} cannot be used: {error}") from error
         self._first, self.count = 0, len(self._addresses)
-
-    @property
-    def silence_s(self) -> float:
-        return SILENCE_S
+        self.silence_s = SILENCE_S
 
     def ask(self, message: Mapping[str, Any]) -> ServiceAnswer:
         return self.asked_until(message, time.monotonic() + self.deadline_s, threading.Event())
@@ -184,7 +165,7 @@ class Servers:
                 host, port = self._addresses[self._first]
                 try:
                     return self._ask((host, port), message, max(0.1, until - time.monotonic()))
-                except (OSError, UnreachableError) as error:
+                except (OSError, LostError) as error:
                     failure = f"{host}:{port}: {getattr(error, 'strerror', None) or error}"
                     self.lost()
             if over.is_set() or time.monotonic() + pause > until:
@@ -196,29 +177,22 @@ class Servers:
             pause = paused(pause, over)
 
     def _ask(self, address: tuple[str, int], message: Mapping[str, Any], left: float) -> ServiceAnswer:
-        sock, name = socket.create_connection(address, timeout=min(left, SILENCE_S)), f"{address[0]}:{address[1]}"
+        sock = socket.create_connection(address, timeout=min(left, self.silence_s))
         try:
             end_when_peer_is_lost(sock)
             if self._context is not None:
-                try:
-                    sock = self._context.wrap_socket(sock, server_hostname=address[0])
-                except ssl.SSLCertVerificationError as error:
-                    raise DeliveryError(
-                        f"the certificate of {address[0]} is not trusted: {error.verify_message}; name the file that it is in"
-                    ) from error
-            try:
-                answer, _ = ask(sock, name, message, self._token, SILENCE_S)
-            except DeliveryError as error:
-                raise UnreachableError(str(error)) from error
-            if "error" in answer:
-                raise failure_of(answer)
-            limit_silence(sock, SILENCE_S)
+                sock = self._context.wrap_socket(sock, server_hostname=address[0])
+        except ssl.SSLCertVerificationError as error:
+            sock.close()
+            raise DeliveryError(
+                f"the certificate of {address[0]} is not trusted: {error.verify_message}; name the file that it is in"
+            ) from error
         except BaseException:
             sock.close()
             raise
-        return ServiceAnswer(sock=sock, name=name, message=answer, fds=[])
-
-    def close(self) -> None: ...
+        answer = self._asked(sock, f"{address[0]}:{address[1]}", message, self._token)
+        limit_silence(sock, self.silence_s)
+        return answer
 
 
 def paused(pause: float, over: threading.Event) -> float:

@@ -16,7 +16,8 @@ from bucketline.errors import DeliveryError
 from bucketline.loader.prefetch.threads import PrefetchThreads, depth_of
 from bucketline.loader.service.client_connection import Client
 from bucketline.loader.service.control_page import FREE, MAX_SLABS, TAKEN, ControlPage, Word, fence
-from bucketline.loader.service.shared_memory import HEAD_BYTES, HeadWriter, SharedMemory
+from bucketline.loader.service.layouts import LayoutWriter
+from bucketline.loader.service.shared_memory import HEAD_BYTES, SharedMemory
 from bucketline.loader.service.sockets import peer_uid
 from bucketline.loader.service.wire import WAKE, Response, failure_as_json, send
 from bucketline.loader.stats import Stats
@@ -44,7 +45,7 @@ class ClientThreads(PrefetchThreads):
         self._sock, self._depth, self._may_shrink = sock, depth, not is_pinned
         self.memory = SharedMemory(builder.buffer_bytes)
         self.control = ControlPage(self.memory.control)
-        self._heads = HeadWriter()
+        self._layouts = LayoutWriter()
         self._buffers: list[NDArray] = []  # type: ignore[type-arg]
         self._number_at: dict[int, int] = {}  # by the address of a buffer's tensors
         self._changed = threading.Condition()
@@ -97,7 +98,7 @@ class ClientThreads(PrefetchThreads):
         begun = self._turn
         while (filled := self._filled.pop(self._turn, None)) is not None:
             number = self._number_at[filled.buffer.data_ptr()]
-            self._heads.write(self._buffers[number], filled)
+            self._write_head(memoryview(self._buffers[number]), filled)  # type: ignore[arg-type]
             self.control.announce(number)
             self._turn += 1
             self._counts.count(filled)
@@ -109,6 +110,12 @@ class ClientThreads(PrefetchThreads):
             self._changed.notify_all()
             return True
         return self._turn != begun
+
+    def _write_head(self, buffer: memoryview, filled: FilledBuffer) -> None:
+        head = self._layouts.head(filled, self._layouts.encoded(filled))
+        if len(head) > HEAD_BYTES:
+            raise DeliveryError(f"the head of a batch of {filled.bucket} has {len(head)} bytes, more than there is room for")
+        buffer[: len(head)] = head
 
     def _has_room(self, turn: int) -> bool:
         return turn - self.control.words[Word.TAKEN] < self._depth

@@ -19,7 +19,8 @@ import torch
 from bucketline.errors import DeliveryError
 from bucketline.forks import OwnerProcess
 from bucketline.loader.service.control_page import CONTROL_BYTES, FREE, BufferState, ControlPage, Word, fence
-from bucketline.loader.service.shared_memory import HEAD_BYTES, HeadReader, map_shared, stride_of
+from bucketline.loader.service.layouts import HEAD, LayoutReader
+from bucketline.loader.service.shared_memory import HEAD_BYTES, map_shared, stride_of
 from bucketline.loader.service.wire import WAKE, failure_of
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class RingStream:
         self._buffers: dict[int, NDArray[np.uint8]] = {}
         self._may_register = True
         self._registered: list[NDArray[np.uint8]] = []
-        self._heads = HeadReader()
+        self._layouts = LayoutReader()
         self._taken = self._announced = 0
         self._copied: list[tuple[FilledBuffer, Tensor, torch.cuda.Event]] = []
         self._low_water = self._granted.depth * 3 // 4
@@ -90,7 +91,10 @@ class RingStream:
         buffer = self._buffers.get(number)
         if buffer is None:
             buffer = self._buffers[number] = self._map(number)
-        filled = self._heads.read(memoryview(buffer), buffer)  # type: ignore[arg-type]
+        head = memoryview(buffer)  # type: ignore[arg-type]
+        _, *position, length, _ = HEAD.unpack_from(head)
+        layout = bytes(head[HEAD.size : HEAD.size + length])
+        filled = self._layouts.filled(buffer, position, layout)  # type: ignore[arg-type]
         self._taken += 1
         words[Word.TAKEN] = self._taken
         fence()

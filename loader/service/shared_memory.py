@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import DeliveryError
-from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.service.control_page import CONTROL_BYTES
-from bucketline.loader.service.layouts import HEAD, FrameKind, LayoutReader, LayoutWriter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor
 
 HEAD_BYTES = 32768  # reserved before each buffer's tensors: 100 bytes for each column and each ragged group's fields
 _PUNCH_HOLE_KEEP_SIZE = 3
@@ -91,35 +88,3 @@ class SharedMemory:
     def close(self) -> None:
         """Close the descriptor. Maps stay until their views are gone."""
         self._close()
-
-
-class HeadWriter:
-    """Writes the description of a buffer's content into its head."""
-
-    def __init__(self) -> None:
-        self._layouts = LayoutWriter()
-
-    def write(self, buffer: NDArray[np.uint8], filled: FilledBuffer) -> None:
-        layout = self._layouts.encoded(filled)
-        if len(layout) > HEAD_BYTES - HEAD.size:
-            raise DeliveryError(
-                f"the description of a batch of {filled.bucket} has {len(layout)} bytes, more than there is room for"
-            )
-        memory = memoryview(buffer)  # type: ignore[arg-type]
-        HEAD.pack_into(memory, 0, FrameKind.BATCH, filled.step, filled.micro_step, filled.epoch, len(layout), filled.num_bytes)
-        memory[HEAD.size : HEAD.size + len(layout)] = layout
-
-
-class HeadReader:
-    """Reads heads."""
-
-    def __init__(self) -> None:
-        self._layouts = LayoutReader()
-
-    def read(self, head: memoryview, buffer: Tensor) -> FilledBuffer:
-        """Return the description of a buffer. `head`: the buffer's first bytes; `buffer`: the bytes of its tensors."""
-        _, step, micro_step, epoch, length, _ = HEAD.unpack_from(head, 0)
-        bucket, num_bytes, fields = self._layouts.decoded(bytes(head[HEAD.size : HEAD.size + length]))
-        return FilledBuffer(
-            buffer=buffer, fields=fields, num_bytes=num_bytes, step=step, micro_step=micro_step, epoch=epoch, bucket=bucket
-        )

@@ -102,6 +102,10 @@ class NamesRequest:
 _KINDS = {"batches": Request, "stores": StoresRequest, "names": NamesRequest}
 
 
+class LostError(DeliveryError):
+    """The other side has ended, is silent, or sends anything but what is expected. The next server may be right."""
+
+
 def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None) -> None:
     """Send one message, with a descriptor if one is given."""
     body = json.dumps(message).encode()
@@ -118,22 +122,22 @@ def receive(sock: socket.socket, timeout_s: float, *, with_fd: bool = False) -> 
     """Receive one message within `timeout_s` and `MAX_MESSAGE_BYTES`. The socket has no timeout afterwards.
 
     Raises:
-        DeliveryError: if the other side ends, is too slow, or sends anything else.
+        LostError: if the other side ends, is too slow, or sends anything else.
     """
     until = time.monotonic() + timeout_s
     fds: list[int] = []
     try:
         (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size, until, fds if with_fd else None))
         if length > MAX_MESSAGE_BYTES:
-            raise DeliveryError(f"a message of {length} bytes was announced, expected at most {MAX_MESSAGE_BYTES}")
+            raise LostError(f"a message of {length} bytes was announced, expected at most {MAX_MESSAGE_BYTES}")
         message = json.loads(_exactly(sock, length, until, None))
         if not isinstance(message, dict):
-            raise DeliveryError(f"a message is a {type(message).__name__}, expected an object")
+            raise LostError(f"a message is a {type(message).__name__}, expected an object")
     except (OSError, ValueError, RecursionError) as error:
-        _close(fds)
-        raise DeliveryError(f"the other side sent an invalid message: {str(error) or type(error).__name__}") from error
-    except DeliveryError:
-        _close(fds)
+        close_all(fds)
+        raise LostError(f"the other side sent an invalid message: {str(error) or type(error).__name__}") from error
+    except LostError:
+        close_all(fds)
         raise
     finally:
         sock.settimeout(None)
@@ -144,14 +148,14 @@ def receive_bytes(sock: socket.socket, count: int, silence_s: float) -> bytes:
     """Receive what follows an answer, as long as something comes every `silence_s`.
 
     Raises:
-        DeliveryError: if the other side ends, or sends nothing for too long.
+        LostError: if the other side ends, or sends nothing for too long.
     """
     data = bytearray()
     try:
         while len(data) < count:
             data += _exactly(sock, min(count - len(data), 1 << 20), time.monotonic() + silence_s, None)
     except OSError as error:
-        raise DeliveryError(f"the other side sent {len(data)} of {count} bytes: {error}") from error
+        raise LostError(f"the other side sent {len(data)} of {count} bytes: {error}") from error
     finally:
         sock.settimeout(None)
     return bytes(data)
@@ -175,7 +179,8 @@ def _exactly(sock: socket.socket, count: int, until: float, fds: list[int] | Non
     return bytes(data)
 
 
-def _close(fds: Sequence[int]) -> None:
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors."""
     for fd in fds:
         os.close(fd)
 
@@ -183,19 +188,24 @@ def _close(fds: Sequence[int]) -> None:
 def ask(
     sock: socket.socket, name: str, message: Mapping[str, Any], token: bytes | None, timeout_s: float, *, with_fd: bool = False
 ) -> tuple[dict[str, Any], list[int]]:
-    """Send a message to a service that greets, and return its answer, or its failure as the service told it.
+    """Send a message to a service that greets, and return its answer, with descriptors. `name` identifies the service.
 
     Raises:
-        DeliveryError: if it ends, sends nothing for `timeout_s`, or anything else than messages. `name` identifies it.
+        LostError: if it ends, sends nothing for `timeout_s`, or anything else than messages.
+        BucketlineError: if it refuses.
     """
-    greeting, _ = receive(sock, timeout_s)
-    if "nonce" not in greeting and "error" not in greeting:
-        raise DeliveryError(f"the greeting of {name} is invalid; is it a service of the same bucketline?")
-    if "nonce" in greeting:
-        send(sock, {**message, "protocol": PROTOCOL, "proof": proof_of(token, str(greeting["nonce"]))})
-    answer, fds = (greeting, []) if "error" in greeting else receive(sock, timeout_s, with_fd=with_fd)
+    answer, _ = receive(sock, timeout_s)
+    if "nonce" not in answer and "error" not in answer:
+        raise LostError(f"the greeting of {name} is invalid; is it a service of the same bucketline?")
+    fds: list[int] = []
+    if "nonce" in answer:
+        send(sock, {**message, "protocol": PROTOCOL, "proof": proof_of(token, str(answer["nonce"]))})
+        answer = ALIVE
     while answer == ALIVE:
         answer, fds = receive(sock, timeout_s, with_fd=with_fd)
+    if "error" in answer:
+        close_all(fds)
+        raise failure_of(answer)
     return answer, fds
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import signal
+import socket
 import threading
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -16,15 +18,15 @@ import numpy as np
 import pytest
 import torch
 
-from bucketline.errors import CorruptError, StateError, UsageError
-from bucketline.loader import Loader, LoaderConfig, WeightedStore
+from bucketline.errors import CorruptError, DeliveryError, StateError, UsageError
+from bucketline.loader import Loader, LoaderConfig, ServiceAddress, WeightedStore
 from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push import push
 from tests.conditioned import Form, conditioned_store
 from tests.kit import add_samples, flip_bit, make_store, samples_of, store_writer
-from tests.leftovers import held, left_since, wait_until
-from tests.serving import serving_here
+from tests.leftovers import children, held, left_since, wait_until
+from tests.serving import serving, serving_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -350,3 +352,30 @@ def test_several_loaders_read_at_once(store: Store, backend: Backend) -> None:
         for thread in threads:
             thread.join(timeout=60)
     assert found == {rank: expected_of(store, config, rank=rank, world_size=3) for rank in range(3)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["auto", "unix", "tcp"])
+def test_a_service_that_is_killed_is_an_error_and_the_next_iteration_continues(store: Store, tmp_path: Path, name: str) -> None:
+    config = LoaderConfig(batch_size=4, epochs=1, prefetch_bytes=1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    where = {"auto": "auto", "unix": tmp_path / "sock", "tcp": f"tcp://{port}"}[name]
+    found: list[tuple[Any, ...]] = []
+    others, errors = children(), 0
+    with Loader(store, config, service=ServiceAddress(where, deadline_s=0.5)) as loader:
+        expected = expected_of(store, config)
+        while len(found) < len(expected):
+            with nullcontext() if name == "auto" else serving(tmp_path / "sock", store.path, options=("--listen", port)):
+                batches = loader.forever()
+                found.append(values(next(batches)))
+                victims = children() - others
+                for victim in victims:
+                    os.kill(int(victim), signal.SIGKILL)
+                assert victims
+                try:
+                    found.extend(values(batch) for batch in batches)  # those that were ready
+                except DeliveryError:
+                    errors += 1
+    assert found == expected
+    assert errors > 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ from bucketline.train.trainer import train
 from tests.commands import ROOT
 from tests.forked_ranks import ForkedRanks
 from tests.kit import flip_bit
+from tests.leftovers import wait_until
+from tests.serving import serving
 from tests.unit.train.tiny_run import (
     ALONE,
     PROMPTS,
@@ -233,6 +236,31 @@ def test_a_service_that_is_not_there_ends_every_rank_before_anything_is_made(fol
     done = ranks.run(2, as_arguments(asked)).fails("no service can be reached at")
     assert "Traceback" not in done.err
     assert not asked.output_dir.exists()
+
+
+def test_two_ranks_over_tcp_learn_to_the_bit_what_two_on_the_disk_do_though_their_server_is_killed(
+    folder: Path, run: Run, ranks: ForkedRanks
+) -> None:
+    asked = config(folder, output_dir=folder / "disk", accumulation=1, max_steps=60, log_every=1, prefetch_bytes=1)
+    run(2, asked)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (folder / "token").write_bytes(b"the token of this test")
+    (folder / "token").chmod(0o600)
+    options = ("--listen", str(port), "--token-file", str(folder / "token"))
+    own = {"service": f"tcp://127.0.0.1:{port}", "service_token": folder / "token"}
+    far = replace(asked, output_dir=folder / "far", **own)
+    metrics = far.output_dir / "metrics.jsonl"
+    with serving(folder / "s", folder / "tiny.store", options=options) as server:
+        running = ranks.start(2, as_arguments(far))
+        assert wait_until(lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) > 5, 120)
+        server.kill()
+        server.wait()
+        left = 60 - len(metrics.read_bytes().splitlines())
+    with serving(folder / "s", folder / "tiny.store", options=options):
+        done = running.wait()
+    assert (done.code, left > 0) == (0, True), done.err
+    assert losses(far.output_dir) == losses(asked.output_dir)
 
 
 def test_an_overdue_checkpoint_is_made_by_every_rank_at_one_step_and_once(folder: Path, run: Run) -> None:

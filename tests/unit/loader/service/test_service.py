@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ from bucketline.errors import DeliveryError, PlanError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig
 from tests.commands import call
 from tests.kit import make_store, samples_of
-from tests.leftovers import children, held, left_since, wait_until
+from tests.leftovers import held, left_since, wait_until
 from tests.serving import serving
 
 if TYPE_CHECKING:
@@ -47,39 +46,6 @@ def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_buffers_and_one_that_l
         for _ in range(20):
             next(batches)
         assert loader.stats().buffers <= 8
-
-
-@pytest.mark.slow
-def test_a_private_service_ends_with_its_loader_and_leaves_nothing(store: Store) -> None:
-    config = LoaderConfig(batch_size=2, epochs=1)
-    before, with_us = held(), children()
-    with Loader(store, config) as own:
-        expected = list(own.forever())
-    loader = Loader(store, config, service="auto")
-    for one, other in zip(loader.forever(), expected, strict=True):
-        assert_same(one, other)
-    del one, other
-    assert len(children() - with_us) == 1
-    del loader
-    expected.clear()
-    gc.collect()
-    assert left_since(before) == {}
-
-
-@pytest.mark.slow
-def test_a_private_service_that_was_killed_is_an_error_and_the_next_iteration_has_another(store: Store) -> None:
-    config = LoaderConfig(batch_size=1, prefetch_bytes=1)
-    before = children()
-    with Loader(store, config, service="auto") as loader:
-        batches = loader.forever()
-        first = next(batches)
-        (child,) = children() - before
-        os.kill(int(child), signal.SIGKILL)
-        found = [first.step]
-        with pytest.raises(DeliveryError, match=r"the private service \(process \d+\) has ended without a message"):
-            found.extend(batch.step for batch in batches)  # what came before the failure counts
-        assert found == list(range(len(found)))
-        assert next(loader.forever()).step == len(found)
 
 
 def test_a_store_that_is_not_served_is_refused_by_name(socket_path: Path, tmp_path: Path) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -340,43 +338,6 @@ def test_cuts_and_stalls_lose_and_change_nothing(
         local = using.enter_context(Loader(store, config))
         assert seen(found) == seen([batch for batch, _ in zip(local.forever(), found, strict=False)])
         assert far.state_dict()["step"] == len(found)
-
-
-@pytest.mark.slow
-def test_killed_servers_are_replaced_and_nothing_is_lost(store: Store, token: Path, tmp_path: Path) -> None:
-    config = LoaderConfig(batch_size=1, epochs=30, prefetch_bytes=1)
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports.append(free.getsockname()[1])
-
-    def start(number: int) -> subprocess.Popen[str]:
-        serve = [sys.executable, "-m", "bucketline.loader.cli", "serve", str(store.path), "--every", "1e6"]
-        where = ["--socket", str(tmp_path / str(number)), "--listen", str(ports[number]), "--token-file", str(token)]
-        process = subprocess.Popen([*serve, *where], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        assert process.stderr is not None
-        assert process.stderr.readline().startswith("serving ")
-        assert process.stderr.readline().startswith("batches for other machines at port ")
-        return process
-
-    with Loader(store, config) as local:
-        expected = [batch.ids.tolist() for batch in local.forever()]
-    running = [start(0), start(1)]
-    try:
-        with far_loader("tcp://" + ",".join(f"127.0.0.1:{port}" for port in ports), config, token) as far:
-            found = []
-            for number, batch in enumerate(far.forever()):
-                found.append(batch.ids.tolist())
-                if number % (len(expected) // 6) == 10:
-                    victim = (number // 10) % 2
-                    running[victim].send_signal(signal.SIGKILL)
-                    running[victim].communicate()
-                    running[victim] = start(victim)
-        assert found == expected
-    finally:
-        for process in running:
-            process.terminate()
-            process.communicate(timeout=30)
 
 
 @pytest.mark.slow
