@@ -26,8 +26,8 @@ from bucketline.loader.service.server import Service
 from bucketline.loader.service.sockets import Security
 from bucketline.loader.service.tokens import proof_of
 from bucketline.loader.service.wire import allowed, receive, send, sent
-from tests.kit import make_store, samples_of
 from tests.commands import spawn
+from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until
 from tests.network_faults import Faults, faulty_proxy
 from tests.serving import serving_here
