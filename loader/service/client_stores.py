@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from bucketline.store.remote.urls import RemoteOptions
 
 _MAX_NAMES_BYTES = 1 << 26
-_NAMES_AT_ONCE = 4096
 
 
 class ServedStore(Store):
@@ -88,20 +87,16 @@ def served_names(link: Link, stores: Sequence[StoreId], digests: Sequence[bytes]
     Raises:
         StoreError: if a row is of another store.
     """
-    names: list[str] = []
-    for begin in range(0, len(digests), _NAMES_AT_ONCE):
-        some = [digest.hex() for digest in digests[begin : begin + _NAMES_AT_ONCE]]
-        answer = link.ask(message_of(NamesRequest(stores=tuple(stores), digests=tuple(some))))
-        try:
-            count = answer.message.get("bytes")
-            if type(count) is not int or not 0 < count <= _MAX_NAMES_BYTES:
-                raise DeliveryError(f"the answer of {answer.name} is invalid: names of {count!r:.100} bytes")
-            found = json.loads(receive_bytes(answer.sock, count, link.silence_s))
-        except (ValueError, RecursionError) as error:
-            raise DeliveryError(f"the answer of {answer.name} is invalid: {error}") from error
-        finally:
-            answer.close()
-        if not isinstance(found, list) or len(found) != len(some) or any(not isinstance(name, str) for name in found):
-            raise DeliveryError(f"the answer of {answer.name} is invalid: its names are not those of {len(some)} rows")
-        names += found
+    answer = link.ask(message_of(NamesRequest(stores=tuple(stores), digests=tuple(digest.hex() for digest in digests))))
+    try:
+        count = answer.message.get("bytes")
+        if type(count) is not int or not 0 < count <= _MAX_NAMES_BYTES:
+            raise DeliveryError(f"the answer of {answer.name} is invalid: names of {count!r:.100} bytes")
+        names = json.loads(receive_bytes(answer.sock, count, link.silence_s))
+    except (ValueError, RecursionError) as error:
+        raise DeliveryError(f"the answer of {answer.name} is invalid: {error}") from error
+    finally:
+        answer.close()
+    if not isinstance(names, list) or len(names) != len(digests) or any(not isinstance(name, str) for name in names):
+        raise DeliveryError(f"the answer of {answer.name} is invalid: its names are not those of {len(digests)} rows")
     return names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
 import sys
 import tempfile
@@ -169,16 +168,6 @@ def test_stalled_clients_hold_up_the_end_of_a_server_once_and_not_one_by_one(
         begun = time.monotonic()
         found.service.stop()
         assert time.monotonic() - begun < 3
-
-
-def test_random_bytes_never_end_the_server(store: Store, token: Path) -> None:
-    numbers = random.Random(3)
-    with served(store) as found:
-        for _ in range(30):
-            with socket.create_connection(("127.0.0.1", found.port)) as sock:
-                sock.sendall(numbers.randbytes(numbers.randrange(1, 300)))
-        with far_loader(found, LoaderConfig(batch_size=2), token) as far:
-            assert next(far.forever()).step == 0
 
 
 def test_what_a_client_requests_has_limits(store: Store, token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
