@@ -23,7 +23,8 @@ from bucketline.errors import TrainError
 from bucketline.loader.batch import as_fields
 from bucketline.store.format.columns import LATENT, LatentKind
 from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
-from bucketline.train.step import loss_of, takes_found_inf
+from bucketline.train.step import loss_of
+from bucketline.train.update import takes_found_inf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -47,7 +47,7 @@ class OptimizerKind:
     average: str | None = None  # `MODULE:CLASS` of the average that it keeps itself, in place of a schedule and of the EMA
 
 
-ADAMW = OptimizerKind(make="bucketline.train.adamw:make", takes_bf16=True, shards=True)
+ADAMW = OptimizerKind(make="bucketline.train.update:make_adamw", takes_bf16=True, shards=True)
 _ROOM = ("adamw-bf16", "adamw-8bit", "adafactor", "muon", "prodigy", "schedule-free")
 
 OPTIMIZERS: Extensions[OptimizerKind] = Extensions(

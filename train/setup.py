@@ -31,8 +31,6 @@ from bucketline.train.compile import (
 from bucketline.train.config import Compile, Ema, LrSchedule, Objective, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import IN_PROCESS, mean_weight, open_loader
 from bucketline.train.ema import Average
-from bucketline.train.memory.activations import recompute
-from bucketline.train.memory.offload import offload_blocks
 from bucketline.train.models.encoder_check import refuse_other_configs, refuse_other_encoders
 from bucketline.train.models.load import checked, facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
@@ -50,6 +48,7 @@ from bucketline.train.parallel import (
     first_of_each_machine_first,
     from_rank_zero,
 )
+from bucketline.train.recompute import recompute
 from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place_model, shard_ranks_of
 from bucketline.train.step import Training
 
@@ -119,7 +118,7 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         config = replace(config, precision=Precision(str(before or (Precision.BF16 if has_bf16 else Precision.FP32))))
     if config.precision is Precision.FP8:
-        from bucketline.train.float8 import expect_float8
+        from bucketline.train.lowbit.float8 import expect_float8
 
         expect_float8(config, device)
     if device.type == "cuda":
@@ -145,6 +144,8 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
     if compiled:
         compile_blocks(model)
     if config.offload_blocks:
+        from bucketline.train.lowbit.offload import offload_blocks
+
         offload_blocks(model, config.offload_blocks, device, layout_on(device))
     kept = config.ema if kind_of(config).average is None else Ema.OFF
     average_of_model = functools.partial(Average, decay=config.ema_decay, place=kept, every=config.ema_every, seed=config.seed)
@@ -250,11 +251,11 @@ def _load_model(
 
             start_from(config.lora_from, model, family.lora_pipeline)
     if config.precision is Precision.FP8:
-        from bucketline.train.float8 import use_float8
+        from bucketline.train.lowbit.float8 import use_float8
 
         log.info("%d linear layers compute in 8-bit floats", use_float8(model))
     if config.base is not None:
-        from bucketline.train.memory.frozen_base import quantise_base
+        from bucketline.train.lowbit.frozen_base import quantise_base
 
         quantise_base(model, config.base, device)
     return family, model, schedule

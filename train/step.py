@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bucketline.train.noise import squared_error, weighted
 from bucketline.train.optim import learning_rate_at
-from bucketline.train.parallel import free_gathered, whole, without_sync
-from bucketline.train.rounding import Rounding
+from bucketline.train.parallel import free_gathered, without_sync
+from bucketline.train.update import begin_step, update
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,12 +100,7 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         bucket = batch.bucket
-    # Of shards, it is reduced over the ranks here, once, whatever uses it.
-    grad_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in training.trained if p.grad is not None]))
-    if config.clip_norm is not None and not clips_in_step(training.optimizer, grad_norm, config.clip_norm):
-        torch.nn.utils.clip_grads_with_norm_(training.trained, config.clip_norm, grad_norm)
-    update_weights(training.optimizer, grad_norm)
-    training.optimizer.zero_grad(set_to_none=True)
+    grad_norm = update(training.optimizer, training.trained, config.clip_norm)
     training.average.update(step)
     learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found
     return StepOutcome(bucket=bucket, learning_rate=learning_rate, loss=torch.stack(losses).sum(), grad_norm=grad_norm)
@@ -124,47 +118,3 @@ def loss_of(training: Training, batch: Batch) -> Tensor:
     if not training.config.store_weight:
         return errors.mean()
     return weighted(errors, batch.weight).mean() / training.mean_weight
-
-
-def begin_step(optimizer: Optimizer, step: int, learning_rate: float) -> None:
-    """Set the learning rate and the random numbers of optimizer step `step` (from 0)."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(learning_rate)
-        else:
-            group["lr"] = learning_rate
-    if isinstance(rounding := getattr(optimizer, "rounding", None), Rounding):
-        rounding.begin(step)
-
-
-def update_weights(optimizer: Optimizer, norm: Tensor) -> None:
-    """Update the weights unless the gradient's norm, [], is not finite, which changes neither weights nor state.
-
-    torch's fused steps look that up on the device. The libraries' other steps cannot, so that the host waits for the norm.
-    """
-    if takes_found_inf(optimizer):
-        optimizer.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
-        optimizer.step()
-    elif bool(norm.isfinite()):
-        optimizer.step()
-
-
-def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step is skipped on the device where its `found_inf` is 1; torch's scaler asks the same."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def clips_in_step(optimizer: Optimizer, norm: Tensor, clip_norm: float) -> bool:
-    """Have a fused step on a GPU clip gradients of a norm, [], as it reads them, which saves a pass; return whether it does.
-
-    It divides by `grad_scale`, the inverse of what `clip_grads_with_norm_` multiplies by: the last bit can differ.
-    """
-    if not (takes_found_inf(optimizer) and is_whole_on_gpu(optimizer.param_groups[0]["params"][0])):
-        return False
-    optimizer.grad_scale = ((norm.float() + 1e-6) / clip_norm).clamp(min=1.0)  # type: ignore[attr-defined]
-    return True
-
-
-def is_whole_on_gpu(tensor: Tensor) -> bool:
-    """Return whether a tensor is on a GPU and not one of FSDP's."""
-    return tensor.is_cuda and not isinstance(tensor, DTensor)

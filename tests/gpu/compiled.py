@@ -10,7 +10,7 @@ import torch
 
 from bucketline.train.compile import compile_blocks, graphs_compiled, warm_up
 from bucketline.train.config import Compile
-from bucketline.train.float8 import CAPABILITY
+from bucketline.train.lowbit.float8 import CAPABILITY
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import loss_of, train_step
 from tests.gpu.material import DEVICE, NAMES, ON_GPU, sync, tell, tiny_batch, tiny_training

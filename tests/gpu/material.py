@@ -18,7 +18,7 @@ from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
 from bucketline.train.config import Compile, Objective, Precision, TrainConfig
 from bucketline.train.ema import Average
-from bucketline.train.float8 import use_float8
+from bucketline.train.lowbit.float8 import use_float8
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise import FlowSchedule, LatentScale, NoiseSchedule, Prep
 from bucketline.train.step import Training

@@ -1,1 +1,1 @@
-"""The memory of training: its amount, and the means to need less."""
+"""The memory that training needs, counted without a device: `bucketline train memory`."""

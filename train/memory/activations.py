@@ -1,4 +1,4 @@
-"""The activations that the backward pass needs: keep or recompute them, and count their bytes."""
+"""The bytes of the activations that the backward pass needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from bucketline.loader import Batch
 
@@ -17,43 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from bucketline.families.family import Family
-    from bucketline.train.config import TrainConfig
 
 NORMS = (functional.layer_norm, functional.group_norm, functional.rms_norm)
 LATENT_SIZE = 128  # of a model whose configuration says none
-
-
-def recompute(model: nn.Module, config: TrainConfig, *, is_compiled: bool) -> None:
-    """Have a model recompute what `--gradient-checkpointing` or `--activation-memory` says."""
-    if config.gradient_checkpointing:
-        model.enable_gradient_checkpointing(recomputed)  # type: ignore[operator]
-    elif is_compiled:
-        import torch._functorch.config as functorch
-
-        # For each block's graph: torch chooses the operations whose recomputation costs least.
-        functorch.activation_memory_budget = config.activation_memory
-    elif config.activation_memory < 1:
-        model.enable_gradient_checkpointing(SomeRecomputed(1 - config.activation_memory))  # type: ignore[operator]
-
-
-def recomputed(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
-    """Run a block, and again in the backward pass; no family draws random numbers, so no generator's state is kept for it."""
-    return checkpoint(block.__call__, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
-
-
-class SomeRecomputed:
-    """Recompute a share of the blocks, evenly spaced in the order in which they run first."""
-
-    def __init__(self, share: float) -> None:
-        """`share`: of the blocks to recompute, 0 to 1."""
-        self._share = share
-        self._places: dict[nn.Module, int] = {}
-
-    def __call__(self, block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - likewise
-        """Run a block, and again in the backward pass if it is one of the share."""
-        place = self._places.setdefault(block, len(self._places))
-        is_one = round((place + 1) * self._share) > round(place * self._share)
-        return recomputed(block, *args) if is_one else block(*args)
 
 
 def kept_activations(model: nn.Module, family: Family, images: int) -> int:

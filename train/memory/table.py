@@ -17,11 +17,12 @@ from bucketline.errors import UsageError
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import family_of_model
 from bucketline.train.config import Base, Ema, Precision, Sharding, TrainConfig, WeightDtype
-from bucketline.train.memory.activations import kept_activations, latent_size, recompute
-from bucketline.train.memory.offload import frozen_bytes, offloaded
+from bucketline.train.lowbit.offload import frozen_bytes, offloaded
+from bucketline.train.memory.activations import kept_activations, latent_size
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.optim import OPTIMIZERS, kind_of, make_optimizer
 from bucketline.train.parallel import repeated_blocks
+from bucketline.train.recompute import recompute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -177,7 +178,7 @@ def _on_meta(config: Mapping[str, Json], asked: TrainConfig) -> tuple[Family, nn
     if asked.lora_rank is not None:
         add_adapters(model, family, asked)
     if asked.base is not None:
-        from bucketline.train.memory.frozen_base import quantise_base
+        from bucketline.train.lowbit.frozen_base import quantise_base
 
         quantise_base(model, asked.base, torch.device("meta"))
     return family, model.train()

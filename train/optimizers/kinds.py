@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bucketline.train.optim import OptimizerKind
 
-ADAMW_BF16 = OptimizerKind(make="bucketline.train.adamw:make_bf16", takes_bf16=True, shards=True)
+ADAMW_BF16 = OptimizerKind(make="bucketline.train.optimizers.rounded_adamw:make_bf16", takes_bf16=True, shards=True)
 ADAMW_8BIT = OptimizerKind(make="bucketline.train.optimizers.adamw_8bit:make", takes_bf16=True)
 ADAFACTOR = OptimizerKind(make="bucketline.train.optimizers.adafactor:make", learning_rate=1e-2)
 MUON = OptimizerKind(make="bucketline.train.optimizers.muon:make", shards=True)

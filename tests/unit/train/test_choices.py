@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from bucketline.allocator import set_up_torch
 from bucketline.errors import UsageError
 from bucketline.train.config import Decaying, Ema, FlowWeighting, LrSchedule, Objective, TimestepSampling
-from bucketline.train.memory.activations import recomputed
 from bucketline.train.outputs import run_dir
 from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.recompute import recomputed
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bucketline.train import adamw
-from bucketline.train.adamw import make_bf16
 from bucketline.train.config import Ema
 from bucketline.train.ema import Average
 from bucketline.train.optim import Options
+from bucketline.train.optimizers import rounded_adamw
+from bucketline.train.optimizers.rounded_adamw import make_bf16
 from bucketline.train.rounding import Rounding
-from bucketline.train.step import begin_step
+from bucketline.train.update import begin_step
 
 
 def rounded(values: torch.Tensor, rounding: Rounding, step: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ def stepped(*, bf16_weights: bool, num: int = 3) -> tuple[list[torch.nn.Paramete
     weights = [torch.nn.Parameter(torch.randn(shape, generator=draws).to(dtype)) for shape in SHAPES]
     weights[2].data = weights[2].data.to(memory_format=torch.channels_last)
     options = Options(learning_rate=1e-2, rounding=Rounding(4), rounds_weights=bf16_weights, compiled=False)
-    make = adamw.make if bf16_weights else adamw.make_bf16
+    make = rounded_adamw.make_fp32 if bf16_weights else rounded_adamw.make_bf16
     optimizer = make(torch.nn.Module(), [{"params": weights, "weight_decay": 0.01}], options)
     for step in range(num):
         begin_step(optimizer, step, 1e-2)
@@ -109,7 +109,7 @@ def test_weights_that_are_updated_together_get_the_bits_of_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch, *, bf16_weights: bool
 ) -> None:
     together, optimizer = stepped(bf16_weights=bf16_weights)
-    monkeypatch.setattr(adamw, "CHUNK_VALUES", 1)
+    monkeypatch.setattr(rounded_adamw, "CHUNK_VALUES", 1)
     apart, other = stepped(bf16_weights=bf16_weights)
     assert optimizer.state[together[2]]["exp_avg"].stride() == together[2].stride()
     for one, weight in zip(together, apart, strict=True):
@@ -134,7 +134,7 @@ def test_a_step_costs_as_many_kernels_for_few_weights_as_for_many() -> None:
     for count in (2, 40):
         weights = [torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16)) for _ in range(count)]
         options = Options(learning_rate=1e-2, rounding=Rounding(4), rounds_weights=True, compiled=False)
-        optimizer = adamw.make(torch.nn.Module(), [{"params": weights, "weight_decay": 0.01}], options)
+        optimizer = rounded_adamw.make_fp32(torch.nn.Module(), [{"params": weights, "weight_decay": 0.01}], options)
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         optimizer.step()  # makes the moments

@@ -18,9 +18,9 @@ from bucketline.store.format.text_block import TextSpec
 from bucketline.train import setup
 from bucketline.train.compile import share_cores_of_compiler
 from bucketline.train.config import FlowWeighting, Objective, Precision
-from bucketline.train.memory.activations import recomputed
 from bucketline.train.models.load import load
 from bucketline.train.outputs.checkpoint import Start
+from bucketline.train.recompute import recomputed
 from bucketline.train.refusals import refuse_unread_columns
 from bucketline.train.setup import latent_scale, start_processes
 from bucketline.train.trainer import Trainer, train

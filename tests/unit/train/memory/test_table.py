@@ -16,14 +16,15 @@ from bucketline.families.registry import FAMILIES, family_of_model
 from bucketline.train.commands.memory import DOCUMENTED_RANK, TrainMemory
 from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.ema import Average
-from bucketline.train.memory.activations import NORMS, NormsIn32Bits, example_batch, latent_size, recompute
-from bucketline.train.memory.frozen_base import quantise_base
-from bucketline.train.memory.offload import frozen_bytes, offload_blocks
+from bucketline.train.lowbit.frozen_base import quantise_base
+from bucketline.train.lowbit.offload import frozen_bytes, offload_blocks
+from bucketline.train.memory.activations import NORMS, NormsIn32Bits, example_batch, latent_size
 from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.memory.table import RANKS, CountedModel, as_tables, choices, label, run_of, savings
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.optim import OPTIMIZERS, average_of, make_optimizer
 from bucketline.train.parallel import separate_blocks
+from bucketline.train.recompute import recompute
 from tests.commands import ROOT
 from tests.family_models import PIPELINES, RECENT_PIPELINES, tiny_model
 from tests.unit.train.packed_families import FAMILIES as PACKED

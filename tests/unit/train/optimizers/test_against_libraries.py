@@ -22,7 +22,8 @@ from bucketline.train.outputs.saver import copied
 from bucketline.train.outputs.weights import WholeModel
 from bucketline.train.parallel import load_optimizer, repeated_blocks
 from bucketline.train.rounding import Rounding
-from bucketline.train.step import Training, begin_step, loss_of, train_step
+from bucketline.train.step import Training, loss_of, train_step
+from bucketline.train.update import begin_step
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 
 from bucketline.errors import UsageError
 from bucketline.train.config import Precision
-from bucketline.train.float8 import expect_float8, use_float8
+from bucketline.train.lowbit.float8 import expect_float8, use_float8
 from tests.family_models import tiny_model
 from tests.unit.train.tiny_run import config
 

@@ -11,11 +11,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bucketline.errors import UsageError
-from bucketline.train import setup
+from bucketline.train import recompute, setup
 from bucketline.train.compile import compile_blocks, graphs_compiled
 from bucketline.train.config import Base, Compile, Precision, Sharding
-from bucketline.train.memory import activations
-from bucketline.train.memory.offload import Offload
+from bucketline.train.lowbit.offload import Offload
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.setup import start_processes
@@ -163,7 +162,7 @@ def test_compiled_blocks_get_a_budget_instead(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(functorch, "activation_memory_budget", 1.0)
     model = torch.nn.Module()
-    activations.recompute(model, config(tmp_path, activation_memory=0.25), is_compiled=True)
+    recompute.recompute(model, config(tmp_path, activation_memory=0.25), is_compiled=True)
     assert functorch.activation_memory_budget == 0.25
 
 

@@ -1,4 +1,4 @@
-"""AdamW of torch, and the same with moments, weights or both in bf16."""
+"""AdamW with moments, weights or both in bf16."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ CHUNK_VALUES = 1 << 24  # with 32-bit copies at a time: 64 MiB each of weights, 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Optimizer:
-    """Return AdamW with 32-bit moments."""
-    if options.rounds_weights:
-        return RoundedAdamW(groups, options, moments=torch.float32)
-    return torch.optim.AdamW(groups, lr=options.learning_rate, fused=True)
+def make_fp32(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Optimizer:
+    """Return AdamW with 32-bit moments of bf16 weights."""
+    return RoundedAdamW(groups, options, moments=torch.float32)
 
 
 def make_bf16(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, 
 from bucketline.errors import UsageError
 from bucketline.quantised_linear import QuantisedLinear, quantise_weight
 from bucketline.train.config import Base, Precision
-from bucketline.train.memory.frozen_base import quantise_base
+from bucketline.train.lowbit.frozen_base import quantise_base
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.outputs.weights import LORA_FILE, PEFT_FILE
 from bucketline.train.trainer import train

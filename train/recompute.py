@@ -1,0 +1,45 @@
+"""Recompute activations in the backward pass instead of storing them: of all blocks, or of a share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from bucketline.train.config import TrainConfig
+
+
+def recompute(model: nn.Module, config: TrainConfig, *, is_compiled: bool) -> None:
+    """Have a model recompute what `--gradient-checkpointing` or `--activation-memory` says."""
+    if config.gradient_checkpointing:
+        model.enable_gradient_checkpointing(recomputed)  # type: ignore[operator]
+    elif is_compiled:
+        import torch._functorch.config as functorch
+
+        # For each block's graph: torch chooses the operations whose recomputation costs least.
+        functorch.activation_memory_budget = config.activation_memory
+    elif config.activation_memory < 1:
+        model.enable_gradient_checkpointing(SomeRecomputed(1 - config.activation_memory))  # type: ignore[operator]
+
+
+def recomputed(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
+    """Run a block, and again in the backward pass; no family draws random numbers, so no generator's state is kept for it."""
+    return checkpoint(block.__call__, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+
+
+class SomeRecomputed:
+    """Recompute a share of the blocks, evenly spaced in the order in which they run first."""
+
+    def __init__(self, share: float) -> None:
+        """`share`: of the blocks to recompute, 0 to 1."""
+        self._share = share
+        self._places: dict[nn.Module, int] = {}
+
+    def __call__(self, block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - likewise
+        """Run a block, and again in the backward pass if it is one of the share."""
+        place = self._places.setdefault(block, len(self._places))
+        is_one = round((place + 1) * self._share) > round(place * self._share)
+        return recomputed(block, *args) if is_one else block(*args)
