@@ -23,7 +23,6 @@ from bucketline.train.outputs import checkpoint, run_dir
 from bucketline.train.outputs.checkpoint import Start, expect_finite_weights, folder_of_step
 from bucketline.train.outputs.metrics import WindowRecorder, cut_back
 from bucketline.train.outputs.progress import ProgressLine, RunLog
-from bucketline.train.outputs.run_lock import RunLock
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.refusals import refuse_stores
@@ -91,7 +90,7 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
         ProgressLine(max_steps=config.max_steps, talks=ranks.is_main) as progress,
         contextlib.ExitStack() as held,
     ):
-        lock = RunLock(config)
+        lock = run_dir.RunLock(config)
         held.callback(lock.release)
         start = from_rank_zero(ranks, lock.find_start)
         data.expect_service(config, ranks, start)

@@ -1,10 +1,11 @@
-"""The run folder: check and claim it, resume from it, write its `status.json` and `config.json`."""
+"""The run folder: check, lock and claim it, resume from it, write its `status.json` and `config.json`."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
 import json
+import logging
 import platform
 import subprocess
 from dataclasses import asdict
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from bucketline.errors import BucketlineError, TrainError, UsageError
+from bucketline.errors import BucketlineError, LockedError, NoLocksError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
+from bucketline.files.locks import FileLock
 from bucketline.files.redact import redacted
 from bucketline.files.run_marker import CONFIG, METRICS, STATUS, is_run
 from bucketline.loader.history import StoreId
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     from bucketline.train.config import TrainConfig
     from bucketline.train.parallel import TrainRanks
     from bucketline.typed_json import Json
+
+log = logging.getLogger(__name__)
+
+_LOCK = ".lock"  # in the folder, where it stays
 
 
 def find_start(config: TrainConfig) -> Start:
@@ -73,7 +79,7 @@ def find_start(config: TrainConfig) -> Start:
 
 
 def take(config: TrainConfig, start: Start) -> bytes:
-    """Claim the output folder for this run; remove the metrics of an earlier run that recorded no step.
+    """Claim the output folder, which exists, for this run; remove the metrics of an earlier run that recorded no step.
 
     Return the `status.json` that this replaces, empty if there is none. Checkpoints that the start has skipped as damaged are
     set aside.
@@ -82,7 +88,6 @@ def take(config: TrainConfig, start: Start) -> bytes:
         TrainError: if the folder cannot be written.
     """
     output = config.output_dir
-    make(output)
     try:
         former = (output / STATUS).read_bytes() if (output / STATUS).exists() else b""
         write_status(output, RunStatus.RUNNING, start.steps_done, begins=True)
@@ -105,6 +110,54 @@ def make(output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
+
+
+class RunLock:
+    """Exclusive use of a run's folder, on rank 0: from before it is read, if there is one, until `release`.
+
+    The kernel releases it when the process ends.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._lock: FileLock | None = None
+
+    def find_start(self) -> Start:
+        """Return what `find_start` does; hold a folder that a run has used before.
+
+        Raises:
+            LockedError: if another run uses it; the message names its process and machine.
+        """
+        if (self._config.output_dir / _LOCK).exists():
+            self._acquire()
+        return find_start(self._config)
+
+    def take(self, start: Start) -> bytes:
+        """Do what `take` does, and hold the folder.
+
+        Raises:
+            LockedError: if another run uses it by now.
+        """
+        if self._lock is None:
+            make(self._config.output_dir)
+            self._acquire()
+            if not self._config.resume:
+                find_start(self._config)  # another run may have begun and ended there since
+        return take(self._config, start)
+
+    def _acquire(self) -> None:
+        output = self._config.output_dir
+        try:
+            self._lock = FileLock(output / _LOCK, item=output)
+        except LockedError as error:
+            raise LockedError(f"{error}, or choose another --output-dir") from error
+        except NoLocksError as error:
+            log.warning("%s; nothing keeps another run from writing to %s as well", error, output)
+
+    def release(self) -> None:
+        """Let other runs use the folder."""
+        if self._lock is not None:
+            self._lock.release()
 
 
 def write_config(config: TrainConfig, shares: Sequence[WeightedStore], world_size: int) -> None:

@@ -14,9 +14,9 @@ import pytest
 from bucketline.errors import LockedError, NoLocksError, UsageError
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
-from bucketline.train.outputs import run_lock
+from bucketline.train.outputs import run_dir
 from bucketline.train.outputs.checkpoint import Start
-from bucketline.train.outputs.run_lock import RunLock
+from bucketline.train.outputs.run_dir import RunLock
 from bucketline.train.outputs.saver import Saver
 from bucketline.train.trainer import train
 from tests.kit import tree
@@ -102,6 +102,6 @@ def test_a_file_system_without_locks_is_told_and_no_reason_to_stop(
     def refuse(*_: object, **__: object) -> object:
         raise NoLocksError("this file system has no advisory locks")
 
-    monkeypatch.setattr(run_lock, "FileLock", refuse)
+    monkeypatch.setattr(run_dir, "FileLock", refuse)
     train(config(folder, max_steps=1), ALONE)
     assert "this file system has no advisory locks; nothing keeps another run from writing" in caplog.text
