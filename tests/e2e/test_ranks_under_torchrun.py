@@ -18,9 +18,8 @@ from tests.models import SMALL, write_images
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 def test_a_rank_killed_under_torchrun_is_named_before_its_trace_and_the_next_run_finishes(tmp_path: Path, model: Path) -> None:
     write_images(tmp_path / "photos", 60)
     (tmp_path / "photos" / "broken.png").write_bytes(b"no image")
@@ -39,15 +38,3 @@ def test_a_rank_killed_under_torchrun_is_named_before_its_trace_and_the_next_run
     assert call("ingest", "pack", tmp_path / "photos", tmp_path / "whole", *options).code == 0
     compared = compare(tmp_path / "s", tmp_path / "whole")
     assert (compared.samples, compared.faults) == (60, [])
-
-
-def test_three_ranks_under_torchrun_pack_what_one_process_packs(tmp_path: Path, model: Path) -> None:
-    write_images(tmp_path / "photos", 30)
-    (tmp_path / "photos" / "broken.png").write_bytes(b"no image")
-    options = ("--model", model, *SMALL, "--json")
-    three = torchrun(3, "-m", "bucketline.ingest", "pack", tmp_path / "photos", tmp_path / "three", *options).done()
-    one = call("ingest", "pack", tmp_path / "photos", tmp_path / "one", *options)
-    counts = ("found", "packed", "unchanged", "rejected", "rejected_by_reason", "without_caption", "crop_loss")
-    assert {name: three.json[name] for name in counts} == {name: one.json[name] for name in counts}
-    compared = compare(tmp_path / "three", tmp_path / "one")
-    assert (compared.samples, compared.faults) == (30, [])
