@@ -309,7 +309,7 @@ class Form:
         texts = sample.captions or ("",)
         entries = {name: [packed(entry)] for name, entry in self.entries(sample).items()}
         for name in self.groups_of("captions"):
-            entries[name] = [packed(entry_of(name, self.groups[name], text)) for text in texts]
+            entries[name] = [packed(entry_of(name, self.groups[name], text)) for text in texts[:MAX_CAPTIONS]]
         captions = tuple(self.delivered(text) for text in texts)
         return Held(record=sample.record, columns=self.stored(sample), captions=captions, entries=entries)
 
@@ -387,11 +387,11 @@ def _rows(store: Store, name: str) -> list[Held]:
         assert shard is store.shards[ordinal]
         assert (record.id, record.bucket, record.row) == (sample_id, name, int(located.row[n]))
         caption_rows = [row for row in columns[CAPTION_ROWS][n].tolist() if row >= 0]
-        assert tuple(caption_rows) == record.caption_rows
-        read = [store.read_caption(ordinal, row) for row in caption_rows]
+        assert tuple(caption_rows) == record.caption_rows[: store.manifest.max_captions]
+        read = [store.read_caption(ordinal, row) for row in record.caption_rows]
         captions = tuple(b"".join(one[key].tobytes() for key in sorted(one)) for one in read)
         entries = {
-            group: [packed(bucket.read_ragged(n, group, k)) for k in range(len(captions) if own.of == "captions" else 1)]
+            group: [packed(bucket.read_ragged(n, group, k)) for k in range(len(caption_rows) if own.of == "captions" else 1)]
             for group, own in groups.items()
         }
         own = {key: own[n].tobytes() for key, own in columns.items() if key not in (CHECKSUM, CAPTION_ROWS)}
