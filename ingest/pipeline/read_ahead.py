@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError
 from bucketline.ingest.images.rejects import RejectedError
@@ -20,16 +20,6 @@ REQUESTS = 32  # at a time; each waits for a round trip most of the time
 MOST_BYTES = 256 << 20  # of files that are read and not taken yet
 _GUESSED_BYTES = 1 << 20  # of a file of which the size is not known yet
 _MOST_THREADS = 4  # that read headers of local files; more do not help
-
-
-class ReadAheadSource(Protocol):
-    """A source in object storage."""
-
-    def known_bytes(self, item: SourceItem) -> int | None:
-        """Return the size of an item's file if it is known without a request."""
-
-    def fetched(self, item: SourceItem) -> SourceItem:
-        """Return an item with its bytes; raises what `Source.read` does."""
 
 
 def num_header_threads(source: Source) -> int:
@@ -59,7 +49,8 @@ def read_ahead(source: Source, items: Iterable[SourceItem], will_read: Callable[
             yield future.result()
 
 
-def _as_remote(source: Source) -> ReadAheadSource | None:
+def _as_remote(source: Source) -> ObjectSource | TarSource | None:
+    """Return a source if it is in object storage."""
     if isinstance(source, ObjectSource) or (isinstance(source, TarSource) and source.is_remote):
         return source
     return None
