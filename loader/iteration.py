@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.history import PastSteps
-    from bucketline.loader.plan.epoch_steps import EpochSpan, EpochSteps
+    from bucketline.loader.plan.epoch_steps import Epoch, EpochSteps
     from bucketline.loader.state import LoaderState
     from bucketline.store.format.columns import LatentKind
     from bucketline.store.remote.cache.held_line import FetchStats
@@ -234,7 +234,7 @@ class EpochLoader(ABC):
         self._span = self._span_of(None, self._cursor.step)
         self._cursor = Cursor(step=self._cursor.step, micro_step=self._cursor.micro_step, num_steps=self._steps.num_steps)
 
-    def _span_of(self, epoch: int | None, step: int) -> EpochSpan:
+    def _span_of(self, epoch: int | None, step: int) -> Epoch:
         """Return the epoch of a saved position, which is given by its number if the state has one."""
         if epoch is not None:
             span = self._steps.span(epoch if self._steps.epochs is None else min(epoch, self._steps.epochs))

@@ -1,25 +1,96 @@
-"""The steps of each epoch, computed from only the sizes of the buckets: also on a machine that has no store and no plan.
+"""The steps of each epoch and the bucket of each step, computed per step, from only the sizes of the buckets.
+
+So a machine that has no store and no plan knows the steps, too.
 
 Letters: n rows of a bucket, G its global batch, E the number of epochs if it is finite.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import sub
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from bucketline.command_line import counted
 from bucketline.errors import PlanError
 from bucketline.forks import cached_property
 from bucketline.loader.config import Remainder
+from bucketline.loader.plan.permutation import mix_word, permute
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+_KEPT_EPOCHS = 8  # a window of steps touches two, or more if epochs have very few steps
 
 
 @dataclass(frozen=True, slots=True)
-class EpochSpan:
-    """The steps of one epoch. With `carry`, an epoch of a few rows may have none."""
+class Epoch:
+    """One epoch's steps and the number of batches in each bucket. With `carry`, an epoch of a few rows may have none."""
 
     number: int
-    first: int
+    first: int  # step
     end: int  # the first step of the next epoch
+    before: tuple[int, ...]  # by bucket: its batches in all earlier epochs
+    ends: tuple[int, ...]  # by bucket: cumulative batches of this epoch, up to and including the bucket
+    padded: tuple[int, ...]  # buckets with one more, padded batch at the end, in the order of these steps
+
+    def batches_at(self, steps: Sequence[int], window: int | None, key: int) -> list[tuple[int, int]]:
+        """Return (bucket, batch) for each step: the bucket's index in the plan's list, and the number of its batch.
+
+        `key` is the epoch's.
+
+        Without a window, by a keyed bijection on the epoch's steps, so that any batch may come at any step.
+
+        With one, each bucket's batches come in order, and the buckets take turns as evenly as their counts allow.
+
+        With window 0, all batches of the first bucket in order, then those of the next, sorted by name.
+
+        The padded batches follow all others.
+        """
+        places, others = [step - self.first for step in steps], self.ends[-1]
+        ordered = iter(self._ordered([place for place in places if place < others], window, key))
+        return [next(ordered) if place < others else self._padded_batch(self.padded[place - others]) for place in places]
+
+    def _padded_batch(self, bucket: int) -> tuple[int, int]:
+        """Return (bucket, batch) of a bucket's padded batch: the one after its last."""
+        return bucket, self.before[bucket] + self.ends[bucket] - (self.ends[bucket - 1] if bucket else 0)
+
+    def _ordered(self, places: list[int], window: int | None, key: int) -> list[tuple[int, int]]:
+        if not places:
+            return []
+        if window:
+            return [self._in_turn(place, key) for place in places]
+        if window is None:
+            places = permute(np.array(places, dtype=np.int64), self.ends[-1], key).tolist()
+        return [self._batch(place) for place in places]
+
+    def _batch(self, place: int) -> tuple[int, int]:
+        bucket = bisect_right(self.ends, place)
+        return bucket, self.before[bucket] + place - (self.ends[bucket - 1] if bucket else 0)
+
+    def _in_turn(self, place: int, key: int) -> tuple[int, int]:
+        """Walk down a binary tree of the buckets. The left half's batches are spread evenly over a node's `total` batches.
+
+        With a shift s below `total`, floor((k x left + s) / total) of the first k batches belong to the left half. This count
+        starts at 0, ends at `left`, and grows by 0 or 1 per step, so each half's batches are numbered without gaps.
+        """
+        low, high, number = 0, len(self.ends), place
+        begin, end = 0, self.ends[-1]  # of the node's batches
+        while high - low > 1:
+            middle = (low + high) // 2
+            split, total = self.ends[middle - 1], end - begin
+            shift = mix_word(key ^ mix_word(low << 32 | high)) % total
+            of_left = (number * (split - begin) + shift) // total
+            if ((number + 1) * (split - begin) + shift) // total > of_left:
+                high, end, number = middle, split, of_left
+            else:
+                low, begin, number = middle, split, number - of_left
+        return low, self.before[low] + number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +147,34 @@ class EpochSteps:
             "remainder='partial', or count steps over forever()"
         )
 
-    def span(self, number: int) -> EpochSpan:
+    def span(self, number: int) -> Epoch:
         """Return the steps of an epoch, counted from 0. After the last, one without steps."""
-        if self.num_steps is not None and self.epochs is not None and number >= self.epochs - 1:
-            first = self.steps_before(number) if number < self.epochs else self.num_steps
-            return EpochSpan(number, first, self.num_steps)
-        return EpochSpan(number, self.steps_before(number), self.steps_before(number + 1))
+        before, after = self.batches_before(number), self.batches_before(number + 1)
+        first, end, padded = sum(before), sum(after), self.padded if number + 1 == self.epochs else ()
+        if self.epochs is not None and self.num_steps is not None and number >= self.epochs:
+            first = end = self.num_steps
+        return Epoch(number, first, end + len(padded), tuple(before), tuple(accumulate(map(sub, after, before))), padded)
+
+    def at(self, step: int) -> Epoch:
+        """Return the epoch that has a step: a cached one, the one after a cached one, or the result of a binary search.
+
+        Raises:
+            PlanError: if none has it.
+        """
+        known = list(self._known.values())
+        for epoch in known:
+            if epoch.first <= step < epoch.end:
+                return epoch
+        following = (self.span(epoch.number + 1) for epoch in known if epoch.end == step)
+        found = next((epoch for epoch in following if step < epoch.end), None) or self.span(self.number_at(step))
+        if len(self._known) >= _KEPT_EPOCHS:
+            self._known.clear()
+        self._known[found.number] = found
+        return found
+
+    @cached_property
+    def _known(self) -> dict[int, Epoch]:
+        return {}
 
     def number_at(self, step: int) -> int:
         """Return the number of the epoch that has a step, by binary search.

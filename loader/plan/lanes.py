@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.loader.plan.order import Span
+    from bucketline.loader.plan.plan import Span
 
 _DEAL, _VISIT, _MIX, _TURN = 4, 5, 6, 7  # purposes of keys; the plan uses 1 and 2, draws use 3
 TURNS = 8  # places in a part at which a shard may begin; with one, a lane of a single shard would have the same windows again

@@ -5,8 +5,8 @@ the bucket's global batch j takes the positions [jG, (j + 1)G): the rest of a pa
 batches floor(e n / G) to floor((e + 1) n / G) of that bucket. If there is a last epoch, it ends with the bucket's next batch,
 in which the positions of later epochs are padding: they have weight 0, and rows of the batch before.
 
-`window` decides the rows at a pass's positions and the bucket of a step; both are computed in `order`, and those of a window of
-some rows in `lanes`.
+`window` decides the rows at a pass's positions (`lanes` has those of a window of some rows) and the bucket of a step
+(`epoch_steps`).
 
 Letters: n rows of a bucket, G its global batch (ranks x batch size x accumulation), e epoch, j index of a bucket's batch.
 """
@@ -17,8 +17,6 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import sub
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,8 +27,7 @@ from bucketline.forks import cached_property
 from bucketline.loader.config import SHARDS_AT_ONCE, Remainder
 from bucketline.loader.plan.epoch_steps import EpochSteps
 from bucketline.loader.plan.lanes import Lanes, ShardRuns
-from bucketline.loader.plan.order import Epoch, Span, rows_of
-from bucketline.loader.plan.permutation import extend_key, key_of
+from bucketline.loader.plan.permutation import extend_key, key_of, permute_all
 from bucketline.loader.plan.shares import PassRows
 
 if TYPE_CHECKING:
@@ -38,6 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from bucketline.loader.plan.epoch_steps import Epoch
     from bucketline.store.read.store import StoreRows
 
 PLAN_VERSION = 2
@@ -45,7 +43,6 @@ WINDOW_VERSION = 3  # of windows of some rows; by 2, a lane of few shards had th
 MAX_NAMED = 8  # buckets listed in a message
 _NAMED_SMALL = 3  # buckets listed in a warning
 _PASS, _STEPS = 1, 2  # purposes of keys
-_KEPT_EPOCHS = 8  # a window of steps touches two, or more if epochs have very few steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +71,18 @@ class PlannedStep:
     first_position: int  # in the global batch, of the first row
     rows: NDArray[np.int64]  # [B] row numbers of the bucket, by position
     weight: NDArray[np.float32]  # [B] 1, or 0 for padding; shared between steps, so do not write to it
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive positions within one pass of one bucket."""
+
+    n: int
+    key: int  # of the pass
+    first: int  # position in the pass
+    count: int
+    bucket: int  # index in the plan's list
+    number: int  # of the pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +139,15 @@ class Plan:
         )
 
     def _rows_of(self, spans: Sequence[Span]) -> NDArray[np.int64]:
-        numbers = self.lane_order.rows_of(spans) if self.window else rows_of(spans, self.window)
+        """Return the rows at the spans' positions, one span after the other. Each position of a pass has a different row.
+
+        If all are shuffled, by a keyed bijection on all of the bucket's rows; in stored order, position p has row p.
+        """
+        if self.window:
+            numbers = self.lane_order.rows_of(spans)
+        else:
+            every = [(np.arange(span.first, span.first + span.count, dtype=np.int64), span.n, span.key) for span in spans]
+            numbers = permute_all(every) if self.window is None else np.concatenate([index for index, _, _ in every])
         if not self._has_shares:
             return numbers
         at = 0
@@ -185,15 +202,7 @@ class Plan:
 
     def batches_before(self, bucket: PlanBucket, epoch: int) -> int:
         """Return the number of a bucket's batches in the epochs before `epoch`, without the padded one of the last."""
-        n, size = bucket.num_rows, bucket.global_batch
-        if self.remainder is Remainder.CARRY:
-            return epoch * n // size
-        return epoch * self.per_pass(bucket)
-
-    def per_pass(self, bucket: PlanBucket) -> int:
-        """Return the number of a bucket's batches in a pass; with `carry` a batch may be of two passes."""
-        n, size = bucket.num_rows, bucket.global_batch
-        return n // size if self.remainder is Remainder.DROP else -(-n // size)
+        return self.epoch_steps.batches_before(epoch)[self.buckets.index(bucket)]
 
     def steps_before(self, epoch: int) -> int:
         """Return the number of steps in the epochs before `epoch`, without the padded ones of the last."""
@@ -203,41 +212,6 @@ class Plan:
     def has_steps(self) -> bool:
         """Return True if epochs have steps. With `drop`, they have none if every bucket is smaller than its global batch."""
         return self.epoch_steps.has_steps
-
-    def epoch_at(self, step: int) -> Epoch:
-        """Return a step's epoch: a cached one, the one after a cached one, or the result of a binary search."""
-        known = list(self._known.values())
-        for epoch in known:
-            if epoch.first <= step < epoch.end:
-                return epoch
-        for epoch in known:
-            if epoch.end == step and step < (following := self.epoch_numbered(epoch.number + 1)).end:
-                return following
-        if not self.has_steps:
-            raise PlanError(self.without_step())
-        return self.epoch_numbered(self.epoch_steps.number_at(step))
-
-    @cached_property
-    def _known(self) -> dict[int, Epoch]:
-        return {}
-
-    def epoch_numbered(self, number: int) -> Epoch:
-        """Return an epoch, counted from 0."""
-        before, after = self.epoch_steps.batches_before(number), self.epoch_steps.batches_before(number + 1)
-        span = self.epoch_steps.span(number)
-        epoch = Epoch(
-            number=number,
-            first=span.first,
-            end=span.end,
-            before=tuple(before),
-            ends=tuple(accumulate(map(sub, after, before))),
-            padded=self.epoch_steps.padded if number + 1 == self.epochs else (),
-            key=key_of(self.seed, _STEPS, number),
-        )
-        if len(self._known) >= _KEPT_EPOCHS:
-            self._known.clear()
-        self._known[number] = epoch
-        return epoch
 
     def at(self, step: int) -> PlannedStep:
         """Return the rows that a step reads, over all ranks."""
@@ -275,15 +249,17 @@ class Plan:
 
     def _place(self, steps: Sequence[int]) -> dict[int, tuple[int, int, int]]:
         """Return for each step its epoch, the index of its bucket, and the index of the bucket's batch."""
+        if not self.has_steps:
+            raise PlanError(self.without_step())
         by_epoch: dict[int, tuple[Epoch, list[int]]] = {}
         for step in dict.fromkeys(steps):
-            epoch = self.epoch_at(step)
+            epoch = self.epoch_steps.at(step)
             by_epoch.setdefault(epoch.number, (epoch, []))[1].append(step)
-        return {
-            step: (epoch.number, bucket, number)
-            for epoch, own in by_epoch.values()
-            for step, (bucket, number) in zip(own, epoch.batches_at(own, self.window), strict=True)
-        }
+        placed: dict[int, tuple[int, int, int]] = {}
+        for epoch, own in by_epoch.values():
+            found = epoch.batches_at(own, self.window, key_of(self.seed, _STEPS, epoch.number))
+            placed |= {step: (epoch.number, *one) for step, one in zip(own, found, strict=True)}
+        return placed
 
     def _add_spans(self, spans: list[Span], bucket: int, number: int, begin: int, count: int) -> int:
         """Append the spans of `count` positions, from `begin`, of a bucket's batch `number`; return how many have weight 1."""

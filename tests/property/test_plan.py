@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bucketline.errors import PlanError
 from bucketline.loader.config import Remainder
-from bucketline.loader.plan import order
+from bucketline.loader.plan import plan as plan_module
 from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.permutation import permute_all
 from bucketline.loader.plan.plan import Plan, PlanBucket
@@ -265,7 +265,7 @@ def test_a_step_costs_the_same_for_a_million_rows_and_for_ten_to_the_fifteen(win
         return permute_all(parts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "permute_all", counted)
+        patch.setattr(plan_module, "permute_all", counted)
         for rows in (10**6, 10**10, 10**15):
             found.clear()
             planned = make([rows, rows // 3], 64, 0, Remainder.CARRY, window=window).at(rows // 7)
