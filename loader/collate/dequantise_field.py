@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.buffer_pool import Field
 
-CHUNK_ITEMS = 1 << 18  # values converted at a time, so that they stay in the cache (`bench quantised_text`)
+CHUNK_ITEMS = 1 << 18  # values converted at a time, so that they stay in the cache (`bench hot --text`)
 
 
 class _Scratch(threading.local):
