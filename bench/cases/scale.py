@@ -6,7 +6,7 @@ import time
 import tracemalloc
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING
 
 from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, summarise
@@ -178,35 +178,28 @@ class ScaleListing(Case):
     """Ranks that share a listing when its memory is measured."""
 
     def measure(self, folder: Path) -> list[Result]:
-        timed: list[Subject] = []
-        for samples in self.samples:
-            for shards in self.shards:
-                timed += _timed(folder, samples, shards)
-        held = [Subject(name=name, measure=measure) for name, measure in self._kept().items()]
-        limits = {step: subject.name for subject in reversed(timed) for step in [subject.name.partition(":")[0]]}
-        timed = [
-            Subject(name=subject.name, measure=subject.measure, limit=limits[step], mark=LINEAR)
-            for subject in timed
-            for step in [subject.name.partition(":")[0]]
-        ]
+        timed, least = list[Subject](), dict[str, str]()
+        for samples, shards in product(self.samples, self.shards):
+            for step, act in _steps(folder, samples, shards).items():
+                name = f"{step}: {samples:,} samples, {shards} shards"
+                limit = least.setdefault(step, name)
+                timed.append(Subject(name=name, measure=partial(_microseconds, act, samples), limit=limit, mark=LINEAR))
+        count, ranks = min(self.samples), self.ranks
+        makers: dict[str, Callable[[], object]] = {
+            "as it comes from a source": partial(_listing, count),
+            "kept by rank 0 of 1": partial(_dealt, count, 1, 0),
+            f"kept by rank 0 of {ranks}": partial(_dealt, count, ranks, 0),
+            f"kept by rank 1 of {ranks}": partial(_dealt, count, ranks, 1),
+        }
+        held = [Subject(name=f"listing {name}", measure=partial(_bytes_an_image, make, count)) for name, make in makers.items()]
         return [
             *summarise("scale, listing", "μs/sample", timed, alternate(timed, self.repeats)),
             *summarise("scale, listing", "B/image", held, alternate(held, 1, warm_up=False)),
         ]
 
-    def _kept(self) -> dict[str, Callable[[int], float]]:
-        count = min(self.samples)
-        names = {
-            "as it comes from a source": lambda: _listing(count),
-            "kept by rank 0 of 1": lambda: _dealt(count, 1, 0),
-            f"kept by rank 0 of {self.ranks}": lambda: _dealt(count, self.ranks, 0),
-            f"kept by rank 1 of {self.ranks}": lambda: _dealt(count, self.ranks, 1),
-        }
-        return {f"listing {name}": partial(_bytes_an_image, make, count) for name, make in names.items()}
 
-
-def _timed(folder: Path, samples: int, shards: int) -> list[Subject]:
-    """Make a store and return the subjects that use it."""
+def _steps(folder: Path, samples: int, shards: int) -> dict[str, Callable[[], object]]:
+    """Make a store and return the steps of a run over a source that has exactly its images."""
     from bucketline.bench.fixtures.sparse_store import kept_sparse_store
     from bucketline.ingest.listing_diff import not_in_source, unknown
     from bucketline.ingest.pipeline.packed_index import PackedIndex
@@ -216,12 +209,7 @@ def _timed(folder: Path, samples: int, shards: int) -> list[Subject]:
     from bucketline.store.write.publish import replaced
 
     path = kept_sparse_store(folder, shards, samples)
-    outlines: list[Outline] = []
-
-    def outline() -> Outline:
-        if not outlines:
-            outlines.append(_outline_of(path))
-        return outlines[0]
+    outline = _outline_of(path)
 
     def publishing() -> None:
         manifest = Store.open(path).manifest
@@ -231,24 +219,19 @@ def _timed(folder: Path, samples: int, shards: int) -> list[Subject]:
             raise AssertionError(f"{path}: rows were replaced, and no sample is there twice")
 
     def new() -> None:
-        if unknown(Store.open(path), outline()).any():
+        if unknown(Store.open(path), outline).any():
             raise AssertionError(f"{path}: images are new, and all are its own")
 
     def gone() -> None:
-        if len(not_in_source(Store.open(path), outline())):
+        if len(not_in_source(Store.open(path), outline)):
             raise AssertionError(f"{path}: samples are not in the source, and all are")
 
-    steps: dict[str, Callable[[], object]] = {
+    return {
         "which are new": new,
         "which are gone": gone,
         "what a rank looks up in": lambda: PackedIndex(Store.open(path)),
         "which rows give way": publishing,
     }
-    outline()  # outside the first figure
-    return [
-        Subject(name=f"{step}: {samples:,} samples, {shards} shards", measure=partial(_microseconds, act, samples))
-        for step, act in steps.items()
-    ]
 
 
 def _microseconds(act: Callable[[], object], samples: int, _: int) -> float:
