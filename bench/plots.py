@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+
+from bucketline.bench.cases.peers import LIMITS
+from bucketline.bench.peers.registry import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,44 +19,29 @@ if TYPE_CHECKING:
 OURS_COLOR, LIMIT_COLOR, PEER_COLOR = "tab:blue", "0.6", "tab:orange"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plot:
-    """One plot of one case."""
+class Plot(NamedTuple):
+    """The title and the label of one case's plot."""
 
-    case: str
-    name: str  # of the file
     title: str
     label: str
     is_logarithmic: bool = False
 
 
-PLOTS = (
-    Plot(case="peers, hot, delivered", name="peers-hot", title="Delivery, page cache hot: more is better", label="GB/s"),
-    Plot(
-        case="peers, hot, CPU",
-        name="peers-hot-cpu",
-        title="What it costs, page cache hot: less is better",
-        label="CPU-seconds per GB",
-        is_logarithmic=True,
-    ),
-    Plot(case="peers, cold, delivered", name="peers-cold", title="Delivery from the disk: more is better", label="GB/s"),
-    Plot(
-        case="peers, cold, CPU",
-        name="peers-cold-cpu",
-        title="What it costs, from the disk: less is better",
-        label="CPU-seconds per GB",
-        is_logarithmic=True,
-    ),
-)
+PLOTS = {  # by name of the file
+    "peers-hot": ("peers, hot, delivered", Plot("Delivery, page cache hot: more is better", "GB/s")),
+    "peers-hot-cpu": ("peers, hot, CPU", Plot("What it costs, page cache hot: less is better", "CPU-seconds per GB", True)),
+    "peers-cold": ("peers, cold, delivered", Plot("Delivery from the disk: more is better", "GB/s")),
+    "peers-cold-cpu": ("peers, cold, CPU", Plot("What it costs, from the disk: less is better", "CPU-seconds per GB", True)),
+}
 
 
 def draw(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     """Draw every plot whose case is among the results, as PNG and SVG; return the files."""
     written = []
-    for plot in PLOTS:
-        rows = [one for one in results if one["case"] == plot.case]
+    for name, (case, plot) in PLOTS.items():
+        rows = [one for one in results if one["case"] == case]
         if rows:
-            written += _save(_bars(plot, rows), folder, plot.name)
+            written += _save(_bars(plot, rows), folder, name)
     return written
 
 
@@ -64,7 +51,7 @@ def _bars(plot: Plot, rows: Sequence[Mapping[str, Any]]) -> Figure:
     places = range(len(rows))
     medians = [one["median"] for one in rows]
     spreads = [[one["median"] - one["q1"] for one in rows], [one["q3"] - one["median"] for one in rows]]
-    axes.barh(places, medians, xerr=spreads, color=[_color(plot.case, one["subject"]) for one in rows], ecolor="0.2", capsize=2)
+    axes.barh(places, medians, xerr=spreads, color=[_color(one["subject"]) for one in rows], ecolor="0.2", capsize=2)
     axes.set_yticks(places, [one["subject"] for one in rows])
     axes.invert_yaxis()
     axes.set_title(plot.title)
@@ -80,10 +67,10 @@ def _bars(plot: Plot, rows: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def _color(case: str, subject: str) -> str:
-    if subject.startswith(("memcpy", "resident", "O_DIRECT")):
+def _color(subject: str) -> str:
+    if subject.startswith(LIMITS):
         return LIMIT_COLOR
-    return OURS_COLOR if subject.startswith("bucketline") or not case.startswith("peers") else PEER_COLOR
+    return OURS_COLOR if subject.startswith(OURS) else PEER_COLOR
 
 
 def _save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -10,15 +10,15 @@ import sys
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path  # noqa: TC003 - tyro reads it
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bucketline.bench.cases.peers import COLD, CPU, FIRST, FROM_SERVER, HOT, NET, ONE_THREAD, REMOTE, WALL
+from bucketline.bench.cases.peers import COLD, CPU, FIRST, FROM_SERVER, HOT, LIMITS, NET, ONE_THREAD, REMOTE, WALL
 from bucketline.bench.peers.registry import OURS
 from bucketline.command_line import guarded
 from bucketline.errors import BucketlineError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from bucketline.typed_json import Json
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 RESULTS, PAGE = "results.json", "RESULTS.md"
 MORE_IS_BETTER = frozenset({"GB/s", "images/s", "samples/s"})
-LIMITS = ("memcpy", "resident batches", "O_DIRECT")
 COMPARED = (
     *(f"{HOT}, {figure}" for figure in (WALL, CPU, NET)),
     *(f"{COLD}, {figure}" for figure in (WALL, CPU, FIRST)),
@@ -34,9 +33,8 @@ COMPARED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """A loss: a missed target, or a peer that is ahead of us."""
+class Loss(NamedTuple):
+    """A missed target, or a peer that is ahead of us."""
 
     case: str
     subject: str
@@ -84,7 +82,7 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def losses(results: Sequence[Mapping[str, Any]]) -> list[Loss]:
     """Return every missed target, and every peer that is ahead of us in a comparison."""
     found = [
-        Loss(case=one["case"], subject=one["subject"], text=f"{_number(one['limit_ratio'])} of its limit, target {one['mark']}")
+        Loss(one["case"], one["subject"], f"{_number(one['limit_ratio'])} of its limit, target {one['mark']}")
         for one in results
         if one["is_met"] is False
     ]
@@ -98,7 +96,7 @@ def losses(results: Sequence[Mapping[str, Any]]) -> list[Loss]:
             if name.startswith(("bucketline", *LIMITS)) or not _is_ahead(one, ours):
                 continue
             text = f"{name} has {_number(one['median'])}, we {_number(ours['median'])} {ours['unit']}"
-            found.append(Loss(case=case, subject=ours["subject"], text=text))
+            found.append(Loss(case, ours["subject"], text))
     return found
 
 
@@ -138,17 +136,19 @@ def _header(header: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:
+    """Return a table; `align` has an `r` for each column of numbers."""
+    rule = ["---:" if at == "r" else "---" for at in align.ljust(len(head))]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *rows))
+
+
 def _marks(results: Sequence[Mapping[str, Any]]) -> str:
-    rows = [one for one in results if one["mark"] is not None]
-    if not rows:
-        return "No result has one.\n"
-    lines = ["| case | subject | of its limit | target | |", "|---|---|---:|---|---|"]
-    lines += [
-        f"| {one['case']} | {one['subject']} | {_number(one['limit_ratio'])} | {one['mark']} | "
-        f"{'met' if one['is_met'] else '**missed**'} |"
-        for one in rows
+    rows = [
+        (one["case"], one["subject"], _number(one["limit_ratio"]), one["mark"], "met" if one["is_met"] else "**missed**")
+        for one in results
+        if one["mark"] is not None
     ]
-    return "\n".join(lines) + "\n"
+    return _table(("case", "subject", "of its limit", "target", ""), rows, "llr") if rows else "No result has one.\n"
 
 
 def _losses(found: Sequence[Loss]) -> str:
@@ -165,31 +165,30 @@ def _left_out(left_out: Mapping[str, str]) -> list[str]:
 
 def _tables(results: Sequence[Mapping[str, Any]]) -> list[str]:
     parts = ["## All figures\n\nMedian, first to third quartile, and the median of each round's own ratio to the limit.\n"]
-    for case, rows in groupby(results, key=lambda one: one["case"]):
-        lines = [f"### {case}\n", "| subject | median | quartiles | of limit | repeats |", "|---|---:|---|---:|---:|"]
-        lines += [
-            f"| {one['subject']} | {_number(one['median'])} {one['unit']} | {_number(one['q1'])} to {_number(one['q3'])} | "
-            f"{_number(one['limit_ratio'])} | {one['repeats']} |"
-            for one in rows
+    for case, own in groupby(results, key=lambda one: one["case"]):
+        rows = [
+            (
+                one["subject"],
+                f"{_number(one['median'])} {one['unit']}",
+                f"{_number(one['q1'])} to {_number(one['q3'])}",
+                _number(one["limit_ratio"]),
+                str(one["repeats"]),
+            )
+            for one in own
         ]
-        parts.append("\n".join(lines) + "\n")
+        parts.append(f"### {case}\n\n" + _table(("subject", "median", "quartiles", "of limit", "repeats"), rows, "lrlrr"))
     return parts
 
 
 def _capabilities(answers: Sequence[Mapping[str, str]]) -> list[str]:
     if not answers:
         return []
-    loaders = list(dict.fromkeys(one["loader"] for one in answers))
-    by_place = {(one["question"], one["loader"]): one for one in answers}
-    questions = list(dict.fromkeys(one["question"] for one in answers))
-    lines = [f"| | {' | '.join(loaders)} |", f"|---|{'---|' * len(loaders)}"]
-    lines += [f"| {row} | {' | '.join(by_place[row, loader]['can'] for loader in loaders)} |" for row in questions]
-    reasons = [f"- {one['loader']}, {one['question']}: {one['can']}: {one['why']}" for one in answers]
-    return [
-        "## What each can express\n\nBy its documented interface, in the versions above.\n",
-        "\n".join(lines) + "\n",
-        "\n".join(reasons) + "\n",
-    ]
+    can = {(one["question"], one["loader"]): one["can"] for one in answers}
+    questions, loaders = (list(dict.fromkeys(one[name] for one in answers)) for name in ("question", "loader"))
+    rows = [(question, *(can[question, loader] for loader in loaders)) for question in questions]
+    reasons = [f"- {one['loader']}, {one['question']}: {one['can']}: {one['why']}\n" for one in answers]
+    head = "## What each can express\n\nBy its documented interface, in the versions above.\n"
+    return [head, _table(("", *loaders), rows), "".join(reasons)]
 
 
 def _number(value: float) -> str:

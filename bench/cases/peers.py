@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Timings = Mapping[str, list[list[Timed]]]
 
 HOT, COLD, REMOTE = "peers, hot", "peers, cold", "peers, remote"
+LIMITS = ("memcpy", "resident batches", "O_DIRECT")
 WALL, CPU, NET, FIRST = "delivered", "CPU", "CPU less touching", "first batch"
 MEMCPY, TOUCHED, ONE_THREAD, BEST = (
     "memcpy, 1 thread",
@@ -179,7 +180,7 @@ def hot_results(timings: Timings) -> list[Result]:
     for case, figures in ((CPU, cpu), (NET, net)):
         ours = dict.fromkeys((ONE_THREAD, f"{OURS}, service"), OF_MEMCPY)
         results += _held(f"{HOT}, {case}", "s/GB", figures, MEMCPY, ours)
-        others = {name: own for name, own in figures.items() if not name.startswith(("memcpy", "resident", "O_DIRECT"))}
+        others = {name: own for name, own in figures.items() if not name.startswith(LIMITS)}
         marks = {name: OF_FILES for name in others if name.startswith(ONE_FILE_EACH)} | {f"{BEST}, 0 workers": OF_BEST}
         results += _held(f"{HOT}, {case}, against Bucketline", "s/GB", others, ONE_THREAD, marks)
     return [*results, *order_results(f"{HOT}, order", wall)]
