@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from bucketline.bench.fixtures.random_values import random_f16
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 16
 SIZES = ((128, 128), (112, 144), (144, 112), (96, 160))  # h, w of the latents' buckets
-_FINITE = np.uint16(0xBFFF)  # clears the exponent's highest bit, so that every pattern is a number below 2
 _WORDS = 1 << 64
 HEADER = np.dtype([("number", "<i8"), ("num_tokens", "<i8"), ("original_size", "<i4", (2,)), ("crop", "<i4", (2,))])
 
@@ -104,14 +104,6 @@ class SetShape:
         """Return the numbers of a bucket's samples."""
         ends = [0, *itertools.accumulate(rows for _, _, rows in self.buckets)]
         return range(ends[bucket], ends[bucket + 1])
-
-
-def random_f16(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float16]:
-    """Return random finite numbers in which all bits but one are independent, so that they cannot be compressed."""
-    count = math.prod(shape)
-    words = random.integers(0, 1 << 64, -(-count // 4), dtype=np.uint64)
-    bits: NDArray[np.float16] = (words.view("<u2")[:count] & _FINITE).view("<f2").reshape(shape)
-    return bits
 
 
 def sample(shape: SetShape, number: int) -> Sample:

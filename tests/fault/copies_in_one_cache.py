@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.bench.fixtures.pushed_store import pushed
+from bucketline.bench.fixtures.random_values import random_f16
 from bucketline.bench.fixtures.server_process import ServerProcess
-from bucketline.bench.fixtures.synthetic_store import MAX_CAPTIONS, MAX_SHARD_BYTES, StoreShape, make_store, random_f16
+from bucketline.bench.fixtures.synthetic_store import MAX_CAPTIONS, MAX_SHARD_BYTES, StoreShape, make_store
 from bucketline.store import StoreWriter
 from bucketline.store.format.manifest import read_manifest
 from tests.fault.record import Kind, Outcome, recorded
