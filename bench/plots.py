@@ -9,8 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from bucketline.bench.cases.peers import LIMITS
-from bucketline.bench.peers.registry import OURS
+from bucketline.bench.peers.registry import ENTRIES, OURS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,9 +67,9 @@ def _bars(plot: Plot, rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _color(subject: str) -> str:
-    if subject.startswith(LIMITS):
-        return LIMIT_COLOR
-    return OURS_COLOR if subject.startswith(OURS) else PEER_COLOR
+    if subject.startswith(OURS):
+        return OURS_COLOR
+    return PEER_COLOR if subject.startswith(tuple(entry.name for entry in ENTRIES if entry.environment)) else LIMIT_COLOR
 
 
 def _save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -79,7 +79,7 @@ def carve(flat: Tensor, fields: Sequence[Field]) -> dict[str, Tensor]:
     """Return the fields of a buffer (or of its copy on a device) as tensors that share its memory.
 
     In the host's memory numpy makes the views: torch would release Python's lock at each of two dozen calls, and another
-    Python thread might keep the lock for 5 ms each time (`bench/cases/hot_busy.py`).
+    Python thread might keep the lock for 5 ms each time (`bench/cases/hot.py`).
     """
     if flat.device.type == "cpu":
         memory = flat.numpy()
