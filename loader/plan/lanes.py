@@ -36,10 +36,20 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.loader.plan.plan import Span
-
 _DEAL, _VISIT, _MIX, _TURN = 4, 5, 6, 7  # purposes of keys; the plan uses 1 and 2, draws use 3
 TURNS = 8  # places in a part at which a shard may begin; with one, a lane of a single shard would have the same windows again
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive positions within one pass of one bucket."""
+
+    n: int
+    key: int  # of the pass
+    first: int  # position in the pass
+    count: int
+    bucket: int  # index in the plan's list
+    number: int  # of the pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -26,7 +26,7 @@ from bucketline.errors import PlanError
 from bucketline.forks import cached_property
 from bucketline.loader.config import SHARDS_AT_ONCE, Remainder
 from bucketline.loader.plan.epoch_steps import EpochSteps
-from bucketline.loader.plan.lanes import Lanes, ShardRuns
+from bucketline.loader.plan.lanes import Lanes, ShardRuns, Span
 from bucketline.loader.plan.permutation import extend_key, key_of, permute_all
 from bucketline.loader.plan.shares import PassRows
 
@@ -71,18 +71,6 @@ class PlannedStep:
     first_position: int  # in the global batch, of the first row
     rows: NDArray[np.int64]  # [B] row numbers of the bucket, by position
     weight: NDArray[np.float32]  # [B] 1, or 0 for padding; shared between steps, so do not write to it
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Consecutive positions within one pass of one bucket."""
-
-    n: int
-    key: int  # of the pass
-    first: int  # position in the pass
-    count: int
-    bucket: int  # index in the plan's list
-    number: int  # of the pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Two ranks over sources that are no folder: a saved dataset with splits, tars that are local and streamed."""
+"""Two ranks over sources other than a folder: a saved dataset with splits, tars that are local and streamed."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class RunLock:
         return find_start(self._config)
 
     def take(self, start: Start) -> bytes:
-        """Do what `take` does, and hold the folder.
+        """Make the folder ready for the run, as `take` of this module, and keep it locked.
 
         Raises:
             LockedError: if another run uses it by now.
