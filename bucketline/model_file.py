@@ -81,7 +81,7 @@ class ModelFile:
         except BucketlineError:
             raise
         except Exception as error:  # diffusers passes on the errors of all its readers; they mean the same here
-            raise ModelError(f"{self.path}: its {part} cannot be loaded: {_first_line(error)}") from error
+            raise ModelError(f"{self.path}: its {part} cannot be loaded: {error_line(error)}") from error
         missing = sorted(name for name, tensor in loaded.state_dict().items() if tensor.is_meta)
         if missing:
             raise ModelError(f"{self.path}: its {part} lacks {len(missing)} weights, such as {missing[0]}")
@@ -163,15 +163,15 @@ def open_model_file(path: Path, config: str | None) -> ModelFile:
     Raises:
         ModelError: if the file is not one of a model that diffusers knows, or its configuration is missing.
     """
-    shapes = file_shapes(path)
+    shapes = {name: shape for name, (_, shape) in file_tensors(path).items()}
     folder = _inferred_config(path, shapes) if config is None else _named_config(config)
     if not (folder / INDEX).is_file():
         raise ModelError(f"{folder} has no {INDEX}; expected a pipeline's folder in diffusers' layout")
     return ModelFile(path=path, config=folder, shapes=shapes)
 
 
-def file_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a file's tensors.
+def file_tensors(path: Path, item: str | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype, by safetensors' name, and shape of a file's tensors, from its header; `item` names it in errors.
 
     Raises:
         ModelError: if it is not a readable safetensors file.
@@ -179,10 +179,12 @@ def file_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call, unused-ignore]
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        with safe_open(path, framework="np") as file:  # type: ignore[no-untyped-call, unused-ignore] # imports no torch
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            return {name: (str(own.get_dtype()), tuple(own.get_shape())) for name, own in slices.items()}
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read as safetensors: {_first_line(error)}") from error
+        what = f"{item or path} cannot be read as safetensors: {error_line(error)}"
+        raise ModelError(f"{what}; download the model again") from error
 
 
 def refuse_config_without_file(model: object, config: str | None) -> None:
@@ -231,7 +233,7 @@ def _named_config(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=CONFIG_PATTERNS))
     except Exception as error:  # whatever the hub's client raises
         raise ModelError(
-            f"--model-config {name} is not a folder, and no model that the hub gives: {_first_line(error)}"
+            f"--model-config {name} is not a folder, and no model that the hub gives: {error_line(error)}"
         ) from error
 
 
@@ -245,5 +247,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+def error_line(error: Exception) -> str:
+    r"""Return the first line of a library's error message; the others hold advice that is not meant for our users.
+
+    >>> error_line(OSError("it is not there.\n\nPlease see https://example.org"))
+    'it is not there'
+    """
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return first[:200].rstrip(".")

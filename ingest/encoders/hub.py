@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bucketline.errors import ModelError
+from bucketline.model_file import error_line
 
 _TIMEOUT_S = 10.0
 _INDEX, _CONFIG = "model_index.json", "/config.json"
@@ -83,13 +84,3 @@ def downloaded(name: str, files: list[str], revision: str) -> list[Path]:
         return [Path(hf_hub_download(name, file, revision=revision)) for file in files]
     except Exception as error:  # whatever the hub's HTTP client raises
         raise ModelError(f"{name}: its weights cannot be downloaded from the hub: {error_line(error)}; try again") from error
-
-
-def error_line(error: Exception) -> str:
-    r"""Return the first line of a library's error message; the others hold advice that is not meant for our users.
-
-    >>> error_line(OSError("it is not there.\n\nPlease see https://example.org"))
-    'it is not there'
-    """
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return first[:200].rstrip(".")

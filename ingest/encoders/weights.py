@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import BucketlineError, ModelError
 from bucketline.fingerprint import json_hash
-from bucketline.ingest.encoders.hub import error_line
+from bucketline.model_file import error_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

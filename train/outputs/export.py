@@ -21,7 +21,7 @@ from bucketline.errors import StateError, TrainError, UsageError
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.atomic_write import move_durably
 from bucketline.files.disk_space import failed_write
-from bucketline.model_file import PICKLED, SUFFIX, converter, file_shapes, single_file
+from bucketline.model_file import PICKLED, SUFFIX, converter, file_tensors, single_file
 from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.outputs import checkpoint
@@ -125,7 +125,7 @@ def _write_file(weights: Path, output: Path, like: Path | None, dtype: str) -> N
     config: dict[str, Json] = json.loads((weights / "config.json").read_text(encoding="utf-8"))
     trained = _in_dtype(load_file(weights / MODEL_FILE), dtype)
     convert = converter(str(config["_class_name"]))
-    file_shapes(template)  # its errors say what is wrong with a file
+    file_tensors(template)  # its errors say what is wrong with a file
     tensors = in_original_layout(trained, load_file(template), lambda given: convert(given, config), item=str(template))
     aside = output.with_name(f"{output.name}.{secrets.token_hex(4)}.tmp")
     try:
