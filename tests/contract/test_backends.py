@@ -221,7 +221,7 @@ def test_a_bad_row_is_named_in_its_turn_and_the_next_iteration_meets_it_again(tm
         damaged = tmp_path / "pushed" / "s" if backend.name == "url" else store.path
         for path in damaged.rglob("*.lmdb"):
             flip_bit(path, place)
-        other, steps = loader(config), []
+        other, steps = loader(config), list[int]()
         for _ in range(2):
             with pytest.raises(CorruptError, match=r"step \d, bucket train/64x64: |line \d+ of"):
                 steps.extend(batch.step for batch in other.forever())
@@ -360,7 +360,7 @@ def test_a_service_that_is_killed_is_an_error_and_the_next_iteration_continues(s
     config = LoaderConfig(batch_size=4, epochs=1, prefetch_bytes=1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    where = {"auto": "auto", "unix": tmp_path / "sock", "tcp": f"tcp://{port}"}[name]
+    where = {"auto": "auto", "unix": str(tmp_path / "sock"), "tcp": f"tcp://{port}"}[name]
     found: list[tuple[Any, ...]] = []
     others, errors = children(), 0
     with Loader(store, config, service=ServiceAddress(where, deadline_s=0.5)) as loader:

@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -248,7 +248,7 @@ def test_two_ranks_over_tcp_learn_to_the_bit_what_two_on_the_disk_do_though_thei
     (folder / "token").write_bytes(b"the token of this test")
     (folder / "token").chmod(0o600)
     options = ("--listen", str(port), "--token-file", str(folder / "token"))
-    own = {"service": f"tcp://127.0.0.1:{port}", "service_token": folder / "token"}
+    own: dict[str, Any] = {"service": f"tcp://127.0.0.1:{port}", "service_token": folder / "token"}
     far = replace(asked, output_dir=folder / "far", **own)
     metrics = far.output_dir / "metrics.jsonl"
     with serving(folder / "s", folder / "tiny.store", options=options) as server:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, HUGE_PAGE_BYTES, BufferPool, buffer_offsets, carve
-from bucketline.loader.prefetch.threads import FIRST_DEPTH
+from bucketline.loader.prefetch.delivery import FIRST_DEPTH
 from tests.leftovers import wait_until
 
 if TYPE_CHECKING:
