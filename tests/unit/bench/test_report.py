@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bucketline.bench.__main__ import CASES, RUNS
 from bucketline.bench.report import losses, markdown, publish, read_document, with_run
 from bucketline.errors import BucketlineError
+from tests.commands import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,6 +108,15 @@ def test_another_part_of_a_case_adds_to_what_is_known_of_the_peers() -> None:
     assert document["header"]["peers"] == {"gate": {"a": 1, "b": 2}, "capabilities": [1]}
     again = {"header": {"peers": {"gate": {}}}, "results": []}
     assert with_run(document, "peers", again, arguments="", date="2026-01-01")["header"]["peers"] == {"gate": {}}
+
+
+def test_published_results_and_their_page_name_cases_that_there_are() -> None:
+    folder = ROOT / "docs" / "benchmarks"
+    document: dict[str, Any] = read_document(folder / "results.json")
+    assert set(document["header"]["configuration"]) <= set(RUNS)
+    assert {one["case"].partition(",")[0].split()[0] for one in document["results"]} <= set(CASES)
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert [run for run in RUNS if f"`{run}`" not in page] == []
 
 
 def test_what_is_no_document_of_results_is_refused(tmp_path: Path) -> None:
