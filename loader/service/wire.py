@@ -248,8 +248,10 @@ def parsed(kind: type[T], message: Mapping[str, Any], item: str) -> T:
 
 def failure_as_json(error: BaseException) -> dict[str, str]:
     """Return a failure as a JSON message."""
-    kind = type(error).__name__ if isinstance(error, BucketlineError) else DeliveryError.__name__
-    text = str(error) if isinstance(error, BucketlineError) else f"the service failed: {type(error).__name__}: {error}"
+    is_known = isinstance(error, BucketlineError)
+    kinds = type(error).__mro__ if is_known else (DeliveryError,)  # the nearest class that a client knows
+    kind = next(one.__name__ for one in kinds if getattr(errors, one.__name__, None) is one)
+    text = str(error) if is_known else f"the service failed: {type(error).__name__}: {error}"
     return {"error": kind, "message": text[: MAX_MESSAGE_BYTES // 16]}
 
 
