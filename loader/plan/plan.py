@@ -240,14 +240,19 @@ class Plan:
         if not self.has_steps:
             raise PlanError(self.without_step())
         by_epoch: dict[int, tuple[Epoch, list[int]]] = {}
+        epoch, own = None, list[int]()
         for step in dict.fromkeys(steps):
-            epoch = self.epoch_steps.at(step)
-            by_epoch.setdefault(epoch.number, (epoch, []))[1].append(step)
-        placed: dict[int, tuple[int, int, int]] = {}
-        for epoch, own in by_epoch.values():
-            found = epoch.batches_at(own, self.window, key_of(self.seed, _STEPS, epoch.number))
-            placed |= {step: (epoch.number, *one) for step, one in zip(own, found, strict=True)}
-        return placed
+            if epoch is None or not epoch.first <= step < epoch.end:
+                epoch = self.epoch_steps.at(step)
+                own = by_epoch.setdefault(epoch.number, (epoch, []))[1]
+            own.append(step)
+        return {
+            step: (epoch.number, bucket, number)
+            for epoch, own in by_epoch.values()
+            for step, (bucket, number) in zip(
+                own, epoch.batches_at(own, self.window, key_of(self.seed, _STEPS, epoch.number)), strict=True
+            )
+        }
 
     def _add_spans(self, spans: list[Span], bucket: int, number: int, begin: int, count: int) -> int:
         """Append the spans of `count` positions, from `begin`, of a bucket's batch `number`; return how many have weight 1."""
