@@ -260,7 +260,7 @@ class Loader(EpochLoader):
             asked = replace(self.config, **saved)  # type: ignore[arg-type]
             self._set_plan(asked, plan_of(self._rows, asked, self._world_size))
             self._set_backend()
-        found = check_state(state, self._state(), self.plan.earlier_digest)
+        found = check_state(state, self._state(), self.plan.earlier_digests)
         self._expect_position(found)
         self._resume(found)
 

@@ -209,7 +209,7 @@ class Seen:
         config = LoaderConfig(**past.batch, **past.settings, accumulation=past.accumulation, epochs=past.epochs)  # type: ignore[arg-type]
         rows = join(shares)
         plan = make_plan(rows, config, world_size=past.world_size)
-        if plan.earlier_digest == past.plan:
+        if past.plan in plan.earlier_digests:
             raise StateError("an earlier version planned them, whose windows had another order")
         if plan.digest != past.plan:
             raise StateError(

@@ -14,7 +14,7 @@ from bucketline.loader.history import PastSteps, PlanMark, StoreMark, StoreMarks
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from bucketline.loader.mixture import WeightedStore
     from bucketline.loader.plan.plan import Plan
@@ -158,10 +158,10 @@ def state_for_new_plan(saved: Mapping[str, object], present: LoaderState) -> Loa
     return parse_state({**state_as_json(present), **read, "epoch": None, "since": place, "history": []})
 
 
-def check_state(saved: Mapping[str, object], present: LoaderState, earlier_plan: str | None = None) -> LoaderState:
+def check_state(saved: Mapping[str, object], present: LoaderState, earlier_plans: Collection[str] = ()) -> LoaderState:
     """Parse a saved state and check that a loader in the state `present` can resume from it.
 
-    `earlier_plan`: the digest that an earlier version gave the present plan, if it had another order by it.
+    `earlier_plans`: the digests that earlier versions gave the present plan, if it had another order by them.
 
     Raises:
         StateError: if it cannot; the message names the field, its saved and its current value.
@@ -172,7 +172,7 @@ def check_state(saved: Mapping[str, object], present: LoaderState, earlier_plan:
             f"the state is of an earlier version, with a shuffle {shuffle!r:.80} that this one does not have (window mixes "
             f"rows of a few shards at a time); {_NEW_PLAN}"
         )
-    if state.plan == earlier_plan:
+    if state.plan in earlier_plans:
         raise StateError(
             f"the state is of an earlier version, whose windows had another order, that was nearly the same in every epoch; "
             f"{_NEW_PLAN}"

@@ -166,9 +166,9 @@ class Plan:
         return self._digest(WINDOW_VERSION if self.window else PLAN_VERSION)
 
     @cached_property
-    def earlier_digest(self) -> str | None:
-        """Return the digest that an earlier version gave this plan, if it had another order by it."""
-        return self._digest(PLAN_VERSION) if self.window else None
+    def earlier_digests(self) -> tuple[str, ...]:
+        """Return the digests that earlier versions gave this plan, if it had another order by them."""
+        return tuple(map(self._digest, range(PLAN_VERSION, WINDOW_VERSION))) if self.window else ()
 
     def _digest(self, version: int) -> str:
         buckets = [[bucket.name, bucket.num_rows, bucket.global_batch] for bucket in self.buckets]

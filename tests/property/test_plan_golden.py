@@ -76,7 +76,7 @@ def test_the_digest_of_a_plan_never_changes() -> None:
     assert (PLAN_VERSION, WINDOW_VERSION) == (2, 3)
     plans = [plan_of(window, Remainder.CARRY, 7, 3) for window in (None, 4096, 0)]
     assert [plan.digest for plan in plans] == PLAN_DIGESTS
-    assert [plan.earlier_digest for plan in plans] == [None, EARLIER_DIGEST, None]
+    assert [plan.earlier_digests for plan in plans] == [(), (EARLIER_DIGEST,), ()]
 
 
 SHUFFLED = {

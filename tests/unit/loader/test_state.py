@@ -312,7 +312,7 @@ def test_a_damaged_history_is_refused_by_field(store: Store) -> None:
 def test_a_state_by_the_earlier_order_of_windows_is_refused_with_the_way_on(store: Store, tmp_path: Path) -> None:
     in_windows = LoaderConfig(**BASE, window=4096)
     with Loader(store, in_windows) as loader:
-        state = {**loader.state_dict(), "step": 3, "plan": loader.plan.earlier_digest}
+        state = {**loader.state_dict(), "step": 3, "plan": loader.plan.earlier_digests[0]}
         with pytest.raises(
             StateError, match=r"windows had another order.*; continue .*: --new-plan .*Loader\.start_anew\(state\)"
         ):
