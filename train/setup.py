@@ -103,6 +103,20 @@ def start_processes(config: TrainConfig) -> Accelerator:
         )
 
 
+def refuse_model(config: TrainConfig) -> None:
+    """Check a model's configurations against the first store, before a run's folder is made and weights are read.
+
+    Raises:
+        ModelError, UsageError: if its parts are not of one model, or the store was packed for another; the message names both.
+        StoreError: if the store cannot be opened.
+    """
+    folder, file = locate(config.model, config.model_config)
+    store = open_shares([parse_stores(config.store)[0].path], config.remote())[0].store
+    _, _, family = checked(folder, facts_of(store, ()), file)  # its buckets are checked later, once their rows are known
+    refuse_other_configs(folder, store.manifest.encoders)
+    _schedule_of(config, folder, family, torch.device("cpu"))
+
+
 def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainConfig:
     """Return the configuration with the precision that `auto` means, the schedule's horizon and the optimizer's learning rate.
 
@@ -173,59 +187,6 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
     return training, schedule, weights
 
 
-def replicated(model: nn.Module, config: TrainConfig, device: torch.device) -> DistributedDataParallel:
-    """Return a placed model whose ranks average their gradients; each has the same weights by now, which are not sent again."""
-    on_gpu = device.type == "cuda"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # torch before 2.13 has no other name
-        return DistributedDataParallel(
-            model,
-            device_ids=[device] if on_gpu else None,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # no family changes a buffer, and SD3's position embeddings are 226 MB
-            bucket_cap_mb=GPU_BUCKET_MB if on_gpu else 25,
-            init_sync=loads_alone(config),
-        )
-
-
-def refuse_model(config: TrainConfig) -> None:
-    """Check a model's configurations against the first store, before a run's folder is made and weights are read.
-
-    Raises:
-        ModelError, UsageError: if its parts are not of one model, or the store was packed for another; the message names both.
-        StoreError: if the store cannot be opened.
-    """
-    folder, file = locate(config.model, config.model_config)
-    store = open_shares([parse_stores(config.store)[0].path], config.remote())[0].store
-    _, _, family = checked(folder, facts_of(store, ()), file)  # its buckets are checked later, once their rows are known
-    refuse_other_configs(folder, store.manifest.encoders)
-    _schedule_of(config, folder, family, torch.device("cpu"))
-
-
-def _schedule_of(config: TrainConfig, folder: Path, family: Family, device: torch.device) -> ModelSchedule:
-    """Return the model's noise schedule, which the run's options suit."""
-    schedule = load_schedule(
-        folder,
-        device,
-        objective=config.objective,
-        shift=config.shift,
-        patch_size=family.patch_size,
-        published=family.scheduler,
-    )
-    if config.image_guidance is not None and config.image_guidance > family.no_guidance and not family.is_guidable:
-        raise UsageError(
-            f"--image-guidance is {config.image_guidance}, and {family.pipelines[0]} guides by a second model, which is not "
-            "trained; leave the option out: images are drawn without guidance"
-        )
-    if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:
-        raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; use --flow-weighting")
-    if config.flow_weighting is not None and schedule.objective is not Objective.FLOW:
-        raise UsageError(
-            f"--flow-weighting is {config.flow_weighting}, and the objective is {schedule.objective}; use --min-snr-gamma"
-        )
-    return schedule
-
-
 def _load_model(
     config: TrainConfig, ranks: TrainRanks, loader: Loader, *, resumes: bool
 ) -> tuple[Family, nn.Module, ModelSchedule]:
@@ -261,6 +222,52 @@ def _load_model(
     return family, model, schedule
 
 
+def _schedule_of(config: TrainConfig, folder: Path, family: Family, device: torch.device) -> ModelSchedule:
+    """Return the model's noise schedule, which the run's options suit."""
+    schedule = load_schedule(
+        folder,
+        device,
+        objective=config.objective,
+        shift=config.shift,
+        patch_size=family.patch_size,
+        published=family.scheduler,
+    )
+    if config.image_guidance is not None and config.image_guidance > family.no_guidance and not family.is_guidable:
+        raise UsageError(
+            f"--image-guidance is {config.image_guidance}, and {family.pipelines[0]} guides by a second model, which is not "
+            "trained; leave the option out: images are drawn without guidance"
+        )
+    if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:
+        raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; use --flow-weighting")
+    if config.flow_weighting is not None and schedule.objective is not Objective.FLOW:
+        raise UsageError(
+            f"--flow-weighting is {config.flow_weighting}, and the objective is {schedule.objective}; use --min-snr-gamma"
+        )
+    return schedule
+
+
+def replicated(model: nn.Module, config: TrainConfig, device: torch.device) -> DistributedDataParallel:
+    """Return a placed model whose ranks average their gradients; each has the same weights by now, which are not sent again."""
+    on_gpu = device.type == "cuda"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # torch before 2.13 has no other name
+        return DistributedDataParallel(
+            model,
+            device_ids=[device] if on_gpu else None,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # no family changes a buffer, and SD3's position embeddings are 226 MB
+            bucket_cap_mb=GPU_BUCKET_MB if on_gpu else 25,
+            init_sync=loads_alone(config),
+        )
+
+
+def latent_scale(store: Store, device: torch.device, family: Family | type[Family]) -> LatentScale:
+    """Return the latent scaling of the store's VAE for a family."""
+    vae = store.manifest.encoders["vae"]
+    assert isinstance(vae, dict)
+    return LatentScale.of(family.scaling(vae), device)
+
+
 def expect_same_optimizer(config: TrainConfig, before: Mapping[str, object], checkpoint: Path, weights: Weights) -> None:
     """Check that the optimizer is the one that wrote a checkpoint, which has such weights.
 
@@ -277,6 +284,38 @@ def expect_same_optimizer(config: TrainConfig, before: Mapping[str, object], che
             f"--optimizer is {config.optimizer}, and {checkpoint} has the state of {name}: give --optimizer {name}, or begin a "
             f"new run from its weights, in another --output-dir, with {begun}"
         )
+
+
+def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> None:
+    """Log a start at random, a new plan, the options that a resume changes, and buckets too small for their batch."""
+    config = training.config
+    if (small := loader.plan.small_buckets(can_drop=False)) is not None:
+        log.warning("%s", small)
+    if start.state is None:
+        if config.model.is_dir() and not weight_files(config.model / training.family.folder):
+            fits = "; the adapters fit only this random base, of this seed, and no published model" if config.lora_rank else ""
+            log.warning(
+                "%s has a configuration but no weights: the model starts at random, from --seed %d%s",
+                *(config.model, config.seed, fits),
+            )
+        return
+    if start.takes_new_plan:
+        before, now = (
+            ", ".join(f"{store.path} generation {store.generation}" for store in stores)
+            for stores in (start.state.stores, map(StoreId.of, loader.shares))
+        )
+        log.warning(
+            "--new-plan: %s was planned on %s; weights, averages and optimizer continue from step %d in a new order, on %s",
+            start.checkpoint,
+            before,
+            start.steps_done,
+            now,
+        )
+    present = config_as_json(config)
+    free = _FREE if training.family.is_told_guidance else _FREE | {"guidance"}
+    for name, value in (BEFORE | start.state.config).items():
+        if name not in free and name in present and present[name] != value:
+            log.warning("--%s was %s before and is now %s", name.replace("_", "-"), value, present[name])
 
 
 def scale_of(config: TrainConfig, ranks: TrainRanks, device: torch.device) -> Scale:
@@ -320,42 +359,3 @@ def count_work(training: Training, ranks: TrainRanks, loader: Loader, say: Calla
     if on_gpu and own:
         counted = flops_of_buckets(training.bare_model, training.family, own)
         scale.flops.update({name: config.accumulation * ranks.world_size * each for name, each in counted.items()})
-
-
-def latent_scale(store: Store, device: torch.device, family: Family | type[Family]) -> LatentScale:
-    """Return the latent scaling of the store's VAE for a family."""
-    vae = store.manifest.encoders["vae"]
-    assert isinstance(vae, dict)
-    return LatentScale.of(family.scaling(vae), device)
-
-
-def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> None:
-    """Log a start at random, a new plan, the options that a resume changes, and buckets too small for their batch."""
-    config = training.config
-    if (small := loader.plan.small_buckets(can_drop=False)) is not None:
-        log.warning("%s", small)
-    if start.state is None:
-        if config.model.is_dir() and not weight_files(config.model / training.family.folder):
-            fits = "; the adapters fit only this random base, of this seed, and no published model" if config.lora_rank else ""
-            log.warning(
-                "%s has a configuration but no weights: the model starts at random, from --seed %d%s",
-                *(config.model, config.seed, fits),
-            )
-        return
-    if start.takes_new_plan:
-        before, now = (
-            ", ".join(f"{store.path} generation {store.generation}" for store in stores)
-            for stores in (start.state.stores, map(StoreId.of, loader.shares))
-        )
-        log.warning(
-            "--new-plan: %s was planned on %s; weights, averages and optimizer continue from step %d in a new order, on %s",
-            start.checkpoint,
-            before,
-            start.steps_done,
-            now,
-        )
-    present = config_as_json(config)
-    free = _FREE if training.family.is_told_guidance else _FREE | {"guidance"}
-    for name, value in (BEFORE | start.state.config).items():
-        if name not in free and name in present and present[name] != value:
-            log.warning("--%s was %s before and is now %s", name.replace("_", "-"), value, present[name])
