@@ -154,7 +154,7 @@ NOT_RUN = {
     r"python -m tests\.e2e\.screenshots .*": "needs a finished demo; tests/unit/bucketline/test_pages.py holds its record",
     r"ingest pack .* --engine ray.*": "starts Ray, or needs a cluster; tests/e2e/test_pack_on_ray.py has one",
     r"python demo/shuffle_loss\.py .*": "nine trainings of 200 steps",
-    r"python -m pytest tests/fault/test_families\.py --long .*": "minutes; without --long it is one of the slow tests",
+    r"python -m pytest tests/fault/test_faults\.py --long .*": "minutes; without --long it is one of the slow tests",
 }
 EXIT_CODES = {
     r"ingest pack .* --max-rejects 0\.01": 1,  # one of the photographs is broken

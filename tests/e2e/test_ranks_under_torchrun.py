@@ -1,7 +1,7 @@
 """Three ranks under torchrun, one of which is killed; the store that the next run finishes is that of one process.
 
 What else can happen to a rank, and without a launcher: `tests/fault/test_ranks_that_end.py`; at random moments:
-the family `ranks` of `tests/fault/test_families.py`.
+the family `ranks` of `tests/fault/test_faults.py`.
 """
 
 from __future__ import annotations

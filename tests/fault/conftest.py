@@ -1,4 +1,4 @@
-"""Options of the families of faults, and the table and the page of what came of them. `test_families.py` tries them."""
+"""Options of the families of faults, and the table and the page of what came of them. `test_faults.py` tries them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def merged(found: Iterable[tuple[str, Record]]) -> list[Record]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the page."""
     option, records = session.config.getoption, merged(FOUND)
-    if (path := option("--page", None)) is not None and not hasattr(session.config, "workerinput"):
+    if FOUND and (path := option("--page", None)) is not None and not hasattr(session.config, "workerinput"):
         write_page(path, records, seed=option("--seed"), minutes=option("--minutes"), took_s=time.monotonic() - BEGUN)
         if shortfalls(records) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,7 +1,7 @@
 """The families of faults, each run in a process of its own, so that a crash and a hang are records like others.
 
 `python -m tests.fault.families MODULE:FUNCTION SEED quick|long FOLDER` is such a process: the function takes `Asked` and yields
-records, each of which is printed as soon as it is there. `test_families.py` runs them all.
+records, each of which is printed as soon as it is there. `test_faults.py` runs them all.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TEXT = Path(__file__).with_suffix(".md")
 TRIED = "{{tried}}"
-ONE = "python -m pytest tests/fault/test_families.py"
+ONE = "python -m pytest tests/fault/test_faults.py"
 PACKAGES = ("lmdb", "msgpack", "numpy", "safetensors", "torch", "diffusers", "pillow", "xxhash")
 LEAST = {Kind.KILL: 500, Kind.FLIP: 1000, Kind.HOSTILE: 200, Kind.DISK: 20}
 

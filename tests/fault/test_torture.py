@@ -104,7 +104,7 @@ def test_the_options_choose_rounds_and_the_page_wants_all_trials(tmp_path: Path)
         sys.executable,
         "-m",
         "pytest",
-        "tests/fault/test_families.py",
+        "tests/fault/test_faults.py",
         "-n",
         1,
         "-p",
