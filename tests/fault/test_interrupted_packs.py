@@ -86,8 +86,7 @@ def rows_of(store: Path) -> dict[str, NDArray[np.float16]]:
 def test_the_run_after_a_kill_keeps_what_was_committed_and_packs_the_rest(moment: str, killed: Path) -> None:
     store = killed / moment
     before = committed_ids(store)
-    ran = pack(killed / "photos", store, killed / "model")
-    assert ran.code == 0, ran.err
+    ran = pack(killed / "photos", store, killed / "model").done()
     assert (ran.json["found"], ran.json["rejected"]) == (NUM_IMAGES, 0)
     assert ran.json["unchanged"] == len(before)
     assert ran.json["packed"] == NUM_IMAGES - len(before)
@@ -137,8 +136,7 @@ def test_a_recaption_that_is_killed_leaves_the_captions_as_they_were_and_the_nex
     rules_now: Any = Store.open(tmp_path / "s").manifest.rules["captions"]
     assert rules_now["trigger_word"] == "dog"
 
-    back = call("ingest", "pack", source, tmp_path / "back", *asked[4:])
-    assert back.code == 0, back.err
+    call("ingest", "pack", source, tmp_path / "back", *asked[4:]).done()
     assert captions(tmp_path / "back") == plain
     for store in (tmp_path / "s", tmp_path / "back"):
         assert call("store", "verify", store).code == 0

@@ -33,8 +33,7 @@ def peek(store: Store, page: Path, *more: object) -> Ran:
 
 @pytest.mark.parametrize("step", [0, 4, 11])
 def test_the_sheet_has_the_rows_and_captions_of_that_step(store: Store, step: int, tmp_path: Path) -> None:
-    ran = peek(store, tmp_path / "step.html", "--step", step, "--world-size", 2, "--json")
-    assert ran.code == 0, ran.err
+    ran = peek(store, tmp_path / "step.html", "--step", step, "--world-size", 2, "--json").done()
     told = ran.json
     assert [(one["rank"], one["micro_step"]) for one in told["batches"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for rank in range(2):
@@ -65,9 +64,7 @@ def _row_of(store: Store, sample_id: str, text: str) -> int:
 
 
 def test_a_step_below_0_and_a_page_that_cannot_be_written_are_refused(store: Store, tmp_path: Path) -> None:
-    ran = peek(store, tmp_path / "step.html", "--step", -1)
-    assert ran.code == 2
-    assert "--step is -1, expected 0 or more" in ran.err
+    peek(store, tmp_path / "step.html", "--step", -1).fails("--step is -1, expected 0 or more", code=2)
     (tmp_path / "step.html").write_text("mine", encoding="ascii")
     assert "step.html exists" in peek(store, tmp_path / "step.html", "--step", 0).err
     assert "name a file that ends in .html" in peek(store, tmp_path / "step.png", "--step", 0).err
@@ -82,8 +79,7 @@ def test_the_sheet_has_the_window_of_a_state(tmp_path: Path) -> None:
         batches = iter(loader)
         expected = [loader.names(next(batches)) for _ in range(4)][3]
     options = ("--batch-size", 4, "--step", 3, "--state", state, "--json")
-    ran = call("loader", "peek", store.path, "-o", tmp_path / "step.html", *options)
-    assert ran.code == 0, ran.err
+    ran = call("loader", "peek", store.path, "-o", tmp_path / "step.html", *options).done()
     assert [row["id"] for row in ran.json["batches"][0]["rows"]] == expected
     other = call("loader", "peek", store.path, "-o", tmp_path / "b.html", *options, "--window", 0)
     assert "the state's window is 64, and --window is 0; give the run's options, or none" in other.err

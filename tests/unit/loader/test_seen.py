@@ -58,8 +58,7 @@ def by_hand(store: Store, count: int, config: LoaderConfig = CONFIG) -> dict[str
 def test_a_sample_is_told_with_its_steps_and_one_that_was_not_seen_as_such(store: Store, tmp_path: Path) -> None:
     state, steps = saved(tmp_path / "s.json", state_after(store, 30)), by_hand(store, 30)
     name = max(steps, key=lambda one: len(steps[one]))
-    ran = seen(state, store.path, "--id", name, "--id", "first/val/64x64/0.png", "--id", "nobody.png")
-    assert ran.code == 0, ran.err
+    ran = seen(state, store.path, "--id", name, "--id", "first/val/64x64/0.png", "--id", "nobody.png").done()
     lines = ran.out.splitlines()
     assert lines[0].startswith(f"{name}: seen {len(steps[name])} times in 30 steps, in train/") or len(steps[name]) == 1
     assert [int(line.split()[1]) for line in lines if line.startswith("  step")] == sorted(steps[name])
@@ -148,9 +147,7 @@ def test_a_generation_that_is_gone_leaves_its_steps_unknown(tmp_path: Path) -> N
     state = saved(tmp_path / "s.json", state_after(Opened.open(made.path, 2), 6))
     assert seen(state, made.path, "--never").code == 0
     (made.path / "generations" / "2.json").unlink()
-    ran = seen(state, made.path, "--id", "train/64x64/0.png")
-    assert ran.code == 1
-    assert "error: steps 0 to 5 cannot be told" in ran.err
+    ran = seen(state, made.path, "--id", "train/64x64/0.png").fails("error: steps 0 to 5 cannot be told")
     assert "has no generation 2 any more" in ran.err
 
 
@@ -183,9 +180,7 @@ def test_exactly_one_question_is_asked(store: Store, tmp_path: Path) -> None:
     state = saved(tmp_path / "s.json", state_after(store, 1))
     asked: list[list[Any]] = [[], ["--all", "--never"], ["--id", "a", "--all"]]
     for options in asked:
-        ran = seen(state, store.path, *options)
-        assert ran.code == 2
-        assert "expected one of --id (or --ids), --all and --never" in ran.err
+        seen(state, store.path, *options).fails("expected one of --id (or --ids), --all and --never", code=2)
 
 
 def test_a_store_in_object_storage_tells_the_same(store: Store, tmp_path: Path) -> None:

@@ -79,7 +79,6 @@ def pack_family(root: Path, family: str, *more: object, change: Callable[[Path],
     change(model)
     grid = "16x16" if is_dit else "16x16,16x24"
     asked = ("--grid", grid, "--min-size-px", 8, "--val-fraction", 0.25, "--json")
-    ran = call("ingest", "pack", images, store, "--model", model, *asked, *more)
-    assert ran.code == 0, ran.err
+    ran = call("ingest", "pack", images, store, "--model", model, *asked, *more).done()
     assert ran.json["packed"] == 12
     return Packed(family=family, model=model, store=store)

@@ -49,8 +49,7 @@ def test_every_preset_has_a_script_that_runs_it_on_many_gpus(tmp_path: Path) -> 
     fake.write_text("#!/bin/sh\nprintf '%s|' \"$@\"\n", encoding="utf-8")
     fake.chmod(0o755)
     program = 'export PATH="$0:$PATH"; for script in "$@"; do "$script" --max-steps 7; echo; done'
-    done = spawn(["sh", "-c", program, tmp_path, *(SCRIPTS / f"{name}.sh" for name in preset_names())])
-    assert done.code == 0, done.err
+    done = spawn(["sh", "-c", program, tmp_path, *(SCRIPTS / f"{name}.sh" for name in preset_names())]).done()
     for name, line in zip(preset_names(), done.out.splitlines(), strict=True):
         assert line == f"-m|bucketline.train|--preset|{name}|--max-steps|7|"
 

@@ -226,8 +226,7 @@ def test_the_bill_of_a_cache_that_does_not_hold_the_store_is_of_the_window_that_
     monkeypatch.setattr(cache_needs, "LINE_BYTES", LINE)
     size = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
     options = ("--batch-size", 8, "--machines", 2, "--cache-bytes", size // 2, "--json")
-    chosen = call("loader", "plan", store.path, *options)
-    assert chosen.code == 0, chosen.err
+    chosen = call("loader", "plan", store.path, *options).done()
     plan = make_plan(
         store, LoaderConfig(batch_size=8, lanes=2, window=None, cache_bytes="1"), world_size=2, cache_bytes=size // 2
     )
