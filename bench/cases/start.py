@@ -93,8 +93,11 @@ def _memory_mib(path: Path, *, locate: bool) -> Callable[[int], dict[str, float]
 
 def memory_to_open(path: str, locate: bool) -> dict[str, int]:  # noqa: FBT001 - of a process
     """Return by how many KiB opening a store grows the memory of this process. Everything is imported in advance."""
-    import bucketline.store  # noqa: F401
+    import numpy as np
 
+    from bucketline.store import Store
+
+    assert all((np, Store))
     before = memory_kib()
     store = _open(Path(path), locate=locate)
     after = memory_kib()

@@ -55,13 +55,24 @@ class Opened:
 
 
 class Peer(Protocol):
-    """A format and its loader, used as its documentation recommends."""
+    """A format and its loader, used as its documentation recommends. Making one imports all that it needs."""
 
     def write(self, shape: SetShape, folder: Path) -> None:
         """Write all samples into an empty folder."""
 
     def open(self, shape: SetShape, place: Path | Remote, way: Way) -> Opened:
         """Open what was written, in a folder or, if its entry has remote ways, on a server."""
+
+
+class Importing:
+    """A peer that needs modules of packages, which are imported when it is made."""
+
+    needs: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        """Import the modules."""
+        for module in self.needs:
+            importlib.import_module(module)
 
 
 Ways = dict[str, Way]  # by name; if only some are measured, they are the first

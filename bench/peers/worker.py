@@ -7,13 +7,16 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bucketline.bench.fixtures.server_process import control
 from bucketline.bench.peers.gate import GateError, check, sums_up, touch
 from bucketline.bench.peers.registry import BY_NAME, Opened, Remote, Way
 from bucketline.bench.peers.samples import Expected, SetShape
 from bucketline.bench.process_usage import cpu_s, read_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 EXPECTED = "what is expected.json"  # next to the formats' folders
 
@@ -36,10 +39,11 @@ class Task:
     def own_folder(self) -> Path:
         return own_folder(Path(self.folder), self.peer)
 
-    def open(self) -> Opened:
-        """Open the peer."""
+    def ready(self) -> Callable[[], Opened]:
+        """Import the peer, and return a function that opens it."""
         place = self.own_folder if self.remote is None else Remote(**self.remote)
-        return BY_NAME[self.peer].make().open(self.set_shape, place, Way(**self.way))
+        peer, shape, way = BY_NAME[self.peer].make(), self.set_shape, Way(**self.way)
+        return lambda: peer.open(shape, place, way)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,7 @@ def gate(asked: dict[str, Any]) -> dict[str, Any]:
         GateError: if a pass is wrong.
     """
     task = Task(**asked)
-    shape, wanted, opened = task.set_shape, read_expected(Path(task.folder)), task.open()
+    shape, wanted, opened = task.set_shape, read_expected(Path(task.folder)), task.ready()()
     first, second = (check(opened.begin(), shape, wanted) for _ in range(2))
     return {
         "batches": first.batches,
@@ -105,16 +109,17 @@ def timed(asked: dict[str, Any], least_s: float | None = None, times: int = 1) -
     """Time passes, `times` after each other.
 
     `least_s`: hot, passes for at least so long. One or more untimed passes come first: they start workers, map files and fill
-    the page cache. None: one pass. Opening is timed too, because it may read data that the pass then does not read again.
+    the page cache. None: one pass. Opening is timed too, because it may read data that the pass then does not read again;
+    imports are not.
 
     Raises:
         GateError: if the sum of the batches' words is not that of every sample once per pass.
     """
     task = Task(**asked)
     shape, wanted = task.set_shape, read_expected(Path(task.folder))
-    opened, ready, found = None, 0, list[Timed]()
+    opening, opened, ready, found = task.ready(), None, 0, list[Timed]()
     if least_s is not None:
-        opened, passes = task.open(), 0
+        opened, passes = opening(), 0
         while passes == 0 or passes * shape.num_batches < opened.warm_batches:
             for batch in opened.begin():
                 touch(batch)
@@ -126,7 +131,7 @@ def timed(asked: dict[str, Any], least_s: float | None = None, times: int = 1) -
     for _ in range(times):
         total, num_bytes, passes, first_s = 0, 0, 0, 0.0
         read, used, begun = read_bytes(), cpu_s(), time.perf_counter()
-        opened = opened or task.open()
+        opened = opened or opening()
         while passes == 0 or time.perf_counter() - begun < (least_s or 0):
             for batch in opened.begin():
                 first_s = first_s or time.perf_counter() - begun

@@ -11,7 +11,7 @@ import numpy as np
 
 from bucketline.bench.peers.formats.importable import make_torchvision_importable
 from bucketline.bench.peers.gate import PeerBatch
-from bucketline.bench.peers.registry import Opened, Remote
+from bucketline.bench.peers.registry import Importing, Opened, Remote
 from bucketline.bench.peers.samples import pack, sample, unpack
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bucketline.bench.peers.registry import Way
     from bucketline.bench.peers.samples import SetShape
 
+TORCH_SAMPLES = "bucketline.bench.peers.formats.torch_samples"
 S3_CLIENT = {  # environment variables of S3 clients that read from a server on this machine, which checks no signature
     "AWS_ACCESS_KEY_ID": "nobody",
     "AWS_SECRET_ACCESS_KEY": "nothing",
@@ -43,8 +44,10 @@ class _Made:
         return as_torch(sample(self._shape, number))
 
 
-class LitData:
+class LitData(Importing):
     """One folder of chunks per bucket; `CombinedStreamingDataset` returns batches of one bucket each."""
+
+    needs = ("litdata.streaming.downloader", TORCH_SAMPLES)
 
     def write(self, shape: SetShape, folder: Path) -> None:
         from litdata import optimize
@@ -85,11 +88,17 @@ class LitData:
         return opened(loader)
 
 
-class Mds:
+class Mds(Importing):
     """MosaicML Streaming: one folder of MDS shards per bucket, a stream each, with declared dtypes and fixed shapes."""
 
-    def write(self, shape: SetShape, folder: Path) -> None:
+    needs = ("streaming.base.util", TORCH_SAMPLES)
+
+    def __init__(self) -> None:
+        """Import the modules."""
         make_torchvision_importable()
+        super().__init__()
+
+    def write(self, shape: SetShape, folder: Path) -> None:
         from streaming import MDSWriter
 
         for bucket, (height, width, _) in enumerate(shape.buckets):
@@ -106,7 +115,6 @@ class Mds:
 
     def open(self, shape: SetShape, place: Path | Remote, way: Way) -> Opened:
         """Open its shards; by S3, with the limit of its cache."""
-        make_torchvision_importable()
         from streaming import Stream, StreamingDataLoader, StreamingDataset
         from streaming.base.util import clean_stale_shared_memory
 
@@ -136,12 +144,13 @@ class Mds:
         return opened(loader)
 
 
-class WebDataset:
+class WebDataset(Importing):
     """Tar files of complete batches of one bucket each: workers divide up entire tar files, so they deliver only full batches.
 
     Each bucket is batched in a pipeline, and the pipelines are mixed at random.
     """
 
+    needs = ("webdataset", TORCH_SAMPLES)
     shards = 2  # per bucket, at least: one for each worker process
     shard_batches = 8  # maximum per shard
     shuffle_buffer = 256  # samples
@@ -208,11 +217,13 @@ class _Unpack:
         return {**own._asdict(), "tokens": tokens, "mask": np.arange(most) < length}
 
 
-class ArrayRecord:
+class ArrayRecord(Importing):
     """Grain over one file per bucket, with records in groups of one, as random access requires.
 
     Each bucket is shuffled, unpacked and batched; then the buckets' batches are shuffled.
     """
+
+    needs = ("grain", "array_record.python.array_record_module")
 
     def write(self, shape: SetShape, folder: Path) -> None:
         from array_record.python.array_record_module import ArrayRecordWriter
@@ -246,11 +257,13 @@ class ArrayRecord:
         return Opened(begin=begin)
 
 
-class HfDatasets:
+class HfDatasets(Importing):
     """`save_to_disk` and `load_from_disk` of one Arrow data set per bucket, in torch format, through torch's `DataLoader`.
 
     Half-precision columns come through `with_format`, the others as stored.
     """
+
+    needs = ("datasets", TORCH_SAMPLES)
 
     def write(self, shape: SetShape, folder: Path) -> None:
         import datasets

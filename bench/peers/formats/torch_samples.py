@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from bucketline.bench.peers.gate import PeerBatch
-from bucketline.bench.peers.registry import Opened
+from bucketline.bench.peers.registry import Importing, Opened
 from bucketline.bench.peers.samples import pack, sample, unpack
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class _Files(Dataset[Any]):
         return self._peer.load(self._peer.path(self._folder, number))
 
 
-class Pt:
+class Pt(Importing):
     """One file per sample: a dict of tensors written by `torch.save` and loaded with `weights_only`."""
 
     suffix = "pt"
@@ -158,6 +158,7 @@ class Safetensors(Pt):
     """One file per sample, through `safetensors.torch`."""
 
     suffix = "safetensors"
+    needs = ("safetensors.torch",)
 
     def save(self, sample: Sample, path: str) -> None:
         from safetensors.torch import save_file
@@ -171,8 +172,10 @@ class Safetensors(Pt):
         return loaded
 
 
-class Lmdb:
+class Lmdb(Importing):
     """One LMDB file with one value per sample."""
+
+    needs = ("lmdb",)
 
     def write(self, shape: SetShape, folder: Path) -> None:
         import lmdb
