@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,10 @@ from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.loader.config import USUAL_WINDOW
 from bucketline.loader.plan.bill import make_bill, store_lines
 from bucketline.loader.plan.cache_needs import CacheNeeds
-from bucketline.loader.plan.make_plan import plan_of
+from bucketline.loader.plan.make_plan import make_plan, plan_of
 from bucketline.store import Store
 from bucketline.store.remote.cache import remote_source  # noqa: F401 - to be changed before any process opens it
 from tests.commands import spawn
@@ -143,6 +144,8 @@ def forecast(store: Store, run: Run, cache_bytes: int) -> dict[str, Any]:
 def execute(folder: Path, store: Store, url: str, run: Run) -> Found:
     """Fork the machines of a run, and wait for them."""
     cache_bytes = int(run.cache * sum(shard.entry.lmdb.num_bytes for shard in store.shards))
+    plan = make_plan(store, config_of(run, cache_bytes), world_size=run.machines, cache_bytes=cache_bytes)
+    run = replace(run, window=plan.window or USUAL_WINDOW)  # also if the cache holds the store
     with tempfile.TemporaryDirectory(dir=folder) as caches:
         children = [
             start(partial(machine, url, run, Path(caches) / f"{rank}", cache_bytes, rank)) for rank in range(run.machines)
