@@ -50,8 +50,10 @@ def with_choices(config: LoaderConfig, state: LoaderState) -> LoaderConfig:
     """Return the configuration with the lanes and the window of a saved state, where it has none itself.
 
     Raises:
-        StateError: if the state has another window.
+        StateError: if the state has another window, or an order that this version does not have.
     """
+    if (shuffle := state.settings.get("shuffle")) is not None:
+        raise StateError(f"the state has a shuffle {shuffle!r:.80}, and this version has no such order; leave out --state")
     window: Any = state.settings.get("window")
     if config.window not in (None, window):
         raise StateError(f"the state's window is {window}, and --window is {config.window}; give the run's options, or none")

@@ -83,3 +83,8 @@ def test_the_sheet_has_the_window_of_a_state(tmp_path: Path) -> None:
     assert [row["id"] for row in ran.json["batches"][0]["rows"]] == expected
     other = call("loader", "peek", store.path, "-o", tmp_path / "b.html", *options, "--window", 0)
     assert "the state's window is 64, and --window is 0; give the run's options, or none" in other.err
+    saved = json.loads(state.read_bytes())
+    blocks = {**saved, "settings": {**saved["settings"], "shuffle": "blocks", "shuffle_window": 64}}
+    state.write_text(json.dumps(blocks), encoding="utf-8")
+    older = call("loader", "peek", store.path, "-o", tmp_path / "b.html", *options)
+    assert "the state has a shuffle 'blocks', and this version has no such order" in older.err
