@@ -249,13 +249,14 @@ class HotBusy(StoreCase):
 
         path = self.kept_store(folder)
         asked = LoaderConfig(batch_size=self.batch_size, prefetch_bytes=self.prefetch_mib << 20, threads=self.threads)
-        results = []
+        results: list[Result] = []
+        waits: list[Result] = []
         for name, service in (("in the process", None), ("through the service", "auto")):
             with Loader(path, asked, service=service) as loader:
                 rates, paced = self._subjects(loader, name, is_served=service is not None)
                 results += summarise("hot, busy trainer", "GB/s", rates, alternate(rates, self.repeats))
-                results += summarise("hot, busy trainer, next()", "us", paced, alternate(paced, self.repeats))
-        return results
+                waits += summarise("hot, busy trainer, next()", "us", paced, alternate(paced, self.repeats))
+        return [*results, *waits]
 
     def _subjects(self, loader: Loader, name: str, *, is_served: bool) -> tuple[list[Subject], list[Subject]]:
         batches = loader.forever()
