@@ -61,13 +61,13 @@ def commands(program: str, ours: Mapping[str, str]) -> Extensions[type[Command]]
 
 
 def parse_options(command: type[_C], args: Sequence[str], prog: str, *settings: Any) -> _C:  # noqa: ANN401 - tyro's markers
-    """Return a command's options from its command line.
+    """Return a command's options from its command line; a command's `complete` is told which fields were given.
 
     Raises:
         UsageError: if an option is unknown or invalid.
         SystemExit: after `--help`, and if an argument is missing or not of its type.
     """
-    from bucketline.help_screen import asked_for_help, command_help, refuse_unknown
+    from bucketline.help_screen import asked_for_help, command_help, given_fields, refuse_unknown
 
     if (asked := asked_for_help(args)) is not None:
         print(command_help(prog, command, asked), end="")
@@ -76,7 +76,9 @@ def parse_options(command: type[_C], args: Sequence[str], prog: str, *settings: 
     import tyro
 
     settings = (tyro.conf.EnumChoicesFromValues, *(settings or (tyro.conf.FlagCreatePairsOff,)))
-    return tyro.cli(command, prog=prog, args=list(args), config=settings)
+    options = tyro.cli(command, prog=prog, args=list(args), config=settings)
+    complete = getattr(command, "complete", None)
+    return options if complete is None else complete(options, given_fields(command, args))
 
 
 def run_one_of(prog: str, description: str, commands: Extensions[type[Command]], args: Sequence[str] | None) -> int:

@@ -63,7 +63,11 @@ def options_of(command: type) -> tuple[Option, ...]:
     hints = get_type_hints(command, include_extras=True)
     owners = {name: owner for owner in reversed(command.__mro__) for name in vars(owner).get("__annotations__", {})}
     texts = {name: text for owner in reversed(command.__mro__) for name, text in _texts(owner).items()}
-    return tuple(_option(field, hints[field.name], owners[field.name], texts) for field in fields(command))
+    return tuple(
+        _option(field, hints[field.name], owners[field.name], texts)
+        for field in fields(command)
+        if not any(str(one) == "Suppress" for one in getattr(hints[field.name], "__metadata__", ()))
+    )
 
 
 def _option(field: Any, hint: Any, owner: type, texts: dict[str, str]) -> Option:  # noqa: ANN401 - a dataclass's field, a type
@@ -166,6 +170,13 @@ def group_help(prog: str, description: str, commands: Mapping[str, type]) -> str
 
 def _line_about(command: type) -> str:
     return re.split(r"[:.;](?= |$)", " ".join((inspect.getdoc(command) or "").split()), maxsplit=1)[0]
+
+
+def given_fields(command: type, args: Sequence[str]) -> frozenset[str]:
+    """Return the fields of the options that a command line gives; positional arguments are left out."""
+    by_word = {word: one.field for one in options_of(command) for word in one.words}
+    names = (word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in args if word.startswith("-"))
+    return frozenset(by_word[name] for name in names if name in by_word)
 
 
 def refuse_unknown(command: type, args: Sequence[str]) -> None:

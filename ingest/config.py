@@ -123,7 +123,7 @@ class RulesOptions:
     max_crop: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """Reject images whose crop would lose a larger share of their area; 1 sets no limit. Default: 0.75 in a new store, and an
     existing store keeps its limit."""
-    background: str = "white"
+    background: str = "#ffffff"
     """Background colour of transparent images: white, black, grey or #RRGGBB."""
     jpeg_draft: bool = False
     """Decode JPEGs at least four times their bucket's size at 1/2, 1/4 or 1/8 scale: 2 to 4 times as fast, but not exact."""
@@ -214,6 +214,8 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     STORE may be a URL: shards are made in a folder on a disk (--work), sent, and committed together at the end. An interrupted
     run is continued from there; several machines may pack into one URL.
 
+    A store keeps the rules that its first pack was given: later ones take what their options leave out from it.
+
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 
     Several processes: torchrun --nproc_per_node 2 -m bucketline.ingest pack photos photos.store --model FOLDER
@@ -250,6 +252,8 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     """Compare source and store, and print what would be packed, moved, kept and dropped. Writes nothing, loads no encoder."""
     json: bool = False
     """Print the summary as one JSON object."""
+    left_out: tyro.conf.Suppress[frozenset[str]] = frozenset()
+    """Fields that are taken from the store, if there is one, since the command line left them out."""
 
     def __post_init__(self) -> None:
         _check_shared(self)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.packing.finish import PackResult
+from bucketline.ingest.packing.stored_rules import with_stored_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +115,17 @@ def _checked(config: PackConfig) -> DatasetFile:
 
 
 def _pack_config(config: PackConfig, entry: DatasetEntry) -> PackConfig:
-    return replace(
+    overrides, held_out = entry.overrides(), entry.val_fraction(config.val_fraction)
+    told = {*overrides, *(["val_fraction"] if held_out != config.val_fraction else [])}  # by the file
+    own = replace(
         config,
         source=entry.path,
         place=config.store / entry.store_name,
-        val_fraction=entry.val_fraction(config.val_fraction),
-        **entry.overrides(),
+        val_fraction=held_out,
+        **overrides,
+        left_out=config.left_out - told,
     )
+    return with_stored_rules(own)
 
 
 def _finish(config: PackConfig, file: DatasetFile, results: dict[str, PackResult]) -> DatasetResult:

@@ -47,7 +47,7 @@ def refuse_other_options(config: PackConfig, stored: Manifest, contents: Schema)
         lines = [f"{config.store} was made with other options than this run has:"]
         lines += [f"  {_shown(name, value)}, this run has {_shown(name, new.get(name))}" for name, value in changed.items()]
         lines += [f"  {field} = {stored_value!s:.200}, this run has {value!s:.200}" for field, stored_value, value in others]
-        raise FingerprintError(*lines, *_way_back(changed, others))
+        raise FingerprintError(*lines, *_way_back(changed, others, is_left_out=bool(config.left_out)))
 
 
 def _recorded(made: Schema) -> dict[str, Any]:
@@ -58,14 +58,16 @@ def _shown(name: str, value: Json) -> str:
     return shlex.join(as_arguments({name: value})) or f"no {name}"
 
 
-def _way_back(changed: dict[str, Json], others: list[tuple[str, Json, Json]]) -> list[str]:
-    """Return the lines that say what to do."""
+def _way_back(changed: dict[str, Json], others: list[tuple[str, Json, Json]], *, is_left_out: bool) -> list[str]:
+    """Return the lines that say what to do. `is_left_out`: what the options leave out is the store's."""
     encoders = [what for prefix, what in _ENCODERS.items() if any(field.startswith(f"{prefix}.") for field, _, _ in others)]
-    left_out, added = [name for name, value in changed.items() if value is None], as_arguments(changed)
+    left_out = [name for name, value in changed.items() if value is None or is_left_out]
+    why = ", so that the store's are taken" if is_left_out else ""
+    added = as_arguments({name: value for name, value in changed.items() if name not in left_out})
     steps = []
     if encoders:
         steps.append(f"name the model that the store was made with (no option changes the {' or the '.join(encoders)})")
-    steps += [f"leave out {' '.join(left_out)}"] if left_out else []
+    steps += [f"leave out {' '.join(left_out)}{why}"] if left_out else []
     steps += ["add the options below"] if added else []
     if CAPTION_OPTIONS & changed.keys():
         steps.append("or add --recaption to encode the captions again (the stored latents are kept)")

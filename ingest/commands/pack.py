@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import (
@@ -21,6 +22,7 @@ from bucketline.ingest.commands.printing import print_captions_and_notes, print_
 from bucketline.ingest.config import PackConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
+from bucketline.pack_options import FIELDS, as_arguments
 from bucketline.store.commands.place import shown
 
 if TYPE_CHECKING:
@@ -29,26 +31,33 @@ if TYPE_CHECKING:
     from bucketline.ingest.sources.dataset_file import DatasetEntry
 
 
+RULES = frozenset(option.removeprefix("--").replace("-", "_") for option in FIELDS) - {"max_crop"}
+"""The fields of the options that a store records, but `max_crop`, whose default is the store's anyway."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = PackConfig.__doc__
 
     def run(self) -> int:
-        from bucketline.ingest.pack import pack_images
         from bucketline.ingest.parallel.signals import exit_code_of
         from bucketline.ingest.sources.dataset_file import is_dataset_file
 
         if self.engine is not None:
             _prepare_environment(self)
         try:
-            if self.dry_run:
-                return self._dry_run()
             if is_dataset_file(self.source):
-                return self._run_each()
-            summary = pack_images(self, **torchrun_ranks())
+                return self._dry_run() if self.dry_run else self._run_each()
+            own = self._as_stored()
+            return own._dry_run() if self.dry_run else own._pack()
         except KeyboardInterrupt as stop:
             print(f"interrupted: {_what_is_kept(stop)}", file=sys.stderr)
             return exit_code_of(stop)
+
+    def _pack(self) -> int:
+        from bucketline.ingest.pack import pack_images
+
+        summary = pack_images(self, **torchrun_ranks())
         if summary is None:
             return 0
         if self.json:
@@ -59,6 +68,22 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             _print_beyond_limits(summary, self)
             return 1
         return 0 if summary.packed + summary.unchanged else 1
+
+    @classmethod
+    def complete(cls, options: Pack, given: frozenset[str]) -> Pack:
+        """Return the options of a command line that gave these fields."""
+        return replace(options, left_out=RULES - given)
+
+    def _as_stored(self) -> Pack:
+        """Return the options with the store's for those that were left out, and say which."""
+        from bucketline.ingest.packing.stored_rules import changed_rules, with_stored_rules
+
+        own = with_stored_rules(self)
+        assert isinstance(own, Pack)
+        rules = as_arguments(changed_rules(self, own))
+        if rules and not self.json and not torchrun_ranks()["rank"]:
+            print(f"as the store was packed: {printable(shlex.join(rules))}")
+        return own
 
     def _dry_run(self) -> int:
         """Compare the source, or those of a data set file, with the store."""

@@ -107,7 +107,7 @@ def test_an_image_that_moves_to_the_other_split_is_to_be_encoded_again(
 @pytest.mark.parametrize("option", ["--flip", "--latents=sample", "--dtype=BF16", "--encode-dtype=BF16", "--trigger-word=x"])
 def test_options_that_the_pack_would_refuse_are_refused(option: str, packed_once: tuple[Path, Path], model: Path) -> None:
     before = tree(packed_once[1])
-    ran = pack(*packed_once, model, option, "--dry-run")
+    ran = pack(*packed_once, model, option, "--dry-run", "--json")
     assert (ran.code, ran.out) == (1, "")
     assert "was made with other options than this run has" in ran.err
     assert option.partition("=")[0] in ran.err

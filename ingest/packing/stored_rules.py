@@ -1,0 +1,69 @@
+"""A pack into a store that exists takes the store's rules for the options that the command line left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bucketline.pack_options import CAPTION_OPTIONS, pack_options
+from bucketline.store.folder import LocalFolder
+from bucketline.store.remote.generations import find_newest
+
+if TYPE_CHECKING:
+    from bucketline.ingest.config import PackConfig
+    from bucketline.typed_json import Json
+
+
+def with_stored_rules(config: PackConfig) -> PackConfig:
+    """Return the options with those of the store in place of what was `left_out`; as they are if there is no store.
+
+    With `--recaption` the captions' options are as given: these are what it changes.
+
+    Raises:
+        StoreError, CorruptError: if the store cannot be read, or is at a web server, which is read only.
+    """
+    if not config.left_out:
+        return config
+    if isinstance(config.place, Path):
+        manifest = find_newest(LocalFolder(config.store))
+    else:
+        objects = config.objects(config.place)
+        objects.refuse_read_only()
+        manifest = find_newest(objects)
+    if manifest is None or "import" in manifest.rules:
+        return config
+    recorded = pack_options({"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions})
+    stored = {
+        option.removeprefix("--").replace("-", "_"): value
+        for option, value in recorded.items()
+        if not (config.recaption and option in CAPTION_OPTIONS)
+    }
+    return replace(
+        config, **{name: _as(getattr(config, name), value) for name, value in stored.items() if name in config.left_out}
+    )
+
+
+def changed_rules(before: PackConfig, after: PackConfig) -> dict[str, Json]:
+    """Return the options that `with_stored_rules` has changed, by name."""
+    names = sorted(before.left_out)
+    pairs = {name: (getattr(before, name), getattr(after, name)) for name in names}
+    return {f"--{name.replace('_', '-')}": _plain(new) for name, (old, new) in pairs.items() if old != new}
+
+
+def _as(default: Any, value: Json) -> Any:  # noqa: ANN401 - the value of any option
+    """Return a recorded value as the option has it, whose default is given."""
+    if isinstance(default, Enum):
+        return type(default)(value)
+    if isinstance(default, bool):
+        return bool(value)
+    if isinstance(default, tuple):
+        return tuple(value) if isinstance(value, list) else ()
+    if default is None or value is None:
+        return value if default is None else type(default)()
+    return type(default)(value)
+
+
+def _plain(value: Any) -> Json:  # noqa: ANN401 - the value of any option
+    return str(value) if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
