@@ -47,7 +47,7 @@ def _asked(folder: Path, model: str, rows: int, /, **more: Any) -> TrainConfig: 
 def _trainer(asked: TrainConfig, *progress: Any, is_kept: bool = False) -> Trainer:  # noqa: ANN401 - a progress line
     """Return the trainer of a run on one rank; `is_kept`: it takes its output folder."""
     from bucketline.train.outputs.checkpoint import Start
-    from bucketline.train.outputs.run_dir import find_start, take
+    from bucketline.train.outputs.run_dir import find_start, make, take
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.setup import start_processes
     from bucketline.train.trainer import Trainer
@@ -55,6 +55,7 @@ def _trainer(asked: TrainConfig, *progress: Any, is_kept: bool = False) -> Train
     accelerator = start_processes(asked)
     start = find_start(asked) if is_kept else Start(checkpoint=None, state=None)
     if is_kept:
+        make(asked.output_dir)
         take(asked, start)
     return Trainer(asked, TrainRanks(rank=0, world_size=1), accelerator, start, *progress)
 
