@@ -15,6 +15,7 @@ import re
 import socket
 import sys
 from dataclasses import dataclass, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _C = TypeVar("_C")
 _MAX_SHOWN_BUCKETS = 16
+_SHELLS = ("bash", "zsh", "tcsh", "fish")  # for which tyro makes completions
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -75,6 +77,9 @@ def parse_options(command: type[_C], args: Sequence[str], prog: str, *settings: 
     refuse_unknown(command, args)
     import tyro
 
+    for option, shell in pairwise(args):
+        if option == "--tyro-print-completion" and shell not in _SHELLS:
+            raise UsageError(f"{option} is {shell}, expected {', '.join(_SHELLS)}")
     settings = (tyro.conf.EnumChoicesFromValues, *(settings or (tyro.conf.FlagCreatePairsOff,)))
     options = tyro.cli(command, prog=prog, args=list(args), config=settings)
     complete = getattr(command, "complete", None)

@@ -46,7 +46,7 @@ class Option:
     @property
     def words(self) -> list[str]:
         """Return how it may be spelt, without its value."""
-        return [word for word in self.typed.replace(",", "").split() if word.startswith("-")]
+        return [word for word in self.typed.replace(", ", ",").split(" ")[0].split(",") if word.startswith("-")]
 
     def explained(self, *, in_full: bool) -> str:
         """Return what is said of it: its first sentence, or all of it with the default."""
@@ -66,7 +66,7 @@ def options_of(command: type) -> tuple[Option, ...]:
     return tuple(
         _option(field, hints[field.name], owners[field.name], texts)
         for field in fields(command)
-        if not any(str(one) == "Suppress" for one in getattr(hints[field.name], "__metadata__", ()))
+        if field.init and not any(str(one) == "Suppress" for one in getattr(hints[field.name], "__metadata__", ()))
     )
 
 
@@ -74,16 +74,18 @@ def _option(field: Any, hint: Any, owner: type, texts: dict[str, str]) -> Option
     kind, extras = (get_args(hint)[0], get_args(hint)[1:]) if hasattr(hint, "__metadata__") else (hint, ())
     metavar = next((found for one in extras if (found := getattr(one, "metavar", None))), None)
     has_default = field.default is not MISSING or field.default_factory is not MISSING
-    alias = next((found[0] + ", " for one in extras if (found := getattr(one, "aliases", None))), "")
+    alias = "".join(f"{name}, " for one in extras for name in getattr(one, "aliases", None) or ())
+    told = next((found for one in extras if (found := getattr(one, "help", None))), "")
     if any(str(one) == "Positional" for one in extras):
         typed = metavar or field.name.upper()
     else:
         name = next((found for one in extras if (found := getattr(one, "name", None))), field.name)
-        typed = " ".join(filter(None, (f"{alias}--{name.replace('_', '-')}", metavar or _metavar(kind))))
+        no = "no-" if kind is bool and field.default is True else ""
+        typed = " ".join(filter(None, (f"{alias}--{no}{name.replace('_', '-')}", metavar or _metavar(kind))))
     return Option(
         field=field.name,
         typed=typed,
-        text=" ".join(texts.get(field.name, "").split()),
+        text=" ".join(texts.get(field.name, told).split()),
         default=_shown(field.default),
         section=vars(owner).get("SECTION", "").partition(":")[0],
         is_required=not has_default,
@@ -95,7 +97,10 @@ def _texts(owner: type) -> dict[str, str]:
     """Return the docstrings of the attributes that a class itself declares."""
     if "__annotations__" not in vars(owner):
         return {}
-    body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+    except (OSError, TypeError, SyntaxError):  # a package without its source, or a class that no file has
+        return {}
     found: dict[str, str] = {}
     for one, following in pairwise(body.body if isinstance(body, ast.ClassDef) else []):
         match one, following:
@@ -119,7 +124,7 @@ def _metavar(kind: Any) -> str | None:  # noqa: ANN401 - a type
 
 
 def _shown(default: object) -> str | None:
-    if default is MISSING or default is None or default is False or default in ((), ""):
+    if default is MISSING or default is None or isinstance(default, bool) or default in ((), ""):
         return None
     return str(default.value) if isinstance(default, Enum) else str(default)
 
@@ -129,8 +134,9 @@ def asked_for_help(args: Sequence[str]) -> str | None:
     for at, word in enumerate(args):
         if word == "--":
             return None
-        if word in HELP:
-            rest = args[at + 1 : at + 2]
+        name, is_given, section = word.partition("=")
+        if name in HELP:
+            rest = [section] if is_given else args[at + 1 : at + 2]
             return rest[0] if rest and not rest[0].startswith("-") else ""
     return None
 
@@ -186,13 +192,15 @@ def refuse_unknown(command: type, args: Sequence[str]) -> None:
         UsageError: if one is unknown; the message names the nearest, or what the command has for it.
     """
     known = [word for one in options_of(command) for word in one.words]
+    known_both = {f"--{word.removeprefix('--no-').removeprefix('--')}" for word in known}  # whichever way a flag is shown
     for word in args:
         name = word.partition("=")[0].replace("_", "-")
         if name == "--":
             return
         if name.startswith("--tyro-"):  # tyro's own: completion for shells
             continue
-        if name.startswith("--") and name not in known and f"--{name.removeprefix('--no-')}" not in known:
+        whole = name.partition(".")[0]  # of an option that is a dataclass itself
+        if name.startswith("--") and not {whole, f"--{name.removeprefix('--no-').removeprefix('--')}"} & known_both:
             elsewhere = getattr(command, "ELSEWHERE", {}).get(name)
             answer = f"; {elsewhere}" if elsewhere else f"{suggestion(name, known)} (`--help all` lists them)"
             raise UsageError(f"there is no option {name}{answer}")

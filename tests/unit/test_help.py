@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import pytest
+import tyro
 
 import bucketline
+from bucketline.command_line import parse_options
+from bucketline.errors import UsageError
 from bucketline.help_screen import command_help, options_of
 from bucketline.ingest.cli import COMMANDS as INGEST
 from bucketline.loader.cli import COMMANDS as LOADER
@@ -148,6 +153,69 @@ def test_an_option_that_is_not_known_is_refused_with_the_nearest() -> None:
     refused = call("ingest", "pack", "photos", "photos.store", "--modle=sd15")
     assert (refused.code, refused.out) == (2, "")
     assert "there is no option --modle; did you mean '--model'?" in refused.err
+
+
+def test_a_section_may_follow_an_equals_sign() -> None:
+    assert call("ingest", "pack", "--help=ray") == call("ingest", "pack", "--help", "ray")
+
+
+def made_without_a_file() -> type:
+    """Return a command as a package has it of which only the compiled files are installed."""
+    source = "@dataclass(frozen=True, kw_only=True)\nclass Mine:\n    'Do it.'\n    rows: int = 3\n"
+    found = {"dataclass": dataclass, "__name__": __name__}
+    exec(source, found)
+    return found["Mine"]  # type: ignore[return-value]
+
+
+def test_a_command_of_a_package_without_its_source_has_help_and_options() -> None:
+    command = made_without_a_file()
+    assert "--rows INT" in command_help("loader mine", command)
+    assert parse_options(command, ["--rows", "4"], "loader mine") == command(rows=4)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="there is no option --row; did you mean '--rows'"):
+        parse_options(command, ["--row", "4"], "loader mine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """A part."""
+
+    size: int = 1
+    """A size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Theirs:
+    """A command that uses more of tyro than ours do."""
+
+    rows: Annotated[int, tyro.conf.arg(aliases=["-r", "--lines"], help="How many.")] = 1
+    mixes: bool = True
+    """Mix them."""
+    how: Literal["--odd", "even"] = "even"
+    """How."""
+    inner: Inner = Inner()
+    """Its part."""
+    found: int = field(init=False, default=3)
+
+
+def test_what_a_command_of_another_package_takes_is_shown_and_not_refused() -> None:
+    shown = command_help("loader theirs", Theirs)
+    assert "-r, --lines, --rows INT\n                        How many [1]\n" in shown
+    assert "--no-mixes            Mix them\n" in shown
+    assert "found" not in shown
+    line = ["--lines", "4", "--no-mixes", "--how=--odd", "--inner.size", "2"]
+    expected = Theirs(rows=4, mixes=False, how="--odd", inner=Inner(size=2))
+    assert parse_options(Theirs, line, "loader theirs") == expected
+    for unknown in ("--odd", "--found", "--iner.size"):
+        with pytest.raises(UsageError, match=f"there is no option {unknown}"):
+            parse_options(Theirs, [unknown, "1"], "loader theirs")
+
+
+def test_completion_is_printed_for_a_shell_and_another_word_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(Theirs, ["--tyro-print-completion", "bash"], "loader theirs")
+    assert "loader theirs" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="--tyro-print-completion is nosh, expected bash, zsh, tcsh, fish"):
+        parse_options(Theirs, ["--tyro-print-completion", "nosh"], "loader theirs")
 
 
 def test_the_trainers_help_names_its_other_commands_and_how_several_processes_start() -> None:
