@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 AUTO = "auto"  # a child process of the loader's own
 _LOOPBACK = "127.0.0.1"
 _UNIX, _TCP = "unix:", "tcp://"
+_OTHER = re.compile(r"(?!tcp://)(?i:[a-z]+://|tcp:)")  # no path, though it could be one
 _MAX_PORT = 65535
 
 
@@ -27,11 +29,27 @@ def address_of(text: str) -> tuple[str, int]:
         UsageError: if it is none of these.
     """
     host, _, port = text.rpartition(":")
-    if not (port.isascii() and port.isdigit()) or int(port) > _MAX_PORT:
+    host = host.removeprefix("[").removesuffix("]") or _LOOPBACK
+    is_port = port.isascii() and port.isdigit() and len(port) <= len(str(_MAX_PORT)) and int(port) <= _MAX_PORT
+    if not is_port or not _is_host(host):
         raise UsageError(
-            f"{text} is not an address, expected HOST:PORT with a port up to {_MAX_PORT}, such as {_LOOPBACK}:9400"
+            f"{text:.200} is not an address, expected HOST:PORT with a port up to {_MAX_PORT}, such as {_LOOPBACK}:9400 or "
+            "[::1]:9400"
         )
-    return host.removeprefix("[").removesuffix("]") or _LOOPBACK, int(port)
+    return host, int(port)
+
+
+def _is_host(host: str) -> bool:
+    """Return True if a text can be a name or an address, so that looking it up fails with words if it fails."""
+    try:
+        return ipaddress.ip_address(host) is not None
+    except ValueError:
+        pass
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return not re.search(r"[\s/:\[\]]", host)
 
 
 def is_loopback(host: str) -> bool:
@@ -66,13 +84,17 @@ class ServiceAddress:
         expected = 'a `loader serve`: "unix:PATH" or "tcp://HOST:PORT", or "auto"'
         expect("service", self.where, str | os.PathLike, expected)
         text = os.fspath(self.where)
+        is_unix = text.startswith(_UNIX)
+        if not text.removeprefix(_UNIX) or (not is_unix and _OTHER.match(text)):
+            raise UsageError(f"service is {text!r:.200}, expected {expected}")
         if not self.deadline_s > 0:
             raise UsageError(f"deadline_s is {self.deadline_s}, expected seconds above 0")
         if text.startswith(_TCP):
-            names = [one for one in text.removeprefix(_TCP).split(",") if one]
-            if not names:
+            names = [one.strip().removeprefix(_TCP) for one in text.split(",")]
+            servers = tuple(address_of(one) for one in names if one)
+            if not servers or not all(port for _, port in servers):
                 raise UsageError(f"service is {text}, expected {expected}")
-            object.__setattr__(self, "servers", tuple(map(address_of, names)))
+            object.__setattr__(self, "servers", servers)
             return
         if self.token is not None or self.certificate is not None:
             raise UsageError(

@@ -196,6 +196,16 @@ def test_no_server_is_an_error_within_the_deadline_that_says_how_to_start_one(to
         ("tcp://", {}, "service is tcp://, expected a `loader serve`"),
         ("tcp://x", {}, "x is not an address, expected HOST:PORT"),
         ("tcp://1", {"deadline_s": 0}, "deadline_s is 0, expected seconds above 0"),
+        ("tcp://a..b:1", {}, r"a\.\.b:1 is not an address, expected HOST:PORT"),
+        ("tcp://::1", {}, "::1 is not an address, expected HOST:PORT"),
+        ("tcp://a b:1", {}, "a b:1 is not an address"),
+        ("tcp://a:1,x/y:2", {}, "x/y:2 is not an address"),
+        (f"tcp://a:{'9' * 5000}", {}, "is not an address"),
+        ("tcp://a:1,b:0", {}, "service is tcp://a:1,b:0, expected a `loader serve`"),
+        ("tcp:a:1", {}, "service is 'tcp:a:1', expected a `loader serve`"),
+        ("TCP://a:1", {}, "service is 'TCP://a:1', expected"),
+        ("http://a:1", {}, "service is 'http://a:1', expected"),
+        ("unix:", {}, "service is 'unix:', expected"),
         ("unix:s", {"token": "t"}, "with a token or a certificate, which only tcp"),
         ("auto", {}, "stores is None with service auto"),
         (None, {}, "stores is None without a service"),
@@ -205,6 +215,19 @@ def test_no_server_is_an_error_within_the_deadline_that_says_how_to_start_one(to
 def test_what_is_no_address_or_lacks_stores_is_refused_by_name(given: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Loader(None, LoaderConfig(batch_size=1), service=ServiceAddress(given, **options) if given else None)
+
+
+@pytest.mark.parametrize(
+    ("given", "servers"),
+    [
+        ("tcp://a:1, b:2", (("a", 1), ("b", 2))),
+        ("tcp://a:1,tcp://b:2,", (("a", 1), ("b", 2))),
+        ("tcp://[::1]:3,10.0.0.1:4", (("::1", 3), ("10.0.0.1", 4))),
+        ("tcp://5", (("127.0.0.1", 5),)),
+    ],
+)
+def test_several_servers_are_separated_by_commas(given: str, servers: tuple[tuple[str, int], ...]) -> None:
+    assert ServiceAddress(given).servers == servers
 
 
 def test_a_server_that_stops_is_an_error_at_the_next_batch_and_the_iteration_continues_at_another(
