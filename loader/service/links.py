@@ -73,10 +73,17 @@ class Link(ABC):
     def close(self) -> None:  # noqa: B027 - most have nothing to end
         """End a private service."""
 
-    def _asked(self, sock: socket.socket, name: str, message: Mapping[str, Any], token: bytes | None = None) -> ServiceAnswer:
+    def _asked(
+        self,
+        sock: socket.socket,
+        name: str,
+        message: Mapping[str, Any],
+        token: bytes | None = None,
+        over: threading.Event | None = None,
+    ) -> ServiceAnswer:
         try:
             is_local = sock.family == socket.AF_UNIX
-            answer, fds = ask(sock, name, message, token, self.silence_s, with_fd=is_local)
+            answer, fds = ask(sock, name, message, token, self.silence_s, with_fd=is_local, over=over)
         except BaseException:
             sock.close()
             raise
@@ -164,7 +171,7 @@ class Servers(Link):
             for _ in self._addresses:
                 host, port = self._addresses[self._first]
                 try:
-                    return self._ask((host, port), message, max(0.1, until - time.monotonic()))
+                    return self._ask((host, port), message, max(0.1, until - time.monotonic()), over)
                 except (OSError, LostError) as error:
                     failure = f"{host}:{port}: {getattr(error, 'strerror', None) or error}"
                     self.lost()
@@ -176,7 +183,7 @@ class Servers(Link):
                 )
             pause = paused(pause, over)
 
-    def _ask(self, address: tuple[str, int], message: Mapping[str, Any], left: float) -> ServiceAnswer:
+    def _ask(self, address: tuple[str, int], message: Mapping[str, Any], left: float, over: threading.Event) -> ServiceAnswer:
         sock = socket.create_connection(address, timeout=min(left, self.silence_s))
         try:
             end_when_peer_is_lost(sock)
@@ -190,7 +197,7 @@ class Servers(Link):
         except BaseException:
             sock.close()
             raise
-        answer = self._asked(sock, f"{address[0]}:{address[1]}", message, self._token)
+        answer = self._asked(sock, f"{address[0]}:{address[1]}", message, self._token, over)
         limit_silence(sock, self.silence_s)
         return answer
 

@@ -24,6 +24,7 @@ from bucketline.loader.service.tokens import proof_of
 from bucketline.typed_json import TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Mapping, Sequence
 
 PROTOCOL = 6
@@ -186,12 +187,19 @@ def close_all(fds: Sequence[int]) -> None:
 
 
 def ask(
-    sock: socket.socket, name: str, message: Mapping[str, Any], token: bytes | None, timeout_s: float, *, with_fd: bool = False
+    sock: socket.socket,
+    name: str,
+    message: Mapping[str, Any],
+    token: bytes | None,
+    timeout_s: float,
+    *,
+    with_fd: bool = False,
+    over: threading.Event | None = None,
 ) -> tuple[dict[str, Any], list[int]]:
     """Send a message to a service that greets, and return its answer, with descriptors. `name` identifies the service.
 
     Raises:
-        LostError: if it ends, sends nothing for `timeout_s`, or anything else than messages.
+        LostError: if it ends, sends nothing for `timeout_s`, or anything else than messages; if nobody waits any more (`over`).
         BucketlineError: if it refuses.
     """
     answer, _ = receive(sock, timeout_s)
@@ -199,9 +207,14 @@ def ask(
         raise LostError(f"the greeting of {name} is invalid; is it a service of the same bucketline?")
     fds: list[int] = []
     if "nonce" in answer:
-        send(sock, {**message, "protocol": PROTOCOL, "proof": proof_of(token, str(answer["nonce"]))})
+        try:
+            send(sock, {**message, "protocol": PROTOCOL, "proof": proof_of(token, str(answer["nonce"]))})
+        except OSError as error:
+            raise LostError(f"{name} has ended before it was asked: {error.strerror or error}") from error
         answer = ALIVE
     while answer == ALIVE:
+        if over is not None and over.is_set():
+            raise LostError("the iteration has ended")
         answer, fds = receive(sock, timeout_s, with_fd=with_fd)
     if "error" in answer:
         close_all(fds)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
+import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +17,12 @@ from bucketline.loader import Loader, LoaderConfig, ServiceAddress
 from bucketline.loader.service.client_stores import served_names
 from bucketline.loader.service.layouts import HEAD, FrameKind
 from bucketline.loader.service.links import link_to
-from bucketline.loader.service.wire import PROTOCOL, receive, send
+from bucketline.loader.service.wire import ALIVE, PROTOCOL, receive, send
 from bucketline.store.format.manifest import dump_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from bucketline.store import Store
 
@@ -200,3 +203,70 @@ def test_a_wrong_batch_is_an_error_of_delivery(store: Store, name: str) -> None:
 def test_a_wrong_greeting_is_an_error_of_delivery(hello: dict[str, Any]) -> None:
     with server({}, b"", hello) as found, pytest.raises(DeliveryError, match=rf"127.0.0.1:{found.port}"):
         reader(None, found)
+
+
+@contextmanager
+def answering(*answers: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Listen at a port: the first client is answered by the first function, and so on; the last one answers all that follow."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+
+        def run() -> None:
+            for number in itertools.count():
+                try:
+                    client, _ = sock.accept()
+                except OSError:
+                    return
+                with client, suppress(OSError, BucketlineError):
+                    answers[min(number, len(answers) - 1)](client)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield sock.getsockname()[1]
+        sock.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+
+
+def begin_and_end(sock: socket.socket) -> None:
+    """Grant batches, and send none."""
+    send(sock, HELLO)
+    receive(sock, 10)
+    send(sock, GRANTED)
+
+
+def test_a_server_that_never_answers_holds_up_no_loader_that_is_closed(store: Store) -> None:
+    has_asked = threading.Event()
+
+    def stay_alive(sock: socket.socket) -> None:
+        send(sock, HELLO)
+        receive(sock, 10)
+        has_asked.set()
+        while True:
+            send(sock, ALIVE)
+            time.sleep(0.05)
+
+    with answering(begin_and_end, stay_alive) as port:
+        loader = Loader(store, CONFIG, service=f"tcp://{port}")
+        loader.start()
+        assert has_asked.wait(10)
+        closing = threading.Thread(target=loader.close, daemon=True)
+        closing.start()
+        closing.join(5)
+        assert not closing.is_alive()
+
+
+def test_a_service_that_ends_after_its_greeting_is_an_error_of_delivery(store: Store, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(str(tmp_path / "sock"))
+        sock.listen()
+
+        def greet_and_end() -> None:
+            client, _ = sock.accept()
+            send(client, HELLO)
+            client.close()
+
+        for stores in (store, None):
+            thread = threading.Thread(target=greet_and_end)
+            thread.start()
+            with pytest.raises(DeliveryError, match="the service at .* has ended before it was asked"):
+                Loader(stores, CONFIG, service=tmp_path / "sock").start()
+            thread.join()
