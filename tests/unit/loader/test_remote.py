@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
 from tests.commands import spawn
 from tests.kit import ANY, make_store, samples_of
+from tests.serving import serving_here
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -154,6 +155,27 @@ def test_a_window_is_chosen_if_the_cache_does_not_hold_the_store(store: Store, t
     with Loader(store, LoaderConfig(batch_size=2)) as resumed:
         resumed.load_state_dict(state)
         assert resumed.plan.digest == state["plan"]
+
+
+def test_a_service_reads_by_the_window_of_its_client_and_chooses_none_by_its_own_cache(store: Store, tmp_path: Path) -> None:
+    size = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
+    url, config = pushed(store), LoaderConfig(batch_size=2, epochs=1)
+    small = replace(config, cache=str(tmp_path / "own"), cache_bytes=str(size // 2))
+    with Loader(store, config) as own, Loader(url, small) as chosen:
+        assert own.plan.window is None is not chosen.plan.window
+        cases = [(store, config, own), (None, config, own), (url, small, chosen)]
+        expected = {id(one): bits(list(one)) for one in (own, chosen)}
+    remote = RemoteOptions(cache=tmp_path / "cache", cache_bytes=size // 2)
+    with serving_here(tmp_path, url, remote=remote) as at_url, serving_here(tmp_path, store.path) as at_disk:
+        for where in (at_url.socket, at_url.tcp, at_disk.socket, at_disk.tcp):
+            for given, asked, alike in cases:
+                with Loader(given, asked, service=where) as served:
+                    assert (served.plan.digest, served.config.window) == (alike.plan.digest, alike.config.window)
+                    if alike is own and where in (at_url.socket, at_url.tcp):
+                        with pytest.raises(UsageError, match=r"the cache may hold .*; mix 4096 rows at a time"):
+                            next(iter(served))
+                    else:
+                        assert bits(list(served)) == expected[id(alike)]
 
 
 def test_all_rows_are_not_shuffled_through_a_cache_that_does_not_hold_the_store(store: Store, tmp_path: Path) -> None:

@@ -199,10 +199,16 @@ def test_a_wrong_batch_is_an_error_of_delivery(store: Store, name: str) -> None:
         next(far.forever())
 
 
+@pytest.mark.parametrize("has_token", [False, True])
 @pytest.mark.parametrize("hello", [{}, {"nonce": 1}, {"nonce": "\ud800"}, {"nonce": ["n"] * 1000}])
-def test_a_wrong_greeting_is_an_error_of_delivery(hello: dict[str, Any]) -> None:
-    with server({}, b"", hello) as found, pytest.raises(DeliveryError, match=rf"127.0.0.1:{found.port}"):
-        reader(None, found)
+def test_a_wrong_greeting_is_an_error_of_delivery(hello: dict[str, Any], tmp_path: Path, *, has_token: bool) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_bytes(b"a token of the tests")
+    with server({}, b"", hello) as found:
+        address = ServiceAddress(f"tcp://{found.port}", token=token if has_token else None, deadline_s=0.3)
+        with pytest.raises(DeliveryError, match=rf"127.0.0.1:{found.port}"):
+            Loader(None, CONFIG, service=address)
 
 
 @contextmanager
@@ -261,12 +267,13 @@ def test_a_service_that_ends_after_its_greeting_is_an_error_of_delivery(store: S
 
         def greet_and_end() -> None:
             client, _ = sock.accept()
+            client.shutdown(socket.SHUT_RD)  # what is sent from now on is an error at once, as after a kill
             send(client, HELLO)
             client.close()
 
         for stores in (store, None):
             thread = threading.Thread(target=greet_and_end)
             thread.start()
-            with pytest.raises(DeliveryError, match="the service at .* has ended before it was asked"):
+            with pytest.raises(DeliveryError, match=r"the service at .* has ended before it was asked"):
                 Loader(stores, CONFIG, service=tmp_path / "sock").start()
             thread.join()
