@@ -189,15 +189,21 @@ class Servers(Link):
             end_when_peer_is_lost(sock)
             if self._context is not None:
                 sock = self._context.wrap_socket(sock, server_hostname=address[0])
-        except ssl.SSLCertVerificationError as error:
+        except ssl.SSLError as error:
             sock.close()
-            raise DeliveryError(
-                f"the certificate of {address[0]} is not trusted: {error.verify_message}; name the file that it is in"
-            ) from error
+            if isinstance(error, ssl.SSLCertVerificationError):
+                raise DeliveryError(
+                    f"the certificate of {address[0]} is not trusted: {error.verify_message}; name the file that it is in"
+                ) from error
+            raise LostError(f"TLS fails: {error.reason or error}; does the server have --certificate?") from error
         except BaseException:
             sock.close()
             raise
-        answer = self._asked(sock, f"{address[0]}:{address[1]}", message, self._token, over)
+        try:
+            answer = self._asked(sock, f"{address[0]}:{address[1]}", message, self._token, over)
+        except LostError as error:
+            hint = "; if the server has --certificate, name its file" if self._context is None else ""
+            raise LostError(f"{error}{hint}") from error
         limit_silence(sock, self.silence_s)
         return answer
 

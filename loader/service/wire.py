@@ -134,7 +134,10 @@ def receive(sock: socket.socket, timeout_s: float, *, with_fd: bool = False) -> 
         message = json.loads(_exactly(sock, length, until, None))
         if not isinstance(message, dict):
             raise LostError(f"a message is a {type(message).__name__}, expected an object")
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        close_all(fds)
+        raise LostError(f"the connection is lost: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         close_all(fds)
         raise LostError(f"the other side sent an invalid message: {str(error) or type(error).__name__}") from error
     except LostError:

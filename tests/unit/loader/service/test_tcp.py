@@ -314,7 +314,9 @@ def certificate_of(folder: Path, host: str) -> tuple[Path, Path]:
     return folder / "cert.pem", folder / "key.pem"
 
 
-def test_tls_encrypts_and_a_certificate_that_is_not_trusted_is_refused(store: Store, token: Path, tmp_path: Path) -> None:
+def test_tls_encrypts_and_a_certificate_that_is_not_trusted_is_refused(
+    store: Store, token: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     certificate, key = certificate_of(tmp_path, "127.0.0.1")
     (tmp_path / "other").mkdir()
     other, _ = certificate_of(tmp_path / "other", "127.0.0.2")
@@ -324,8 +326,14 @@ def test_tls_encrypts_and_a_certificate_that_is_not_trusted_is_refused(store: St
             assert seen(list(far.forever())) == seen(list(local.forever()))
         with pytest.raises(DeliveryError, match=r"the certificate of 127\.0\.0\.1 is not trusted: self-signed"):
             far_loader(found, config, token, certificate=other)
-        with pytest.raises(DeliveryError, match="no server of batches can be reached"):
+        monkeypatch.setattr(links, "SILENCE_S", 0.3)
+        with pytest.raises(DeliveryError, match=r"connection is lost: .*; if the server has --certificate, name its file"):
             far_loader(found, config, token, deadline_s=0.3)
+    with (
+        served(store) as found,
+        pytest.raises(DeliveryError, match=r"TLS fails: WRONG_VERSION_NUMBER; does the server have --certificate\?"),
+    ):
+        far_loader(found, config, token, deadline_s=0.3, certificate=certificate)
     with pytest.raises(UsageError, match="cannot be used"), served(store, certificate=token):
         pass
 
