@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.errors import BucketlineError, DeliveryError
+from bucketline.loader.service.sockets import shut
 from bucketline.loader.service.tokens import is_proof, new_nonce
 from bucketline.loader.service.wire import PROTOCOL, failure_as_json, receive, send
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Mapping, Sequence
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
@@ -88,6 +89,5 @@ class Client(ABC):
             self.answer(failure_as_json(error))
 
     def shut(self) -> None:
-        """End the connection in both directions, for the thread that waits at it."""
-        with suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
+        """End the connection, for the thread that waits at it."""
+        shut(self.sock)

@@ -15,7 +15,7 @@ from bucketline.loader.prefetch.threads import ThreadBackend, depth_of
 from bucketline.loader.service import client_connection
 from bucketline.loader.service.client_connection import Client
 from bucketline.loader.service.frames import FrameWriter
-from bucketline.loader.service.sockets import end_when_peer_is_lost
+from bucketline.loader.service.sockets import end_when_peer_is_lost, has_room
 from bucketline.loader.service.wire import ALIVE, MAX_BATCH_BYTES, Response, allowed, failure_as_json, send
 from bucketline.loader.stats import Stats
 
@@ -110,13 +110,13 @@ class FrameClient(Client):
             writer.end(failure)
 
     def show_life(self) -> None:
-        """Send a sign of life, unless a batch is being sent; end the iteration of a client that has gone."""
+        """Send a sign of life, unless a batch is being sent or unread; end the iteration of a client that has gone."""
         if self._ends_at is not None and time.monotonic() > self._ends_at:
             self.shut()
         if not self._sending.acquire(blocking=False):
             return
         try:
-            if self._show is not None and not self._is_over:
+            if self._show is not None and not self._is_over and has_room(self.sock):
                 self._show()
         except OSError:
             self._is_over = True

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +13,7 @@ from bucketline.loader.prefetch.threads import depth_of
 from bucketline.loader.service.frames import FrameReader
 from bucketline.loader.service.layouts import FrameKind
 from bucketline.loader.service.links import FIRST_PAUSE_S, paused
+from bucketline.loader.service.sockets import shut
 from bucketline.loader.service.wire import LostError, failure_of, message_of
 
 if TYPE_CHECKING:
@@ -143,7 +142,6 @@ class FrameStream:
             return
         self._over.set()
         self._delivery.close()
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        shut(self._sock)
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -91,13 +91,17 @@ class Service:
         with self._lock:
             same = sum(type(one) is type(client) for one in self._clients.values())
             is_full = same >= client.max_clients or self._stopped.is_set()
+            why = f"the service has {client.max_clients} clients, its maximum"
             if not is_full:
-                self._clients[thread] = client
-                thread.start()
+                try:
+                    thread.start()
+                    self._clients[thread] = client
+                except RuntimeError as error:
+                    is_full, why = True, f"the service has no thread for another client: {error}"
         if is_full:
             self._counts[type(client)].refuse()
             if isinstance(client, RingClient):  # another machine's tries the next server
-                client.refuse(DeliveryError(f"the service has {client.max_clients} clients, its maximum"))
+                client.refuse(DeliveryError(why))
             client.close()
 
     def _show_life(self) -> None:

@@ -235,6 +235,20 @@ def end_when_peer_is_lost(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)
 
 
+def has_room(sock: socket.socket) -> bool:
+    """Return True if a short message can be sent without waiting for the other side to read what was sent before."""
+    poll, fd = select.poll(), sock.fileno()
+    if fd >= 0:  # or it is closed, which sending says
+        poll.register(fd, select.POLLOUT)
+    return fd < 0 or bool(poll.poll(0))
+
+
+def shut(sock: socket.socket) -> None:
+    """End a connection in both directions, for the thread that waits at it."""
+    with suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # of an `SSLSocket`, its own would send in the clear from then on
+
+
 def accept_all(doors: Mapping[socket.socket, Callable[[socket.socket], None]], stop_fd: int, tick: Callable[[], float]) -> None:
     """Pass each listening socket's connections to its function until `stop_fd` becomes readable.
 

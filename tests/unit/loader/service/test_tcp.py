@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import sys
 import tempfile
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +23,9 @@ from bucketline.errors import BucketlineError, DeliveryError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, ServiceAddress
 from bucketline.loader.prefetch.threads import ThreadStream
 from bucketline.loader.service import client_connection, frame_client, links, server, wire
+from bucketline.loader.service.frame_client import FrameClient
 from bucketline.loader.service.server import Service
-from bucketline.loader.service.sockets import Security
+from bucketline.loader.service.sockets import Security, shut
 from bucketline.loader.service.tokens import proof_of
 from bucketline.loader.service.wire import allowed, receive, send, sent
 from tests.commands import spawn
@@ -168,6 +171,66 @@ def test_stalled_clients_hold_up_the_end_of_a_server_once_and_not_one_by_one(
         begun = time.monotonic()
         found.service.stop()
         assert time.monotonic() - begun < 3
+
+
+def test_a_client_that_reads_nothing_holds_up_no_sign_of_life_of_others() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        client = FrameClient(ours, "here", None, None)
+        client._ends_at, client._show = None, partial(send, ours, wire.ALIVE)
+        client.show_life()
+        assert receive(theirs, 10)[0] == wire.ALIVE
+        ours.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                ours.send(b"x")
+        ours.setblocking(True)
+        thread = threading.Thread(target=client.show_life, daemon=True)
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive()
+        ours.close()
+        client.show_life()
+
+
+def test_a_connection_by_tls_that_is_ended_sends_nothing_in_the_clear(tmp_path: Path) -> None:
+    certificate, key = certificate_of(tmp_path, "127.0.0.1")
+    theirs = ssl.create_default_context(cafile=certificate)
+    ours_raw, theirs_raw = socket.socketpair()
+    context = Security(certificate=certificate, key=key).context()
+    assert context is not None
+    with ExitStack() as using:
+        found: list[ssl.SSLSocket] = []
+        thread = threading.Thread(target=lambda: found.append(context.wrap_socket(ours_raw, server_side=True)))
+        thread.start()
+        using.enter_context(theirs.wrap_socket(theirs_raw, server_hostname="127.0.0.1"))
+        thread.join()
+        sock = using.enter_context(found[0])
+        shut(sock)
+        assert sock.version() is not None  # it is None, and `send` in the clear, after the socket's own shutdown
+        with pytest.raises(OSError, match=r"EOF|roken|rotocol"):
+            sock.sendall(b"x")
+
+
+def test_a_client_for_whom_there_is_no_thread_is_refused_and_the_service_continues(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, none_is_left = threading.Thread.start, threading.Event()
+
+    def refuse(thread: threading.Thread) -> None:
+        if none_is_left.is_set() and thread.name == "bucketline-client":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with serving_here(tmp_path, store.path) as found:
+        none_is_left.set()
+        with pytest.raises(DeliveryError, match="the service has no thread for another client: can't start new thread"):
+            Loader(None, LoaderConfig(batch_size=2), service=found.socket)
+        none_is_left.clear()
+        for where in (found.socket, found.tcp):
+            with Loader(None, LoaderConfig(batch_size=2), service=where) as loader:
+                assert next(iter(loader)).step == 0
 
 
 def test_what_a_client_requests_has_limits(store: Store, token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
