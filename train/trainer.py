@@ -225,7 +225,8 @@ class Trainer:
         if is_saving := bool(self._to_save):
             self._save()
         is_due, is_first = _due(self.config.images_every, self.steps_done), self.steps_done == self._steps_before + 1
-        if is_drawing := (is_due or is_first) and self.steps_done < self.config.max_steps:
+        may_draw = self.config.num_images > 0 and self.steps_done < self.config.max_steps
+        if is_drawing := may_draw and (is_due or is_first):
             sheet = self.config.output_dir / IMAGES_FOLDER / f"{folder_of_step(self.steps_done)}.png"
             self._draw(sheet if is_due else None)  # with all that a step leaves in memory: the first one tells what lacks
         if is_pause := is_validating or is_saving or is_drawing or _due(COLLECT_EVERY_STEPS, self.steps_done):

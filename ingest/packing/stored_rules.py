@@ -7,9 +7,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bucketline.ingest.packing.target import newest_whole
 from bucketline.pack_options import CAPTION_OPTIONS, pack_options
 from bucketline.store.folder import LocalFolder
-from bucketline.store.remote.generations import find_newest
 
 if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
@@ -27,11 +27,11 @@ def with_stored_rules(config: PackConfig) -> PackConfig:
     if not config.left_out:
         return config
     if isinstance(config.place, Path):
-        manifest = find_newest(LocalFolder(config.store))
+        manifest = newest_whole(LocalFolder(config.store))
     else:
         objects = config.objects(config.place)
         objects.refuse_read_only()
-        manifest = find_newest(objects)
+        manifest = newest_whole(objects)
     if manifest is None or "import" in manifest.rules:
         return config
     recorded = pack_options({"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions})

@@ -97,7 +97,7 @@ def test_what_lies_between_two_steps_counts_and_a_pause_does_not(folder: Path, m
     monkeypatch.setattr(run_module, "train_step", lasting(0.25, train_step))
     monkeypatch.setattr(run_module, "validate", lasting(100.0, validate))
     monkeypatch.setattr(StopRequest, "agreed", lasting(1.0, StopRequest.agreed))
-    train(config(folder, max_steps=6, log_every=6, validate_every=3), ALONE)
+    train(config(folder, max_steps=6, log_every=6, validate_every=3, num_images=0), ALONE)
     (line,) = (line for line in read_metrics(folder / "run") if "loss" in line)
     # 0.25 for the first step and the one after the pause, 1.25 for the others
     assert (line["step_s_p50"], line["step_s_p99"]) == (1.25, 1.25)

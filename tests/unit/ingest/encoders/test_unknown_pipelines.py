@@ -68,8 +68,8 @@ def test_a_store_remembers_that_plain_was_meant_and_its_prompts_are_plain(novel:
     (tmp_path / "prompts.txt").write_text("a cat\n", encoding="utf-8")
     call("ingest", "prompts", tmp_path / "prompts.txt", tmp_path / "s", "--model", novel).done()
     write_images(tmp_path / "images", 3)
-    assert "NovelImagePipeline" in call(*asked).err  # there is an image to encode now
-    assert len(Store.open(tmp_path / "s").manifest.shards) == 1
+    assert "--text plain" in call(*asked).done().out  # there is an image to encode now
+    assert len(Store.open(tmp_path / "s").manifest.shards) == 2
 
 
 def test_a_model_that_names_no_pipeline_says_what_its_captions_became(model: Path, tmp_path: Path) -> None:
