@@ -77,8 +77,12 @@ class FrameStream:
             try:
                 if answer is None:
                     answer = self._servers.asked_until(message_of(self._wanted), until, self._over)
-                if self._receive_all(answer):
-                    return
+                reached = time.monotonic()
+                try:
+                    if self._receive_all(answer):
+                        return
+                finally:
+                    until += time.monotonic() - reached  # the deadline is of the time without a server
             except (LostError, OSError):
                 if self._turn != turn:
                     until, pause, failures = time.monotonic() + self._servers.deadline_s, FIRST_PAUSE_S, 0

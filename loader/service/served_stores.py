@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from bucketline.errors import StoreError, UsageError
 from bucketline.loader.collate.gather import Gather
 from bucketline.loader.mixture import StoreArgument, WeightedStore, join, parse_stores
 from bucketline.store import Store
-from bucketline.store.format.manifest import generations
+from bucketline.store.format.manifest import generation_path, generations
 from bucketline.store.read.lost_files import refuse_lost_shards
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class ServedStores:
                     f"{before.place} and {store.place} are copies of one store ({store.manifest.store_id}); "
                     "start a service for each"
                 )
+        self._files = {store_id: _manifest_file(store) for store_id, store in self._newest.items()}  # of those on disks
         self._looked_at = dict.fromkeys(self._newest, 0.0)  # of those in object storage
         self._sources = {store.source.url: store.source for store in self._newest.values() if store.source is not None}
         self._opened: dict[tuple[object, ...], OpenStores] = {}
@@ -97,12 +99,19 @@ class ServedStores:
         with self._looking:
             held = self._newest[store_id]
             if held.source is None:
-                is_newest = max(generations(held.path), default=None) == held.manifest.generation
+                is_same = self._files[store_id] == _manifest_file(held)
+                is_newest = is_same and max(generations(held.path), default=None) == held.manifest.generation
             else:
                 is_newest = self._looked_at[store_id] >= asked
             if not is_newest:
                 self._looked_at[store_id] = time.monotonic()
-                self._newest[store_id] = self._open_store(argument, None)
+                newest = self._open_store(argument, None)
+                if newest.manifest.store_id != store_id:
+                    raise StoreError(
+                        f"{argument.path} was replaced by another store ({newest.manifest.store_id}, it was {store_id}); "
+                        "restart the service"
+                    )
+                self._newest[store_id], self._files[store_id] = newest, _manifest_file(newest)
             return self._newest[store_id]
 
     def _open_store(self, argument: StoreArgument, generation: int | None) -> Store:
@@ -111,7 +120,8 @@ class ServedStores:
     def _argument(self, store_id: str, called: str) -> StoreArgument:
         if store_id not in self._arguments:
             raise StoreError(
-                f"{called} is not among the stores that the service reads ({', '.join(self.places)}); start it with that store"
+                f"{called} is not among the stores that the service reads ({', '.join(self.places)}); "
+                "start it with that store, or again if the store at its path is another one since"
             )
         return self._arguments[store_id]
 
@@ -140,7 +150,8 @@ class ServedStores:
             if share.store.manifest.digest != one.digest:
                 raise StoreError(
                     f"generation {one.generation} of {share.store.place} has the digest {share.store.manifest.digest}, the "
-                    f"client's of {one.path} has {one.digest}; these are two stores: use the same for both"
+                    f"client's of {one.path} has {one.digest}; these are two stores: use the same for both, and "
+                    "restart a service whose store was replaced"
                 )
         return found
 
@@ -159,6 +170,14 @@ class ServedStores:
                 del self._opened[key]
         if left:
             gc.collect()  # stores and their buckets know each other
+
+
+def _manifest_file(store: Store) -> tuple[int, int, int] | None:
+    """Return what is another one once a store on a disk was replaced at its path."""
+    with suppress(OSError):
+        found = generation_path(store.path, store.manifest.generation).stat()
+        return found.st_dev, found.st_ino, found.st_mtime_ns
+    return None
 
 
 def _place(store: Store) -> Path | str:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bucketline.errors import UsageError
+from bucketline.errors import StoreError, UsageError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service import links
 from bucketline.loader.service.server import Service
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from tests.kit import make_store, samples_of
+from tests.serving import serving_here
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +35,21 @@ def test_two_copies_of_a_store_are_refused_by_name(path: Path, tmp_path: Path, *
             drop(place, Store.open(place).bucket("train/64x64").sample_ids(np.array([number])))
     with pytest.raises(UsageError, match=rf"{path} and {copy} are copies of one store \(.*\); start a service for each"):
         Service([path, copy])
+
+
+def test_a_store_that_was_replaced_under_a_service_is_refused_with_what_to_do(path: Path, tmp_path: Path) -> None:
+    config = LoaderConfig(batch_size=1)
+    with serving_here(tmp_path, path) as found, Loader(None, config, service=found.tcp) as before:
+        batches = before.forever()
+        first = next(batches)
+        shutil.rmtree(path)
+        make_store(path, samples_of({"train/64x64": 6}, "o/"))
+        for where in (found.socket, found.tcp):
+            with pytest.raises(StoreError, match="start it with that store, or again if the store at its path is another"):
+                next(iter(Loader(path, config, service=where)))
+            with pytest.raises(StoreError, match=rf"{path} was replaced by another store \(.*\); restart the service"):
+                Loader(None, config, service=where)
+        assert next(batches).step == first.step + 1
 
 
 def test_a_store_that_is_given_twice_is_served_once(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from bucketline.loader.service.layouts import HEAD, FrameKind
 from bucketline.loader.service.links import link_to
 from bucketline.loader.service.wire import ALIVE, PROTOCOL, receive, send
 from bucketline.store.format.manifest import dump_manifest
+from tests.serving import serving_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -258,6 +259,21 @@ def test_a_server_that_never_answers_holds_up_no_loader_that_is_closed(store: St
         closing.start()
         closing.join(5)
         assert not closing.is_alive()
+
+
+def test_a_server_that_is_lost_before_its_first_batch_and_after_the_deadline_is_followed_by_the_next(
+    store: Store, tmp_path: Path
+) -> None:
+    def live_for_a_while(sock: socket.socket) -> None:
+        begin_and_end(sock)
+        for _ in range(10):
+            time.sleep(0.1)
+            sock.sendall(HEAD.pack(FrameKind.ALIVE, 0, 0, 0, 0, 0))
+
+    with answering(live_for_a_while) as port, serving_here(tmp_path, store.path) as found:
+        address = ServiceAddress(f"tcp://127.0.0.1:{port},127.0.0.1:{found.port}", deadline_s=0.5)
+        with Loader(store, CONFIG, service=address) as far:
+            assert next(far.forever()).step == 0
 
 
 def test_a_service_that_ends_after_its_greeting_is_an_error_of_delivery(store: Store, tmp_path: Path) -> None:
