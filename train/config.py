@@ -26,6 +26,9 @@ from bucketline.weight_format import WeightFormat
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bucketline.loader.service.address import ServiceAddress
+
+IN_PROCESS = "none"  # value of --service: read in threads of this process
 REPOSITORY = re.compile(r"([\w.-]+/)?[\w.-]+")
 
 
@@ -243,7 +246,7 @@ class MachineOptions:
     keep_gathered: bool = False
     """With fsdp or hsdp: keep a block's gathered weights from the forward pass for the backward pass. Half the gathering, and
     every GPU holds all of the model's weights once, in the compute precision."""
-    service: str = "none"
+    service: str = IN_PROCESS
     """Reader of the stores: none (threads of this process), auto (a process per rank), or a `loader serve`: unix:PATH (or PATH)
     of this machine's, which all of its ranks share, or tcp://HOST:PORT, or several, with commas. The batches are identical."""
     service_token: Path | None = None
@@ -308,6 +311,18 @@ class TrainConfig(
     follow_schedule: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """Take up generations at the steps at which another run did, given by its folder or a checkpoint: repeats a --follow."""
 
+    def service_address(self) -> ServiceAddress | None:
+        """Return the address of the service that reads; None: threads of this process do.
+
+        Raises:
+            UsageError: if it is not one.
+        """
+        from bucketline.loader.service.address import ServiceAddress
+
+        if self.service == IN_PROCESS:
+            return None
+        return ServiceAddress(self.service, self.service_token, self.service_certificate)
+
     def __post_init__(self) -> None:
         """Validate the options.
 
@@ -315,6 +330,7 @@ class TrainConfig(
             UsageError: if an option is invalid; the message names the option, its value and what is expected.
         """
         ReadOptions.__post_init__(self)
+        self.service_address()
         if not self.store:
             raise UsageError("no --store is given, expected one or more")
         if self.new_plan and not self.resume:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.errors import StateError, UsageError
-from bucketline.loader import Loader, Remainder, ServiceAddress, TextForm, WeightedStore
+from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.seen import read_loader_state
@@ -20,6 +20,7 @@ from bucketline.loader.state import schedule_of
 from bucketline.store import Store
 from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.manifest import MANIFEST, generations
+from bucketline.train.config import IN_PROCESS
 from bucketline.train.parallel import TrainRanks, expect_equal, fail_together, from_rank_zero
 from bucketline.train.refusals import refuse_stores
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from bucketline.train.config import TrainConfig
     from bucketline.train.outputs.checkpoint import Start
 
-IN_PROCESS = "none"  # value of --service: read in threads of this process
 FOLLOW_EVERY_S = 2.0
 _SAY_EVERY_S = 60.0
 
@@ -143,9 +143,7 @@ def open_loader(
 
     `like`: another one of the same stores and order, whose plan is not made again.
     """
-    service = None
-    if config.service != IN_PROCESS:
-        service = ServiceAddress(config.service, config.service_token, config.service_certificate)
+    service = config.service_address()
     asked = config.for_loader(text=TextForm.STORED, row_weights=config.store_weight)
     return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service, like=like)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from bucketline.errors import UsageError
 from bucketline.help_screen import suggestion
 from bucketline.loader.config import SIZES
+from bucketline.train.option_names import ELSEWHERE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,7 +69,8 @@ def with_preset(arguments: Sequence[str], types: Mapping[str, Any]) -> list[str]
         option, field = "--" + name.replace("_", "-"), name.replace("-", "_")
         if field not in types or field == "preset":
             spelt = [one.replace("_", "-") for one in types if one != "preset"]
-            raise UsageError(f"the preset {preset} has {name!r:.80}, which is not an option{suggestion(name, spelt)}")
+            answer = f"; {ELSEWHERE[option]}" if option in ELSEWHERE else suggestion(name, spelt)
+            raise UsageError(f"the preset {preset} has {name!r:.80}, which is not an option{answer}")
         many = value if isinstance(value, list) else [value]
         is_one = get_origin(types[field]) is not tuple
         kinds = _alternatives(types[field] if is_one else get_args(types[field])[0])

@@ -28,8 +28,8 @@ from bucketline.train.compile import (
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import Compile, Ema, LrSchedule, Objective, Precision, TrainConfig, WeightDtype
-from bucketline.train.data import IN_PROCESS, mean_weight, open_loader
+from bucketline.train.config import IN_PROCESS, Compile, Ema, LrSchedule, Objective, Precision, TrainConfig, WeightDtype
+from bucketline.train.data import mean_weight, open_loader
 from bucketline.train.ema import Average
 from bucketline.train.models.encoder_check import refuse_other_configs, refuse_other_encoders
 from bucketline.train.models.load import checked, facts_of, load, locate, weight_files

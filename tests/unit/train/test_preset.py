@@ -94,6 +94,8 @@ checkpoint-minutes = "None"
     [
         ("lorra_rank = 4", r"has 'lorra_rank', which is not an option; did you mean 'lora-rank'\?"),
         ("cake = 4", "has 'cake', which is not an option"),
+        ('shuffle = "lines"', "has 'shuffle', which is not an option; window sets the order"),
+        ("lr_warmup_steps = 9", "has 'lr_warmup_steps', which is not an option; here it is --warmup-steps"),
         ('preset = "sd"', "has 'preset', which is not an option"),
         ("[options]\nseed = 1", "has 'options', which is not an option"),
         ("seed = true", r"own\.toml has seed = True, expected a whole number$"),
@@ -140,3 +142,10 @@ def test_presets_are_listed_and_printed_as_they_may_be_given_again(tmp_path: Pat
     assert configured("--preset", str(own)).lora_rank == 16
     code, _, said = printed(capsys, "sdlx")
     assert (code, "did you mean 'sdxl'" in said) == (2, True)
+
+
+@pytest.mark.parametrize("service", ["http://here:1", "tcp://here", "", "unix:"])
+def test_a_service_that_is_no_address_is_refused_with_the_options(service: str) -> None:
+    with pytest.raises(UsageError, match=r"service is '?.*'?, expected a `loader serve`|is not an address"):
+        configured("--service", service, "--batch-size", "1")
+    assert configured("--service", "none", "--batch-size", "1").service_address() is None
