@@ -51,7 +51,12 @@ class FrameClient(Client):
         end_when_peer_is_lost(self.sock)
         self.sock.settimeout(client_connection.REQUEST_S)
         if self._context is not None:
-            self.sock = self._context.wrap_socket(self.sock, server_side=True)
+            self.sock = sock = self._context.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
+            try:
+                sock.do_handshake()  # on the socket that `shut` ends
+            except OSError:
+                sock.close()
+                raise
 
     def request(self) -> dict[str, Any]:
         """Return the client's message; the connection lasts from then on, while the client waits for an answer."""

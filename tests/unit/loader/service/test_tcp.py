@@ -233,6 +233,16 @@ def test_a_client_for_whom_there_is_no_thread_is_refused_and_the_service_continu
                 assert next(iter(loader)).step == 0
 
 
+def test_a_handshake_that_never_ends_holds_up_no_end_of_a_server(store: Store, tmp_path: Path) -> None:
+    certificate, key = certificate_of(tmp_path, "127.0.0.1")
+    with served(store, certificate=certificate, key=key) as found, socket.create_connection(("127.0.0.1", found.port)) as sock:
+        sock.sendall(b"\x16\x03\x01")
+        assert wait_until(lambda: bool(of_service()))
+        begun = time.monotonic()
+        found.service.stop()
+        assert time.monotonic() - begun < 3
+
+
 def test_what_a_client_requests_has_limits(store: Store, token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_client, "MAX_BATCH_BYTES", 1000)
     with served(store) as found, pytest.raises(DeliveryError, match="bytes, the server allows 1000; use smaller batches"):
