@@ -170,7 +170,7 @@ def made_without_a_file() -> type:
 def test_a_command_of_a_package_without_its_source_has_help_and_options() -> None:
     command = made_without_a_file()
     assert "--rows INT" in command_help("loader mine", command)
-    assert parse_options(command, ["--rows", "4"], "loader mine") == command(rows=4)  # type: ignore[call-arg]
+    assert parse_options(command, ["--rows", "4"], "loader mine") == command(rows=4)
     with pytest.raises(UsageError, match="there is no option --row; did you mean '--rows'"):
         parse_options(command, ["--row", "4"], "loader mine")
 
