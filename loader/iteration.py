@@ -145,6 +145,8 @@ class EpochLoader(ABC):
             stream = self.start()
             asked = time.perf_counter()
             delivered = stream.next()
+            if delivered is not None:
+                self._expect_next(delivered[0])
         except Exception:  # a MemoryError too
             self._is_begun = False  # the caller did not leave the epoch: the next iteration continues at this batch
             raise
@@ -156,6 +158,19 @@ class EpochLoader(ABC):
             )
         self._counts.count(delivered[0], asked)
         return delivered
+
+    def _expect_next(self, filled: FilledBuffer) -> None:
+        """Check that a micro-batch is the one at the cursor, whoever filled it.
+
+        Raises:
+            DeliveryError: if it is another one.
+        """
+        step, micro_step = self._cursor.step, self._cursor.micro_step
+        if filled.step != step or filled.micro_step != micro_step:
+            raise DeliveryError(
+                f"step {filled.step}, micro-batch {filled.micro_step} came, expected step {step}, micro-batch {micro_step}; "
+                "iterate again: it continues there"
+            )
 
     def _is_done(self) -> bool:
         """Return True if nothing of the present epoch remains."""

@@ -87,6 +87,8 @@ class LayoutReader:
                 self._known.clear()
             bucket, num_bytes, fields = json.loads(layout)
             known = (bucket, num_bytes, [_field(*one) for one in fields])
+            if any(one.begin + one.num_bytes > num_bytes for one in known[2]):
+                raise ValueError(f"it has a tensor beyond its {num_bytes} bytes")
             if self._check is not None:
                 self._check(*known)
             self._known[layout] = known

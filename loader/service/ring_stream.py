@@ -93,8 +93,13 @@ class RingStream:
             buffer = self._buffers[number] = self._map(number)
         head = memoryview(buffer)  # type: ignore[arg-type]
         _, *position, length, _ = HEAD.unpack_from(head)
-        layout = bytes(head[HEAD.size : HEAD.size + length])
-        filled = self._layouts.filled(buffer, position, layout)  # type: ignore[arg-type]
+        layout = bytes(head[HEAD.size : min(HEAD.size + length, HEAD_BYTES)])
+        try:
+            filled = self._layouts.filled(buffer, position, layout)  # type: ignore[arg-type]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DeliveryError(f"{self._name} sent a damaged batch: {error}; is it of the same bucketline?") from error
+        if filled.num_bytes > self._granted.buffer_bytes:
+            raise DeliveryError(f"{self._name} sent a batch of {filled.num_bytes} bytes in {self._granted.buffer_bytes}")
         self._taken += 1
         words[Word.TAKEN] = self._taken
         fence()

@@ -10,13 +10,16 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from bucketline.errors import BucketlineError, CorruptError, DeliveryError
 from bucketline.loader import Loader, LoaderConfig, ServiceAddress
 from bucketline.loader.service.client_stores import served_names
+from bucketline.loader.service.control_page import ControlPage
 from bucketline.loader.service.layouts import HEAD, FrameKind
 from bucketline.loader.service.links import link_to
+from bucketline.loader.service.shared_memory import SharedMemory
 from bucketline.loader.service.wire import ALIVE, PROTOCOL, receive, send
 from bucketline.store.format.manifest import dump_manifest
 from tests.serving import serving_here
@@ -274,6 +277,51 @@ def test_a_server_that_is_lost_before_its_first_batch_and_after_the_deadline_is_
         address = ServiceAddress(f"tcp://127.0.0.1:{port},127.0.0.1:{found.port}", deadline_s=0.5)
         with Loader(store, CONFIG, service=address) as far:
             assert next(far.forever()).step == 0
+
+
+LAYOUT = json.dumps(["b", 0, []]).encode()
+FAR = json.dumps(["b", 1 << 20, [["latents", "uint8", [1 << 20], 0, 1 << 20]]]).encode()
+OUTSIDE = json.dumps(["b", 8, [["latents", "uint8", [99], 0, 99]]]).encode()
+HEADS = {
+    "no JSON": (0, 2, b"x]"),
+    "no layout": (0, 2, b"[]"),
+    "a layout beyond the head": (0, 1 << 31, LAYOUT),
+    "bytes beyond the buffer": (0, len(FAR), FAR),
+    "a tensor beyond the bytes": (0, len(OUTSIDE), OUTSIDE),
+    "another step": (7, len(LAYOUT), LAYOUT),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_wrong_batch_in_shared_memory_is_an_error_of_delivery(store: Store, tmp_path: Path, name: str) -> None:
+    step, length, layout = HEADS[name]
+    head = HEAD.pack(FrameKind.BATCH, step, 0, 0, length, 0) + layout
+    memory = SharedMemory(4096)
+    memory.add(0)[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+    ControlPage(memory.control).announce(0)
+    is_done = threading.Event()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(str(tmp_path / "sock"))
+        sock.listen()
+
+        def grant() -> None:
+            client, _ = sock.accept()
+            with client:
+                send(client, HELLO)
+                receive(client, 10)
+                send(client, {"buffer_bytes": 4096, "depth": 2}, memory.fd)
+                is_done.wait(10)
+
+        thread = threading.Thread(target=grant)
+        thread.start()
+        with Loader(store, CONFIG, service=tmp_path / "sock") as loader:
+            with pytest.raises(
+                DeliveryError, match=r"sent a damaged batch|sent a batch of 1048576 bytes in 4096|step 7, .* came"
+            ):
+                next(loader.forever())
+            assert loader.state_dict()["step"] == 0
+        is_done.set()
+        thread.join()
 
 
 def test_a_service_that_ends_after_its_greeting_is_an_error_of_delivery(store: Store, tmp_path: Path) -> None:
