@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
-from bucketline.loader.service.sockets import checked_path
+from bucketline.loader.service.sockets import UNIX, checked_path
 from bucketline.option_types import expect
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 AUTO = "auto"  # a child process of the loader's own
 _LOOPBACK = "127.0.0.1"
-_UNIX, _TCP = "unix:", "tcp://"
-_OTHER = re.compile(r"(?!tcp://)(?i:[a-z]+://|tcp:)")  # no path, though it could be one
+_TCP = "tcp://"
+_OTHER = re.compile(r"(?!tcp://|unix:)(?i:[a-z]+://|tcp:)")  # no path, though it could be one
 _MAX_PORT = 65535
 
 
@@ -84,8 +84,7 @@ class ServiceAddress:
         expected = 'a `loader serve`: "unix:PATH" or "tcp://HOST:PORT", or "auto"'
         expect("service", self.where, str | os.PathLike, expected)
         text = os.fspath(self.where)
-        is_unix = text.startswith(_UNIX)
-        if not text.removeprefix(_UNIX) or (not is_unix and _OTHER.match(text)):
+        if text in ("", UNIX) or _OTHER.match(text):
             raise UsageError(f"service is {text!r:.200}, expected {expected}")
         if not self.deadline_s > 0:
             raise UsageError(f"deadline_s is {self.deadline_s}, expected seconds above 0")
@@ -101,7 +100,7 @@ class ServiceAddress:
                 f"service is {text} with a token or a certificate, which only tcp://HOST:PORT takes; leave them out"
             )
         if text != AUTO:
-            object.__setattr__(self, "path", checked_path(text.removeprefix(_UNIX)))
+            object.__setattr__(self, "path", checked_path(text))
 
     @classmethod
     def of(cls, service: ServiceAddress | Path | str) -> ServiceAddress:

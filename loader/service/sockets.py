@@ -24,15 +24,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+UNIX = "unix:"
 MAX_PATH_BYTES = 107  # Linux keeps 108 for a socket's path, and its end
 
 
 def checked_path(path: Path | str) -> Path:
-    """Return the path of a socket after checking its length.
+    """Return the path of a socket, which may be written `unix:PATH`, after checking its length.
 
     Raises:
         UsageError: if it is longer than the system allows.
     """
+    path = os.fspath(path).removeprefix(UNIX)
     length = len(os.fsencode(path))
     if length > MAX_PATH_BYTES:
         raise UsageError(f"the socket's path {path} has {length} bytes, the system takes {MAX_PATH_BYTES}; name a shorter one")

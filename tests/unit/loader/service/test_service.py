@@ -114,7 +114,7 @@ def test_statistics_say_who_was_given_what(store: Store, socket_path: Path) -> N
         assert client["samples"] == sum(client["by_bucket"].values()) == 2 * client["batches"]
         assert client["ready"] <= client["depth"] == 2
         assert stats["samples"] >= client["samples"]
-        assert "rank 1 of 2" in call("loader", "stats", "--socket", socket_path).out
+        assert "rank 1 of 2" in call("loader", "stats", "--socket", f"unix:{socket_path}").out
     assert wait_until(lambda: all(c["pid"] != os.getpid() for c in call_stats(socket_path)["clients"]))
 
 

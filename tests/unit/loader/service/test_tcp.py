@@ -303,6 +303,12 @@ def test_several_servers_are_separated_by_commas(given: str, servers: tuple[tupl
     assert ServiceAddress(given).servers == servers
 
 
+@pytest.mark.parametrize("given", ["unix:/run/s", "/run/s", Path("/run/s"), "unix:///run/s", Path("unix:/run/s")])
+def test_a_socket_is_a_path_or_has_unix_before_it(given: Path | str) -> None:
+    address = ServiceAddress(given)
+    assert (str(address.path).replace("//", "/"), address.servers) == ("/run/s", ())
+
+
 def test_a_server_that_stops_is_an_error_at_the_next_batch_and_the_iteration_continues_at_another(
     store: Store, token: Path
 ) -> None:
