@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections import Counter
@@ -16,6 +17,8 @@ from bucketline.pages.image_files import jpeg
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 _MAX_BYTES = 1 << 30  # of a metrics file
 MAX_FRAMES = 12  # contact sheets of a run that a page shows
@@ -154,19 +157,27 @@ def spread(values: Sequence[T], most: int) -> list[T]:
 
 
 def frames_of(run: ReportedRun) -> dict[int, bytes]:
-    """Return the contact sheets of a run by step, as JPEGs, at most MAX_FRAMES of them, the first and the last included."""
+    """Return the contact sheets of a run by step, as JPEGs, at most MAX_FRAMES of them, the first and the last included.
+
+    One that cannot be read is left out, with a warning.
+    """
     found = {int(match[1]): path for path in (run.path / IMAGES_FOLDER).glob("*.png") if (match := _STEP.fullmatch(path.name))}
     if (last := run.path / IMAGES).is_file():
         done = run.status.get("step")
         found[int(done) if isinstance(done, int) else 1 + max(found, default=0)] = last
-    return {step: _frame(found[step]) for step in spread(sorted(found), MAX_FRAMES)}
+    frames = {step: _frame(found[step]) for step in spread(sorted(found), MAX_FRAMES)}
+    return {step: frame for step, frame in frames.items() if frame is not None}
 
 
-def _frame(path: Path) -> bytes:
+def _frame(path: Path) -> bytes | None:
     from PIL import Image
 
-    with Image.open(path) as image:
-        return jpeg(image.convert("RGB"), FRAME_PX)
+    try:
+        with Image.open(path) as image:
+            return jpeg(image.convert("RGB"), FRAME_PX)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        log.warning("%s is not shown, it cannot be read as an image: %s", path, error)
+        return None
 
 
 def texts_of(run: ReportedRun) -> list[dict[str, Any]]:

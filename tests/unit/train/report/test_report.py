@@ -153,6 +153,19 @@ def test_long_runs_show_a_part_of_their_grids(tmp_path: Path) -> None:
         assert image.size == (1000, 25)
 
 
+def test_a_sheet_that_is_damaged_is_left_out_of_the_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = write_run(tmp_path / "a")
+    for step in (1, 2, 3):
+        grid(run / "images" / f"step-{step:08d}.png", step)
+    cut = run / "images" / "step-00000002.png"
+    cut.write_bytes(cut.read_bytes()[:60])
+    (run / "images" / "step-00000003.png").write_bytes(b"")
+    (run / "images" / "step-00000004.png").mkdir()
+    assert list(frames_of(read_reported_run(run))) == [1]
+    assert len(caplog.records) == 3
+    page_of([read_reported_run(run)])
+
+
 def test_a_run_without_steps_yet_and_damaged_lines_make_a_page_too(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", losses=())
     (run / "status.json").write_text("{", encoding="ascii")
