@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from bucketline.loader.plan.plan import Plan
     from bucketline.store.read.store import OpenShards
 
+_MAX_EPOCHS = 100_000  # the batches between two epochs are drawn one by one
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand(BatchOptions):
@@ -85,7 +87,8 @@ class PlanCommand(BatchOptions):
 
     def __post_init__(self) -> None:
         BatchOptions.__post_init__(self)
-        self._expect_at_least(1, "world_size", "epochs", "machines")
+        self._expect_at_least(1, "world_size", "machines")
+        self._expect(f"1 to {_MAX_EPOCHS}", lambda epochs: 1 <= epochs <= _MAX_EPOCHS, "epochs")
         if self.machines is None:
             for name in ("bandwidth", "prices"):
                 if getattr(self, name) is not None:

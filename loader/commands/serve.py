@@ -64,6 +64,13 @@ class Serve(RemoteArguments):
             raise UsageError("no store is given; name one or more")
         if not 0 < self.every < 1e9:
             raise UsageError(f"--every is {self.every}, expected seconds above 0")
+        for name, value in (("token-file", self.token_file), ("certificate", self.certificate)):
+            if value is not None and self.listen is None:
+                raise UsageError(
+                    f"--{name} is {value} without --listen, for whose clients it is; set --listen, or leave it out"
+                )
+        if self.key is not None and self.certificate is None:
+            raise UsageError(f"--key is {self.key} without the --certificate that it belongs to; set both")
         checked_path(self.socket)
         service = Service(self.stores, self.remote())
         with ExitStack() as using:

@@ -32,12 +32,14 @@ def checked_path(path: Path | str) -> Path:
     """Return the path of a socket, which may be written `unix:PATH`, after checking its length.
 
     Raises:
-        UsageError: if it is longer than the system allows.
+        UsageError: if it is longer than the system allows, or has no name.
     """
     path = os.fspath(path).removeprefix(UNIX)
     length = len(os.fsencode(path))
     if length > MAX_PATH_BYTES:
         raise UsageError(f"the socket's path {path} has {length} bytes, the system takes {MAX_PATH_BYTES}; name a shorter one")
+    if not Path(path).name:
+        raise UsageError(f"the socket's path is {path!r}, expected that of a file")
     return Path(path)
 
 

@@ -72,6 +72,7 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
         ((), "error: no batch size given: pass --batch-size, --batch-pixels or --batch-tokens\n"),
         (("--batch-size", 0), "--batch-size is 0, expected 1 or more"),
         (("--batch-pixels", -1), "--batch-pixels is -1, expected 1 or more"),
+        (("--batch-size", 1, "--epochs", 10**14), "--epochs is 100000000000000, expected 1 to 100000"),
         (("--batch-size", 1, "--window", "all"), "all"),
         (("--batch-size", 1, "--shuffle=none"), "there is no option --shuffle; window sets the order: "),
         (("--batch-size", 1, "--shuffle-window", 64), "there is no option --shuffle-window; it is window"),

@@ -28,7 +28,7 @@ from bucketline.loader.service.server import Service
 from bucketline.loader.service.sockets import Security, shut
 from bucketline.loader.service.tokens import proof_of
 from bucketline.loader.service.wire import allowed, receive, send, sent
-from tests.commands import spawn
+from tests.commands import call, spawn
 from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until
 from tests.network_faults import Faults, faulty_proxy
@@ -450,4 +450,13 @@ def test_serve_says_what_is_wrong_with_its_options(store: Store, token: Path, tm
         ran = spawn([*serve, *options])
         assert ran.code == 2
         assert words in ran.err
+    for more, words in (
+        (("--socket", tmp_path / "s", "--token-file", token), f"--token-file is {token} without --listen"),
+        (("--socket", tmp_path / "s", "--certificate", token), f"--certificate is {token} without --listen"),
+        (("--socket", tmp_path / "s", "--listen", "0", "--key", token), f"--key is {token} without the --certificate"),
+        (("--socket", "unix:"), "the socket's path is '', expected that of a file"),
+    ):
+        refused = call("loader", "serve", store.path, *more)
+        assert refused.code == 2
+        assert words in refused.err
     assert not os.path.exists(tmp_path / "s")  # noqa: PTH110
