@@ -7,6 +7,8 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bucketline.errors import UsageError
+from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.packing.target import newest_whole
 from bucketline.pack_options import CAPTION_OPTIONS, pack_options
 from bucketline.store.folder import LocalFolder
@@ -40,6 +42,8 @@ def with_stored_rules(config: PackConfig) -> PackConfig:
         for option, value in recorded.items()
         if not (config.recaption and option in CAPTION_OPTIONS)
     }
+    if not _is_grid(stored.get("grid")):  # of a store that another program wrote
+        stored.pop("grid", None)
     return replace(
         config, **{name: _as(getattr(config, name), value) for name, value in stored.items() if name in config.left_out}
     )
@@ -50,6 +54,14 @@ def changed_rules(before: PackConfig, after: PackConfig) -> dict[str, Json]:
     names = sorted(before.left_out)
     pairs = {name: (getattr(before, name), getattr(after, name)) for name in names}
     return {f"--{name.replace('_', '-')}": _plain(new) for name, (old, new) in pairs.items() if old != new}
+
+
+def _is_grid(text: Json) -> bool:
+    try:
+        parse_grid(str(text), step_px=1, align_px=1, token_px=1)
+    except UsageError:
+        return False
+    return True
 
 
 def _as(default: Any, value: Json) -> Any:  # noqa: ANN401 - the value of any option

@@ -378,4 +378,4 @@ def test_a_service_that_is_killed_is_an_error_and_the_next_iteration_continues(s
                 except DeliveryError:
                     errors += 1
     assert found == expected
-    assert errors > 1
+    assert errors  # at the last of its batches a killed service may have sent them all

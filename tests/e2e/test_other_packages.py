@@ -80,7 +80,7 @@ def test_an_installed_packages_report_is_a_command_of_its_own(environment: dict[
     helped = spawn([BIN / "store", "--help"], **environment)
     assert (helped.code, helped.err) == (0, "")
     assert "caption-lengths" in helped.out
-    assert "Count samples by the words of their first caption." in helped.out
+    assert "Count samples by the words of their first caption" in helped.out
     assert spawn([BIN / "store", "caption-lengths", tmp_path / "s"]).code == 2
 
 

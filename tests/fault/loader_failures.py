@@ -118,7 +118,7 @@ def end_thread(bench: Bench, _service: str | None) -> Ended:
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "bucketline-builder"]
         assert thread.ident is not None
         stream: Any = loader._stream
-        assert wait_until(lambda: stream._ready._fillers_waiting)
+        assert wait_until(lambda: stream._delivery._ready._fillers_waiting)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
         ended = until_error(batches, first, DeliveryError, r"a prefetch thread was ended by SystemExit\(\)")
         goes_on(loader)

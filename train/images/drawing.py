@@ -65,14 +65,14 @@ def draw_images(
     """Generate images with the averaged weights, write a contact sheet and a file of each; return whether there were any.
 
     They are of the prompts, or without any `--num-images` of stored captions, held-out ones if there are any. There are none,
-    with a warning, without a VAE or enough memory. `sheet` None: only try, in one step of the sampler, whether there will be.
+    with a warning, without a VAE or enough memory. `sheet` None: only try, in two steps of the sampler, whether there will be.
     With sharding every rank must call this, and only one `keeps` the images.
 
     Raises:
         TrainError: if a rank of a sharded model has not enough memory: the others wait for it within the model.
     """
     if sheet is None:
-        training = replace(training, config=replace(training.config, image_steps=1))
+        training = replace(training, config=replace(training.config, image_steps=2))  # by one, a shift to a last sigma is 0 / 0
     config = training.config
     if (vae := drawing_vae(config, shares[0].store)) is None:
         return False
