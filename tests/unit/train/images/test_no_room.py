@@ -52,7 +52,7 @@ def test_a_run_without_room_for_images_is_done_without_them(
     assert losses(asked.output_dir) == losses(plain.output_dir)
 
 
-def test_after_the_first_step_of_a_run_images_are_tried_in_one_step_of_the_sampler(
+def test_after_the_first_step_of_a_run_images_are_tried_in_two_steps_of_the_sampler(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[int] = []
@@ -65,7 +65,7 @@ def test_after_the_first_step_of_a_run_images_are_tried_in_one_step_of_the_sampl
     monkeypatch.setattr(drawing, "draw_latents", noting)
     asked = config(folder, num_images=1, image_steps=3, max_steps=3)
     summary = train(asked, ALONE)
-    assert tried == [1, 3]
+    assert tried == [2, 3]
     assert [path.name for path in summary.images] == ["loss.png", "images.png"]
     assert [path.name for path in (asked.output_dir / "images").iterdir()] == ["step-00000003"]
 
