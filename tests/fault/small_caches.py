@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 import struct
 import zlib
 from pathlib import Path, PurePosixPath
@@ -93,8 +94,9 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
     source.mkdir(parents=True)
     for name, content in _files(data):
         path = source / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        with suppress(IsADirectoryError, NotADirectoryError, FileExistsError):  # one name is that of another's folder
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
     importer, number = IMPORTERS[kind], 0
     _is_here(importer, source)
     try:
