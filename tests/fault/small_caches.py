@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import suppress
 import struct
 import zlib
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
