@@ -11,6 +11,7 @@ from bucketline.errors import UsageError
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.dry_run import DryRun, dry_run
 from bucketline.ingest.pack import pack_session, pack_source, ray_workers
+from bucketline.ingest.packing.stored_rules import with_stored_rules
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile, is_dataset_file, naming_source, read_dataset_file
 from bucketline.ingest.sources.open_source import open_source
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.packing.finish import PackResult
-from bucketline.ingest.packing.stored_rules import with_stored_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
