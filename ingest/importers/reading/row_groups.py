@@ -77,7 +77,7 @@ def listed_rows(source: Path, path: str, columns: Sequence[str]) -> list[tuple[i
         there = [name for name in columns if name in whole.schema_arrow.names]
         if columns[0] not in there:
             raise damaged(f"{path} has no column {columns[0]}, only {', '.join(whole.schema_arrow.names)[:200]}")
-        if why := why_too_large(whole.metadata, there):
+        if why := why_too_large(whole, file, there):
             raise damaged(f"{path}: {why}")
         for group in range(whole.num_row_groups):
             rows = whole.read_row_group(group, columns=there, use_threads=False).to_pylist()

@@ -111,7 +111,7 @@ def _parquet(path: Path, name: str, names: CaptionNames, columns: dict[str, None
             columns |= dict.fromkeys(there)
             column = names.column_of(there)
             read, number = [FILE_NAME] if column is None else [FILE_NAME, column], 0
-            if why := why_too_large(file.metadata, read):
+            if why := why_too_large(file, path, read):
                 raise SourceError(f"{name}: {why}")
             for batch in file.iter_batches(columns=read, batch_size=_BATCH):
                 for row in batch.to_pylist():
