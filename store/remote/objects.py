@@ -21,15 +21,16 @@ from bucketline.files.redact import redacted_within
 from bucketline.forks import ForkSafeLock
 from bucketline.store.folder import MAX_READ_BYTES, DeniedError, ExistsError, ListedFile, MissingObjectError, refuse_name
 from bucketline.store.remote.clients import connect, refuse_forked
-from bucketline.store.remote.plain_http import PlainHttp
 from bucketline.store.remote.urls import Kind, RemoteOptions, identity_of, is_url, parse_url
-from bucketline.store.remote.web_server import WebAnswer, WebError, WebServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from obstore import GetResult, ObjectMeta
     from obstore.store import ObjectStore
+
+    from bucketline.store.remote.plain_http import PlainHttp
+    from bucketline.store.remote.web_server import WebAnswer, WebServer
 
 __all__ = ["ObjectFolder", "RemoteOptions", "is_url"]
 
@@ -64,6 +65,12 @@ def _entry(meta: ObjectMeta) -> ListedFile:
     return ListedFile(str(meta["path"]), int(meta["size"]), meta["last_modified"].timestamp(), meta["e_tag"])
 
 
+def _close(found: GetResult | WebAnswer) -> None:
+    """Free the connection of a web server's answer; the client of object storage frees its own."""
+    if (close := getattr(found, "close", None)) is not None:
+        close()
+
+
 def _joined(chunks: Iterable[bytes | memoryview]) -> bytes:
     """Return the bytes of an answer; each chunk is freed once it is copied."""
     whole = BytesIO()
@@ -93,9 +100,16 @@ class ObjectFolder:
         self._lock = ForkSafeLock()
         self._clients: dict[bool, ObjectStore] = {}
         deadline_s = self.options.deadline_s
-        self._web_server = WebServer(self._secret_url, deadline_s=deadline_s) if self.kind == "http" else None
-        signs = self.is_far and self._web_server is None
-        self._plain_http = PlainHttp(self._request_of, deadline_s=deadline_s) if signs else None
+        self._web_server: WebServer | None = None
+        self._plain_http: PlainHttp | None = None
+        if self.kind == "http":  # the HTTP client is imported by whoever needs it: stores on a disk do not
+            from bucketline.store.remote.web_server import WebServer
+
+            self._web_server = WebServer(self._secret_url, deadline_s=deadline_s)
+        elif self.is_far:
+            from bucketline.store.remote.plain_http import PlainHttp
+
+            self._plain_http = PlainHttp(self._request_of, deadline_s=deadline_s)
 
     @classmethod
     def open(cls, url: str, options: RemoteOptions | None = None) -> ObjectFolder:
@@ -177,8 +191,7 @@ class ObjectFolder:
                     raise CorruptError(f"{self.place(name)}: more than the {most_bytes} bytes came that were requested")
                 yield chunk
         finally:
-            if isinstance(found, WebAnswer):
-                found.close()
+            _close(found)
 
     def pieces(self, name: str, begin: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes of a range, as `read_range` returns them, in pieces that are valid until the next one is requested.
@@ -201,8 +214,7 @@ class ObjectFolder:
             try:
                 check(entry)
             except BaseException:
-                if isinstance(found, WebAnswer):
-                    found.close()
+                _close(found)
                 raise
             return _joined(self._bounded(name, found, entry.num_bytes)), entry
 
@@ -398,9 +410,7 @@ class ObjectFolder:
                     f"cannot {verb} {self.place(name)}: the client cannot make the request ({self._brief(error)}); check that "
                     f"keys, tokens and token files are one line ({_CREDENTIALS[self.kind]})"
                 ) from None
-            if isinstance(error, WebError):
-                pass
-            elif not kind.__module__.startswith("obstore"):  # of an iterable's own
+            if not kind.__module__.startswith(("obstore", "bucketline.store.remote.web_server")):  # of an iterable's own
                 raise
             if _NO_RANGES.search(str(error)):
                 raise NoRangesError(

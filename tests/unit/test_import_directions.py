@@ -180,6 +180,12 @@ def test_a_package_is_imported_without_paying_for_torch(module: str) -> None:
     assert ran.out == "[]\n", ran.err
 
 
+def test_a_store_on_a_disk_is_opened_and_written_without_the_clients_of_object_storage() -> None:
+    clients = {"obstore", "urllib3", "ssl"}
+    run = f"import sys; from bucketline.store import Store, StoreWriter; print(sorted({clients} & set(sys.modules)))"
+    assert spawn([sys.executable, "-c", run]).out == "[]\n"
+
+
 @pytest.mark.parametrize("room", ["store", "loader"])
 def test_every_public_name_can_be_imported(room: str) -> None:
     import importlib
