@@ -91,12 +91,12 @@ def _sharded(training: Training) -> Training:
     return dataclasses.replace(training, optimizer=optimizer, average=Average(training.model, 0.99))
 
 
-def shared() -> None:
+def shared(*names: str) -> None:
     """DDP and FSDP2 over a process group of one rank: only several GPUs show the rest, but what they call is called."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29577")
     dist.init_process_group("nccl" if ON_GPU else "gloo", rank=0, world_size=1)
-    for name in ("sd", "flux"):
+    for name in names or ("sd", "flux"):
         batches = [tiny_batch(name, *size) for size in ((8, 8), (8, 12))]
         for kind in ("ddp", "fsdp"):
             torch._dynamo.reset()
