@@ -62,8 +62,16 @@ def commands(program: str, ours: Mapping[str, str]) -> Extensions[type[Command]]
     return Extensions(f"a command of `{program}` called", f"bucketline.{program}_commands", ours, is_command)
 
 
-def parse_options(command: type[_C], args: Sequence[str], prog: str, *settings: Any) -> _C:  # noqa: ANN401 - tyro's markers
+def parse_options(
+    command: type[_C],
+    args: Sequence[str],
+    prog: str,
+    *settings: Any,  # noqa: ANN401 - tyro's markers
+    from_file: Sequence[str] = (),
+) -> _C:
     """Return a command's options from its command line; a command's `complete` is told which fields were given.
+
+    `from_file`: what a file gives, spelt as on a command line; it may have options that a command line lacks (`ONLY_IN_FILE`).
 
     Raises:
         UsageError: if an option is unknown or invalid.
@@ -81,7 +89,7 @@ def parse_options(command: type[_C], args: Sequence[str], prog: str, *settings: 
         if option == "--tyro-print-completion" and shell not in _SHELLS:
             raise UsageError(f"{option} is {shell}, expected {', '.join(_SHELLS)}")
     settings = (tyro.conf.EnumChoicesFromValues, *(settings or (tyro.conf.FlagCreatePairsOff,)))
-    options = tyro.cli(command, prog=prog, args=list(args), config=settings)
+    options = tyro.cli(command, prog=prog, args=[*from_file, *args], config=settings)
     complete = getattr(command, "complete", None)
     return options if complete is None else complete(options, given_fields(command, args))
 

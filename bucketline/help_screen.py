@@ -2,7 +2,8 @@
 
 The options that one class declares are a section: its `SECTION` is "NAME: WHAT IT HAS".
 `FIRST` of a command names the options that its first screen has next to the required ones; `ELSEWHERE` answers those that other
-programs have, by name.
+programs have, by name. A field with the metadata `ONLY_IN_FILE` is set in a run file and not on the command line: its section lists
+it apart, without hyphens.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 HELP = ("-h", "--help")
 ALL = "all"
+ONLY_IN_FILE = {"only_in_file": True}
+"""Metadata of a field that only a run file sets: few runs need another value than its default."""
 _FEW = 16  # a command with so many options or fewer shows all of them on its first screen
 _MAX_WIDTH, _INDENT = 100, 24
 _WORDS = {int: "INT", float: "FLOAT", str: "TEXT"}
@@ -37,11 +40,12 @@ class Option:
     """An option or a positional argument, as it is typed and explained."""
 
     field: str
-    typed: str  # "--batch-size INT", "--prune", "SOURCE"
+    typed: str  # "--batch-size INT", "--prune", "SOURCE"; of what only a run file sets, "image_steps = INT"
     text: str
     default: str | None  # None: there is none, or it says nothing
     section: str
     is_required: bool
+    is_in_file: bool = False  # and not on the command line
 
     @property
     def words(self) -> list[str]:
@@ -76,8 +80,11 @@ def _option(field: Any, hint: Any, owner: type, texts: dict[str, str]) -> Option
     has_default = field.default is not MISSING or field.default_factory is not MISSING
     alias = "".join(f"{name}, " for one in extras for name in getattr(one, "aliases", None) or ())
     told = next((found for one in extras if (found := getattr(one, "help", None))), "")
+    is_in_file = bool(field.metadata.get("only_in_file"))
     if any(str(one) == "Positional" for one in extras):
         typed = metavar or field.name.upper()
+    elif is_in_file:
+        typed = f"{field.name} = {metavar or _metavar(kind) or 'true|false'}"
     else:
         name = next((found for one in extras if (found := getattr(one, "name", None))), field.name)
         no = "no-" if kind is bool and field.default is True else ""
@@ -89,6 +96,7 @@ def _option(field: Any, hint: Any, owner: type, texts: dict[str, str]) -> Option
         default=_shown(field.default),
         section=vars(owner).get("SECTION", "").partition(":")[0],
         is_required=not has_default,
+        is_in_file=is_in_file,
     )
 
 
@@ -160,7 +168,7 @@ def command_help(prog: str, command: type, asked: str = "") -> str:
             raise UsageError(f"--help {asked}: there is no such section, expected {', '.join([*filter(None, sections), ALL])}")
         return _joined(f"{prog}: {sections[asked]}", [*_listed("", _in(options, asked), in_full=True)])
     first = getattr(command, "FIRST", ())
-    rest = [one for one in options if not one.is_required]
+    rest = [one for one in options if not one.is_required and not one.is_in_file]
     shown = rest if len(rest) <= _FEW - len(required) else [one for name in first for one in rest if one.field == name]
     summary, example = about.partition("\n\n")[0], re.search(r"^Example: (.*)$", about, re.MULTILINE)
     parts = [" ".join(summary.split()), *([f"Example: {example[1]}"] if example else [])]
@@ -201,6 +209,9 @@ def refuse_unknown(command: type, args: Sequence[str]) -> None:
             continue
         whole = name.partition(".")[0]  # of an option that is a dataclass itself
         if name.startswith("--") and not {whole, f"--{name.removeprefix('--no-').removeprefix('--')}"} & known_both:
+            field = name.removeprefix("--no-").removeprefix("--").replace("-", "_")
+            if found := next((one for one in options_of(command) if one.is_in_file and one.field == field), None):
+                raise UsageError(f"{name} is set in a run file, not on the command line: {field}, in its [{found.section}]")
             elsewhere = getattr(command, "ELSEWHERE", {}).get(name)
             answer = f"; {elsewhere}" if elsewhere else f"{suggestion(name, known)} (`--help all` lists them)"
             raise UsageError(f"there is no option {name}{answer}")
@@ -222,13 +233,13 @@ def _usage(prog: str, required: Sequence[Option]) -> str:
 
 
 def _other_sections(options: Sequence[Option], sections: dict[str, str], shown: Sequence[Option]) -> Iterator[str]:
-    hidden = [one for one in options if not one.is_required and one not in shown]
+    hidden = [one for one in options if not one.is_required and not one.is_in_file and one not in shown]
     if not hidden:
         yield f"--help {ALL}: the same in full"
         return
     yield "More options:"
     for name, about in sections.items():
-        if name and (own := _in(options, name)):
+        if name and (own := [one for one in _in(options, name) if not one.is_in_file]):
             yield _row(f"--help {name}", f"{len(own)}: {about}")
     yield _row(f"--help {ALL}", "everything, in full")
 
@@ -236,8 +247,11 @@ def _other_sections(options: Sequence[Option], sections: dict[str, str], shown: 
 def _listed(title: str, options: Sequence[Option], *, in_full: bool) -> Iterator[str]:
     if title and options:
         yield f"{title}:"
-    for one in options:
-        yield _row(one.typed, one.explained(in_full=in_full))
+    typed, in_file = ([one for one in options if one.is_in_file is is_in_file] for is_in_file in (False, True))
+    yield from (_row(one.typed, one.explained(in_full=in_full)) for one in typed)
+    if in_file:
+        yield "Only in a run file:"
+    yield from (_row(one.typed, one.explained(in_full=in_full)) for one in in_file)
 
 
 def _row(typed: str, text: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from bucketline.errors import UsageError
+from bucketline.help_screen import ONLY_IN_FILE
 from bucketline.option_types import check_fields
 from bucketline.store.remote.arguments import RemoteArguments
 
@@ -111,7 +112,7 @@ class BatchOptions(RemoteArguments):
         Raises:
             UsageError: if one is given; says what to set instead.
         """
-        for name in given.keys() - {field.name for field in fields(cls)}:
+        for name in given.keys() - {one.name for one in fields(cls)}:
             if (answer := NOT_OPTIONS.get(BatchOptions._named(name))) is not None:
                 raise UsageError(f"{name} is {given[name]!r:.80}, and there is no such option; {answer}")
         return object.__new__(cls)
@@ -181,9 +182,11 @@ class ReadOptions(BatchOptions):
     """Probability of a horizontal flip; requires a store packed with --flip."""
     verify: bool = False
     """Verify the checksum of every row and caption that is read; the first mismatch ends the run."""
-    threads: int = 1  # two overlap one's Python with the other's copying (`bench/cases/hot.py`)
+    threads: int = field(
+        default=1, metadata=ONLY_IN_FILE
+    )  # two overlap one's Python with the other's copying (`bench/cases/hot.py`)
     """Prefetch threads."""
-    prefetch_bytes: int = PREFETCH_BYTES
+    prefetch_bytes: int = field(default=PREFETCH_BYTES, metadata=ONLY_IN_FILE)
     """Limit on prefetched batches per rank, in bytes, used up only once the caller had to wait; at least two batches."""
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
@@ -17,10 +17,10 @@ import tyro
 
 from bucketline.command_line import parse_options
 from bucketline.errors import UsageError
-from bucketline.help_screen import asked_for_help
+from bucketline.help_screen import ONLY_IN_FILE, asked_for_help
 from bucketline.loader.config import ReadOptions
 from bucketline.train.option_names import ELSEWHERE
-from bucketline.train.preset import with_preset
+from bucketline.train.preset import preset_options
 from bucketline.weight_format import WeightFormat
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class SavingOptions:
     """Number of newest checkpoints to keep."""
     export_every: int | None = None
     """Optimizer steps between exports: only the weights, averaged if there is an average, in exports/; None: none."""
-    export_dtype: Literal["F32", "F16", "BF16"] = "BF16"
+    export_dtype: Literal["F32", "F16", "BF16"] = field(default="BF16", metadata=ONLY_IN_FILE)
     """Data type of the exported weights."""
     push_to_hub: str | None = None
     """Hugging Face repository (user/name) to upload the last step's export and card to, with your own token; made private if it
@@ -213,7 +213,7 @@ class WatchingOptions:
     """Optimizer steps per window, that is per line of metrics.jsonl."""
     validate_every: int | None = None
     """Optimizer steps between validations on the held-out samples; None: before the first step and after the last."""
-    val_timesteps: int = 8
+    val_timesteps: int = field(default=8, metadata=ONLY_IN_FILE)
     """Evenly spaced timesteps at which every held-out sample is validated."""
     num_images: int = 4
     """Images to generate at the end from stored captions of held-out samples (of training samples if there are none); 0: none.
@@ -221,9 +221,9 @@ class WatchingOptions:
     image_prompts: tuple[str, ...] = ()
     """Set of prompts in the store to draw, as `ingest prompts --name` wrote it; may be repeated. None: `default`, where a store
     has it. `captions`: stored captions, even so."""
-    image_steps: int = 50
+    image_steps: int = field(default=50, metadata=ONLY_IN_FILE)
     """Sampler steps per image: DDIM, or Euler for flow models."""
-    image_guidance: float | None = None
+    image_guidance: float | None = field(default=None, metadata=ONLY_IN_FILE)
     """Classifier-free guidance of the images, away from the prediction for the empty caption, or a guidance-distilled model's
     guidance input; 1: none; None: as the model's pipeline."""
     images_every: int | None = None
@@ -243,7 +243,7 @@ class MachineOptions:
     for one GPU; hsdp shards it over the processes of a machine, and every machine has a copy."""
     shard_ranks: int | None = None
     """With hsdp: processes that share one copy of the model, a divisor of all; None: those of a machine."""
-    keep_gathered: bool = False
+    keep_gathered: bool = field(default=False, metadata=ONLY_IN_FILE)
     """With fsdp or hsdp: keep a block's gathered weights from the forward pass for the backward pass. Half the gathering, and
     every GPU holds all of the model's weights once, in the compute precision."""
     service: str = IN_PROCESS
@@ -310,6 +310,10 @@ class TrainConfig(
     """With --follow: start as soon as the stores have this many training rows; None: 1."""
     follow_schedule: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """Take up generations at the steps at which another run did, given by its folder or a checkpoint: repeats a --follow."""
+
+    @staticmethod
+    def _named(field: str) -> str:
+        return field if field in _ONLY_IN_FILE else ReadOptions._named(field)
 
     def service_address(self) -> ServiceAddress | None:
         """Return the address of the service that reads; None: threads of this process do.
@@ -383,7 +387,7 @@ class TrainConfig(
         if self.shard_ranks is not None and self.sharding is not Sharding.HSDP:
             raise UsageError(f"--shard-ranks is {self.shard_ranks}, and --sharding is {self.sharding}, expected hsdp")
         if self.keep_gathered and self.sharding is Sharding.DDP:
-            raise UsageError("--keep-gathered is for --sharding fsdp or hsdp, and --sharding is ddp, which gathers nothing")
+            raise UsageError("keep_gathered is for --sharding fsdp or hsdp, and --sharding is ddp, which gathers nothing")
         for name in ("lora_alpha", "lora_targets", "lora_from", "base"):
             if self.lora_rank is None and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
@@ -412,6 +416,9 @@ class TrainConfig(
         return self.precision in (Precision.BF16, Precision.FP8)
 
 
+_ONLY_IN_FILE = frozenset(one.name for one in fields(TrainConfig) if one.metadata.get("only_in_file"))
+
+
 def _is_above_0(value: float) -> bool:
     return value > 0
 
@@ -424,8 +431,8 @@ def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
         SystemExit: if the command line cannot be parsed, or contains `--help`.
     """
     # flags come in pairs (`--verify`, `--no-verify`), so that the command line can override those of a script
-    every = arguments if asked_for_help(arguments) is not None else with_preset(arguments, get_type_hints(TrainConfig))
-    return parse_options(TrainConfig, every, prog, tyro.conf.UseAppendAction)
+    from_file = [] if asked_for_help(arguments) is not None else preset_options(arguments, get_type_hints(TrainConfig))
+    return parse_options(TrainConfig, arguments, prog, tyro.conf.UseAppendAction, from_file=from_file)
 
 
 def parse_on(rank: int, arguments: Sequence[str], prog: str) -> TrainConfig:

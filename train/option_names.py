@@ -40,21 +40,24 @@ _OURS = {
     "keep-checkpoints": ("checkpoints-total-limit", "save-last-n-steps", "max-step-saves-to-keep"),
     "resume": ("resume-from-checkpoint", "continue-last-backup"),
     "output-dir": ("output-folder", "training-folder", "logging-dir", "save-dir"),
-    "export-dtype": ("save-precision", "save-dtype", "output-dtype"),
     "push-to-hub": ("hub-model-id", "huggingface-repo-id"),
     "validate-every": ("validation-steps", "validation-epochs", "eval-steps"),
     "images-every": ("sample-every-n-steps", "sample-every", "pictures-every"),
     "num-images": ("num-validation-images", "num-pictures"),
-    "image-steps": ("num-inference-steps", "sample-steps", "picture-steps"),
-    "image-guidance": ("validation-guidance", "picture-guidance"),
     "track-with": ("report-to", "log-with"),
     "log-every": ("logging-steps",),
-    "threads": ("dataloader-num-workers", "max-data-loader-n-workers", "num-workers"),
     "preset": ("config", "config-file", "config-path"),
     "sharding": ("fsdp", "strategy", "zero-stage"),
-    "keep-gathered": ("reshard-after-forward",),
-    "prefetch-bytes": ("prefetch-mib",),
 }
+_IN_FILE = {
+    "export_dtype": ("save-precision", "save-dtype", "output-dtype"),
+    "image_steps": ("num-inference-steps", "sample-steps", "picture-steps"),
+    "image_guidance": ("validation-guidance", "picture-guidance"),
+    "threads": ("dataloader-num-workers", "max-data-loader-n-workers", "num-workers"),
+    "keep_gathered": ("reshard-after-forward",),
+    "prefetch_bytes": ("prefetch-mib",),
+}
+"""Other programs' names of what only a run file sets."""
 _ELSEWHERE = {
     "the length of a run is --max-steps; `loader plan STORE --epochs N` prints the steps of N epochs": (
         *("epochs", "num-train-epochs", "max-train-epochs", "num-epochs"),
@@ -106,6 +109,7 @@ _ELSEWHERE = {
 ELSEWHERE = {
     **NOT_OPTIONS,
     **{f"--{other}": f"here it is --{ours}" for ours, others in _OURS.items() for other in others},
+    **{f"--{other}": f"here it is {ours}, in a run file" for ours, others in _IN_FILE.items() for other in others},
     **{f"--{other}": answer for answer, others in _ELSEWHERE.items() for other in others},
 }
 """The answer to an option that the trainer does not have, by its name with hyphens."""

@@ -47,8 +47,8 @@ def read_preset(given: str) -> str:
         raise UsageError(f"the preset {path} cannot be read: {reason}") from error
 
 
-def with_preset(arguments: Sequence[str], types: Mapping[str, Any]) -> list[str]:
-    """Return a command line with the options of its `--preset` in front, without those that it gives itself.
+def preset_options(arguments: Sequence[str], types: Mapping[str, Any]) -> list[str]:
+    """Return the options of a command line's `--preset`, without those that it gives itself.
 
     `types`: the type of each option's field, without annotations.
 
@@ -58,7 +58,7 @@ def with_preset(arguments: Sequence[str], types: Mapping[str, Any]) -> list[str]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", nargs="?", const="", default="None")
     if (preset := parser.parse_known_args(arguments)[0].preset) == "None":
-        return list(arguments)
+        return []
     try:
         values = tomllib.loads(read_preset(preset))
     except tomllib.TOMLDecodeError as error:
@@ -81,7 +81,7 @@ def with_preset(arguments: Sequence[str], types: Mapping[str, Any]) -> list[str]
         replaced_by = {f"--{size.replace('_', '-')}" for size in SIZES} if field in SIZES else {option, no}
         if not words & replaced_by:
             options += [option if value else no] if isinstance(value, bool) else [f"{option}={one}" for one in many]
-    return [*options, *arguments]
+    return options
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - any type of a field

@@ -234,8 +234,8 @@ def _schedule_of(config: TrainConfig, folder: Path, family: Family, device: torc
     )
     if config.image_guidance is not None and config.image_guidance > family.no_guidance and not family.is_guidable:
         raise UsageError(
-            f"--image-guidance is {config.image_guidance}, and {family.pipelines[0]} guides by a second model, which is not "
-            "trained; leave the option out: images are drawn without guidance"
+            f"image_guidance is {config.image_guidance}, and {family.pipelines[0]} guides by a second model, which is not "
+            "trained; leave it out: images are drawn without guidance"
         )
     if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:
         raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; use --flow-weighting")

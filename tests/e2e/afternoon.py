@@ -43,7 +43,7 @@ PACK = f"photos packed.store --model {SD}"
 TRAIN = f"--store photos.store --model {SD} --batch-size 2 --max-steps 2 --num-images 0 --output-dir runs"
 URL = "file://$PWD/bucket/photos.store"  # written and read as a bucket is
 PLAN = "loader plan photos.store --batch-size 2"
-FEWER = "--max-steps 2 --num-images 2 --image-steps 1"
+FEWER = "--max-steps 2 --num-images 1"
 
 # What the pages' placeholders stand for, as regular expressions, applied in this order. A page's own come first.
 MEANT: dict[str, tuple[tuple[str, str], ...]] = {

@@ -144,7 +144,7 @@ def test_the_example_of_the_trainer_trains(packed: Ran, folder: Path) -> None:
     arguments = example_of(TrainConfig)
     assert arguments[:2] == ["bucketline", "train"]
     arguments[arguments.index("--max-steps") + 1] = "1"
-    run_in(folder, [*arguments, "--num-images", "1", "--image-steps", "1"]).done()
+    run_in(folder, [*arguments, "--num-images", "1"]).done()
     assert (folder / arguments[arguments.index("--output-dir") + 1] / "metrics.jsonl").exists()
 
 

@@ -65,9 +65,11 @@ def ema() -> None:
 def cli(preset: str = "") -> None:
     """The command as people give it: torchrun, a process group of one rank, compiled, validation, images."""
     folder = run_folder("cli")
+    few = folder / "few.toml"
+    few.write_text("val_timesteps = 2\nimage_steps = 4\n", encoding="utf-8")
     options = (
         f"--store {folder}/tiny.store --model {folder}/model --output-dir {folder}/run --batch-size 4 --max-steps 60 "
-        "--log-every 5 --checkpoint-every 20 --validate-every 30 --val-timesteps 2 --image-steps 4 --learning-rate 1e-3"
+        "--log-every 5 --checkpoint-every 20 --validate-every 30 --learning-rate 1e-3"
     )
     if preset:
         options += f" --preset {preset} --lora-targets all"

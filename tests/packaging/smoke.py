@@ -266,7 +266,7 @@ def main() -> None:
     run(BIN / "store", "export", store, "--format", "webdataset", folder / "tars")
     run(BIN / "ingest", "peek", store, "00.png", "--model", model, "-o", folder / "00.png")
     print(f"loaded: {load(store)} rows", flush=True)
-    begin = ("--store", store, "--model", model, "--batch-size", "2", "--max-steps", "2", "--image-steps", "1")
+    begin = ("--store", store, "--model", model, "--batch-size", "2", "--max-steps", "2", "--num-images", "1")
     run(BIN / "bucketline", "train", *begin, "--output-dir", folder / "run", "--track-with", "tensorboard")
     run(BIN / "bucketline", "train", "report", folder / "run", "-o", folder / "run.html")
     print(f"trained: {(folder / 'run' / 'metrics.jsonl').stat().st_size} bytes of metrics", flush=True)

@@ -13,7 +13,7 @@ import tyro
 import bucketline
 from bucketline.command_line import parse_options
 from bucketline.errors import UsageError
-from bucketline.help_screen import command_help, options_of
+from bucketline.help_screen import ONLY_IN_FILE, command_help, options_of
 from bucketline.ingest.cli import COMMANDS as INGEST
 from bucketline.loader.cli import COMMANDS as LOADER
 from bucketline.store.cli import COMMANDS as STORE
@@ -208,6 +208,29 @@ def test_what_a_command_of_another_package_takes_is_shown_and_not_refused() -> N
     for unknown in ("--odd", "--found", "--iner.size"):
         with pytest.raises(UsageError, match=f"there is no option {unknown}"):
             parse_options(Theirs, [unknown, "1"], "loader theirs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithMore:
+    """A command with an option that only a file sets."""
+
+    SECTION = "mine: all of it"
+
+    rows: int = 3
+    """Rows."""
+    seldom: float = field(default=0.5, metadata=ONLY_IN_FILE)
+    """Few need it."""
+
+
+def test_what_only_a_file_sets_is_apart_in_the_help_and_refused_on_the_command_line() -> None:
+    assert "seldom" not in command_help("loader more", WithMore)
+    for asked in ("mine", "all"):
+        shown = command_help("loader more", WithMore, asked)
+        assert "  --rows INT " in shown
+        assert "Only in a run file:\n  seldom = FLOAT        Few need it. Default: 0.5.\n" in shown
+    assert parse_options(WithMore, ["--rows", "4"], "loader more", from_file=["--seldom", "1"]) == WithMore(rows=4, seldom=1.0)
+    with pytest.raises(UsageError, match=r"--seldom is set in a run file, not on the command line: seldom, in its \[mine\]"):
+        parse_options(WithMore, ["--seldom=1"], "loader more")
 
 
 def test_completion_is_printed_for_a_shell_and_another_word_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def _findings(run: ReportedRun, of: str) -> Iterator[Finding]:
         yield Finding(level="warning", title=f"{of}{counted(skipped, 'step')} skipped", detail=detail, anchor="loss")
     waits = run.series("data_wait_fraction").values
     if waits and (share := statistics.fmean(waits)) > MUCH_WAITED:
-        detail = "See `loader plan`, --threads, and where the store is."
+        detail = "See `loader plan`, `threads` of a run file, and where the store is."
         title = f"{of}{percent(share)} of the time was spent waiting for data"
         yield Finding(level="warning", title=title, detail=detail, anchor="speed")
     middle, slow = run.series("step_s_p50").values, run.series("step_s_p99").values

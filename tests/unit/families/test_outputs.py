@@ -81,7 +81,7 @@ GUIDED_BY_ANOTHER = [
 
 @pytest.mark.parametrize("form", GUIDED_BY_ANOTHER, indirect=True)
 def test_guidance_of_images_by_a_model_that_is_not_trained_is_refused(packed: Packed, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--image-guidance is 3\.0, and \w+Pipeline guides by a second model"):
+    with pytest.raises(UsageError, match=r"image_guidance is 3\.0, and \w+Pipeline guides by a second model"):
         trainer_of(packed, tmp_path, image_guidance=3.0).__enter__()
     with trainer_of(packed, tmp_path, image_guidance=1.0) as trainer:
         assert trainer.training.family.image_guidance == 1.0

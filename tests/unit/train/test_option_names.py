@@ -35,7 +35,7 @@ def test_the_options_that_answers_name_exist() -> None:
             "--nproc_per_node=2",
             "there is no option --nproc-per-node; several processes are started by `torchrun --nproc_per_node",
         ),
-        ("--prefetch-mib", "there is no option --prefetch-mib; here it is --prefetch-bytes"),
+        ("--prefetch-mib", "there is no option --prefetch-mib; here it is prefetch_bytes, in a run file"),
     ],
 )
 def test_an_option_of_another_trainer_is_answered_with_ours(given: str, answer: str) -> None:

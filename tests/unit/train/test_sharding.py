@@ -323,7 +323,7 @@ def test_the_ranks_that_share_a_copy_are_those_of_a_machine_or_as_many_as_said(
     [
         ({"shard_ranks": 2}, "--shard-ranks is 2, and --sharding is ddp, expected hsdp"),
         ({"shard_ranks": 0, "sharding": Sharding.HSDP}, "--shard-ranks is 0, expected"),
-        ({"keep_gathered": True}, "--keep-gathered is for --sharding fsdp or hsdp"),
+        ({"keep_gathered": True}, "keep_gathered is for --sharding fsdp or hsdp"),
     ],
 )
 def test_choices_of_another_sharding_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

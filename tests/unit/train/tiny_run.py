@@ -146,16 +146,23 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def as_arguments(asked: TrainConfig) -> list[str]:
-    """Spell a configuration as the command line takes it."""
-    arguments = []
-    for name in TrainConfig.__dataclass_fields__:
+    """Spell a configuration as the command line takes it; what only a file sets is written next to the run's folder."""
+    arguments, in_file = [], {}
+    for name, field in TrainConfig.__dataclass_fields__.items():
         option, value = "--" + name.replace("_", "-"), getattr(asked, name)
+        if field.metadata.get("only_in_file"):
+            in_file |= {} if value == field.default else {name: value}
+            continue
         if isinstance(value, bool):
             arguments += [option] if value else []
         elif isinstance(value, tuple):
             arguments += [argument for one in value for argument in (option, str(one))]
         else:
             arguments += [option, str(value)]
+    if in_file:
+        path = asked.output_dir.with_name(f"{asked.output_dir.name}-options.toml")
+        path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in in_file.items()), encoding="utf-8")
+        arguments += ["--preset", str(path)]
     return arguments
 
 
