@@ -2,8 +2,8 @@
 
 The options that one class declares are a section: its `SECTION` is "NAME: WHAT IT HAS".
 `FIRST` of a command names the options that its first screen has next to the required ones; `ELSEWHERE` answers those that other
-programs have, by name. A field with the metadata `ONLY_IN_FILE` is set in a run file and not on the command line: its section lists
-it apart, without hyphens.
+programs have, by name. A field with the metadata `ONLY_IN_FILE` is only set in a run file: its section
+lists it apart, without hyphens.
 """
 
 from __future__ import annotations

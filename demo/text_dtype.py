@@ -85,7 +85,7 @@ def trained(out: Path, dtype: str, steps: int, batch_size: int) -> dict[str, Any
     common = ("--val-fraction", 0.2, "--split-by", "folder", "--text-dtype", dtype)
     run("-m", "bucketline.ingest", "pack", out / "photos", store, "--model", out / "model", *common)
     options = (
-        "--batch-size",
+        "--batch",
         batch_size,
         "--max-steps",
         steps,

@@ -69,34 +69,22 @@ NOT_OPTIONS = {
     "--shuffle": f"window sets the order: without one all rows are shuffled (it was full), {USUAL_WINDOW} mixes a few at "
     "a time (blocks, lines), and 0 is the stored order (none)",
     "--shuffle-window": "it is window",
+    "--batch-size": "here it is --batch 8",
+    "--batch-pixels": "here it is a unit of --batch, such as --batch 4MP",
+    "--batch-tokens": "here it is a unit of --batch, such as --batch 16ktok",
+    "--batch-multiple": "here it follows the size, such as --batch 4MP/8",
     "--lanes": "each machine has a lane; a program may set LoaderConfig.lanes",
 }
-"""The answers to options of version 0.1.0."""
+"""The answers to options that a command, or the loader itself, had before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOptions(RemoteArguments):
-    """Size and order of the batches: the options that a loader, `loader plan` and the trainer share.
-
-    A rank's micro-batch has `batch_size` rows, or as many as fit a budget. `batch_pixels` limits rows x height x width of the
-    bucket, of video x frames: all of its axes. `batch_tokens` limits rows x latent positions (h x w of the stored latent,
-    whatever the channels). A budget is rounded down to a multiple of `batch_multiple` rows, which is also the minimum. (A model
-    that takes patches of 2 x 2 positions, as most transformers do, sees a quarter as many image tokens.) Set exactly one of the
-    three.
-    """
+class OrderOptions(RemoteArguments):
+    """Accumulation and order of the batches: the options that a loader, `loader plan` and the trainer share."""
 
     SECTION = "batches: size and order of the batches"
     ELSEWHERE = NOT_OPTIONS
 
-    batch_size: int | None = None
-    """Rows per rank and micro-batch; the global batch is ranks x this x --accumulation.
-    Set exactly one of --batch-size, --batch-pixels and --batch-tokens."""
-    batch_pixels: int | None = None
-    """Dynamic batch size: as many rows of a bucket as fit this many pixels (height x width x rows); at least one."""
-    batch_tokens: int | None = None
-    """Dynamic batch size: as many rows of a bucket as fit this many latent positions (h x w x rows); at least one."""
-    batch_multiple: int = 1
-    """Round dynamic batch sizes (--batch-pixels, --batch-tokens) down to a multiple of this, which is also the minimum."""
     accumulation: int = 1
     """Gradient accumulation: micro-batches per optimizer step, all from one bucket."""
     seed: int = 0
@@ -107,13 +95,13 @@ class BatchOptions(RemoteArguments):
     On resume, the saved number."""
 
     def __new__(cls, *_: object, **given: object) -> Self:
-        """Refuse the names that options had in version 0.1.0.
+        """Refuse the names that options had before.
 
         Raises:
             UsageError: if one is given; says what to set instead.
         """
         for name in given.keys() - {one.name for one in fields(cls)}:
-            if (answer := NOT_OPTIONS.get(BatchOptions._named(name))) is not None:
+            if (answer := NOT_OPTIONS.get(OrderOptions._named(name))) is not None:
                 raise UsageError(f"{name} is {given[name]!r:.80}, and there is no such option; {answer}")
         return object.__new__(cls)
 
@@ -124,30 +112,11 @@ class BatchOptions(RemoteArguments):
             UsageError: if an option is invalid; the message names the option, its value and what is expected.
         """
         RemoteArguments.__post_init__(self)  # `super()` does not work in a dataclass with slots
-        check_fields(self, BatchOptions, self._named)
-        self._expect_at_least(1, *SIZES, "batch_multiple", "accumulation")
+        check_fields(self, OrderOptions, self._named)
+        self._expect_at_least(1, "accumulation")
         self._expect(f"{LEAST_WINDOW} or more, or 0", lambda rows: rows == 0 or rows >= LEAST_WINDOW, "window")
-        given = [f"{self._named(name)} {value}" for name in SIZES if (value := getattr(self, name)) is not None]
-        if not given:
-            *others, last = map(self._named, SIZES)
-            raise UsageError(f"no batch size given: pass {', '.join(others)} or {last}")
-        if len(given) > 1:
-            raise UsageError(
-                f"the batch size is set by {' and '.join(given)}, expected exactly one of {', '.join(map(self._named, SIZES))}"
-            )
-        if self.batch_size is not None and self.batch_multiple != 1:
-            raise UsageError(
-                f"{self._named('batch_multiple')} is {self.batch_multiple} with a {self._named('batch_size')} of "
-                f"{self.batch_size}; it is only for {self._named('batch_pixels')} or {self._named('batch_tokens')}: "
-                f"set {self._named('batch_size')} itself"
-            )
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"{self._named('seed')} is {self.seed}, expected 0 to 2^63 - 1")
-
-    def for_loader(self, **others: object) -> LoaderConfig:
-        """Return a loader's configuration with the options that both have, and with the `others`."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name in _LOADER_FIELDS}
-        return LoaderConfig(**{**own, **others})
 
     def _take_word(self, field: str, kind: type[StrEnum]) -> None:
         """Convert a plain string to the enum member that it names."""
@@ -171,7 +140,7 @@ class BatchOptions(RemoteArguments):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadOptions(BatchOptions):
+class ReadOptions(OrderOptions):
     """How batches are read and conditioned: the options that a loader and the trainer share."""
 
     SECTION = "reading: captions, flips, checksums, prefetching"
@@ -182,15 +151,14 @@ class ReadOptions(BatchOptions):
     """Probability of a horizontal flip; requires a store packed with --flip."""
     verify: bool = False
     """Verify the checksum of every row and caption that is read; the first mismatch ends the run."""
-    threads: int = field(
-        default=1, metadata=ONLY_IN_FILE
-    )  # two overlap one's Python with the other's copying (`bench/cases/hot.py`)
+    # two overlap one's Python with the other's copying (`bench/cases/hot.py`)
+    threads: int = field(default=1, metadata=ONLY_IN_FILE)
     """Prefetch threads."""
     prefetch_bytes: int = field(default=PREFETCH_BYTES, metadata=ONLY_IN_FILE)
     """Limit on prefetched batches per rank, in bytes, used up only once the caller had to wait; at least two batches."""
 
     def __post_init__(self) -> None:
-        BatchOptions.__post_init__(self)
+        OrderOptions.__post_init__(self)
         check_fields(self, ReadOptions, self._named)
         self._expect_at_least(1, "prefetch_bytes", "threads")
         if self.threads > _MAX_THREADS:
@@ -256,6 +224,10 @@ class LoaderConfig(ReadOptions):
         deadline: Seconds after which an unanswered request to object storage fails.
     """
 
+    batch_size: int | None = None
+    batch_pixels: int | None = None
+    batch_tokens: int | None = None
+    batch_multiple: int = 1
     split: str = "train"
     remainder: RemainderWord = Remainder.CARRY
     epochs: int | None = None
@@ -276,7 +248,21 @@ class LoaderConfig(ReadOptions):
         self._take_word("text", TextForm)
         if not all(math.isfinite(weight) and weight >= 0 for weight in self.row_weights):
             raise UsageError(f"{self._named('row_weights')} is {self.row_weights}, expected numbers, 0 or more")
-        self._expect_at_least(1, "epochs", "lanes", "pad_to", "pad_multiple")
+        self._expect_at_least(1, *SIZES, "batch_multiple", "epochs", "lanes", "pad_to", "pad_multiple")
+        given = [f"{self._named(name)} {value}" for name in SIZES if (value := getattr(self, name)) is not None]
+        if not given:
+            *others, last = map(self._named, SIZES)
+            raise UsageError(f"no batch size given: pass {', '.join(others)} or {last}")
+        if len(given) > 1:
+            raise UsageError(
+                f"the batch size is set by {' and '.join(given)}, expected exactly one of {', '.join(map(self._named, SIZES))}"
+            )
+        if self.batch_size is not None and self.batch_multiple != 1:
+            raise UsageError(
+                f"{self._named('batch_multiple')} is {self.batch_multiple} with a {self._named('batch_size')} of "
+                f"{self.batch_size}; it is only for {self._named('batch_pixels')} or {self._named('batch_tokens')}: "
+                f"set {self._named('batch_size')} itself"
+            )
         if self.lanes is not None and not self.window and (self.window == 0 or self.cache_bytes is None):
             raise UsageError(
                 f"lanes is {self.lanes} with window {self.window}; only rows that are mixed in windows have lanes: leave them "
@@ -327,6 +313,3 @@ class LoaderConfig(ReadOptions):
         if not self.window:
             del values["lanes"]
         return {name: str(value) if isinstance(value, str) else value for name, value in values.items()}
-
-
-_LOADER_FIELDS = frozenset(field.name for field in fields(LoaderConfig))

@@ -18,6 +18,7 @@ import tyro
 from bucketline.command_line import parse_options
 from bucketline.errors import UsageError
 from bucketline.help_screen import ONLY_IN_FILE, asked_for_help
+from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import ReadOptions
 from bucketline.train.option_names import ELSEWHERE
 from bucketline.train.preset import preset_options
@@ -265,18 +266,19 @@ class TrainConfig(
     SavingOptions,
     WatchingOptions,
     MachineOptions,
+    BatchOptions,
 ):
     """Train a latent-diffusion model on the batches of a store.
 
     Other commands: `bucketline train presets`, `bucketline train memory`, `bucketline train report`; each has its own --help.
     Several processes: `torchrun --nproc_per_node N -m bucketline.train` with the same options.
 
-    Example: bucketline train --store photos.store --model sd15 --output-dir runs/a --batch-size 8 --max-steps 1000
+    Example: bucketline train --store photos.store --model sd15 --output-dir runs/a --batch 8 --max-steps 1000
     """
 
     SECTION = "run: resuming, following, repeating"
     FIRST = (
-        *("batch_size", "learning_rate", "lora_rank", "precision", "ema", "seed", "checkpoint_every", "validate_every"),
+        *("batch", "learning_rate", "lora_rank", "precision", "ema", "seed", "checkpoint_every", "validate_every"),
         *("images_every", "resume"),
     )
     ELSEWHERE = ELSEWHERE
@@ -334,6 +336,7 @@ class TrainConfig(
             UsageError: if an option is invalid; the message names the option, its value and what is expected.
         """
         ReadOptions.__post_init__(self)
+        self._expect_batch()
         self.service_address()
         if not self.store:
             raise UsageError("no --store is given, expected one or more")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from bucketline.loader.config import NOT_OPTIONS
+from typing import TYPE_CHECKING
+
+from bucketline.loader.commands.batch_options import batch_as_text
+from bucketline.loader.config import NOT_OPTIONS, SIZES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bucketline.typed_json import Json
 
 _OURS = {
     # diffusers' training scripts, kohya's sd-scripts, OneTrainer, ai-toolkit, SimpleTuner
     "learning-rate": ("lr", "unet-lr", "base-lr"),
     "model": ("pretrained-model-name-or-path", "base-model-name", "pretrained-transformer", "name-or-path", "checkpoint"),
-    "batch-size": ("train-batch-size", "micro-batch-size", "batch"),
+    "batch": ("train-batch-size", "micro-batch-size"),
     "max-steps": ("max-train-steps", "steps", "iterations"),
     "accumulation": ("gradient-accumulation-steps", "gradient-accumulation", "accum"),
     "precision": ("mixed-precision", "train-dtype", "amp"),
@@ -113,3 +121,21 @@ ELSEWHERE = {
     **{f"--{other}": answer for answer, others in _ELSEWHERE.items() for other in others},
 }
 """The answer to an option that the trainer does not have, by its name with hyphens."""
+
+_RENAMED = {
+    "accum": "accumulation",
+    "num_pictures": "num_images",
+    "picture_steps": "image_steps",
+    "pictures_every": "images_every",
+}
+
+
+def translated(recorded: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the options that a run or its checkpoint has recorded, also of an earlier version, by the names of this one.
+
+    >>> translated({"accum": 2, "batch_size": None, "batch_pixels": 1 << 22, "batch_multiple": 8})
+    {'accumulation': 2, 'batch': '4MP/8'}
+    """
+    options = {_RENAMED.get(name, name): value for name, value in recorded.items()}
+    sizes = {name: options.pop(name) for name in (*SIZES, "batch_multiple") if name in options}
+    return options | ({"batch": batch_as_text(sizes)} if sizes else {})

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from bucketline.errors import UsageError
 from bucketline.help_screen import suggestion
-from bucketline.loader.config import SIZES
 from bucketline.train.option_names import ELSEWHERE
 
 if TYPE_CHECKING:
@@ -78,8 +77,7 @@ def preset_options(arguments: Sequence[str], types: Mapping[str, Any]) -> list[s
             expected = " or ".join(filter(None, map(_in_words, kinds))) + ("" if is_one else ", or a list of such")
             raise UsageError(f"the preset {preset} has {name} = {value!r:.80}, expected {expected}")
         no = f"--no-{option[2:]}"
-        replaced_by = {f"--{size.replace('_', '-')}" for size in SIZES} if field in SIZES else {option, no}
-        if not words & replaced_by:
+        if not words & {option, no}:
             options += [option if value else no] if isinstance(value, bool) else [f"{option}={one}" for one in many]
     return options
 

@@ -89,7 +89,7 @@ class Train(Case):
 
         size = self.batch_size or MODELS[self.model].batch_size
         trainer = _trainer(
-            _asked(folder, self.model, self.rows, batch_size=size, max_steps=1, learning_rate=1e-5, service=self.service)
+            _asked(folder, self.model, self.rows, batch=str(size), max_steps=1, learning_rate=1e-5, service=self.service)
         )
         try:
             return self._alternate(Windows(trainer, self.steps))
@@ -300,7 +300,7 @@ class TrainSaves(Case):
             self.model,
             self.rows,
             output_dir=run,
-            batch_size=self.batch_size,
+            batch=str(self.batch_size),
             max_steps=self.save_every * (saves + 1),
             checkpoint_every=self.save_every,
             checkpoint_minutes=None,
@@ -371,7 +371,7 @@ class TrainBase(Case):
             self.batch_size,
             **own,
             model_config=self.model_config,
-            batch_size=self.batch_size,
+            batch=str(self.batch_size),
             seed=self.seed,
             max_steps=self.repeats,
             lora_rank=1,  # its output is zero before the first step

@@ -1,1 +1,1 @@
-"""One file per command; `loader.cli` lists them."""
+"""One file per command, which `loader.cli` lists, and the options that several have."""

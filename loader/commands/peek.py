@@ -9,7 +9,8 @@ from typing import Annotated
 import tyro
 
 from bucketline.command_line import counted, print_json
-from bucketline.loader.config import BatchOptions, Remainder
+from bucketline.loader.commands.batch_options import BatchOptions
+from bucketline.loader.config import Remainder
 from bucketline.store.commands.place import shown
 
 
@@ -21,11 +22,11 @@ class Peek(BatchOptions):
     exactly what that run's step has: its rows, captions, dropped captions and flips. A run may have chosen its
     window by its machines and caches: name its checkpoint with --state, or give the same --cache-bytes.
 
-    Example: loader peek photos.store --step 1000 --batch-size 16 -o step.html
+    Example: loader peek photos.store --step 1000 --batch 16 -o step.html
     """
 
     SECTION = "peek: what the page shows"
-    FIRST = ("batch_size", "world_size", "seed", "split", "state", "caption_dropout", "flip", "json")
+    FIRST = ("batch", "world_size", "seed", "split", "state", "caption_dropout", "flip", "json")
 
     stores: tyro.conf.Positional[tuple[str, ...]]
     """Folders or URLs of the stores, with repeats, as for `loader plan`."""

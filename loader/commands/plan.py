@@ -11,7 +11,8 @@ import tyro
 
 from bucketline.command_line import counted, human_bytes, one_line, print_json, printable
 from bucketline.errors import UsageError
-from bucketline.loader.config import BatchOptions, Remainder
+from bucketline.loader.commands.batch_options import BatchOptions
+from bucketline.loader.config import Remainder
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -38,12 +39,12 @@ class PlanCommand(BatchOptions):
     what that many machines, each with such a cache, fetch from the store and read from their caches in each epoch. This also
     reads the extents, 33 KB for each GiB.
 
-    Example: loader plan photos.store --batch-size 8 --world-size 2 --epochs 3
+    Example: loader plan photos.store --batch 8 --world-size 2 --epochs 3
     """
 
     SECTION = "plan: what to count and print"
     FIRST = (
-        "batch_size",
+        "batch",
         "world_size",
         "epochs",
         "split",

@@ -112,7 +112,7 @@ def export(store: Path | str, scratch: Path) -> Any:
 
 def plan(store: Path | str, scratch: Path) -> Any:
     del scratch
-    return done("loader", "plan", store, "--batch-size", 2, "--list", "--json").json
+    return done("loader", "plan", store, "--batch", 2, "--list", "--json").json
 
 
 def generations(store: Path | str, scratch: Path) -> Any:

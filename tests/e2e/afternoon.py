@@ -40,9 +40,9 @@ PAGES = (
 SD, SDXL = "path/to/stable-diffusion-v1-5", "path/to/sdxl"  # folders of tiny models, under the names that the pages use
 LONGEST_S = 300  # before a command is ended by SIGALRM
 PACK = f"photos packed.store --model {SD}"
-TRAIN = f"--store photos.store --model {SD} --batch-size 2 --max-steps 2 --num-images 0 --output-dir runs"
+TRAIN = f"--store photos.store --model {SD} --batch 2 --max-steps 2 --num-images 0 --output-dir runs"
 URL = "file://$PWD/bucket/photos.store"  # written and read as a bucket is
-PLAN = "loader plan photos.store --batch-size 2"
+PLAN = "loader plan photos.store --batch 2"
 FEWER = "--max-steps 2 --num-images 1"
 
 # What the pages' placeholders stand for, as regular expressions, applied in this order. A page's own come first.
@@ -60,15 +60,15 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"SOURCE", "photos"),
         (r"ingest scan \.(\w+)$", r"ingest scan photos/some.\1"),  # `photos/some.jsonl` (`.csv`, `.parquet`)
         (r"'pipe:…'", "'pipe:cat tars/000.tar'"),
-        (r"--output-dir runs/a --batch-size 4 --max-steps 1000", f"--output-dir runs/data --batch-size 4 {FEWER}"),
+        (r"--output-dir runs/a --batch 4 --max-steps 1000", f"--output-dir runs/data --batch 4 {FEWER}"),
     ),
     "docs/loader.md": (
         (r"^--resume --new-plan$", "bucketline train --help"),
         (r"^store compact --gc$", "store compact photos.store --gc --dry-run"),
         (r"^--columns target,control/depth$", f"{PLAN} --columns target"),
         (
-            r"--batch-size 16 --world-size 64 --window 4096 --machines 8",
-            "--batch-size 2 --world-size 2 --window 4096 --machines 2",
+            r"--batch 16 --world-size 64 --window 4096 --machines 8",
+            "--batch 2 --world-size 2 --window 4096 --machines 2",
         ),
         (r"^(--bandwidth 10Gbit,0\.4|--prices 0\.0004,0\.09)$", rf"{PLAN} --window 4096 --machines 1 --cache-bytes 1GiB \1"),
         (r"^--ragged NAME,NAME$", "loader plan --help"),
@@ -84,7 +84,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"--model FOLDER", f"--model {SD} --val-fraction 0.02"),
         (r"val\.store", "val-again.store"),
         (r"^(store compact) URL", rf"\1 {URL}"),
-        (r"--batch-size 32 --window 4096", "--batch-size 2 --window 4096"),
+        (r"--batch 32 --window 4096", "--batch 2 --window 4096"),
         (r"^--older-than 0s$", f"store compact {URL} --gc --older-than 0s"),
         (r"^ingest pack SOURCE URL$", f"ingest pack photos {URL} --model {SD} --val-fraction 0.02"),
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
@@ -124,7 +124,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"bucketline store info …", "bucketline store info photos.store"),
     ),
     "": (
-        (r"loader peek photos\.store --step 1000 --batch-size 16", "loader peek photos.store --step 1000 --batch-size 2"),
+        (r"loader peek photos\.store --step 1000 --batch 16", "loader peek photos.store --step 1000 --batch 2"),
         (r"train report runs/a runs/b", "train report runs/first runs/first"),
         (r"s3://bucket/photos\.store", URL),
         (r"--nproc_per_node [48]", "--nproc_per_node 2"),
@@ -132,7 +132,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"-m bucketline\.train …", f"-m bucketline.train {TRAIN}/second"),
         (r"train/main\.py …", f"train/main.py {TRAIN}/third"),
         (r"--max-steps 20000", FEWER),
-        (r"--batch-size 16 --world-size 8", "--batch-size 2 --world-size 2"),
+        (r"--batch 16 --world-size 8", "--batch 2 --world-size 2"),
         (r"\bFOLDER\b|(?<=--model )stable-diffusion-v1-5", SD),
         (r"--socket PATH", "--socket service.sock"),
         (r"--shard NAME", "--shard $SHARD"),
@@ -383,7 +383,7 @@ def fault_of_option(page: str, option: str) -> str | None:
         return None
     try:
         if trains:
-            size = [] if "--batch-" in option else ["--batch-size", "1"]
+            size = [] if "--batch-" in option else ["--batch", "1"]
             given = [] if "--store" in option else ["--store", "a.store"]
             parse([*given, "--model", "m", "--output-dir", "o", "--max-steps", "1", *size, *words], "train")
         else:

@@ -69,7 +69,7 @@ def make_pages(demo: Path, runs: Sequence[Path], folder: Path) -> dict[str, Path
         "previews": ["ingest", "previews", store, "--model", model, "--save-factors", factors],
         "report": ["store", "report", store, "--source", "photos", "--preview-factors", factors],
         "source": ["ingest", "peek", "photos", "--grid", "area:128:32"],
-        "step": ["loader", "peek", store, "--step", 7, "--batch-size", 16, "--preview-factors", factors],
+        "step": ["loader", "peek", store, "--step", 7, "--batch", 16, "--preview-factors", factors],
         "runs": ["bucketline", "train", "report", *(path.name for path in runs)],
         "faults": ["store", "report", Path("faulty.store"), "--preview-factors", factors],
     }

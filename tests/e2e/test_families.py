@@ -25,7 +25,7 @@ TEXTS = ("a red cat", "a blue dog of the house", "", "the green house")
 
 def train(store: Path, model: Path, output: Path, *more: object) -> Path:
     """Train for three steps and return the checkpoint's folder."""
-    asked: dict[str, object] = {"--store": store, "--model": model, "--output-dir": output, "--batch-size": 2, "--max-steps": 3}
+    asked: dict[str, object] = {"--store": store, "--model": model, "--output-dir": output, "--batch": 2, "--max-steps": 3}
     few = output.with_name(f"{output.name}.toml")
     few.write_text("image_steps = 2\n", encoding="utf-8")
     asked |= {"--warmup-steps": 0, "--learning-rate": 1e-2, "--ema": "off", "--num-images": 1, "--preset": few}

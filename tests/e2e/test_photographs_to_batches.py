@@ -88,7 +88,7 @@ def test_two_ranks_read_every_training_sample_once_an_epoch_on_the_same_bucket_a
 def test_with_carry_two_epochs_deliver_every_row_twice_but_for_less_than_a_batch_of_each_bucket(
     packed: tuple[Path, dict[str, Any]],
 ) -> None:
-    plan = call("loader", "plan", packed[0], "--batch-size", 4, "--world-size", 2, "--epochs", 2, "--list", "--json").json
+    plan = call("loader", "plan", packed[0], "--batch", 4, "--world-size", 2, "--epochs", 2, "--list", "--json").json
     counts: dict[str, int] = {}
     for batch in plan["batches"]:
         for ids in batch["ranks"]:

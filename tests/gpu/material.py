@@ -114,7 +114,7 @@ def tiny_training(
         model=Path("m"),
         output_dir=Path("o"),
         max_steps=9,
-        batch_size=2,
+        batch="2",
         learning_rate=1e-4,
         lora_rank=2 if lora else None,
         accumulation=accumulation,

@@ -131,7 +131,8 @@ def _attempt(make: Callable[[], T]) -> T | NoRoom:
 
 def _prompt_batches(training: Training, prompts: Sequence[StoredPrompt]) -> Iterator[DrawingBatch]:
     device = next(training.model.parameters()).device
-    at_most = training.family.most_drawn or training.config.batch_size or PER_ROW  # what fits in training, and may have graphs
+    in_training = training.config.sizes().get("batch_size")  # which fits, and is compiled
+    at_most = training.family.most_drawn or in_training or PER_ROW
     return prompt_batches(prompts, at_most, guidance_of(training), device, training.family)
 
 

@@ -158,7 +158,7 @@ class CountedModel:
 
 def run_of(options: _Options) -> TrainConfig:
     """Return the configuration of a run with these options, in bf16."""
-    needed: _Options = {"store": ("none",), "model": _NONE, "output_dir": _NONE, "batch_size": 1, "max_steps": 1}
+    needed: _Options = {"store": ("none",), "model": _NONE, "output_dir": _NONE, "batch": "1", "max_steps": 1}
     return TrainConfig(**{**needed, "learning_rate": 1.0, "precision": Precision.BF16, **options})
 
 

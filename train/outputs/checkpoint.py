@@ -34,6 +34,7 @@ from bucketline.files.disk_space import failed_write
 from bucketline.loader.history import StoreId  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import parallel
+from bucketline.train.option_names import translated
 from bucketline.train.outputs.metrics import NotFiniteError, WindowState, has_steps
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import whole
@@ -58,13 +59,6 @@ OPTIMIZER_FILE = "optimizer.pt"
 STATE = "state.json"
 CARD = "README.md"
 DIGESTS = "digests.json"
-RENAMED = {
-    "accum": "accumulation",
-    "num_pictures": "num_images",
-    "picture_steps": "image_steps",
-    "pictures_every": "images_every",
-}
-"""Options by the names that they have in checkpoints of version 0.1.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +265,7 @@ def read_state(folder: Path) -> RunState:
                 "resume with the version of bucketline that wrote it"
             )
         state = decode(RunState, document)
-        return replace(state, config={RENAMED.get(name, name): value for name, value in state.config.items()})
+        return replace(state, config=translated(state.config))
     except (AttributeError, ValueError, RecursionError) as error:
         raise StateError(f"{folder / STATE} is not a checkpoint state of this trainer: {error}") from error
 

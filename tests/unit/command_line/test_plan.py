@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def test_plan_prints_one_object_with_buckets_and_with_list_every_step(packed: tuple[Path, Path]) -> None:
-    asked = ("plan", packed[1], "--batch-size", 2, "--world-size", 2, "--epochs", 3, "--seed", 5, "--json")
+    asked = ("plan", packed[1], "--batch", 2, "--world-size", 2, "--epochs", 3, "--seed", 5, "--json")
     brief = call("loader", *asked).json
     assert {"steps", "rows", "buckets"} <= set(brief)
     assert "batches" not in brief
@@ -35,7 +35,7 @@ def test_plan_lists_what_a_loader_reads(packed: tuple[Path, Path]) -> None:
     from bucketline.loader import Loader, LoaderConfig
     from bucketline.store.format.hashing import sample_digest
 
-    listed = call("loader", "plan", packed[1], "--batch-size", 2, "--accumulation", 2, "--epochs", 2, "--list", "--json").json
+    listed = call("loader", "plan", packed[1], "--batch", 2, "--accumulation", 2, "--epochs", 2, "--list", "--json").json
     with Loader(packed[1], LoaderConfig(batch_size=2, accumulation=2)) as loader:
         read = [bytes(row.tolist()) for _ in range(2) for batch in loader for row in batch.ids]
     assert read == [sample_digest(i) for batch in listed["batches"] for ids in batch["ranks"] for i in ids]
@@ -50,7 +50,7 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
 
     one = make_store(tmp_path / "one.store", samples_of({"train/64x64": 9, "train/64x128": 5}, "one/")).path
     two = make_store(tmp_path / "two.store", samples_of({"train/64x64": 4}, "two/")).path
-    asked = ("plan", one, f"{two}:3", "--batch-pixels", 17_000, "--batch-multiple", 2, "--world-size", 2)
+    asked = ("plan", one, f"{two}:3", "--batch", "17000px/2", "--world-size", 2)
     order = () if window is None else ("--window", window)
     listed = call("loader", *asked, *order, "--list", "--json").json
     assert {bucket["name"]: (bucket["rows"], bucket["global_batch"]) for bucket in listed["buckets"]} == {
@@ -69,15 +69,15 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "error: no batch size given: pass --batch-size, --batch-pixels or --batch-tokens\n"),
-        (("--batch-size", 0), "--batch-size is 0, expected 1 or more"),
-        (("--batch-pixels", -1), "--batch-pixels is -1, expected 1 or more"),
-        (("--batch-size", 1, "--epochs", 10**14), "--epochs is 100000000000000, expected 1 to 100000"),
-        (("--batch-size", 1, "--window", "all"), "all"),
-        (("--batch-size", 1, "--shuffle=none"), "there is no option --shuffle; window sets the order: "),
-        (("--batch-size", 1, "--shuffle-window", 64), "there is no option --shuffle-window; it is window"),
-        (("--batch-size", 1, "--lanes", 2), "there is no option --lanes; each machine has a lane"),
-        (("--batch-size", 1, "--batch-tokens", 9), "set by --batch-size 1 and --batch-tokens 9"),
+        ((), "error: no batch size given: pass --batch: rows, such as 8, or as many as fit 4MP"),
+        (("--batch", 0), "--batch is 0, expected rows, such as 8, or"),
+        (("--batch-pixels", 9), "there is no option --batch-pixels; here it is a unit of --batch, such as --batch 4MP"),
+        (("--batch", 1, "--epochs", 10**14), "--epochs is 100000000000000, expected 1 to 100000"),
+        (("--batch", 1, "--window", "all"), "all"),
+        (("--batch", 1, "--shuffle=none"), "there is no option --shuffle; window sets the order: "),
+        (("--batch", 1, "--shuffle-window", 64), "there is no option --shuffle-window; it is window"),
+        (("--batch", 1, "--lanes", 2), "there is no option --lanes; each machine has a lane"),
+        (("--batch", "4GP"), "--batch is 4GP, expected rows, such as 8, or as many as fit 4MP"),
     ],
 )
 def test_a_plan_that_makes_no_sense_ends_with_2_naming_what(
@@ -90,7 +90,7 @@ def test_a_plan_that_makes_no_sense_ends_with_2_naming_what(
 
 def test_a_bucket_smaller_than_a_batch_is_no_error(tmp_path: Path) -> None:
     make_store(tmp_path, samples_of({"train/64x64": 9, "train/96x64": 1}))
-    report = call("loader", "plan", tmp_path, "--batch-size", 4, "--json").done()
+    report = call("loader", "plan", tmp_path, "--batch", 4, "--json").done()
     assert {bucket["name"]: bucket["batches"] for bucket in report.json["buckets"]} == {"train/64x64": 2, "train/96x64": 0}
 
 
@@ -107,7 +107,7 @@ SMALL_BUCKETS = {f"train/{64 * (n + 1)}x64": n for n in range(1, 6)} | {"train/6
 )
 def test_plan_warns_of_buckets_too_small_for_their_batch(tmp_path: Path, remainder: str, words: str) -> None:
     make_store(tmp_path, samples_of(SMALL_BUCKETS))
-    asked = ("loader", "plan", tmp_path, "--batch-size", 6, "--world-size", 2, "--remainder", remainder)
+    asked = ("loader", "plan", tmp_path, "--batch", 6, "--world-size", 2, "--remainder", remainder)
     ran = call(*asked)
     assert ran.err.startswith(f"warning: train/128x64 (1 image) {words}")
     assert ran.err.count("\n") == 1
@@ -119,4 +119,4 @@ def test_plan_warns_of_buckets_too_small_for_their_batch(tmp_path: Path, remaind
 @pytest.mark.parametrize("remainder", ["carry", "partial", "drop"])
 def test_plan_does_not_warn_of_ordinary_buckets(tmp_path: Path, remainder: str) -> None:
     make_store(tmp_path, samples_of({"train/64x64": 99, "train/64x128": 6}))
-    assert call("loader", "plan", tmp_path, "--batch-size", 5, "--remainder", remainder).err == ""
+    assert call("loader", "plan", tmp_path, "--batch", 5, "--remainder", remainder).err == ""

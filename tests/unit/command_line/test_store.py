@@ -119,12 +119,12 @@ def test_get_writes_a_file_that_safetensors_opens(packed: tuple[Path, Path], tmp
 
 
 def bad_plan(store: Path, *more: object) -> Ran:
-    return call("loader", "plan", store, "--batch-size", 4, *more, "--json")
+    return call("loader", "plan", store, "--batch", 4, *more, "--json")
 
 
 BAD_REQUESTS: dict[str, tuple[Callable[[Path], Ran], int, list[str]]] = {
     "a plan without a step": (
-        lambda s: call("loader", "plan", s, "--batch-size", 64),
+        lambda s: call("loader", "plan", s, "--batch", 64),
         1,
         ["no step", "train/16x24 has", "takes 64", "smaller batch"],
     ),

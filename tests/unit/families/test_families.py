@@ -262,7 +262,7 @@ def training_of(made: Made) -> tuple[Training, ModelSchedule]:
         "store": (made.folder,),
         "model": made.folder,
         "output_dir": made.folder,
-        "batch_size": 1,
+        "batch": "1",
         "max_steps": 1,
     }
     training = Training(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from bucketline.store import Store
 
-OPTIONS = ("--batch-size", 3, "--accumulation", 2, "--caption-dropout", 0.3, "--seed", 5)
+OPTIONS = ("--batch", 3, "--accumulation", 2, "--caption-dropout", 0.3, "--seed", 5)
 CONFIG = LoaderConfig(batch_size=3, accumulation=2, caption_dropout=0.3, seed=5)
 
 
@@ -78,7 +78,7 @@ def test_the_sheet_has_the_window_of_a_state(tmp_path: Path) -> None:
         state.write_text(json.dumps(loader.state_dict()), encoding="utf-8")
         batches = iter(loader)
         expected = [loader.names(next(batches)) for _ in range(4)][3]
-    options = ("--batch-size", 4, "--step", 3, "--state", state, "--json")
+    options = ("--batch", 4, "--step", 3, "--state", state, "--json")
     ran = call("loader", "peek", store.path, "-o", tmp_path / "step.html", *options).done()
     assert [row["id"] for row in ran.json["batches"][0]["rows"]] == expected
     other = call("loader", "peek", store.path, "-o", tmp_path / "b.html", *options, "--window", 0)

@@ -52,7 +52,7 @@ class Packed:
             "store": (self.store,),
             "model": self.model,
             "output_dir": output,
-            "batch_size": 4,
+            "batch": "4",
             "max_steps": 2,
             "log_every": 1,
             "warmup_steps": 0,

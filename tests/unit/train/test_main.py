@@ -47,13 +47,13 @@ def test_help_imports_neither_torch_nor_diffusers() -> None:
         "assert not heavy, heavy\n"
     )
     done = spawn(["sh", "-c", 'cd "$0" && exec "$1" -c "$2"', ROOT, sys.executable, program]).done()
-    assert "--batch-size" in done.out
+    assert "--batch" in done.out
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 0}, "--batch-size is 0, expected 1 or more"),
+        ({"batch": "0"}, "--batch is 0, expected rows, such as 8, or"),
         ({"store": ()}, "no --store is given, expected one or more"),
         ({"checkpoint_every": 0}, "--checkpoint-every is 0, expected 1 or more"),
         ({"learning_rate": float("nan")}, "--learning-rate is nan"),
@@ -62,12 +62,9 @@ def test_help_imports_neither_torch_nor_diffusers() -> None:
         ({"mode_scale": 2.0}, "--mode-scale is 2.0, expected -1 to 1.75"),
         ({"clip_norm": 0.0}, "--clip-norm is 0.0"),
         ({"image_prompts": ("few",), "num_images": 0}, "--image-prompts is few, and --num-images is 0"),
-        ({"batch_size": None}, "no batch size given: pass --batch-size, --batch-pixels or --batch-tokens"),
-        ({"batch_pixels": 9}, "set by --batch-size 2 and --batch-pixels 9, expected exactly one of"),
-        (
-            {"batch_multiple": 2},
-            "--batch-multiple is 2 with a --batch-size of 2; it is only for --batch-pixels",
-        ),
+        ({"batch": None}, "no batch size given: pass --batch: rows, such as 8, or as many as fit 4MP"),
+        ({"batch_pixels": 9}, "batch_pixels is 9, and there is no such option; here it is a unit of --batch"),
+        ({"batch": "2/2"}, "--batch is 2/2, expected rows, such as 8, or"),
     ],
 )
 def test_a_senseless_option_is_refused_naming_it(tmp_path: Path, changes: dict[str, float], message: str) -> None:
@@ -77,13 +74,15 @@ def test_a_senseless_option_is_refused_naming_it(tmp_path: Path, changes: dict[s
 
 def test_a_senseless_option_ends_with_2_and_a_message_without_a_traceback(tmp_path: Path) -> None:
     arguments = as_arguments(config(tmp_path))
-    arguments[arguments.index("--batch-size") + 1] = "0"
+    arguments[arguments.index("--batch") + 1] = "0"
     done = spawn([sys.executable, MAIN, *arguments])
     assert (done.code, done.out) == (2, "")
-    assert done.err == "error: --batch-size is 0, expected 1 or more\n"
+    said = "error: --batch is 0, expected rows, such as 8, or as many as fit 4MP (of 1024 x 1024 px) or 16ktok"
+    assert done.err.startswith(said)
+    assert done.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--batch-size=0", "--batch-size=many"])
+@pytest.mark.parametrize("option", ["--batch=0", "--batch=many"])
 def test_of_several_ranks_the_first_one_prints_what_all_find_wrong(
     tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,7 +95,7 @@ def test_of_several_ranks_the_first_one_prints_what_all_find_wrong(
         assert end.value.code == 2
         assert bool(waits) is (rank > 0), "torchrun ends all ranks with the first, which has to say why"
         said = capsys.readouterr()
-        assert ("batch-size" in said.err, said.out) == (rank == 0, "")
+        assert ("--batch is " in said.err, said.out) == (rank == 0, "")
 
 
 @pytest.mark.slow

@@ -29,13 +29,13 @@ def test_every_preset_is_a_valid_configuration(name: str) -> None:
     assert config.learning_rate is not None
     assert config.learning_rate < 2e-4
     assert (config.lora_rank is not None) is name.endswith("-lora")
-    assert config.batch_size is not None
+    assert config.batch is not None
     assert config.preset == name
 
 
 def test_the_demos_preset_is_one() -> None:
     config = configured("--preset", str(ROOT / "demo" / "train.toml"))
-    assert (config.batch_size, config.images_every, config.lora_rank) == (16, 50, None)
+    assert (config.batch, config.images_every, config.lora_rank) == ("16", 50, None)
 
 
 def test_there_is_a_preset_for_each_family_and_its_adapters() -> None:
@@ -55,13 +55,13 @@ def test_every_preset_has_a_script_that_runs_it_on_many_gpus(tmp_path: Path) -> 
 
 
 def test_options_on_the_command_line_win_wherever_they_stand(tmp_path: Path) -> None:
-    more = ("--learning-rate", "3e-4", "--no-gradient-checkpointing", "--batch-tokens", "4096")
+    more = ("--learning-rate", "3e-4", "--no-gradient-checkpointing", "--batch", "4096tok")
     for arguments in ([*more, "--preset", "sdxl-lora"], ["--preset=sdxl-lora", *more]):
         config = configured(*arguments)
         assert (config.learning_rate, config.gradient_checkpointing, config.lora_rank) == (3e-4, False, 16)
-        assert (config.batch_size, config.batch_tokens) == (None, 4096)
+        assert (config.batch, config.for_loader().batch_tokens) == ("4ktok", 4096)
     own = tmp_path / "own.toml"
-    own.write_text('store = ["b.store"]\ngradient-checkpointing = false\nbatch-size = 2\n', encoding="utf-8")
+    own.write_text('store = ["b.store"]\ngradient-checkpointing = false\nbatch = 2\n', encoding="utf-8")
     config = configured("--gradient-checkpointing", "--preset", str(own))
     assert ([str(store) for store in config.store], config.gradient_checkpointing) == (["a.store"], True)
 
@@ -74,7 +74,7 @@ store-weight = [1, 0.5]
 model = "m"
 output_dir = "o"
 max-steps = 9
-batch-size = 2
+batch = 2
 timestep-sampling = "logit_normal"
 logit-mean = -0.5
 gradient-checkpointing = true
@@ -101,7 +101,8 @@ checkpoint-minutes = "None"
         ("seed = true", r"own\.toml has seed = True, expected a whole number$"),
         ("seed = [1]", r"has seed = \[1\], expected a whole number$"),
         ("seed = 2026-01-01", "has seed = .*, expected a whole number$"),
-        ("batch-size = 2.5", 'has batch-size = 2.5, expected a whole number or "None"$'),
+        ("warmup-steps = 2.5", "has warmup-steps = 2.5, expected a whole number$"),
+        ("batch-size = 2", "has 'batch-size', which is not an option; here it is --batch 8"),
         ('learning-rate = "fast"', "own.toml has learning-rate = 'fast', expected a number or \"None\"$"),
         ('ema = "gpu"', 'has ema = \'gpu\', expected "off" or "device" or "cpu"'),
         ('export-dtype = "F8"', "has export-dtype = 'F8', expected \"F32\" or"),
@@ -147,5 +148,5 @@ def test_presets_are_listed_and_printed_as_they_may_be_given_again(tmp_path: Pat
 @pytest.mark.parametrize("service", ["http://here:1", "tcp://here", "", "unix:"])
 def test_a_service_that_is_no_address_is_refused_with_the_options(service: str) -> None:
     with pytest.raises(UsageError, match=r"service is '?.*'?, expected a `loader serve`|is not an address"):
-        configured("--service", service, "--batch-size", "1")
-    assert configured("--service", "none", "--batch-size", "1").service_address() is None
+        configured("--service", service, "--batch", "1")
+    assert configured("--service", "none", "--batch", "1").service_address() is None

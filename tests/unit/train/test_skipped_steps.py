@@ -54,7 +54,7 @@ def seen_at(step: int, asked: TrainConfig) -> list[tuple[str, str]]:
 
 
 def test_samples_are_named_of_the_rank_whose_loss_is_not_finite(folder: Path) -> None:
-    asked = config(folder, batch_size=1)
+    asked = config(folder, batch="1")
     run = run_module.Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     with contextlib.closing(run):
         run.ranks = replace(ALONE, world_size=2)

@@ -84,7 +84,7 @@ def test_the_loss_curve_grows_during_a_run(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_a_run_warns_once_of_buckets_too_small_for_their_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(config(folder, batch_size=14, accumulation=1, max_steps=1), ALONE)
+    train(config(folder, batch="14", accumulation=1, max_steps=1), ALONE)
     said = "warning: train/192x128 (7 images) fills a batch of 14 once in 2 passes (with copies); use a smaller batch"
     assert capsys.readouterr().err.count(said) == 1
     train(config(folder, max_steps=1, output_dir=folder / "ordinary"), ALONE)
@@ -307,7 +307,7 @@ def test_a_resume_with_another_global_batch_is_refused_naming_both(folder: Path)
     train(asked, ALONE)
     before = tree(asked.output_dir)
     with pytest.raises(StateError, match=r"global_batch was 4 .* and is 6 now"):
-        train(replace(asked, batch_size=3, max_steps=4, resume=True), ALONE)
+        train(replace(asked, batch="3", max_steps=4, resume=True), ALONE)
     with pytest.raises(UsageError, match="--optimizer is muon"):
         train(replace(asked, optimizer="muon", max_steps=4, resume=True), ALONE)
     assert tree(asked.output_dir) == before, "a refused resume leaves the record of the run"
@@ -346,7 +346,7 @@ def test_a_resume_with_other_shares_of_the_same_global_batch_goes_on(folder: Pat
     train(whole, ALONE)
     asked = config(folder, max_steps=3)
     train(asked, ALONE)
-    train(replace(asked, batch_size=4, accumulation=1, max_steps=7, resume=True), ALONE)
+    train(replace(asked, batch="4", accumulation=1, max_steps=7, resume=True), ALONE)
     for first, second in zip(read_metrics(whole.output_dir), read_metrics(asked.output_dir), strict=True):
         for name in ("loss", "val_loss"):
             if name in first:
@@ -431,7 +431,7 @@ def test_a_new_plan_takes_the_newest_generation_and_keeps_weights_and_optimizer(
     add_to_store(Path(path), samples({"train/128x128": 20}, "later/"))
     with pytest.raises(UsageError, match="--new-plan requires --resume"):
         replace(asked, new_plan=True)
-    again = replace(asked, max_steps=5, resume=True, new_plan=True, batch_size=3, accumulation=1)
+    again = replace(asked, max_steps=5, resume=True, new_plan=True, batch="3", accumulation=1)
     summary = train(again, ALONE)
     assert f"--new-plan: {before.checkpoint} was planned on {path} generation 1" in capsys.readouterr().err
     state = read_state(summary.checkpoint)
@@ -453,7 +453,7 @@ def test_losses_are_the_same_whoever_reads(folder: Path, changes: dict[str, Any]
 
 
 def test_a_budget_of_pixels_gives_smaller_buckets_more_samples_and_windows_count_them(folder: Path) -> None:
-    asked = config(folder, batch_size=None, batch_pixels=2 * 128 * 192, max_steps=4)
+    asked = config(folder, batch=f"{2 * 128 * 192}px", max_steps=4)
     train(asked, ALONE)
     per_step = {"train/128x128": 3 * asked.accumulation, "train/192x128": 2 * asked.accumulation}
     for line in read_metrics(asked.output_dir):

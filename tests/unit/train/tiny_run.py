@@ -132,7 +132,7 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
         "store": (folder / "tiny.store",),
         "model": folder / "model",
         "output_dir": folder / "run",
-        "batch_size": 2,
+        "batch": "2",
         "accumulation": 2,
         "max_steps": 7,
         "log_every": 3,

@@ -195,7 +195,7 @@ def test_rows_without_a_size_are_flipped_without_a_crop(tmp_path: Path) -> None:
 
 
 def test_a_plan_tells_the_bytes_of_requested_columns_per_micro_batch(store: Store) -> None:
-    asked = ("loader", "plan", store.path, "--batch-size", 3, "--accumulation", 2)
+    asked = ("loader", "plan", store.path, "--batch", 3, "--accumulation", 2)
     report = call(*asked, "--columns", "target, control/depth", "--json").json
     assert report["columns"] == ["target", "control/depth"]
     bucket = store.bucket("train/64x64")

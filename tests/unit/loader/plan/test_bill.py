@@ -196,7 +196,7 @@ def test_the_command_prints_the_bill(store: Store) -> None:
     asked = (
         "plan",
         store.path,
-        "--batch-size",
+        "--batch",
         8,
         "--window",
         4096,
@@ -215,7 +215,7 @@ def test_the_command_prints_the_bill(store: Store) -> None:
     assert "2 machines with 2 lanes together, caches of 1.0 GiB each" in shown
     assert "assumed: requests are for one line of 8 MiB" in shown
     for window, words in (((), "shuffled, since the cache holds the store"), (("--window", 0), "in stored order")):
-        other = call("loader", "plan", store.path, "--batch-size", 8, "--machines", 1, "--cache-bytes", "1G", *window)
+        other = call("loader", "plan", store.path, "--batch", 8, "--machines", 1, "--cache-bytes", "1G", *window)
         assert other.code == 2
         assert f"a bill is of rows that are mixed in windows, and all are {words}; set --window 4096" in other.err
 
@@ -225,7 +225,7 @@ def test_the_bill_of_a_cache_that_does_not_hold_the_store_is_of_the_window_that_
 ) -> None:
     monkeypatch.setattr(cache_needs, "LINE_BYTES", LINE)
     size = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
-    options = ("--batch-size", 8, "--machines", 2, "--cache-bytes", size // 2, "--json")
+    options = ("--batch", 8, "--machines", 2, "--cache-bytes", size // 2, "--json")
     chosen = call("loader", "plan", store.path, *options).done()
     plan = make_plan(
         store, LoaderConfig(batch_size=8, lanes=2, window=None, cache_bytes="1"), world_size=2, cache_bytes=size // 2
@@ -246,6 +246,6 @@ def test_the_bill_of_a_cache_that_does_not_hold_the_store_is_of_the_window_that_
     ],
 )
 def test_what_does_not_make_a_bill_is_refused(store: Store, options: tuple[Any, ...], words: str) -> None:
-    ran = call("loader", "plan", store.path, "--batch-size", 8, "--window", 4096, *options)
+    ran = call("loader", "plan", store.path, "--batch", 8, "--window", 4096, *options)
     assert ran.code != 0
     assert words in ran.err

@@ -116,7 +116,7 @@ def test_a_loader_refuses_to_open_what_it_could_not_read_to_the_end(
     damage(tmp_path / "s" / "shards" / "g1.lmdb")
     with pytest.raises(CorruptError, match=r"has lost files of 1 shard with 14 samples: .*store repair"):
         Loader(tmp_path / "s", LoaderConfig(batch_size=2))
-    assert call("loader", "plan", tmp_path / "s", "--batch-size", 2).code == 1
+    assert call("loader", "plan", tmp_path / "s", "--batch", 2).code == 1
 
 
 def test_an_older_generation_that_cannot_be_read_is_said_to_be_old(tmp_path: Path) -> None:
