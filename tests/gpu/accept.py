@@ -10,6 +10,7 @@ import sys
 import traceback
 
 from tests.gpu.compiled import dispatch, families, fp8
+from tests.gpu.dial import dial
 from tests.gpu.loading import contexts, copies, draws, env, loader, memory, services
 from tests.gpu.material import ON_GPU, failed, tell
 from tests.gpu.optimizers import optimizers
@@ -20,7 +21,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         *(env, draws, loader, contexts, copies, services, memory),
-        *(families, fp8, resume, optimizers, ema, cli, shared, encoding, dispatch, stall, pause, bench, kernels),
+        *(families, fp8, dial, resume, optimizers, ema, cli, shared, encoding, dispatch, stall, pause, bench, kernels),
     )
 }
 ALL = (*CHECKS, "cli:sd-lora", "bench:dit-xl-2", "bench:sdxl") if ON_GPU else tuple(CHECKS)

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from bucketline.loader import Batch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch import Tensor, nn
 
     from bucketline.families.family import Family
 
-NORMS = (functional.layer_norm, functional.group_norm, functional.rms_norm)
+NORMS = ("layer_norm", "group_norm", "rms_norm")
 LATENT_SIZE = 128  # of a model whose configuration says none
 
 
-def kept_activations(model: nn.Module, family: Family, images: int) -> int:
+def kept_activations(model: nn.Module, family: Family, images: int, size: int | None = None) -> int:
     """Return the bytes that a forward pass in bf16 keeps until the backward pass, without weights, inputs and compiling.
 
-    The batch has so many images of the model's own size. The pass is one on the CPU, whose attention keeps no matrix either,
-    with the norms of a GPU. The model's tensors need no memory.
+    The batch has so many images, of latents of `size` squared; None: of the model's own. The pass is one on the CPU, whose
+    attention keeps no matrix either, with the norms of a GPU. The model's tensors need no memory.
     """
-    batch, size = example_batch(family, images), latent_size(family)
-    noisy, timesteps = torch.zeros(images, batch.latents.shape[1], size, size), torch.zeros(images)
+    batch = example_batch(family, images, size)
+    noisy, timesteps = torch.zeros_like(batch.latents), torch.zeros(images)
     own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch.tensors(), noisy, timesteps)}
     saved: dict[Any, int] = {}
 
@@ -37,21 +40,32 @@ def kept_activations(model: nn.Module, family: Family, images: int) -> int:
         return tensor
 
     saving = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-    with saving, torch.autocast("cpu", torch.bfloat16), NormsIn32Bits():
+    with saving, torch.autocast("cpu", torch.bfloat16), norms_in_32_bits():
         output = note(family.predict(model, noisy, timesteps, batch))
     kept = sum(num_bytes for storage, num_bytes in saved.items() if storage not in own and not storage.expired())
     del output  # it holds what was saved
     return kept
 
 
-class NormsIn32Bits(TorchFunctionMode):
-    """Cast the inputs of norms as autocast does on a GPU; on a CPU it leaves them as they are."""
+@contextlib.contextmanager
+def norms_in_32_bits() -> Iterator[None]:
+    """Cast the inputs of norms as autocast does on a GPU, while the body runs; on a CPU it leaves them as they are.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's
-        """Call a function of torch."""
-        if func in NORMS:
-            args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
-        return func(*args, **(kwargs or {}))
+    The functions are replaced for the whole process, since a backward pass that recomputes runs without modes of torch.
+    """
+    before = {name: getattr(functional, name) for name in NORMS}
+
+    def cast(norm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - any norm's
+        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
+        return norm(*args, **kwargs)
+
+    try:
+        for name, norm in before.items():
+            setattr(functional, name, functools.partial(cast, norm))
+        yield
+    finally:
+        for name, norm in before.items():
+            setattr(functional, name, norm)
 
 
 def _storage(tensor: Tensor) -> Any:  # noqa: ANN401 - torch has no type for it
@@ -64,10 +78,10 @@ def latent_size(family: Family) -> int:
     return size if isinstance(size, int) else LATENT_SIZE
 
 
-def example_batch(family: Family, images: int) -> Batch:
-    """Return a batch of zeros for a model, with captions of as many tokens as its pipeline's."""
+def example_batch(family: Family, images: int, size: int | None = None) -> Batch:
+    """Return a batch of zeros for a model, with captions of as many tokens as its pipeline's; `size` as above."""
     config: Any = family.config
-    size = latent_size(family)
+    size = size or latent_size(family)
     channels = config["in_channels"] // family.packing**2
     tokens, pooled = family.usual_tokens, family.pooled_width
     number = torch.zeros(images, dtype=torch.int64)

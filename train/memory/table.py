@@ -113,7 +113,7 @@ class CountedModel:
         """Return the model as a run trains it, and its family; the same for runs that change nothing in it."""
         key = asked.lora_rank, asked.base, asked.weights
         if key not in self._made:
-            family, model = _on_meta(self._config, asked)
+            family, model = built(self._config, asked, torch.device("meta"))
             with self._fake:
                 self._made[key] = family, model.to_empty(device="cpu")
         return self._made[key]
@@ -136,19 +136,28 @@ class CountedModel:
 
     def activations(self, options: _Options) -> int:
         """Return the bytes that each image of a batch adds: all that the backward pass needs, but for the weights."""
+        return self.kept(options, 2) - self.kept(options, 1)
+
+    def kept(self, options: _Options, images: int, size: int | None = None) -> int:
+        """Return the bytes that a forward pass over so many images keeps: activations, and weights in the dtype of products.
+
+        `size`: of the square latents; None: the model's own.
+
+        Raises:
+            UsageError: if the sizes depend on values, which only a run has.
+        """
         asked = run_of(options)
         family, model = self.made(asked)
         model.disable_gradient_checkpointing()  # type: ignore[operator] # of another row
         recompute(model, asked, is_compiled=False)
         try:
             with self._without_memory():
-                one, two = (kept_activations(model, family, images) for images in (1, 2))
+                return kept_activations(model, family, images, size)
         except DynamicOutputShapeException as error:
             raise UsageError(
                 f"the activations of a {family.model_class} cannot be counted without a run, since their sizes depend on "
                 "values; train a few steps with the batch that you want, and read the peak in the run's metrics"
             ) from error
-        return two - one
 
     @contextlib.contextmanager
     def _without_memory(self) -> Iterator[None]:
@@ -162,11 +171,12 @@ def run_of(options: _Options) -> TrainConfig:
     return TrainConfig(**{**needed, "learning_rate": 1.0, "precision": Precision.BF16, **options})
 
 
-def _on_meta(config: Mapping[str, Json], asked: TrainConfig) -> tuple[Family, nn.Module]:
+def built(config: Mapping[str, Json], asked: TrainConfig, device: torch.device) -> tuple[Family, nn.Module]:
+    """Return a configuration's model as a run trains it, at random, and its family."""
     import diffusers
 
     kind = str(config["_class_name"])
-    with torch.device("meta"):
+    with device:
         model: nn.Module = getattr(diffusers, kind).from_config(dict(config))
     family_class = family_of_model(config)
     assert family_class is not None, kind
@@ -180,7 +190,7 @@ def _on_meta(config: Mapping[str, Json], asked: TrainConfig) -> tuple[Family, nn
     if asked.base is not None:
         from bucketline.train.lowbit.frozen_base import quantise_base
 
-        quantise_base(model, asked.base, torch.device("meta"))
+        quantise_base(model, asked.base, device)
     return family, model.train()
 
 

@@ -18,7 +18,7 @@ from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.ema import Average
 from bucketline.train.lowbit.frozen_base import quantise_base
 from bucketline.train.lowbit.offload import frozen_bytes, offload_blocks
-from bucketline.train.memory.activations import NORMS, NormsIn32Bits, example_batch, latent_size
+from bucketline.train.memory.activations import NORMS, example_batch, latent_size, norms_in_32_bits
 from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.memory.table import RANKS, CountedModel, as_tables, choices, label, run_of, savings
 from bucketline.train.models.lora import add_adapters
@@ -117,7 +117,7 @@ def held_after(model: torch.nn.Module, family: Family, images: int) -> int:
     batch, size = example_batch(family, images), latent_size(family)
     noisy, timesteps = torch.zeros(images, batch.latents.shape[1], size, size), torch.zeros(images)
     seeing = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with seeing as seen, torch.autocast("cpu", torch.bfloat16), NormsIn32Bits():
+    with seeing as seen, torch.autocast("cpu", torch.bfloat16), norms_in_32_bits():
         output = family.predict(model, noisy, timesteps, batch)
     assert output.grad_fn is not None  # which holds the activations
     return sum(event.self_cpu_memory_usage for event in seen.key_averages())
@@ -158,11 +158,9 @@ def test_the_activations_of_each_familys_model_are_counted_or_refused_with_the_r
 
 def test_norms_are_those_of_autocast_on_a_gpu() -> None:
     for norm in NORMS:
-        has = [
-            torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{norm.__name__}", f"Autocast{on}") for on in ("CUDA", "CPU")
-        ]
+        has = [torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{norm}", f"Autocast{on}") for on in ("CUDA", "CPU")]
         assert has == [True, False]
-    with NormsIn32Bits():
+    with norms_in_32_bits():
         assert torch.nn.GroupNorm(1, 2)(torch.zeros(1, 2, dtype=torch.bfloat16)).dtype == torch.float32
 
 

@@ -1,0 +1,79 @@
+"""Check of the memory count: what it says that a step takes, against the peak of the device's allocator."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import torch
+
+from bucketline.train.config import Ema
+from bucketline.train.memory.published import PUBLISHED_MODELS
+from bucketline.train.memory.table import CountedModel
+from tests.gpu.material import DEVICE, ON_GPU, tell
+from tests.step_memory import measured_steps
+
+FEW_LAYERS: dict[str, dict[str, Any]] = {
+    "sdxl": {**PUBLISHED_MODELS["SDXL"], "layers_per_block": 1, "transformer_layers_per_block": [1, 2, 3]},
+    "flux": {**PUBLISHED_MODELS["FLUX.1-dev"], "num_layers": 2, "num_single_layers": 4},
+}
+"""Models of the published widths with few layers."""
+NARROW: dict[str, dict[str, Any]] = {
+    "sdxl": {
+        **FEW_LAYERS["sdxl"],
+        "block_out_channels": [32, 64, 128],
+        "attention_head_dim": [1, 2, 4],
+        "cross_attention_dim": 64,
+    },
+    "flux": {**FEW_LAYERS["flux"], "num_attention_heads": 1, "joint_attention_dim": 64},
+}
+"""The same, as narrow as a CPU trains in seconds."""
+WITHIN = 0.15
+CHOICES: tuple[dict[str, Any], ...] = (
+    {},
+    {"activation_memory": 0.5},
+    {"gradient_checkpointing": True},
+    {"ema": Ema.OFF, "optimizer": "adamw-bf16"},
+    {"lora_rank": 16},
+    {"lora_rank": 16, "gradient_checkpointing": True},
+)
+
+
+def dial(*names: str) -> None:
+    """The counted memory of a step is within 15 % of the allocator's peak; what compiling makes of it is reported.
+
+    `names`: of these models, or of published ones, which are taken whole.
+    """
+    for name in names or tuple(FEW_LAYERS):
+        config: Any = PUBLISHED_MODELS.get(name) or (FEW_LAYERS if ON_GPU else NARROW)[name]
+        counting = CountedModel(config)
+        images, size = (4, None) if ON_GPU else (1, 16)
+        for options in CHOICES:
+            begin = time.perf_counter()
+            memory, kept = counting.memory(options), counting.kept(options, images, size)
+            held = memory.total - memory.gradients
+            counted = {"held": held, "kept": kept, "gradients": memory.gradients, "peak": held + max(kept, memory.gradients)}
+            seconds = round(time.perf_counter() - begin, 2)
+            for compiled in (False, True) if ON_GPU else (False,):
+                found: dict[str, int] = {}
+                try:
+                    found = measured_steps(config, options, images, DEVICE, size=size, compiled=compiled)
+                except torch.OutOfMemoryError as error:
+                    gc.collect()
+                    figures = {"model": name, "options": options, "compiled": compiled, "counted": counted}
+                    tell("dial: does not fit", **figures, problem=f"{error!s:.200}")
+                    continue
+                ratio = counted["peak"] / found["peak"]
+                tell(
+                    "dial: the count and the peak",
+                    ok=None if compiled else abs(ratio - 1) < WITHIN,
+                    model=name,
+                    options=options,
+                    images=images,
+                    compiled=compiled,
+                    counted_to_peak=round(ratio, 3),
+                    counted_mb={one: value // 10**6 for one, value in counted.items()},
+                    measured_mb={one: value // 10**6 for one, value in found.items()},
+                    counting_s=seconds,
+                )

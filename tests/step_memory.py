@@ -1,0 +1,141 @@
+"""The memory that steps of training really take: a run's model on a device, and the peak of that device's allocator."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bucketline.loader.batch import as_fields
+from bucketline.train.compile import compile_blocks
+from bucketline.train.config import Ema, Objective
+from bucketline.train.ema import Average
+from bucketline.train.memory.activations import example_batch, norms_in_32_bits
+from bucketline.train.memory.table import built, run_of
+from bucketline.train.noise import FlowSchedule, LatentScale, NoiseSchedule, Prep
+from bucketline.train.optim import average_of, kind_of, make_optimizer
+from bucketline.train.recompute import recompute
+from bucketline.train.sharding import layout_on
+from bucketline.train.step import Training, train_step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from bucketline.loader import Batch
+
+STEPS = 3  # the first makes the optimizer's state, and a compiled one compiles
+
+
+def measured_steps(
+    config: Mapping[str, Any],
+    options: Mapping[str, Any],
+    images: int,
+    device: torch.device,
+    *,
+    size: int | None = None,
+    compiled: bool = False,
+) -> dict[str, int]:
+    """Return the bytes of some steps after another: `held` between them, and the `peak` within one.
+
+    `config`: of a model; `options`: of the run; `images`: of a batch, of latents of `size` squared, or the model's own.
+    """
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    training, batch = training_of(config, options, images, device, size=size, compiled=compiled)
+    found: dict[str, int] = {}
+    for step in range(STEPS):
+        with _peak_of(device) as peak, contextlib.nullcontext() if device.type == "cuda" else norms_in_32_bits():
+            train_step(training, iter([dataclasses.replace(batch, step=step)]), step)
+        if device.type == "cuda":
+            held = torch.cuda.memory_allocated(device) - before
+            peak[0] -= before
+        else:
+            held = _held(training, batch)
+            peak[0] += held
+        found = {"held": held, "peak": peak[0]}
+    return found
+
+
+def _held(training: Training, batch: Batch) -> int:
+    """Return the bytes of tensors that stay between steps."""
+    state = training.optimizer.state_dict()["state"].values()
+    found = [*training.model.parameters(), *training.model.buffers(), *training.average._averages, *batch.by_name().values()]
+    found += [value for entry in state for value in entry.values() if isinstance(value, torch.Tensor)]
+    return sum({id(one): one.nbytes for one in found}.values())
+
+
+@contextlib.contextmanager
+def _peak_of(device: torch.device) -> Iterator[list[int]]:
+    """Fill in the most bytes that the body has: on a GPU all of the device's, else those beyond what was there before."""
+    found = [0]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        torch.cuda.synchronize(device)
+        found[0] = torch.cuda.max_memory_allocated(device)
+        return
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        yield found
+    changes: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    own = sorted((one.start_ns(), one.nbytes()) for one in changes if one.name() == "[memory]")
+    now = 0
+    for _, num_bytes in own:
+        now += num_bytes
+        found[0] = max(found[0], now)
+
+
+def training_of(
+    config: Mapping[str, Any],
+    options: Mapping[str, Any],
+    images: int,
+    device: torch.device,
+    *,
+    size: int | None = None,
+    compiled: bool = False,
+) -> tuple[Training, Batch]:
+    """Return a run's model at random, ready for a step in bf16, and a batch."""
+    asked = dataclasses.replace(run_of(dict(options)), learning_rate=1e-4)
+    torch.manual_seed(0)
+    family, model = built(config, asked, device)
+    recompute(model, asked, is_compiled=compiled)
+    if compiled:
+        compile_blocks(model)
+    if asked.offload_blocks:
+        from bucketline.train.lowbit.offload import offload_blocks
+
+        offload_blocks(model, asked.offload_blocks, device, layout_on(device))
+    model.to(device=device, memory_format=layout_on(device))  # type: ignore[call-overload]
+    place = asked.ema if kind_of(asked).average is None else Ema.OFF
+    average = Average(model, asked.ema_decay, place=place)
+    optimizer = make_optimizer(asked, model, compiled=compiled)
+    is_flow = family.scheduler.get("_class_name") == "FlowMatchEulerDiscreteScheduler"
+    schedule: Any = (
+        FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=family.patch_size)
+        if is_flow
+        else NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), device)
+    )
+    training = Training(
+        config=asked,
+        family=family,
+        model=model,
+        optimizer=optimizer,
+        average=average_of(asked, model, optimizer) or average,
+        prep=Prep(
+            scale=LatentScale(scale=0.5, shift=0.0),
+            schedule=schedule,
+            objective=Objective.FLOW if is_flow else Objective.EPSILON,
+            compiled=compiled,
+        ),
+        autocast=torch.autocast(device.type, torch.bfloat16),
+    )
+    batch = example_batch(family, images, size)
+    stored = {**batch.by_name(), "latents": batch.latents.half(), "tokens": batch.tokens.half()}
+    return training, dataclasses.replace(batch, **as_fields({name: one.to(device) for name, one in stored.items()}))
