@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from itertools import product
 from typing import Any
 
 import torch
@@ -49,31 +50,30 @@ def dial(*names: str) -> None:
         config: Any = PUBLISHED_MODELS.get(name) or (FEW_LAYERS if ON_GPU else NARROW)[name]
         counting = CountedModel(config)
         images, size = (4, None) if ON_GPU else (1, 16)
-        for options in CHOICES:
+        for compiled, options in product((False, True) if ON_GPU else (False,), CHOICES):
             begin = time.perf_counter()
             memory, kept = counting.memory(options), counting.kept(options, images, size)
             held = memory.total - memory.gradients
             counted = {"held": held, "kept": kept, "gradients": memory.gradients, "peak": held + max(kept, memory.gradients)}
             seconds = round(time.perf_counter() - begin, 2)
-            for compiled in (False, True) if ON_GPU else (False,):
-                found: dict[str, int] = {}
-                try:
-                    found = measured_steps(config, options, images, DEVICE, size=size, compiled=compiled)
-                except torch.OutOfMemoryError as error:
-                    gc.collect()
-                    figures = {"model": name, "options": options, "compiled": compiled, "counted": counted}
-                    tell("dial: does not fit", **figures, problem=f"{error!s:.200}")
-                    continue
-                ratio = counted["peak"] / found["peak"]
-                tell(
-                    "dial: the count and the peak",
-                    ok=None if compiled else abs(ratio - 1) < WITHIN,
-                    model=name,
-                    options=options,
-                    images=images,
-                    compiled=compiled,
-                    counted_to_peak=round(ratio, 3),
-                    counted_mb={one: value // 10**6 for one, value in counted.items()},
-                    measured_mb={one: value // 10**6 for one, value in found.items()},
-                    counting_s=seconds,
-                )
+            found: dict[str, int] = {}
+            try:
+                found = measured_steps(config, options, images, DEVICE, size=size, compiled=compiled)
+            except torch.OutOfMemoryError as error:
+                gc.collect()
+                figures = {"model": name, "options": options, "compiled": compiled, "counted": counted}
+                tell("dial: does not fit", **figures, problem=f"{error!s:.200}")
+                continue
+            ratio = counted["peak"] / found["peak"]
+            tell(
+                "dial: the count and the peak",
+                ok=None if compiled else abs(ratio - 1) < WITHIN,
+                model=name,
+                options=options,
+                images=images,
+                compiled=compiled,
+                counted_to_peak=round(ratio, 3),
+                counted_mb={one: value // 10**6 for one, value in counted.items()},
+                measured_mb={one: value // 10**6 for one, value in found.items()},
+                counting_s=seconds,
+            )
