@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch.nn.parallel import DistributedDataParallel
 
+from bucketline.attention import avoid_cudnn_attention
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
 from bucketline.loader.history import StoreId
@@ -91,6 +92,7 @@ def start_processes(config: TrainConfig) -> Accelerator:
         UsageError: if a tracker is unknown or not installed.
     """
     expect_trackers(config.track_with)
+    avoid_cudnn_attention()
     on_gpu = torch.cuda.is_available()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")  # it warns that all cores are used, which is intended

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import traceback
 
+from bucketline.attention import avoid_cudnn_attention
 from tests.gpu.compiled import dispatch, families, fp8
 from tests.gpu.dial import dial
 from tests.gpu.loading import contexts, copies, draws, env, loader, memory, services
@@ -28,6 +29,7 @@ ALL = (*CHECKS, "cli:sd-lora", "bench:dit-xl-2", "bench:sdxl") if ON_GPU else tu
 
 
 def main(asked: list[str]) -> int:
+    avoid_cudnn_attention()
     for one in asked or ALL:
         name, *arguments = one.split(":")
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bucketline.allocator import keep_freed_memory
+from bucketline.attention import avoid_cudnn_attention
 from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.vae import VaeEncoder
@@ -42,5 +43,6 @@ def load_text_encoder(config: PackConfig, model: ModelFolder, device: torch.devi
 
 
 def _prepare(device: torch.device) -> None:
+    avoid_cudnn_attention()
     if device.type == "cpu":
         keep_freed_memory()

@@ -179,3 +179,9 @@ def test_another_text_encoder_than_the_stores_is_refused_without_being_loaded(fo
         rewrite_manifest(folder / "tiny.store", encoders={"vae": dict(VAE), "text_encoder": text})
         with pytest.raises(ModelError, match=r"model/text_encoder is not the text encoder .* the store has 0{32}; "):
             built_alone(config(folder))
+
+
+def test_a_run_computes_no_attention_by_cudnn(tmp_path: Path) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    start_processes(config(tmp_path))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

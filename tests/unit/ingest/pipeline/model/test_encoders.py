@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from bucketline.ingest.pipeline.model import load_encoders
 from bucketline.store import Store
@@ -75,7 +76,9 @@ def test_the_encoders_are_loaded_when_an_image_or_a_caption_is_to_be_encoded(
     assert pack(again / "photos", again / "s", model).json["rejected"] == 1
     assert loads == []
     (again / "photos" / "a" / "bad.png").write_bytes(png(30, 40))
+    torch.backends.cuda.enable_cudnn_sdp(True)
     assert pack(again / "photos", again / "s", model).json["packed"] == 1
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
     (again / "photos" / "a" / "bad.txt").write_text("a cat", encoding="ascii")
     assert pack(again / "photos", again / "s", model).json["latents_kept"] == 1
     assert len(loads) == 2
