@@ -171,14 +171,13 @@ class MemoryOptions:
     base: Base | None = None
     """Format of the frozen weights next to LoRA adapters, in the blocks' linear layers: 8 bits, or 4 (nf4); None: the precision
     of training. Needs the extra `quantised`."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
-    activation_memory: float = 1.0
-    """Share of the blocks' activations to store, 0 to 1, between storing all and --gradient-checkpointing. Compiled blocks
-    recompute the operations that cost least; without --compile, this share of the blocks is not recomputed."""
+    recompute: float | None = None
+    """Share of the blocks' activations to recompute in the backward pass instead of storing them, 0 to 1; 1 takes about a third
+    more time. Between, compiled blocks recompute the operations that cost least; without --compile, this share of the blocks
+    is recomputed. None: 0."""
     offload_blocks: int = 0
     """Blocks of a LoRA run's frozen base that wait in host memory and are copied to the device ahead of their use; as many as
-    there are at most. Needs --gradient-checkpointing."""
+    there are at most. Needs --recompute 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +348,7 @@ class TrainConfig(
             *("wait_rows", "shard_ranks"),
         )
         self._expect_at_least(0, "warmup_steps", "num_images", "learning_rate", "weight_decay", "offload_blocks")
-        self._expect_share("ema_decay", "lr_floor", "activation_memory")
+        self._expect_share("ema_decay", "lr_floor", "recompute")
         self._expect("a number above 0, or None for no clipping", _is_above_0, "clip_norm")
         self._expect("a number above 0, or None for never", _is_above_0, "checkpoint_minutes")
         self._expect("a number above 0", _is_above_0, "logit_std", "shift", "min_snr_gamma", "lora_alpha")
@@ -396,18 +395,13 @@ class TrainConfig(
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
         needed = (
             (self.lora_rank is not None, "--lora-rank", "only frozen blocks can wait"),
-            (self.gradient_checkpointing, "--gradient-checkpointing", "a backward pass that does not recompute keeps them all"),
+            (self.recompute == 1, "--recompute 1", "a backward pass that does not recompute keeps them all"),
         )
         if self.offload_blocks and (missing := [(option, why) for is_given, option, why in needed if not is_given]):
             options, reasons = (" and ".join(words) for words in zip(*missing, strict=True))
             raise UsageError(f"--offload-blocks is {self.offload_blocks}, expected {options} with it: {reasons}")
         if self.offload_blocks and self.sharding is not Sharding.DDP:
             raise UsageError(f"--offload-blocks is {self.offload_blocks} with --sharding {self.sharding}, expected ddp")
-        if self.activation_memory < 1 and self.gradient_checkpointing:
-            raise UsageError(
-                f"--activation-memory is {self.activation_memory} with --gradient-checkpointing, which recomputes all; "
-                "leave one of them out"
-            )
         if self.base is not None and self.sharding is not Sharding.DDP:
             raise UsageError(
                 f"--base is {self.base} with --sharding {self.sharding}, expected ddp: a quantised base is not sharded"

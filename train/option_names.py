@@ -38,7 +38,6 @@ _OURS = {
     "timestep-max": ("max-timestep", "max-noising-strength"),
     "guidance": ("guidance-scale",),
     "caption-dropout": ("proportion-empty-prompts", "caption-dropout-rate", "caption-dropout-probability", "uncond-p"),
-    "gradient-checkpointing": ("activation-checkpointing",),
     "offload-blocks": ("blocks-to-swap", "block-swap", "layer-offload-fraction"),
     "base": ("fp8-base", "quantize", "quantize-base", "base-model-precision", "bnb-4bit"),
     "weights": ("full-bf16", "full-fp16"),
@@ -98,6 +97,8 @@ _ELSEWHERE = {
         *("with-prior-preservation", "class-data-dir", "class-prompt", "prior-loss-weight", "num-class-images", "reg-data-dir"),
     ),
     "say --timestep-sampling logit_normal or mode; sigma_sqrt and cosmap are --flow-weighting": ("weighting-scheme",),
+    "say --recompute 1": ("gradient-checkpointing", "activation-checkpointing", "no-gradient-checkpointing"),
+    "--recompute is the share to recompute: 1 less the share to store": ("activation-memory",),
     "say --optimizer adamw-8bit": ("use-8bit-adam", "use-8bit-adamw"),
     "say --optimizer prodigy": ("use-prodigy",),
     "give the last steps' export by --export-every, or `bucketline export-model RUN OUTPUT` afterwards": (
@@ -133,9 +134,12 @@ _RENAMED = {
 def translated(recorded: Mapping[str, Json]) -> dict[str, Json]:
     """Return the options that a run or its checkpoint has recorded, also of an earlier version, by the names of this one.
 
-    >>> translated({"accum": 2, "batch_size": None, "batch_pixels": 1 << 22, "batch_multiple": 8})
-    {'accumulation': 2, 'batch': '4MP/8'}
+    >>> translated({"accum": 2, "batch_size": None, "batch_pixels": 1 << 22, "batch_multiple": 8, "activation_memory": 0.75})
+    {'accumulation': 2, 'recompute': 0.25, 'batch': '4MP/8'}
     """
     options = {_RENAMED.get(name, name): value for name, value in recorded.items()}
+    stored, is_recomputed = options.pop("activation_memory", None), options.pop("gradient_checkpointing", False)
+    if isinstance(stored, float | int):
+        options["recompute"] = 1.0 if is_recomputed else 1.0 - stored
     sizes = {name: options.pop(name) for name in (*SIZES, "batch_multiple") if name in options}
     return options | ({"batch": batch_as_text(sizes)} if sizes else {})

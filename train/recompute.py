@@ -13,16 +13,17 @@ if TYPE_CHECKING:
 
 
 def recompute(model: nn.Module, config: TrainConfig, *, is_compiled: bool) -> None:
-    """Have a model recompute what `--gradient-checkpointing` or `--activation-memory` says."""
-    if config.gradient_checkpointing:
+    """Have a model recompute the share of its activations that `--recompute` says."""
+    share = config.recompute or 0.0
+    if share == 1:
         model.enable_gradient_checkpointing(recomputed)  # type: ignore[operator]
     elif is_compiled:
         import torch._functorch.config as functorch
 
         # For each block's graph: torch chooses the operations whose recomputation costs least.
-        functorch.activation_memory_budget = config.activation_memory
-    elif config.activation_memory < 1:
-        model.enable_gradient_checkpointing(SomeRecomputed(1 - config.activation_memory))  # type: ignore[operator]
+        functorch.activation_memory_budget = 1 - share
+    elif share:
+        model.enable_gradient_checkpointing(SomeRecomputed(share))  # type: ignore[operator]
 
 
 def recomputed(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's

@@ -74,7 +74,7 @@ _FREE = {
     *("store", "model", "model_config", "preset", "lora_from", "output_dir", "max_steps", "resume", "new_plan"),
     *("follow", "wait_rows", "follow_schedule"),
     *("service", "service_token", "service_certificate", "window", "threads", "prefetch_bytes", "verify", "track_with"),
-    *("offload_blocks", "activation_memory"),
+    *("offload_blocks", "recompute"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     *("sharding", "shard_ranks", "keep_gathered", "image_guidance", "image_prompts"),
     *("export_every", "export_dtype", "push_to_hub", "push_exports"),

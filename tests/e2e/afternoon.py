@@ -90,7 +90,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
     ),
     "docs/training.md": (
-        (r"^(--gradient-checkpointing )?--offload-blocks 20$", "--lora-rank 16 --gradient-checkpointing --offload-blocks 20"),
+        (r"^(--recompute 1 )?--offload-blocks 20$", "--lora-rank 16 --recompute 1 --offload-blocks 20"),
         (r"^--base int8$", "--lora-rank 16 --base int8"),
         (r"^bucketline train report$", "bucketline train report --help"),
         (r"--max-steps 1000$", FEWER),

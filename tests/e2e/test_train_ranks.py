@@ -109,7 +109,7 @@ def test_two_ranks_equal_one_rank_with_the_same_global_batch(folder: Path, run: 
 
 
 def test_two_ranks_equal_one_rank_on_a_quantised_base_in_host_memory(folder: Path, run: Run) -> None:
-    saving = {"lora_rank": 2, "base": Base.FP8, "gradient_checkpointing": True, "offload_blocks": 6}
+    saving = {"lora_rank": 2, "base": Base.FP8, "recompute": 1.0, "offload_blocks": 6}
     one = config(folder, output_dir=folder / "one", accumulation=2, max_steps=4, **saving)
     two = replace(one, output_dir=folder / "two", accumulation=1)
     run(1, one)

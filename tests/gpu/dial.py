@@ -33,11 +33,11 @@ NARROW: dict[str, dict[str, Any]] = {
 WITHIN = 0.15
 CHOICES: tuple[dict[str, Any], ...] = (
     {},
-    {"activation_memory": 0.5},
-    {"gradient_checkpointing": True},
+    {"recompute": 0.5},
+    {"recompute": 1.0},
     {"ema": Ema.OFF, "optimizer": "adamw-bf16"},
     {"lora_rank": 16},
-    {"lora_rank": 16, "gradient_checkpointing": True},
+    {"lora_rank": 16, "recompute": 1.0},
 )
 
 

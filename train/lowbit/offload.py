@@ -1,7 +1,7 @@
 """Block offload for LoRA: the frozen tensors of some blocks wait in host memory, and reach the device ahead of their use.
 
 A block gets copies for each run, in the forward pass and when the backward pass recomputes it, so autograd never meets a
-tensor that has moved. The copies are freed once nothing refers to them, that is with gradient checkpointing: after the run.
+tensor that has moved. The copies are freed once nothing refers to them, that is with `--recompute 1`: after the run.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Memory:
 def choices(rank: int) -> tuple[_Options, ...]:
     """Return the rows of the table of what depends on no batch; `rank`: of the adapters."""
     adapters: _Options = {"lora_rank": rank}
-    waiting: _Options = {"gradient_checkpointing": True, "offload_blocks": EVERY_BLOCK}
+    waiting: _Options = {"recompute": 1.0, "offload_blocks": EVERY_BLOCK}
     return (
         {},
         {"ema": Ema.CPU},
@@ -72,13 +72,16 @@ def choices(rank: int) -> tuple[_Options, ...]:
 
 def savings(rank: int) -> tuple[_Options, ...]:
     """Return the rows of the table of activations; `rank`: of the adapters."""
-    recomputing: tuple[_Options, ...] = ({}, {"activation_memory": 0.5}, {"gradient_checkpointing": True})
-    return (*recomputing, {"lora_rank": rank}, {"lora_rank": rank, "gradient_checkpointing": True})
+    recomputing: tuple[_Options, ...] = ({}, {"recompute": 0.5}, {"recompute": 1.0})
+    return (*recomputing, {"lora_rank": rank}, {"lora_rank": rank, "recompute": 1.0})
 
 
 def label(options: _Options) -> str:
     """Return options as a command line has them."""
-    words = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in options.items()]
+    words = [
+        f"--{name.replace('_', '-')}" + (f" {value:g}" if isinstance(value, float) else f" {value}")
+        for name, value in options.items()
+    ]
     return f"`{' '.join(words)}`" + f" on {RANKS} GPUs" * ("sharding" in options) if words else "all weights"
 
 

@@ -53,7 +53,7 @@ OF_FLOW: dict[str, dict[str, Any]] = {
     "cosmap": {"flow_weighting": FlowWeighting.COSMAP, **SPREAD},
     "shift": {"shift": 1.7},
     "guidance": {"guidance": 3.5},
-    "recomputed": {"gradient_checkpointing": True},
+    "recomputed": {"recompute": 1.0},
     "prior": {"store_weight": (PRIOR,), "flow_weighting": FlowWeighting.SIGMA_SQRT},
 }
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {

@@ -150,8 +150,8 @@ def test_a_run_of_adapters_resumes_to_the_last_bit(family: str, tmp_path: Path) 
             assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_gradient_checkpointing_changes_no_step(packed: Packed, tmp_path: Path) -> None:
-    plain, saving = (assembled(packed, tmp_path, gradient_checkpointing=on) for on in (False, True))
+def test_recomputing_changes_no_step(packed: Packed, tmp_path: Path) -> None:
+    plain, saving = (assembled(packed, tmp_path, recompute=share) for share in (0.0, 1.0))
     assert saving.training.model.is_gradient_checkpointing
     with plain.loader as loader:
         batch = next(loader.forever())

@@ -55,15 +55,15 @@ def test_every_preset_has_a_script_that_runs_it_on_many_gpus(tmp_path: Path) -> 
 
 
 def test_options_on_the_command_line_win_wherever_they_stand(tmp_path: Path) -> None:
-    more = ("--learning-rate", "3e-4", "--no-gradient-checkpointing", "--batch", "4096tok")
+    more = ("--learning-rate", "3e-4", "--recompute", "0.5", "--batch", "4096tok")
     for arguments in ([*more, "--preset", "sdxl-lora"], ["--preset=sdxl-lora", *more]):
         config = configured(*arguments)
-        assert (config.learning_rate, config.gradient_checkpointing, config.lora_rank) == (3e-4, False, 16)
+        assert (config.learning_rate, config.recompute, config.lora_rank) == (3e-4, 0.5, 16)
         assert (config.batch, config.for_loader().batch_tokens) == ("4ktok", 4096)
     own = tmp_path / "own.toml"
-    own.write_text('store = ["b.store"]\ngradient-checkpointing = false\nbatch = 2\n', encoding="utf-8")
-    config = configured("--gradient-checkpointing", "--preset", str(own))
-    assert ([str(store) for store in config.store], config.gradient_checkpointing) == (["a.store"], True)
+    own.write_text('store = ["b.store"]\nverify = false\nbatch = 2\n', encoding="utf-8")
+    config = configured("--verify", "--preset", str(own))
+    assert ([str(store) for store in config.store], config.verify) == (["a.store"], True)
 
 
 def test_a_preset_of_ones_own_is_a_whole_run(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ max-steps = 9
 batch = 2
 timestep-sampling = "logit_normal"
 logit-mean = -0.5
-gradient-checkpointing = true
+recompute = 1
 checkpoint-minutes = "None"
 """,
         encoding="utf-8",
@@ -86,7 +86,7 @@ checkpoint-minutes = "None"
     assert [str(store) for store in config.store] == ["a.store", "b.store:3"]
     assert (config.store_weight, config.max_steps, config.logit_mean) == ((1.0, 0.5), 9, -0.5)
     assert (config.timestep_sampling, config.checkpoint_minutes) == (TimestepSampling.LOGIT_NORMAL, None)
-    assert config.gradient_checkpointing
+    assert config.recompute == 1
 
 
 @pytest.mark.parametrize(

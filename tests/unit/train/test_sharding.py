@@ -241,7 +241,7 @@ def test_ranks_that_have_the_weights_are_not_sent_them_again(tmp_path: Path, mon
         monkeypatch.setattr(distributed, "_sync_module_states", lambda **given: sent.append(given))
         wrapped = replicated(model, asked, CPU)
         assert sent == []
-        more: dict[str, Any] = {"lora_rank": 2, "gradient_checkpointing": True, "offload_blocks": 2}
+        more: dict[str, Any] = {"lora_rank": 2, "recompute": 1.0, "offload_blocks": 2}
         replicated(model, config(tmp_path, **more), CPU)
         assert len(sent) == 1, "ranks that have each read a model for themselves make sure"
         _, expected = load(tmp_path / "model", facts(), 0)

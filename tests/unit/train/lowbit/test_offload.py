@@ -49,7 +49,7 @@ def steps(trainer: Trainer, number: int = 2) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("packed", A_FEW, indirect=True)
 @pytest.mark.parametrize("number", [2, 99])
 def test_offloaded_blocks_compute_the_same_to_the_bit(packed: Packed, tmp_path: Path, number: int) -> None:
-    saving = {**LORA, "gradient_checkpointing": True, "precision": Precision.BF16}
+    saving = {**LORA, "recompute": 1.0, "precision": Precision.BF16}
     plain = assembled(packed, tmp_path, **saving)
     offloaded = assembled(packed, tmp_path, **saving, offload_blocks=number)
     gone = [
@@ -64,10 +64,10 @@ def test_a_run_with_everything_that_saves_memory_is_the_plain_one(folder: Path) 
     asked = {**LORA, "max_steps": 3, "accumulation": 1, "num_images": 1, "base": Base.INT8, "validate_every": 2}
     plain = config(folder, output_dir=folder / "plain", **asked)
     train(plain, ALONE)
-    saving = config(folder, output_dir=folder / "saving", **asked, gradient_checkpointing=True, offload_blocks=3)
+    saving = config(folder, output_dir=folder / "saving", **asked, recompute=1.0, offload_blocks=3)
     train(saving, ALONE)
     assert losses(plain.output_dir) == losses(saving.output_dir)
-    some = config(folder, output_dir=folder / "some", **asked, activation_memory=0.5)
+    some = config(folder, output_dir=folder / "some", **asked, recompute=0.5)
     train(some, ALONE)
     assert losses(plain.output_dir) == losses(some.output_dir)
     grids = [(asked.output_dir / "images.png").read_bytes() for asked in (plain, saving)]
@@ -97,7 +97,7 @@ def test_two_blocks_at_a_time_are_on_the_device_and_each_arrives_ahead(folder: P
     monkeypatch.setattr(Offload, "_fetch", fetch)
     monkeypatch.setattr(Offload, "_run", run)
     write_unet(folder / "model", mid_block_type="UNetMidBlock2DCrossAttn", up_block_types=["CrossAttnUpBlock2D", "UpBlock2D"])
-    asked = config(folder, **LORA, accumulation=1, gradient_checkpointing=True, offload_blocks=99)
+    asked = config(folder, **LORA, accumulation=1, recompute=1.0, offload_blocks=99)
     trainer = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     num_blocks = len(repeated_blocks(trainer.training.model))
     with trainer.loader as loader:
@@ -121,7 +121,7 @@ def test_compiled_blocks_take_part(packed: Packed, tmp_path: Path, monkeypatch: 
     kept = {name: getattr(dynamo.config, name) for name in ("automatic_dynamic_shapes", "optimize_ddp", "recompile_limit")}
     kept |= {name: getattr(dynamo.config, name) for name in ("accumulated_recompile_limit", "fail_on_recompile_limit_hit")}
     monkeypatch.setattr(setup, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager"))
-    asked = {**LORA, "accumulation": 1, "base": Base.NF4, "gradient_checkpointing": True, "offload_blocks": 4}
+    asked = {**LORA, "accumulation": 1, "base": Base.NF4, "recompute": 1.0, "offload_blocks": 4}
     found = []
     with dynamo.config.patch(**kept):
         for compiled in (Compile.OFF, Compile.ON):
@@ -134,11 +134,11 @@ def test_compiled_blocks_take_part(packed: Packed, tmp_path: Path, monkeypatch: 
         assert compiled_too == pytest.approx(plain, rel=1e-4)
 
 
-def test_less_activation_memory_keeps_fewer_activations(folder: Path) -> None:
+def test_recomputing_keeps_fewer_activations(folder: Path) -> None:
     kept = {}
     found = []
     for share in (1.0, 0.5, 0.0):
-        asked = config(folder, accumulation=1, activation_memory=share)
+        asked = config(folder, accumulation=1, recompute=1 - share)
         trainer = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
         sizes: dict[int, int] = {}
 
@@ -162,19 +162,18 @@ def test_compiled_blocks_get_a_budget_instead(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(functorch, "activation_memory_budget", 1.0)
     model = torch.nn.Module()
-    recompute.recompute(model, config(tmp_path, activation_memory=0.25), is_compiled=True)
+    recompute.recompute(model, config(tmp_path, recompute=0.75), is_compiled=True)
     assert functorch.activation_memory_budget == 0.25
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"offload_blocks": 4}, "--offload-blocks is 4, expected --lora-rank and --gradient-checkpointing with it"),
-        ({"offload_blocks": 4, "lora_rank": 2}, "is 4, expected --gradient-checkpointing with it: a backward pass"),
-        ({"offload_blocks": 4, "gradient_checkpointing": True}, "is 4, expected --lora-rank with it: only frozen blocks"),
+        ({"offload_blocks": 4}, "--offload-blocks is 4, expected --lora-rank and --recompute 1 with it"),
+        ({"offload_blocks": 4, "lora_rank": 2}, "is 4, expected --recompute 1 with it: a backward pass"),
+        ({"offload_blocks": 4, "recompute": 1.0}, "is 4, expected --lora-rank with it: only frozen blocks"),
         ({"offload_blocks": -1}, "--offload-blocks is -1"),
-        ({"activation_memory": 1.5}, "--activation-memory is 1.5, expected 0 to 1"),
-        ({"activation_memory": 0.5, "gradient_checkpointing": True}, "which recomputes all"),
+        ({"recompute": 1.5}, "--recompute is 1.5, expected 0 to 1"),
         ({"base": Base.NF4}, "--base is nf4, but --lora-rank is not given"),
         ({"base": Base.NF4, "lora_rank": 2, "sharding": Sharding.FSDP}, "a quantised base is not sharded"),
     ],

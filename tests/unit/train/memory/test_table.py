@@ -185,7 +185,7 @@ def test_a_models_own_folder_is_a_column(folder: Path, capsys: pytest.CaptureFix
     assert TrainMemory(models=(folder / "model",), lora_rank=4).run() == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == f"| GB without activations | {folder.name}/model |"
-    assert last.startswith("| `--lora-rank 4 --gradient-checkpointing` |")
+    assert last.startswith("| `--lora-rank 4 --recompute 1` |")
 
 
 def test_a_folder_of_another_class_is_refused(folder: Path) -> None:
