@@ -14,7 +14,7 @@ from bucketline.loader.batch import as_fields
 from bucketline.train.compile import compile_blocks
 from bucketline.train.config import Ema, Objective
 from bucketline.train.ema import Average
-from bucketline.train.memory.activations import example_batch, norms_in_32_bits
+from bucketline.train.memory.activations import BatchSizes, example_batch, norms_in_32_bits
 from bucketline.train.memory.table import built, run_of
 from bucketline.train.noise import FlowSchedule, LatentScale, NoiseSchedule, Prep
 from bucketline.train.optim import average_of, kind_of, make_optimizer
@@ -33,22 +33,21 @@ STEPS = 3  # the first makes the optimizer's state, and a compiled one compiles
 def measured_steps(
     config: Mapping[str, Any],
     options: Mapping[str, Any],
-    images: int,
+    sizes: BatchSizes,
     device: torch.device,
     *,
-    size: int | None = None,
     compiled: bool = False,
 ) -> dict[str, int]:
     """Return the bytes of some steps after another: `held` between them, and the `peak` within one.
 
-    `config`: of a model; `options`: of the run; `images`: of a batch, of latents of `size` squared, or the model's own.
+    `config`: of a model; `options`: of the run.
     """
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    training, batch = training_of(config, options, images, device, size=size, compiled=compiled)
+    training, batch = training_of(config, options, sizes, device, compiled=compiled)
     found: dict[str, int] = {}
     for step in range(STEPS):
         with _peak_of(device) as peak, contextlib.nullcontext() if device.type == "cuda" else norms_in_32_bits():
@@ -95,10 +94,9 @@ def _peak_of(device: torch.device) -> Iterator[list[int]]:
 def training_of(
     config: Mapping[str, Any],
     options: Mapping[str, Any],
-    images: int,
+    sizes: BatchSizes,
     device: torch.device,
     *,
-    size: int | None = None,
     compiled: bool = False,
 ) -> tuple[Training, Batch]:
     """Return a run's model at random, ready for a step in bf16, and a batch."""
@@ -136,6 +134,6 @@ def training_of(
         ),
         autocast=torch.autocast(device.type, torch.bfloat16),
     )
-    batch = example_batch(family, images, size)
+    batch = example_batch(family, sizes)
     stored = {**batch.by_name(), "latents": batch.latents.half(), "tokens": batch.tokens.half()}
     return training, dataclasses.replace(batch, **as_fields({name: one.to(device) for name, one in stored.items()}))

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from bucketline.train.config import Ema
+from bucketline.train.memory.activations import BatchSizes
 from bucketline.train.memory.published import PUBLISHED_MODELS
-from bucketline.train.memory.table import CountedModel
+from bucketline.train.memory.table import CountedModel, run_of
 from tests.gpu.material import DEVICE, ON_GPU, tell
 from tests.step_memory import measured_steps
 
@@ -49,16 +50,22 @@ def dial(*names: str) -> None:
     for name in names or tuple(FEW_LAYERS):
         config: Any = PUBLISHED_MODELS.get(name) or (FEW_LAYERS if ON_GPU else NARROW)[name]
         counting = CountedModel(config)
-        images, size = (4, None) if ON_GPU else (1, 16)
+        sizes = BatchSizes(images=4, height=128, width=128) if ON_GPU else BatchSizes(images=1, height=16, width=16)
         for compiled, options in product((False, True) if ON_GPU else (False,), CHOICES):
             begin = time.perf_counter()
-            memory, kept = counting.memory(options), counting.kept(options, images, size)
-            held = memory.total - memory.gradients
-            counted = {"held": held, "kept": kept, "gradients": memory.gradients, "peak": held + max(kept, memory.gradients)}
+            asked = run_of(options)
+            memory, step = counting.held(asked), counting.step(asked, sizes)
+            counted = {
+                "held": memory.total - memory.gradients,
+                "gradients": memory.gradients,
+                "kept": step.kept,
+                "step": step.most,
+                "peak": counting.need(asked, sizes),
+            }
             seconds = round(time.perf_counter() - begin, 2)
             found: dict[str, int] = {}
             try:
-                found = measured_steps(config, options, images, DEVICE, size=size, compiled=compiled)
+                found = measured_steps(config, options, sizes, DEVICE, compiled=compiled)
             except torch.OutOfMemoryError as error:
                 gc.collect()
                 figures = {"model": name, "options": options, "compiled": compiled, "counted": counted}
@@ -70,7 +77,7 @@ def dial(*names: str) -> None:
                 ok=None if compiled else abs(ratio - 1) < WITHIN,
                 model=name,
                 options=options,
-                images=images,
+                images=sizes.images,
                 compiled=compiled,
                 counted_to_peak=round(ratio, 3),
                 counted_mb={one: value // 10**6 for one, value in counted.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from bucketline.loader import Batch
+from bucketline.train.memory.live import LiveBytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,13 +26,54 @@ NORMS = ("layer_norm", "group_norm", "rms_norm")
 LATENT_SIZE = 128  # of a model whose configuration says none
 
 
-def kept_activations(model: nn.Module, family: Family, images: int, size: int | None = None) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """The sizes of a micro-batch."""
+
+    images: int
+    height: int  # of the latents
+    width: int
+    tokens: int | None = None  # of a caption; None: as many as the model's pipeline makes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """The bytes that a forward and a backward pass take beyond weights and inputs."""
+
+    kept: int  # by the forward pass until the backward pass
+    most: int  # at any time, with the gradients that are there by then
+    most_without_gradients: int
+
+
+def step_bytes(model: nn.Module, family: Family, sizes: BatchSizes, *, autocasts: bool = True) -> StepBytes:
+    """Return what a step on such a batch takes, uncompiled; the model's tensors need no memory.
+
+    The passes are those of a CPU, whose attention keeps no matrix either. `autocasts`: in bf16, with the norms of a GPU.
+    """
+    batch = example_batch(family, sizes)
+    noisy, timesteps = torch.zeros_like(batch.latents), torch.zeros(sizes.images)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    norms = norms_in_32_bits() if autocasts else contextlib.nullcontext()
+    with LiveBytes(trained) as live, norms:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            prediction = family.predict(model, noisy, timesteps, batch)
+        kept = live.now
+        loss = (prediction.float() - noisy).square().mean()
+        del prediction
+        loss.backward()  # type: ignore[no-untyped-call]
+        del loss
+    for parameter in trained:
+        parameter.grad = None
+    return StepBytes(kept=kept, most=live.most, most_without_gradients=live.most_without_gradients)
+
+
+def kept_activations(model: nn.Module, family: Family, images: int) -> int:
     """Return the bytes that a forward pass in bf16 keeps until the backward pass, without weights, inputs and compiling.
 
-    The batch has so many images, of latents of `size` squared; None: of the model's own. The pass is one on the CPU, whose
-    attention keeps no matrix either, with the norms of a GPU. The model's tensors need no memory.
+    The batch has so many images of the model's own size. The pass is one on the CPU, whose attention keeps no matrix either,
+    with the norms of a GPU. The model's tensors need no memory.
     """
-    batch = example_batch(family, images, size)
+    batch = example_batch(family, usual_sizes(family, images))
     noisy, timesteps = torch.zeros_like(batch.latents), torch.zeros(images)
     own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch.tensors(), noisy, timesteps)}
     saved: dict[Any, int] = {}
@@ -78,25 +121,30 @@ def latent_size(family: Family) -> int:
     return size if isinstance(size, int) else LATENT_SIZE
 
 
-def example_batch(family: Family, images: int, size: int | None = None) -> Batch:
-    """Return a batch of zeros for a model, with captions of as many tokens as its pipeline's; `size` as above."""
+def usual_sizes(family: Family, images: int) -> BatchSizes:
+    """Return the sizes of a batch of a model's own size."""
+    return BatchSizes(images=images, height=latent_size(family), width=latent_size(family))
+
+
+def example_batch(family: Family, sizes: BatchSizes) -> Batch:
+    """Return a batch of zeros for a model."""
     config: Any = family.config
-    size = size or latent_size(family)
+    images, height, width = sizes.images, sizes.height, sizes.width
     channels = config["in_channels"] // family.packing**2
-    tokens, pooled = family.usual_tokens, family.pooled_width
+    tokens, pooled = sizes.tokens or family.usual_tokens, family.pooled_width
     number = torch.zeros(images, dtype=torch.int64)
-    sizes = torch.full((images, 2), 8 * size, dtype=torch.int32)
+    in_pixels = torch.tensor([[8 * height, 8 * width]] * images, dtype=torch.int32)
     return Batch(
         step=0,
         micro_step=0,
         epoch=0,
         bucket="",
-        columns={"target": torch.zeros(images, channels, size, size)},
+        columns={"target": torch.zeros(images, channels, height, width)},
         tokens=torch.zeros(images, tokens, family.token_width),
         token_mask=torch.ones(images, tokens, dtype=torch.bool),
-        original_size=sizes,
-        crop=sizes,
-        target_size=sizes,
+        original_size=in_pixels,
+        crop=in_pixels,
+        target_size=in_pixels,
         weight=torch.ones(images),
         keys=number,
         ids=torch.zeros(images, 16, dtype=torch.uint8),

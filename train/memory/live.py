@@ -21,7 +21,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = self.gradients = self.most_without_gradients = 0
         self._known: set[int] = set()
-        self._hooks = [one.register_post_accumulate_grad_hook(self._add_gradient) for one in trained]
+        self._hooks: list[Any] = [one.register_post_accumulate_grad_hook(self._add_gradient) for one in trained]  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
         """Stop counting."""
@@ -36,10 +36,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's
         """Run an operation, and count what it made."""
         found = func(*args, **(kwargs or {}))
-        before = {id(one.untyped_storage()) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
-        for one in tree_leaves(found):
-            if isinstance(one, torch.Tensor) and id(storage := one.untyped_storage()) not in self._known | before:
-                self._add(storage)
+        made = [one.untyped_storage() for one in _tensors(found)]
+        new = [storage for storage in made if id(storage) not in self._known]
+        if new:
+            given = {id(one.untyped_storage()) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+            for storage in new:
+                if id(storage) not in given | self._known:
+                    self._add(storage)
         return found
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -53,3 +56,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _free(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.now -= num_bytes
+
+
+def _tensors(found: object) -> list[torch.Tensor]:
+    if isinstance(found, torch.Tensor):
+        return [found]
+    return [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,8 @@ from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import family_of_model
 from bucketline.train.config import Base, Ema, Precision, Sharding, TrainConfig, WeightDtype
 from bucketline.train.lowbit.offload import frozen_bytes, offloaded
-from bucketline.train.memory.activations import kept_activations, latent_size
+from bucketline.train.memory.activations import BatchSizes, StepBytes, kept_activations, latent_size, step_bytes
+from bucketline.train.memory.live import LiveBytes
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.optim import OPTIMIZERS, kind_of, make_optimizer
 from bucketline.train.parallel import repeated_blocks
@@ -111,10 +112,12 @@ class CountedModel:
         self._config = config
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._made: dict[tuple[Any, ...], tuple[Family, nn.Module]] = {}
+        self._steps: dict[tuple[Any, ...], StepBytes] = {}
+        self._optimizers: dict[tuple[Any, ...], tuple[int, int]] = {}
 
     def made(self, asked: TrainConfig) -> tuple[Family, nn.Module]:
         """Return the model as a run trains it, and its family; the same for runs that change nothing in it."""
-        key = asked.lora_rank, asked.base, asked.weights
+        key = _what_is_made(asked)
         if key not in self._made:
             family, model = built(self._config, asked, torch.device("meta"))
             with self._fake:
@@ -123,49 +126,90 @@ class CountedModel:
 
     def memory(self, options: _Options) -> Memory:
         """Return what a run with these options has on each device, whatever its batch."""
-        asked = run_of(options)
+        return self.held(run_of(options))
+
+    def held(self, asked: TrainConfig, ranks: int = RANKS) -> Memory:
+        """Return what a run has on each device, whatever its batch; `ranks`: that share a model that is sharded."""
         _, model = self.made(asked)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         own = {id(parameter) for parameter in trained}
         held = sum(one.nbytes for one in (*model.parameters(), *model.buffers()) if id(one) not in own)
         # two of the blocks that wait are there: the one that runs and the next
         held -= sum(sorted(map(frozen_bytes, offloaded(model, asked.offload_blocks)))[:-2])
-        share = RANKS if asked.sharding is Sharding.FSDP else 1
+        share = 1 if asked.sharding is Sharding.DDP else ranks
         weights = sum(parameter.nbytes for parameter in trained) // share
-        with self._without_memory():
-            moments = _moments(asked, model, trained) // share
+        moments = self._optimizer_bytes(asked)[0] // share
         is_averaged = asked.ema is Ema.DEVICE and kind_of(asked).average is None
         return Memory(weights=held + weights, gradients=weights, moments=moments, average=weights if is_averaged else 0)
 
-    def activations(self, options: _Options) -> int:
-        """Return the bytes that each image of a batch adds: all that the backward pass needs, but for the weights."""
-        return self.kept(options, 2) - self.kept(options, 1)
-
-    def kept(self, options: _Options, images: int, size: int | None = None) -> int:
-        """Return the bytes that a forward pass over so many images keeps: activations, and weights in the dtype of products.
-
-        `size`: of the square latents; None: the model's own.
+    def need(self, asked: TrainConfig, sizes: BatchSizes, ranks: int = 1) -> int:
+        """Return the most bytes that a run needs on each of `ranks` devices, for its tensors, with such a micro-batch.
 
         Raises:
             UsageError: if the sizes depend on values, which only a run has.
         """
-        asked = run_of(options)
+        held, step, passing = self.held(asked, ranks), self.step(asked, sizes), self._optimizer_bytes(asked)[1]
+        between = held.total - held.gradients
+        if ranks == 1:
+            return between + max(step.most, held.gradients + passing)
+        in_passes = step.most_without_gradients
+        if (
+            asked.sharding is not Sharding.DDP
+        ):  # which has no copies of weights in the dtype of products, but those of two blocks
+            one, two = (self.step(asked, replace(sizes, images=images)).kept for images in (1, 2))
+            copies = 2 * one - two
+            in_passes += 2 * copies // max(2, len(repeated_blocks(self.made(asked)[1]))) - copies
+        return held.total + max(in_passes, passing // ranks)  # gradients stay, in the memory that ranks exchange
+
+    def activations(self, options: _Options) -> int:
+        """Return the bytes that each image of a batch adds: all that the backward pass needs, but for the weights."""
+        with self._counted(run_of(options)) as (family, model):
+            one, two = (kept_activations(model, family, images) for images in (1, 2))
+        return two - one
+
+    def step(self, asked: TrainConfig, sizes: BatchSizes) -> StepBytes:
+        """Return what a step takes in passing, on one device that has the whole model.
+
+        Raises:
+            UsageError: if the sizes depend on values, which only a run has.
+        """
+        key = *_what_is_made(asked), asked.recompute or 0.0, asked.autocasts, sizes
+        if key not in self._steps:
+            with self._counted(asked) as (family, model):
+                self._steps[key] = step_bytes(model, family, sizes, autocasts=asked.autocasts)
+        return self._steps[key]
+
+    @contextlib.contextmanager
+    def _counted(self, asked: TrainConfig) -> Iterator[tuple[Family, nn.Module]]:
         family, model = self.made(asked)
         model.disable_gradient_checkpointing()  # type: ignore[operator] # of another row
         recompute(model, asked, is_compiled=False)
         try:
             with self._without_memory():
-                return kept_activations(model, family, images, size)
+                yield family, model
         except DynamicOutputShapeException as error:
             raise UsageError(
                 f"the activations of a {family.model_class} cannot be counted without a run, since their sizes depend on "
                 "values; train a few steps with the batch that you want, and read the peak in the run's metrics"
             ) from error
 
+    def _optimizer_bytes(self, asked: TrainConfig) -> tuple[int, int]:
+        """Return the bytes of the optimizer's state, and of what a step of it makes in passing."""
+        key = *_what_is_made(asked), asked.optimizer
+        if key not in self._optimizers:
+            _, model = self.made(asked)
+            with self._without_memory():
+                self._optimizers[key] = _optimizer_bytes(asked, model)
+        return self._optimizers[key]
+
     @contextlib.contextmanager
     def _without_memory(self) -> Iterator[None]:
         with self._fake, _Values():  # type: ignore[no-untyped-call]
             yield
+
+
+def _what_is_made(asked: TrainConfig) -> tuple[Any, ...]:
+    return asked.lora_rank, asked.lora_targets, asked.base, asked.weights, asked.precision
 
 
 def run_of(options: _Options) -> TrainConfig:
@@ -197,26 +241,35 @@ def built(config: Mapping[str, Json], asked: TrainConfig, device: torch.device) 
     return family, model.train()
 
 
-def _moments(asked: TrainConfig, model: nn.Module, trained: Sequence[nn.Parameter]) -> int:
-    """Return the bytes of the optimizer's state after a step, in which one weight of a shape stands for all of them."""
+def _optimizer_bytes(asked: TrainConfig, model: nn.Module) -> tuple[int, int]:
+    """Return the bytes of the optimizer's state after a step, and of what the next step makes in passing.
+
+    One weight of a shape stands for all of them, but where an optimizer steps on many weights together.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inside = {id(parameter) for block in repeated_blocks(model) for parameter in block.parameters()}
     alike: dict[tuple[torch.Size, bool], list[nn.Parameter]] = {}
     for parameter in trained:
         parameter.requires_grad = False
         alike.setdefault((parameter.shape, id(parameter) in inside), []).append(parameter)
     number = {id(first): 1 + len(others) for first, *others in alike.values()}
-    for first, *_ in alike.values():
-        first.requires_grad = True
-        first.grad = torch.zeros_like(first)
+    is_together = asked.optimizer == "adamw-bf16" or asked.weights is WeightDtype.BF16
+    stepping = trained if is_together else [first for first, *_ in alike.values()]
+    for one in stepping:
+        one.requires_grad = True
+        one.grad = torch.zeros_like(one)
     optimizer = make_optimizer(asked, model, compiled=False)
     optimizer.step()
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     total = 0
     for place, entry in optimizer.state_dict()["state"].items():
-        total += number[id(stepped[place])] * sum(value.nbytes for value in entry.values() if isinstance(value, torch.Tensor))
+        count = 1 if is_together else number[id(stepped[place])]
+        total += count * sum(value.nbytes for value in entry.values() if isinstance(value, torch.Tensor))
+    with LiveBytes() as live:
+        optimizer.step()
     for parameter in trained:
         parameter.requires_grad, parameter.grad = True, None
-    return total
+    return total, live.most
 
 
 def as_tables(configs: Mapping[str, Mapping[str, Json]], rank: int) -> str:

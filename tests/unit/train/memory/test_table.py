@@ -18,7 +18,7 @@ from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.ema import Average
 from bucketline.train.lowbit.frozen_base import quantise_base
 from bucketline.train.lowbit.offload import frozen_bytes, offload_blocks
-from bucketline.train.memory.activations import NORMS, example_batch, latent_size, norms_in_32_bits
+from bucketline.train.memory.activations import NORMS, example_batch, norms_in_32_bits, usual_sizes
 from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.memory.table import RANKS, CountedModel, as_tables, choices, label, run_of, savings
 from bucketline.train.models.lora import add_adapters
@@ -114,8 +114,8 @@ def test_the_tables_have_every_optimizer() -> None:
 
 def held_after(model: torch.nn.Module, family: Family, images: int) -> int:
     """Return the bytes that a forward pass has taken and not given back, as torch's profiler sees them."""
-    batch, size = example_batch(family, images), latent_size(family)
-    noisy, timesteps = torch.zeros(images, batch.latents.shape[1], size, size), torch.zeros(images)
+    batch = example_batch(family, usual_sizes(family, images))
+    noisy, timesteps = torch.zeros_like(batch.latents), torch.zeros(images)
     seeing = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with seeing as seen, torch.autocast("cpu", torch.bfloat16), norms_in_32_bits():
         output = family.predict(model, noisy, timesteps, batch)
