@@ -77,7 +77,7 @@ def parse_options(
         UsageError: if an option is unknown or invalid.
         SystemExit: after `--help`, and if an argument is missing or not of its type.
     """
-    from bucketline.help_screen import asked_for_help, command_help, given_fields, refuse_unknown
+    from bucketline.help_screen import asked_for_help, command_help, given_fields, refuse_unknown, with_values
 
     if (asked := asked_for_help(args)) is not None:
         print(command_help(prog, command, asked), end="")
@@ -89,7 +89,7 @@ def parse_options(
         if option == "--tyro-print-completion" and shell not in _SHELLS:
             raise UsageError(f"{option} is {shell}, expected {', '.join(_SHELLS)}")
     settings = (tyro.conf.EnumChoicesFromValues, *(settings or (tyro.conf.FlagCreatePairsOff,)))
-    options = tyro.cli(command, prog=prog, args=[*from_file, *args], config=settings)
+    options = tyro.cli(command, prog=prog, args=with_values(command, [*from_file, *args]), config=settings)
     complete = getattr(command, "complete", None)
     return options if complete is None else complete(options, given_fields(command, args))
 

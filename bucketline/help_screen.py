@@ -2,8 +2,8 @@
 
 The options that one class declares are a section: its `SECTION` is "NAME: WHAT IT HAS".
 `FIRST` of a command names the options that its first screen has next to the required ones; `ELSEWHERE` answers those that other
-programs have, by name. A field with the metadata `ONLY_IN_FILE` is only set in a run file: its section
-lists it apart, without hyphens.
+programs have, by name. A field with the metadata `ONLY_IN_FILE` is set in a run file (or what the command's `FILE` says) and
+not on the command line: its section lists it apart, without hyphens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import inspect
 import re
 import shutil
 import textwrap
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from functools import cache
 from itertools import pairwise
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 HELP = ("-h", "--help")
 ALL = "all"
+ALONE = "alone"
+"""Key of a field's metadata: the value that its option stands for without one (`--prune`, `--prune=0.5`)."""
 ONLY_IN_FILE = {"only_in_file": True}
 """Metadata of a field that only a run file sets: few runs need another value than its default."""
 _FEW = 16  # a command with so many options or fewer shows all of them on its first screen
@@ -46,11 +48,13 @@ class Option:
     section: str
     is_required: bool
     is_in_file: bool = False  # and not on the command line
+    file: str = ""  # the kind of file that sets it
 
     @property
     def words(self) -> list[str]:
         """Return how it may be spelt, without its value."""
-        return [word for word in self.typed.replace(", ", ",").split(" ")[0].split(",") if word.startswith("-")]
+        names = re.split(r"[ \[]", self.typed.replace(", ", ","), maxsplit=1)[0]
+        return [word for word in names.split(",") if word.startswith("-")]
 
     def explained(self, *, in_full: bool) -> str:
         """Return what is said of it: its first sentence, or all of it with the default."""
@@ -68,7 +72,7 @@ def options_of(command: type) -> tuple[Option, ...]:
     owners = {name: owner for owner in reversed(command.__mro__) for name in vars(owner).get("__annotations__", {})}
     texts = {name: text for owner in reversed(command.__mro__) for name, text in _texts(owner).items()}
     return tuple(
-        _option(field, hints[field.name], owners[field.name], texts)
+        replace(_option(field, hints[field.name], owners[field.name], texts), file=getattr(command, "FILE", "a run file"))
         for field in fields(command)
         if field.init and not any(str(one) == "Suppress" for one in getattr(hints[field.name], "__metadata__", ()))
     )
@@ -89,6 +93,8 @@ def _option(field: Any, hint: Any, owner: type, texts: dict[str, str]) -> Option
         name = next((found for one in extras if (found := getattr(one, "name", None))), field.name)
         no = "no-" if kind is bool and field.default is True else ""
         typed = " ".join(filter(None, (f"{alias}--{no}{name.replace('_', '-')}", metavar or _metavar(kind))))
+        if ALONE in field.metadata:
+            typed = f"{typed.replace(' ', '[=', 1)}]"
     return Option(
         field=field.name,
         typed=typed,
@@ -193,6 +199,13 @@ def given_fields(command: type, args: Sequence[str]) -> frozenset[str]:
     return frozenset(by_word[name] for name in names if name in by_word)
 
 
+def with_values(command: type, args: Sequence[str]) -> list[str]:
+    """Return a command line in which each option that may stand without a value (`ALONE`) has one."""
+    alone = {field.name: field.metadata[ALONE] for field in fields(command) if ALONE in field.metadata}
+    values = {word: alone[one.field] for one in options_of(command) if one.field in alone for word in one.words}
+    return [f"{word}={values[word]}" if word in values else word for word in args]
+
+
 def refuse_unknown(command: type, args: Sequence[str]) -> None:
     """Check the names of the options in a command line.
 
@@ -211,7 +224,7 @@ def refuse_unknown(command: type, args: Sequence[str]) -> None:
         if name.startswith("--") and not {whole, f"--{name.removeprefix('--no-').removeprefix('--')}"} & known_both:
             field = name.removeprefix("--no-").removeprefix("--").replace("-", "_")
             if found := next((one for one in options_of(command) if one.is_in_file and one.field == field), None):
-                raise UsageError(f"{name} is set in a run file, not on the command line: {field}, in its [{found.section}]")
+                raise UsageError(f"{name} is set in {found.file}, not on the command line: {field}, in its [{found.section}]")
             elsewhere = getattr(command, "ELSEWHERE", {}).get(name)
             answer = f"; {elsewhere}" if elsewhere else f"{suggestion(name, known)} (`--help all` lists them)"
             raise UsageError(f"there is no option {name}{answer}")
@@ -250,7 +263,7 @@ def _listed(title: str, options: Sequence[Option], *, in_full: bool) -> Iterator
     typed, in_file = ([one for one in options if one.is_in_file is is_in_file] for is_in_file in (False, True))
     yield from (_row(one.typed, one.explained(in_full=in_full)) for one in typed)
     if in_file:
-        yield "Only in a run file:"
+        yield f"Only in {in_file[0].file}:"
     yield from (_row(one.typed, one.explained(in_full=in_full)) for one in in_file)
 
 

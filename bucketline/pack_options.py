@@ -1,10 +1,12 @@
 """The rules that a store was packed by, as one JSON object by option of `ingest pack`, read from what its manifest records.
 
-`store info` shows them as arguments, and `ingest pack` compares them with those of a run.
+`store info` shows them, `store info --rules` as a data set file, and `ingest pack` compares them with those of a run.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 
 _VAE, _TEXT = "encoders.vae", "encoders.text_encoder"
 _PARTS = tuple(f"{_TEXT}.parts.text_encoder{number}" for number in ("", "_2", "_3"))
+_FRACTION, _SPLIT_BY = "rules.split.val_fraction", "rules.split.by"
+_TRIGGER, _TEMPLATES = "rules.captions.trigger_word", "rules.captions.templates"
+_TAGS = tuple(f"rules.captions.{name}" for name in ("shuffle_tags", "keep_tokens", "shuffle_seed"))
 PLAIN_FAMILY = "transformers"
 """The family of captions that are stored as the last hidden state of a model's only text encoder."""
 _FIXED_LENGTH = ("sd", "sdxl", "class_labels")  # families without `--max-tokens`
@@ -26,8 +31,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "--background": ("rules.background",),
     "--jpeg-draft": ("rules.jpeg_draft",),
     "--flip": ("rules.flip",),
-    "--val-fraction": ("rules.split.val_fraction",),
-    "--split-by": ("rules.split.by",),
+    "--val-fraction": (_FRACTION, _SPLIT_BY),
     "--latents": (f"{_VAE}.latents",),
     "--dtype": (f"{_VAE}.stored_dtype", f"{_TEXT}.stored_dtype"),
     "--text-dtype": (f"{_TEXT}.stored_dtype",),
@@ -36,14 +40,13 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "--encode-dtype": (f"{_TEXT}.dtype", *(f"{part}.dtype" for part in _PARTS), f"{_VAE}.dtype"),
     "--max-tokens": (f"{_TEXT}.max_tokens", *(f"{part}.max_tokens" for part in _PARTS)),
     "--max-captions": ("max_captions",),
-    "--trigger-word": ("rules.captions.trigger_word",),
-    "--caption-template": ("rules.captions.templates",),
-    "--shuffle-tags": ("rules.captions.shuffle_tags",),
-    "--keep-tokens": ("rules.captions.keep_tokens",),
-    "--shuffle-seed": ("rules.captions.shuffle_seed",),
+    "--caption-template": (_TRIGGER, _TEMPLATES),
+    "--shuffle-tags": _TAGS,
 }
 """Of each option, the fields of `encoders`, `rules` and `max_captions` that it sets; the first one recorded has its value."""
 CAPTION_OPTIONS = frozenset(name for name, fields in FIELDS.items() if fields[0].startswith("rules.captions."))
+IN_FILE_ONLY = frozenset({"--max-upscale", "--background", "--jpeg-draft", "--max-captions"})
+"""Those that a data set file sets, and the command line does not."""
 
 
 def pack_options(made: Mapping[str, Json]) -> dict[str, Json]:
@@ -70,6 +73,14 @@ def pack_options(made: Mapping[str, Json]) -> dict[str, Json]:
         found["--max-tokens"] = length - first  # the T5's tokens follow the CLIPs', even if zeros stand for the T5
     if family == "class_labels" or found.get("--text-dtype") == found.get("--dtype"):
         found.pop("--text-dtype", None)
+    if recorded.get(_SPLIT_BY, "id") != "id" and "--val-fraction" in found:
+        found["--val-fraction"] = f"{recorded[_FRACTION]}:{recorded[_SPLIT_BY]}"
+    if "--caption-template" in found:
+        trigger, templates = recorded.get(_TRIGGER), recorded.get(_TEMPLATES)
+        words: list[Json] = [trigger.replace("{", "{{").replace("}", "}}")] if isinstance(trigger, str) else []
+        found["--caption-template"] = [*words, *(templates if isinstance(templates, list) else [])]
+    if "--shuffle-tags" in found:
+        found["--shuffle-tags"] = joined_tags(*(number if isinstance(number := recorded.get(one), int) else 0 for one in _TAGS))
     if "--text" in found:
         found["--text"] = "plain" if family == PLAIN_FAMILY else None
     return {
@@ -91,6 +102,45 @@ def as_arguments(options: Mapping[str, Json]) -> list[str]:
         elif value is not None:
             found += [word for one in (value if isinstance(value, list) else [value]) for word in (name, str(one))]
     return found
+
+
+def joined_tags(orders: int, keep: int, seed: int) -> str | None:
+    """Return what `--shuffle-tags` takes for these numbers; None for no orders.
+
+    >>> joined_tags(4, 0, 0), joined_tags(4, 1, 0), joined_tags(4, 0, 7)
+    ('4', '4:1', '4:0:7')
+    """
+    return None if not orders else ":".join(map(str, (orders, keep, seed) if seed else (orders, keep) if keep else (orders,)))
+
+
+def by_field(options: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the options that are set, by the names of their fields.
+
+    >>> by_field({"--crop": "random", "--max-upscale": None, "--flip": True})
+    {'crop': 'random', 'flip': True}
+    """
+    return {name.removeprefix("--").replace("-", "_"): value for name, value in options.items() if value is not None}
+
+
+def as_settings(options: Mapping[str, Json]) -> dict[str, str]:
+    """Return the options that are set as a data set file has them: by name, each value as TOML.
+
+    >>> as_settings({"--crop": "random", "--max-upscale": None, "--flip": True, "--caption-template": ["a {caption}"]})
+    {'crop': '"random"', 'flip': 'true', 'caption_template': '["a {caption}"]'}
+    """
+    return {name: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") for name, value in by_field(options).items()}
+
+
+def shown_option(name: str, value: Json) -> str:
+    """Return an option with its value as it is typed, or as a data set file has it.
+
+    >>> shown_option("--crop", "random"), shown_option("--flip", None), shown_option("--background", "#ffffff")
+    ('--crop random', 'no --flip', 'background = "#ffffff"')
+    """
+    if name not in IN_FILE_ONLY:
+        return shlex.join(as_arguments({name: value})) or f"no {name}"
+    field = name.removeprefix("--").replace("-", "_")
+    return f"no {field}" if value is None else f"{field} = {as_settings({name: value})[field]}"
 
 
 def _leaves(value: Json, at: str) -> Iterator[tuple[str, Json]]:

@@ -10,7 +10,7 @@ import functools
 import types
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -37,6 +37,16 @@ def decode(cls: type[T], value: object, at: str = "") -> T:
     return result
 
 
+def decode_field(cls: type[Any], name: str, value: object, at: str) -> Any:  # noqa: ANN401 - of the field's type
+    """Return the value of one field of a dataclass, from parsed JSON or TOML.
+
+    Raises:
+        TypedJsonError: as `decode`.
+    """
+    hints = _hints(cls)  # type: ignore[arg-type]
+    return _decode(hints[name], value, at)
+
+
 def encode(value: object) -> Json:
     """Return dataclasses, tuples and dictionaries as JSON values; the inverse of `decode`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -52,7 +62,7 @@ def encode(value: object) -> Json:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911 - one return per kind of type
+def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911, PLR0912 - one return per kind of type
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         options = get_args(hint)
@@ -65,6 +75,10 @@ def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911 
     if origin in (tuple, list):
         items = _expect(value, list, at)
         return origin(_decode(get_args(hint)[0], item, f"{at}[{i}]") for i, item in enumerate(items))
+    if origin is Literal:
+        if value not in get_args(hint):
+            raise TypedJsonError(f"{at} is {_short(value)}, expected one of {', '.join(map(str, get_args(hint)))}")
+        return value
     if origin is dict:
         entries = _expect(value, dict, at)
         return {key: _decode(get_args(hint)[1], item, f"{at}.{key}") for key, item in entries.items()}

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 from catalogue import PHOTOGRAPHS, Crop, Form, Photograph, Saved
 from PIL import ExifTags, Image, ImageDraw
 
-from bucketline.ingest.rules import SplitBy, held_out
+from bucketline.ingest.held_out import SplitBy, held_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 VAL_FRACTION = 0.2
-"""The demo packs with `--split-by folder --val-fraction 0.2`, which holds out cat, clock, rocket and tissue."""
+"""The demo packs with `--val-fraction 0.2:folder`, which holds out cat, clock, rocket and tissue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ class ShuffleLoss(Case):
         source.mkdir(parents=True, exist_ok=True)
         for subject in sorted(path for path in (self.demo / "photos").iterdir() if path.is_dir()):
             shutil.copytree(subject, source / subject.name, dirs_exist_ok=True)
-            _run("ingest", "pack", source, store, "--model", self.model, "--val-fraction", 0.2, "--split-by", "folder")
+            _run("ingest", "pack", source, store, "--model", self.model, "--val-fraction", "0.2:folder")
         return store
 
 

@@ -82,7 +82,7 @@ def print_errors(model: Path, captions: list[str]) -> None:
 def trained(out: Path, dtype: str, steps: int, batch_size: int) -> dict[str, Any]:
     """Pack a store and train on it; return its text's bytes, the loss of each window of steps, and that of validation."""
     store, folder = out / f"{dtype}.store", out / f"run-{dtype}"
-    common = ("--val-fraction", 0.2, "--split-by", "folder", "--text-dtype", dtype)
+    common = ("--val-fraction", "0.2:folder", "--text-dtype", dtype)
     run("-m", "bucketline.ingest", "pack", out / "photos", store, "--model", out / "model", *common)
     options = (
         "--batch",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,8 +11,11 @@ import tyro
 
 from bucketline.command_line import duration_s, refuse_below
 from bucketline.errors import UsageError
+from bucketline.help_screen import ALONE, ONLY_IN_FILE
+from bucketline.ingest.former_options import FORMER_OPTIONS
+from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
-from bucketline.ingest.rules import Check, Phases, SplitBy, prune_limit, reject_limit
+from bucketline.ingest.rules import PRUNE, Check, Phases, prune_limit, reject_limit
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import caption_rest
@@ -30,7 +32,6 @@ EncodeDtype = Literal["F16", "BF16", "F32", "int8", "nf4"]
 TextDtype = Literal["I8", "F8_E4M3", "F16", "BF16", "F32"]
 LatentsOption = Literal["mode", "sample", "moments"]
 PackText = Literal["plain"]
-Engine = Literal["ray"]
 
 
 def framing_of(config: PackConfig, grid: Grid, max_crop: float | None) -> Framing:
@@ -46,22 +47,36 @@ def framing_of(config: PackConfig, grid: Grid, max_crop: float | None) -> Framin
     )
 
 
-def worker_limits(text: str | None) -> tuple[int, int | None]:
-    """Return the least and the largest number of workers that `--workers` names; None sets no limit.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedWorkers:
+    """The workers of a Ray cluster that `--workers` names."""
 
-    >>> worker_limits("2:8"), worker_limits("4"), worker_limits(None)
-    ((2, 8), (4, 4), (1, None))
+    least: int = 1
+    most: int | None = None  # None: as many as there is room for
+    gpus: float | None = None  # of each; None: by what the cluster has
+    cpus: float | None = None
 
-    Raises:
-        UsageError: if it is anything else.
-    """
-    if text is None:
-        return 1, None
-    match = re.fullmatch(r"(?:([0-9]{1,6}):)?([0-9]{1,6})", text)
-    least, most = (int(match[1] or match[2]), int(match[2])) if match else (0, 0)
-    if not 1 <= least <= most:
-        raise UsageError(f"--workers is {text!r}, expected MIN:MAX such as 2:8, or a number such as 4")
-    return least, most
+    @classmethod
+    def parse(cls, text: str | None) -> WantedWorkers:
+        """Return what a text names.
+
+        >>> WantedWorkers.parse("2:8@0.5gpu")
+        WantedWorkers(least=2, most=8, gpus=0.5, cpus=None)
+        >>> WantedWorkers.parse("4") == WantedWorkers(least=4, most=4)
+        True
+
+        Raises:
+            UsageError: if it is anything else.
+        """
+        number, at, each = ("" if text is None else text).partition("@")
+        found = re.fullmatch(r"(?:([0-9]{1,6}):)?([0-9]{1,6})", number)
+        shares = [re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(gpu|cpu)", part) for part in each.split(",")] if at else []
+        takes = {one[2]: float(one[1]) for one in shares if one}
+        least, most = (int(found[1] or found[2]), int(found[2])) if found else (1, None)
+        is_well_said = (found or (at and not number) or text is None) and len(takes) == len(shares)
+        if not is_well_said or not 1 <= least <= (least if most is None else most):
+            raise UsageError(f"--workers is {text!r}, expected [MIN:]MAX and what each takes, such as 4, 2:8 or 2:8@1gpu,4cpu")
+        return cls(least=least, most=most, gpus=takes.get("gpu"), cpus=takes.get("cpu"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,42 +84,35 @@ class SourceArguments(StorageArguments, SourceOptions):
     """How a source is read, and what its captions become."""
 
     SECTION = "source: how a source and its captions are read"
+    FILE = "a data set file"
+    ELSEWHERE = FORMER_OPTIONS
 
-    caption_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Caption column in tables and datasets, or field of JSON files; default: text, caption, captions, prompt or prompts."""
-    caption_extension: Annotated[str | None, tyro.conf.arg(metavar=".EXT")] = None
-    """Extension of the caption files next to the images; default: .txt, .caption or .json."""
-    default_caption: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """Caption of images that have none; default: the empty caption."""
-    split: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME[=train|val]")] = ()
-    """Split of a saved dataset to pack; repeatable (default: all but test). `test=train` packs test as training data."""
+    captions_from: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME|.EXT")] = ()
+    """Source of the captions: a column of tables and datasets (or a field of JSON files), or the extension of the files next
+    to the images. Repeatable. Default: text, caption, captions, prompt or prompts; .txt, .caption or .json."""
+    caption_template: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
+    """Store captions in this form, as in `a photo of {caption}, film`; repeatable, each stores a caption. One without {caption}
+    is a trigger word: it comes before every caption, with a comma, and is the only one of an image without captions."""
+    shuffle_tags: Annotated[str | None, tyro.conf.arg(metavar="N[:KEEP[:SEED]]")] = None
+    """Store comma-separated tags in N orders, the first KEEP tags in place; the loader draws one at each step. The orders are
+    drawn by sample id and SEED. Default: as they are."""
     follow_links: bool = False
     """Read image, caption and table files through symlinks that lead out of the source. Linked folders are never searched."""
-    trigger_word: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """Put this before every caption, with a comma. An image without a caption gets only this."""
-    caption_template: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
-    """Store captions in this form, as in `a photo of {caption}, film`; repeatable: each template stores a caption."""
-    shuffle_tags: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """Store comma-separated tags in N orders, drawn by sample id; the loader draws one at each step. Default: as they are."""
-    keep_tokens: Annotated[int, tyro.conf.arg(metavar="K")] = 0
-    """Keep the first K tags in place when tags are shuffled; the trigger word is not one of them."""
-    shuffle_seed: int = 0
-    """Seed of the tags' orders."""
+    caption: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = field(default=None, metadata=ONLY_IN_FILE)
+    """Caption of images that have none. Default: the empty caption."""
+    dataset_splits: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar='["NAME[=train|val]", …]')] = (
+        field(default=(), metadata=ONLY_IN_FILE)
+    )
+    """Splits of a saved dataset to pack. Default: all but test. `test=train` packs test as training data."""
 
     @property
     def caption_rules(self) -> CaptionRules:
-        return CaptionRules(
-            trigger_word=self.trigger_word,
-            templates=self.caption_template,
-            shuffle_tags=self.shuffle_tags,
-            keep_tokens=self.keep_tokens,
-            shuffle_seed=self.shuffle_seed,
-        )
+        return CaptionRules.parse(self.caption_template, self.shuffle_tags)
 
     def listing_of(self, source: Source) -> Listing:
         """Return the listing of a source, with the captions that are stored."""
         listing = source.listing()
-        caption_rest(listing, self.default_caption)
+        caption_rest(listing, self.caption)
         return self.caption_rules.applied(listing)
 
 
@@ -118,23 +126,14 @@ class RulesOptions:
     """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; default: the model's own grid."""
     crop: Crop = Crop.CENTER
     """Crop position: the centre, or a random place derived from the sample id and therefore the same in every run."""
-    max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """Enlarge images at most by this factor to fill a bucket, and reject those that need more. Default: no limit."""
     max_crop: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """Reject images whose crop would lose a larger share of their area; 1 sets no limit. Default: 0.75 in a new store, and an
     existing store keeps its limit."""
-    background: str = "#ffffff"
-    """Background colour of transparent images: white, black, grey or #RRGGBB."""
-    jpeg_draft: bool = False
-    """Decode JPEGs at least four times their bucket's size at 1/2, 1/4 or 1/8 scale: 2 to 4 times as fast, but not exact."""
-    val_fraction: float = 0.0
-    """Fraction of the samples to hold out, chosen by a stable hash; 1 holds out all."""
-    split_by: SplitBy = SplitBy.ID
-    """Hash the sample id, or the image's folder, so that crops of one image stay in one split."""
+    val_fraction: Annotated[str, tyro.conf.arg(metavar="SHARE[:folder]")] = "0.0"
+    """Fraction of the samples to hold out, chosen by a stable hash; 1 holds out all. 0.02:folder hashes the image's folder
+    instead of its id, so that crops of one image stay in one split."""
     min_size_px: int = 64
     """Reject images whose shorter side has fewer pixels."""
-    max_captions: int = 8
-    """Maximum number of captions per sample; samples with more are counted and listed."""
     dtype: Dtype = "F16"
     """Data type of stored latents and, without --text-dtype, of tokens."""
     text_dtype: TextDtype | None = None
@@ -149,6 +148,18 @@ class RulesOptions:
     captions in another way. Default: as the pipeline that model_index.json names."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Token limit per caption for the T5 of SD3, Flux and PixArt, or an encoder of no known family; default: its own limit."""
+    max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = field(default=None, metadata=ONLY_IN_FILE)
+    """Enlarge images at most by this factor to fill a bucket, and reject those that need more. Default: no limit."""
+    background: str = field(default="#ffffff", metadata=ONLY_IN_FILE)
+    """Background colour of transparent images: white, black, grey or #RRGGBB."""
+    jpeg_draft: bool = field(default=False, metadata=ONLY_IN_FILE)
+    """Decode JPEGs at least four times their bucket's size at 1/2, 1/4 or 1/8 scale: 2 to 4 times as fast, but not exact."""
+    max_captions: int = field(default=8, metadata=ONLY_IN_FILE)
+    """Maximum number of captions per sample; samples with more are counted and listed."""
+
+    @property
+    def held_out(self) -> HeldOut:
+        return HeldOut.parse(self.val_fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,18 +174,22 @@ class EncodeOptions:
     """Data type in which the encoders compute; BF16 is faster on a GPU, where F32 is TF32 in the VAE's convolutions. A VAE that
     overflows in F16 gets F32. int8 and nf4 quantise the text encoders' linear layers to 8 or 4 bits (extra `quantised`); what
     else they have computes in BF16, the VAE in F32."""
-    phases: Phases = Phases.AUTO
+    batch_size: int = 8
+    """Images per encoder batch; all images of a batch share one bucket."""
+    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
+    """Device of the encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
+    phases: Phases = field(default=Phases.AUTO, metadata=ONLY_IN_FILE)
     """one: VAE and text encoders are in memory together. two: first encode all captions and keep them in the store's folder,
     then free the text encoders and load the VAE. auto: two if the weights take more than half of the free memory, and more than
     1 GiB. Stored bytes are the same."""
-    batch_size: int = 8
-    """Images per encoder batch; all images of a batch share one bucket."""
-    shard_size_mib: int = 2048
+    shard_size_mib: int = field(default=2048, metadata=ONLY_IN_FILE)
     """Seal a shard at this size and begin the next."""
-    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
-    """Device of the encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
-    decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = field(default=None, metadata=ONLY_IN_FILE)
     """Decoder threads; default: one per core, divided among the processes on this machine."""
+
+
+FILE_TABLES: dict[str, type] = {"rules": RulesOptions, "encoding": EncodeOptions}
+"""The tables of a data set file that have options for all of its sources."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,17 +198,19 @@ class RayOptions:
 
     SECTION = "ray: packing on a Ray cluster"
 
-    engine: Engine | None = None
-    """`ray` packs with workers of a Ray cluster, each of which packs one slice of the source after another. Default: in this
-    process, or in the ranks that torchrun started."""
-    ray_address: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
-    """Of --engine ray: address of the cluster, or `auto`. Default: start Ray on this machine, for this run."""
-    workers: Annotated[str | None, tyro.conf.arg(metavar="[MIN:]MAX")] = None
-    """Of --engine ray: begin with MIN workers, and use up to MAX. Default: as many as the cluster has room for, at least 1."""
-    gpus_per_worker: Annotated[float | None, tyro.conf.arg(metavar="G")] = None
-    """Of --engine ray: GPUs of each worker. Default: 1 if the cluster has GPUs, unless --device is cpu."""
-    cpus_per_worker: Annotated[float | None, tyro.conf.arg(metavar="C")] = None
-    """Of --engine ray: CPUs of each worker, and its decoder threads. Default: 1, or the cluster's CPUs for each of its GPUs."""
+    engine: Annotated[str | None, tyro.conf.arg(metavar="ray[:ADDRESS]")] = None
+    """Pack with workers of a Ray cluster, each of which packs one slice of the source after another: of the cluster at ADDRESS,
+    of the one that `ray:auto` finds, or of one started on this machine for this run. Default: in this process, or in the ranks
+    that torchrun started."""
+    workers: Annotated[str | None, tyro.conf.arg(metavar="[[MIN:]MAX][@Ggpu,Ccpu]")] = None
+    """Of --engine ray: 2:8@1gpu begins with 2 workers and uses up to 8, with 1 GPU each; @1gpu,8cpu says only what each takes.
+    Default: as many as the cluster has room for, at least 1; a GPU each if it has any, unless --device is cpu; its CPUs for
+    each of its GPUs, or 1. A worker decodes with as many threads as it has CPUs."""
+
+    @property
+    def ray_address(self) -> str | None:
+        """Address of the Ray cluster; None: Ray is started on this machine."""
+        return None if self.engine is None else self.engine.partition(":")[2] or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +225,9 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     metadata.jsonl, .csv or .parquet, which take precedence. Running the same command again packs only new and changed
     images.
 
-    SOURCE may also be a data set file (.toml) that lists several sources as [[source]], each with path, repeats, caption and
-    split. STORE is then a folder with a store per source, which the loader and the trainer read as one.
+    SOURCE may also be a data set file (.toml): one [source] with its path, or several [[source]], each with path, repeats,
+    caption and split; and [rules] and [encoding], which have the options of these sections. Of several, STORE is a folder
+    with a store per source, which the loader and the trainer read as one.
 
     STORE may be a URL: shards are made in a folder on a disk (--work), sent, and committed together at the end. An interrupted
     run is continued from there; several machines may pack into one URL.
@@ -220,7 +238,7 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
 
     Several processes: torchrun --nproc_per_node 2 -m bucketline.ingest pack photos photos.store --model FOLDER
 
-    On a Ray cluster: ingest pack photos photos.store --model FOLDER --engine ray --ray-address auto
+    On a Ray cluster: ingest pack photos photos.store --model FOLDER --engine ray:auto
     """
 
     SECTION = "changes: packing again, and what the run prints"
@@ -234,11 +252,9 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
     check: Check = Check.SIZE_TIME
     """How to detect unchanged images: by file size and mtime, or by content (reads every file, encodes only changed ones)."""
-    prune: bool = False
-    """Drop samples whose images are no longer in the source. Nothing is pruned if any image could not be read."""
-    max_prune: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
-    """Prune nothing and exit with 1 if --prune would drop more of the store's samples, as a count or a fraction. Default: 0.1,
-    or 10 samples if that is more."""
+    prune: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = field(default=None, metadata={ALONE: PRUNE})
+    """Drop samples whose images are no longer in the source. Nothing is pruned if any image could not be read; nor, with exit
+    code 1, if these are more of the store's samples than the count or fraction: without one, 0.1, or 10 if that is more."""
     recaption: bool = False
     """Change the caption options of an existing store: encode only text, and keep the stored latents."""
     max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
@@ -261,11 +277,10 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
         refuse_below(1, batch_size=self.batch_size, shard_size_mib=self.shard_size_mib)
         parse_background(self.background)
         if self.max_captions > 1 << 12:
-            raise UsageError(f"--max-captions is {self.max_captions}, expected 4096 or fewer")
+            raise UsageError(f"max_captions is {self.max_captions}, expected 4096 or fewer")
         reject_limit(self.max_rejects)
-        prune_limit(self.max_prune)
-        if self.max_prune is not None and not self.prune:
-            raise UsageError(f"--max-prune {self.max_prune}: it is for --prune; give that as well, or leave it out")
+        if self.prune is not None:
+            prune_limit(self.prune)
         self._check_engine()
         if self.publish_every is not None and self.recaption:
             raise UsageError(
@@ -277,22 +292,15 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
             raise UsageError(f"--work {self.work}: it is for a store in object storage; leave it out")
 
     def _check_engine(self) -> None:
-        options = ("ray_address", "workers", "gpus_per_worker", "cpus_per_worker")
         if self.engine is None:
-            if given := [name for name in options if getattr(self, name) is not None]:
-                option = f"--{given[0].replace('_', '-')}"
-                raise UsageError(
-                    f"{option} {getattr(self, given[0])}: it is for --engine ray; give that as well, or leave it out"
-                )
+            if self.workers is not None:
+                raise UsageError(f"--workers {self.workers}: it is for --engine ray; give that as well, or leave it out")
             return
-        worker_limits(self.workers)
-        for option, value in (("--gpus-per-worker", self.gpus_per_worker), ("--cpus-per-worker", self.cpus_per_worker)):
-            if value is not None and not 0 <= value < math.inf:
-                raise UsageError(f"{option} is {value}, expected 0 or more")
+        if self.engine.partition(":")[0] != "ray" or self.engine == "ray:":
+            raise UsageError(f"--engine is {self.engine}, expected ray, ray:ADDRESS or ray:auto")
+        WantedWorkers.parse(self.workers)
         if self.device.startswith("cuda:"):
-            raise UsageError(
-                f"--device {self.device}: Ray gives each worker GPUs of its own; say cuda, with --gpus-per-worker 1"
-            )
+            raise UsageError(f"--device {self.device}: Ray gives each worker GPUs of its own; say cuda, with --workers @1gpu")
 
     @property
     def publish_every_s(self) -> float | None:
@@ -316,7 +324,7 @@ class ScanConfig(RulesOptions, SourceArguments):
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files
     determine the grid and the bytes per latent and text row, and its tokenizers measure the captions; no weights are read.
-    --background and --jpeg-draft do not affect the report. Without --model, the grid is area:512:64. -o writes a contact sheet:
+    `background` and `jpeg_draft` do not affect the report. Without --model, the grid is area:512:64. -o writes a contact sheet:
     the images of each bucket that lose most to their crop.
 
     Example: ingest scan photos --grid area:512:64 -o sheet.html
@@ -335,7 +343,7 @@ class ScanConfig(RulesOptions, SourceArguments):
     """Reject images whose crop would lose a larger share of their area, as for `ingest pack` into a new store."""
     full: bool = False
     """Decode every image to find damage after the header, too."""
-    decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = field(default=None, metadata=ONLY_IN_FILE)
     """Reader threads; default: one per core, at most four."""
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="HTML")] = None
     """HTML file to write: a contact sheet of each bucket's 24 worst crops and the rejects."""
@@ -355,8 +363,7 @@ class ScanConfig(RulesOptions, SourceArguments):
 def _check_shared(options: PackConfig | ScanConfig) -> None:
     """Check the options that both commands have; raise UsageError if one is out of range."""
     SourceOptions.__post_init__(options)
-    if not 0.0 <= options.val_fraction <= 1.0:
-        raise UsageError(f"--val-fraction is {options.val_fraction}, expected 0 to 1")
+    _ = options.held_out
     refuse_below(1, min_size_px=options.min_size_px, max_captions=options.max_captions, max_tokens=options.max_tokens)
     upscale_limit(options.max_upscale)
     crop_limit(options.max_crop)

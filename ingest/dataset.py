@@ -42,6 +42,7 @@ class DatasetResult:
 
 def pack_dataset(
     config: PackConfig,
+    on_start: Callable[[DatasetEntry, PackConfig, PackConfig], None],
     on_result: Callable[[DatasetEntry, PackConfig, PackResult], None],
     *,
     rank: int,
@@ -51,7 +52,8 @@ def pack_dataset(
 ) -> DatasetResult | None:
     """Pack each source of the file into `NAME.store` in the folder `config.store`; return the result on rank 0.
 
-    Sources are packed in the file's order. `on_result` is called on rank 0 after each. When all are packed, the folder's
+    Sources are packed in the file's order. On rank 0, `on_start` is called before
+    each, with its options without and with the store's rules, and `on_result` after it. When all are packed, the folder's
     `mixture.json` is replaced, which names their stores and repeats; a run that was interrupted leaves it as it was.
 
     Raises:
@@ -64,8 +66,12 @@ def pack_dataset(
         try:
             file = session.ranks.from_first(lambda: _checked(config), DatasetFile)
             for entry in file.sources:
-                own = _pack_config(config, entry)
+                asked = _pack_config(config, entry)
                 with naming_source(config.source, entry):
+                    own = with_stored_rules(asked)
+                    if session.ranks.is_first:
+                        with redirect_stdout(session.stdout):
+                            on_start(entry, asked, own)
                     result = pack_source(own, session, is_last=entry is file.sources[-1])
                 if result is not None:
                     results[str(entry.name)] = result
@@ -87,7 +93,7 @@ def dry_run_each(config: PackConfig) -> tuple[DatasetFile | None, list[tuple[Dat
     each: list[tuple[DatasetEntry | None, PackConfig]] = [(None, config)]
     file = _checked(config) if is_dataset_file(config.source) else None
     if file is not None:
-        each = [(entry, _pack_config(config, entry)) for entry in file.sources]
+        each = [(entry, with_stored_rules(_pack_config(config, entry))) for entry in file.sources]
     found: list[tuple[DatasetEntry | None, DryRun]] = []
     for entry, own in each:
         with naming_source(config.source, entry):
@@ -115,17 +121,10 @@ def _checked(config: PackConfig) -> DatasetFile:
 
 
 def _pack_config(config: PackConfig, entry: DatasetEntry) -> PackConfig:
-    overrides, held_out = entry.overrides(), entry.val_fraction(config.val_fraction)
-    told = {*overrides, *(["val_fraction"] if held_out != config.val_fraction else [])}  # by the file
-    own = replace(
-        config,
-        source=entry.path,
-        place=config.store / entry.store_name,
-        val_fraction=held_out,
-        **overrides,
-        left_out=config.left_out - told,
-    )
-    return with_stored_rules(own)
+    """Return the options for one source: the file's before the command line's, and the store's for what both leave out."""
+    overrides = entry.overrides(config.val_fraction)
+    place, left_out = config.store / entry.store_name, config.left_out - overrides.keys()
+    return replace(config, source=entry.path, place=place, **overrides, left_out=left_out)
 
 
 def _finish(config: PackConfig, file: DatasetFile, results: dict[str, PackResult]) -> DatasetResult:

@@ -68,8 +68,8 @@ def drops(config: PackConfig, store: Store, outline: Outline, account: RunSummar
     """Choose the samples of a store's generation that a run drops."""
     too_many = not reject_limit(config.max_rejects).allows(len(account.rejects), of=outline.num_items)
     pruned = Pruning(digests=[], ids=[])
-    if config.prune:
-        limit = prune_limit(config.max_prune)
+    if config.prune is not None:
+        limit = prune_limit(config.prune)
         pruned = pruning(store, config.source, outline, account, limit, too_many=too_many)
     return Drops(rejected=[] if too_many else account.dropped, pruned=pruned, too_many_rejects=too_many)
 
@@ -81,7 +81,7 @@ class Pruning:
     digests: list[bytes]
     ids: list[str]  # at most NAMED
     why_not: str | None = None  # why some or all of what is gone is kept
-    num_refused: int = 0  # samples that are kept because they are more than --max-prune allows
+    num_refused: int = 0  # samples that are kept because they are more than --prune allows
 
 
 def pruning(store: Store, source: str, outline: Outline, account: RunSummary, limit: Limit, *, too_many: bool) -> Pruning:
@@ -99,7 +99,7 @@ def pruning(store: Store, source: str, outline: Outline, account: RunSummary, li
     number, of = len(found.digests), store.manifest.samples
     if limit.allows(number, of=of):
         return found
-    why = f"{number} of {counted(of, 'sample')} would be dropped, --max-prune allows {limit}"
+    why = f"{number} of {counted(of, 'sample')} would be dropped, --prune allows {limit}"
     return Pruning(digests=[], ids=[], why_not=why, num_refused=number)
 
 

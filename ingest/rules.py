@@ -1,15 +1,14 @@
-"""Rules of a pack run: what counts as unchanged, how many rejects are too many, which samples are held out."""
+"""Rules of a pack run: what counts as unchanged, how many rejects are too many, the split of an image."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
-from bucketline.store.format.hashing import draw
+from bucketline.ingest.held_out import HeldOut, held_out
 
 if TYPE_CHECKING:
     from bucketline.ingest.sources.source import SourceItem
@@ -69,11 +68,15 @@ class Limit:
 
 
 DEFAULT_MAX_PRUNE = Limit(count=10, fraction=0.1)
-"""Default of `--max-prune`.
+"""Limit of `--prune` without a value.
 
 A missing disk whose mount point is missing too looks like deleted images, and would cost most of a store. Ten images are
 encoded again in seconds, and a small source loses a larger share whenever somebody cleans it up.
 """
+
+
+PRUNE = "some"
+"""The value of `--prune` without one."""
 
 
 def reject_limit(text: str | None) -> Limit:
@@ -85,35 +88,15 @@ def reject_limit(text: str | None) -> Limit:
     return Limit() if text is None else Limit.parse("--max-rejects", text)
 
 
-def prune_limit(text: str | None) -> Limit:
-    """Return the limit of `--max-prune`, of the store's samples.
+def prune_limit(text: str) -> Limit:
+    """Return the limit of `--prune`, of the store's samples; `PRUNE` stands for the usual one.
 
     Raises:
         UsageError: if it is neither a count nor a fraction.
     """
-    return DEFAULT_MAX_PRUNE if text is None else Limit.parse("--max-prune", text)
+    return DEFAULT_MAX_PRUNE if text == PRUNE else Limit.parse("--prune", text)
 
 
-class SplitBy(StrEnum):
-    """The key that the split hashes: the sample id, or the sample's folder (crops of one photograph stay together)."""
-
-    ID = "id"
-    FOLDER = "folder"
-
-
-def split_of(item: SourceItem, val_fraction: float, by: SplitBy) -> str:
+def split_of(item: SourceItem, rule: HeldOut) -> str:
     """Return `val` for an image that its source or the hash holds out, else `train`."""
-    return "val" if item.held_out or held_out(item.id, val_fraction, by) else "train"
-
-
-def held_out(sample_id: str, val_fraction: float, by: SplitBy) -> bool:
-    """Return True if a sample belongs to the held-out split.
-
-    The key (the id, or its parent folder, `.` at the source's root) is hashed to 64 bits;
-    the lowest `val_fraction` of the range is held out. Adding samples never moves an existing one to the other split.
-
-    >>> held_out("cats/a.png", 0.5, SplitBy.FOLDER) == held_out("cats/b.png", 0.5, SplitBy.FOLDER)
-    True
-    """
-    key = sample_id if by is SplitBy.ID else str(PurePosixPath(sample_id).parent)
-    return draw(key, "split") < int(val_fraction * 2**64)
+    return "val" if item.held_out or held_out(item.id, rule.fraction, rule.by) else "train"

@@ -87,7 +87,7 @@ class ScanReport:
     max_tokens: int | None  # stored per caption, at most
     captions_too_long: int | None  # longer than every part of the encoder accepts; None without a model
     captions_too_long_texts: list[str]  # the first ten
-    captions_beyond: list[str]  # ids of images with more than --max-captions
+    captions_beyond: list[str]  # ids of images with more than max_captions
     captions_without_image: list[str]
     passed_over: list[str]
     text_bytes: int | None  # of caption embeddings, each text once; None without a model
@@ -127,10 +127,7 @@ def scan(config: ScanConfig) -> tuple[DatasetFile | None, list[tuple[DatasetEntr
     each: list[tuple[DatasetEntry | None, ScanConfig]] = [(None, config)]
     file = read_dataset_file(Path(config.source), config.alone()) if is_dataset_file(config.source) else None
     if file is not None:
-        each = [
-            (one, replace(config, source=one.path, val_fraction=one.val_fraction(config.val_fraction), **one.overrides()))
-            for one in file.sources
-        ]
+        each = [(one, replace(config, source=one.path, **one.overrides(config.val_fraction))) for one in file.sources]
     if config.output is not None:
         from bucketline.ingest.sheet.crops import refuse_sheet
 
@@ -252,7 +249,7 @@ def _look(config: ScanConfig, source: Source, item: SourceItem, framing: Framing
         with source.opened(item) as file:
             _refuse_bad_captions(item)
             placement = placed_by_header(file, framing, item.id)
-    size, split = placement.bucket, split_of(item, config.val_fraction, config.split_by)
+    size, split = placement.bucket, split_of(item, config.held_out)
     bucket = bucket_name(split, size.height_px, size.width_px)
     return _Seen(item=replace(item, held=None), stamp=stamp, placement=placement, bucket=bucket)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,23 @@ if TYPE_CHECKING:
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "green", "blue", "cat", "dog", "house", "of", "the")
 GRID = "16x24,24x16"
 SMALL = ("--grid", GRID, "--min-size-px", "8")
+
+
+def in_file(path: Path, source: object, **options: object) -> Path:
+    """Write a data set file of one source with these options, each in its table, and return its path."""
+    from dataclasses import fields
+
+    from bucketline.ingest.config import FILE_TABLES
+
+    tables: dict[str, dict[str, object]] = {"source": {"path": str(source)}}
+    for name, value in options.items():
+        table = next((table for table, own in FILE_TABLES.items() if name in {one.name for one in fields(own)}), "source")
+        tables.setdefault(table, {})[name] = value
+    lines = [
+        line for table, own in tables.items() for line in (f"[{table}]", *(f"{k} = {json.dumps(v)}" for k, v in own.items()))
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
 
 
 def write_model(folder: Path, *, seed: int = 0, latent_channels: int = 4, vae_levels: int = 2) -> Path:

@@ -187,14 +187,17 @@ class PackMemory(Case):
     """MiB at which a shard is sealed and the next one started."""
 
     def measure(self, folder: Path) -> list[Result]:
-        options = ["--model", str(kept_model(folder, TINY)), *ROWS, "--shard-size-mib", str(self.shard_size_mib)]
+        options = ["--model", str(kept_model(folder, TINY)), *ROWS]
         store = folder / "memory.store"
 
         def packed(source: Path, count: int) -> Callable[[int], dict[str, float]]:
             def measure(_: int) -> dict[str, float]:
                 shutil.rmtree(store, ignore_errors=True)
+                file = folder / "memory.toml"
+                shown = f'[source]\npath = "{source.absolute()}"\n[encoding]\nshard_size_mib = {self.shard_size_mib}\n'
+                file.write_text(shown, encoding="utf-8")
                 try:
-                    packing = pack_apart([str(source), str(store), *options], expected={"packed": count})
+                    packing = pack_apart([str(file), str(store), *options], expected={"packed": count})
                 finally:
                     shutil.rmtree(store, ignore_errors=True)
                 return {"private": packing.private_bytes / MIB, "resident": packing.resident_bytes / MIB}

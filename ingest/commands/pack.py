@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
@@ -19,10 +18,10 @@ from bucketline.command_line import (
     torchrun_ranks,
 )
 from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
-from bucketline.ingest.config import PackConfig
+from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
-from bucketline.pack_options import FIELDS, as_arguments
+from bucketline.pack_options import FIELDS, shown_option
 from bucketline.store.commands.place import shown
 
 if TYPE_CHECKING:
@@ -72,18 +71,28 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     @classmethod
     def complete(cls, options: Pack, given: frozenset[str]) -> Pack:
         """Return the options of a command line that gave these fields."""
+        from bucketline.ingest.sources.dataset_file import with_dataset_file
+
+        options, given = with_dataset_file(options, options.source, given, FILE_TABLES)
         return replace(options, left_out=RULES - given)
 
     def _as_stored(self) -> Pack:
         """Return the options with the store's for those that were left out, and say which."""
-        from bucketline.ingest.packing.stored_rules import changed_rules, with_stored_rules
+        from bucketline.ingest.packing.stored_rules import with_stored_rules
 
         own = with_stored_rules(self)
         assert isinstance(own, Pack)
-        rules = as_arguments(changed_rules(self, own))
-        if rules and not self.json and not torchrun_ranks()["rank"]:
-            print(f"as the store was packed: {printable(shlex.join(rules))}")
+        if not torchrun_ranks()["rank"]:
+            self._say_rules(self, own)
         return own
+
+    def _say_rules(self, asked: PackConfig, own: PackConfig, name: str = "") -> None:
+        """Print the rules that are taken from the store, of one of several sources with its name."""
+        from bucketline.ingest.packing.stored_rules import changed_rules
+
+        rules = ", ".join(shown_option(option, value) for option, value in changed_rules(asked, own).items())
+        if rules and not self.json:
+            print(f"{name}as the store was packed: {printable(rules)}")
 
     def _dry_run(self) -> int:
         """Compare the source, or those of a data set file, with the store."""
@@ -113,7 +122,10 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
                 _print_summary(summary, own)
             _print_beyond_limits(summary, own)
 
-        result = pack_dataset(self, on_result, **torchrun_ranks())
+        def on_start(entry: DatasetEntry, asked: PackConfig, own: PackConfig) -> None:
+            self._say_rules(asked, own, f"{one_line(str(entry.name))}: ")
+
+        result = pack_dataset(self, on_start, on_result, **torchrun_ranks())
         if result is None:
             return 0
         if self.json:
@@ -244,7 +256,7 @@ def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
         print(
             f"error: nothing was pruned: {printable(str(summary.not_pruned))}. If a disk or a folder of the source is "
             "missing, bring it back; "
-            f"if these images were deleted, add --max-prune {summary.not_pruned_beyond_limit}",
+            f"if these images were deleted, repeat this with --prune={summary.not_pruned_beyond_limit}",
             file=sys.stderr,
         )
 

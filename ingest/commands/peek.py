@@ -10,7 +10,7 @@ import tyro
 
 from bucketline.command_line import counted, one_line, print_json, refuse_below
 from bucketline.errors import UsageError
-from bucketline.ingest.config import SourceArguments
+from bucketline.ingest.config import FILE_TABLES, SourceArguments
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit
 from bucketline.store.commands.place import ReadingArguments, shown, store_place
 
@@ -60,6 +60,13 @@ class PeekSource(SourceArguments, ReadingArguments):
         SourceArguments.__post_init__(self)
         refuse_below(1, samples=self.samples, max_captions=self.max_captions, min_size_px=self.min_size_px)
         self.caption_rules.refuse_too_many(self.max_captions)
+
+    @classmethod
+    def complete(cls, options: PeekSource, given: frozenset[str]) -> PeekSource:
+        """Return the options of a command line that gave these fields, with those of a data set file of one source."""
+        from bucketline.ingest.sources.dataset_file import with_dataset_file
+
+        return with_dataset_file(options, options.place, given, FILE_TABLES)[0]
 
     def run(self) -> int:
         return self._sheet() if self.id is None else self._decoded(self.id)

@@ -14,7 +14,7 @@ from bucketline.command_line import (
     printable,
 )
 from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
-from bucketline.ingest.config import ScanConfig
+from bucketline.ingest.config import FILE_TABLES, ScanConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
 from bucketline.store.commands.place import shown
 
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = ScanConfig.__doc__
+
+    @classmethod
+    def complete(cls, options: Scan, given: frozenset[str]) -> Scan:
+        """Return the options of a command line that gave these fields, with those of a data set file."""
+        from bucketline.ingest.sources.dataset_file import with_dataset_file
+
+        return with_dataset_file(options, options.source, given, FILE_TABLES)[0]
 
     def run(self) -> int:
         from bucketline.ingest.scan import scan

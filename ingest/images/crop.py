@@ -87,7 +87,7 @@ class Framing:
 
 
 def upscale_limit(number: float | None) -> Fraction | None:
-    """Return `--max-upscale` as an exact decimal fraction; None if there is no limit.
+    """Return `max_upscale` as an exact decimal fraction; None if there is no limit.
 
     >>> upscale_limit(1.1)
     Fraction(11, 10)
@@ -96,7 +96,7 @@ def upscale_limit(number: float | None) -> Fraction | None:
         UsageError: if it is not a number above 0.
     """
     if number is not None and not 0.0 < number < float("inf"):
-        raise UsageError(f"--max-upscale is {number:g}, expected a number above 0, such as 1.5")
+        raise UsageError(f"max_upscale is {number:g}, expected a number above 0, such as 1.5")
     return None if number is None else Fraction(str(number))
 
 
@@ -137,7 +137,7 @@ def parse_background(text: str) -> str:
         return BACKGROUNDS[text]
     if re.fullmatch(r"#[0-9a-fA-F]{6}", text):
         return text.lower()
-    raise UsageError(f"--background {text!r} is not a colour; expected {', '.join(BACKGROUNDS)} or #RRGGBB")
+    raise UsageError(f"background {text!r} is not a colour; expected {', '.join(BACKGROUNDS)} or #RRGGBB")
 
 
 def crop_draw(sample_id: str) -> int:

@@ -110,7 +110,7 @@ def _rejecting(file: BinaryIO, framing: Framing) -> Iterator[None]:
         raise RejectedError(
             Reason.TOO_SMALL_FOR_BUCKET,
             f"the least that a bucket needs is to enlarge it {float(error.least):.3g} times; "
-            f"--max-upscale is {float(framing.max_upscale or 0):g}",
+            f"max_upscale is {float(framing.max_upscale or 0):g}",
         ) from error
     except Exception as error:
         # broken bytes can make Pillow's readers raise almost any exception

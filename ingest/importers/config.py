@@ -11,7 +11,9 @@ import tyro
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.config import Dtype, EncodeDtype, TextDtype  # noqa: TC001 - tyro reads the annotations at run time
-from bucketline.ingest.rules import SplitBy, reject_limit
+from bucketline.ingest.former_options import FORMER_OPTIONS
+from bucketline.ingest.held_out import HeldOut
+from bucketline.ingest.rules import reject_limit
 from bucketline.store.commands.place import ChangingArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
 
@@ -35,6 +37,7 @@ class ImportConfig(ChangingArguments):
     """
 
     SECTION = "import: everything else about the cache and the store"
+    ELSEWHERE = FORMER_OPTIONS
     FIRST = ("model", "vae", "captions", "text", "val_fraction", "dtype", "dry_run", "max_rejects", "replace", "json")
 
     kind: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="KIND")]
@@ -70,10 +73,8 @@ class ImportConfig(ChangingArguments):
     files have changed."""
     trust_scale: bool = False
     """Import latents whose spread differs from the VAE's by a factor of two or more."""
-    val_fraction: float = 0.0
-    """Fraction of the samples to hold out, chosen by a stable hash; 1 holds out all."""
-    split_by: SplitBy = SplitBy.ID
-    """Hash the sample id, or its folder."""
+    val_fraction: Annotated[str, tyro.conf.arg(metavar="SHARE[:folder]")] = "0.0"
+    """Fraction of the samples to hold out, chosen by a stable hash; 1 holds out all. 0.02:folder hashes their folders."""
     max_captions: int = 8
     """Maximum number of captions per sample."""
     dtype: Dtype = "F16"
@@ -105,8 +106,7 @@ class ImportConfig(ChangingArguments):
         ChangingArguments.__post_init__(self)
         if self.work is not None and isinstance(self.place, Path):
             raise UsageError(f"--work {self.work}: it is for a store in object storage; leave it out")
-        if not 0.0 <= self.val_fraction <= 1.0:
-            raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 to 1")
+        _ = self.held_out
         refuse_below(
             1,
             max_captions=self.max_captions,
@@ -124,6 +124,10 @@ class ImportConfig(ChangingArguments):
     def most_captions(self, text: str) -> int:
         """Return how many captions a sample has at most: of a cache's embeddings one, since it has no other."""
         return 1 if text == "source" else self.max_captions
+
+    @property
+    def held_out(self) -> HeldOut:
+        return HeldOut.parse(self.val_fraction)
 
     @property
     def store(self) -> Path:

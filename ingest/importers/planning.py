@@ -162,7 +162,7 @@ def _rules(
         "text": text,
         "crop": crops.value,
         "flip": columns.flip,
-        "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
+        "split": config.held_out.as_json(),
         **columns.as_json(),
     }
 

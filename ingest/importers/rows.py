@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from bucketline.ingest.held_out import held_out
 from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.geometry import Placement, bucket_placement
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Crops, damaged
 from bucketline.ingest.importers.columns import as_frames
 from bucketline.ingest.importers.origins import origin_of
-from bucketline.ingest.rules import held_out
 from bucketline.store import SampleRecord
 from bucketline.store.format.columns import FLIPPED_SUFFIX, TARGET
 from bucketline.store.format.hashing import checksum, identity
@@ -64,7 +64,7 @@ def row_of(
     columns |= plan.columns.side_values(cached, target.shape[-2:], vae, config.dtype)
     bucket = Size(*(length * vae.downscale for length in target.shape[-2:]))
     frames = [1 + (number - 1) * (vae.frames_step or 1) for number in target.shape[1:-2]]
-    split = "val" if held_out(entry.id, config.val_fraction, config.split_by) else "train"
+    split = "val" if held_out(entry.id, config.held_out.fraction, config.held_out.by) else "train"
     original, resized, crop, crop_in_source = _boxes(cached.geometry, bucket, plan.crops)
     num_bytes, mtime_ns = stamp
     record = SampleRecord(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from bucketline.errors import UsageError
-from bucketline.ingest.config import worker_limits
+from bucketline.ingest.config import WantedWorkers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -38,15 +38,15 @@ class Workers:
 
 @contextmanager
 def cluster(config: PackConfig) -> Iterator[Workers]:
-    """Connect to the cluster of `--ray-address`, or start Ray on this machine, and shut it down after the block.
+    """Connect to the cluster of `--engine ray:ADDRESS`, or start Ray on this machine, and shut it down after the block.
 
     Raises:
         UsageError: if there is no cluster at the address.
     """
     options = {"log_to_driver": True, "logging_level": logging.ERROR, "namespace": "bucketline"}
     if config.ray_address is None:
-        most, cores = worker_limits(config.workers)[1], len(os.sched_getaffinity(0))
-        cpus = max(cores, math.ceil((most or 0) * (config.cpus_per_worker or 1)))
+        wanted, cores = WantedWorkers.parse(config.workers), len(os.sched_getaffinity(0))
+        cpus = max(cores, math.ceil((wanted.most or 0) * (wanted.cpus or 1)))
         ray.init(address="local", include_dashboard=False, num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, **options)
     else:
         try:
@@ -54,8 +54,8 @@ def cluster(config: PackConfig) -> Iterator[Workers]:
         except (ConnectionError, ValueError, TimeoutError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise UsageError(
-                f"--ray-address {config.ray_address}: no Ray cluster can be used there ({reason:.300}); start one with "
-                "`ray start --head`, or leave the option out to start Ray on this machine"
+                f"--engine {config.engine}: no Ray cluster can be used there ({reason:.300}); start one with "
+                "`ray start --head`, or --engine ray to start Ray on this machine"
             ) from error
     try:
         yield workers_of(config, ray.cluster_resources())
@@ -66,14 +66,13 @@ def cluster(config: PackConfig) -> Iterator[Workers]:
 def workers_of(config: PackConfig, resources: Mapping[str, float]) -> Workers:
     """Return the workers that the options request, in a cluster of these resources."""
     total_cpus, total_gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
-    gpus = config.gpus_per_worker
+    wanted = WantedWorkers.parse(config.workers)
+    gpus, cpus, most = wanted.gpus, wanted.cpus, wanted.most
     if gpus is None:
         gpus = 1.0 if total_gpus >= 1 and config.device != "cpu" else 0.0
-    cpus = config.cpus_per_worker
     if cpus is None:
         cpus = float(max(1, int(total_cpus * gpus // total_gpus))) if gpus and total_gpus else 1.0
-    least, most = worker_limits(config.workers)
     if most is None:
         room = [total // each for total, each in ((total_cpus, cpus), (total_gpus, gpus)) if each]
         most = max(1, int(min(room, default=1)))
-    return Workers(least=least, most=most, cpus=cpus, gpus=gpus)
+    return Workers(least=wanted.least, most=most, cpus=cpus, gpus=gpus)

@@ -61,7 +61,7 @@ class PackResult:
     captions_truncated: int
     captions_cut: dict[str, int]  # by encoder: captions of packed images that it did not see to their end
     captions_cut_ids: list[str]  # at most ten
-    captions_beyond: list[str]  # ids of samples with more captions than --max-captions
+    captions_beyond: list[str]  # ids of samples with more captions than max_captions
     captions_without_image: list[str]
     passed_over: list[str]  # images that are skipped on purpose, each with the reason
     rejected_by_reason: dict[str, int]
@@ -70,7 +70,7 @@ class PackResult:
     pruned: int  # samples dropped because their images are no longer in the source
     pruned_ids: list[str]  # at most ten
     not_pruned: str | None  # why --prune kept some or all of what is no longer in the source
-    not_pruned_beyond_limit: int  # samples that --prune kept because they are more than --max-prune
+    not_pruned_beyond_limit: int  # samples that --prune kept because they are more than --prune allows
     dropped: int  # samples dropped because their images are now rejected
     dropped_ids: list[str]  # at most ten
     kept_unreadable: int  # samples whose images or captions could not be read; they are kept

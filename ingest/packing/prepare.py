@@ -85,7 +85,7 @@ def rules_of(config: PackConfig, grid: Grid, existing: Manifest | None) -> dict[
     return {
         **framing_of(config, grid, _max_crop(config, existing)).as_rules(),
         "flip": config.flip,
-        "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
+        "split": config.held_out.as_json(),
         **(config.caption_rules.as_json() if existing is None else recorded_in(existing.rules)),
     }
 

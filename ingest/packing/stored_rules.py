@@ -53,7 +53,8 @@ def changed_rules(before: PackConfig, after: PackConfig) -> dict[str, Json]:
     """Return the options that `with_stored_rules` has changed, by name."""
     names = sorted(before.left_out)
     pairs = {name: (getattr(before, name), getattr(after, name)) for name in names}
-    return {f"--{name.replace('_', '-')}": _plain(new) for name, (old, new) in pairs.items() if old != new}
+    found = {name: _plain(new) for name, (old, new) in pairs.items() if old != new}
+    return {f"--{name.replace('_', '-')}": None if value is False else value for name, value in found.items()}
 
 
 def _is_grid(text: Json) -> bool:

@@ -52,7 +52,7 @@ class FreshCaptions:
     """Encodes captions.
 
     A caption's embedding does not depend on what is encoded with it: only captions that are padded to the same length make a
-    batch, and one that is not full is filled up. So a caption has the same bits in every shard, with --phases one and two.
+    batch, and one that is not full is filled up. So a caption has the same bits in every shard, with phases one and two.
     """
 
     def __init__(self, encoder: CaptionEncoder, spec: TextSpec, batch_size: int) -> None:

@@ -100,7 +100,7 @@ class ImageReader:
     def __init__(self, source: Source, store: Store, samples: PackedIndex, config: PackConfig, grid: Grid) -> None:
         """Read from `source`; `samples` is the index of this rank's samples in the store."""
         self._source, self._samples, self._config = source, samples, config
-        self._kept = KeptRows(store)
+        self._kept, self._held_out = KeptRows(store), config.held_out
         self._framing = framing_of(config, grid, stored_max_crop(store.manifest.rules))
         self.notes: DecodeNotes | None = None  # of the images that are being decoded, while a pack runs
 
@@ -150,7 +150,7 @@ class ImageReader:
         Raises:
             RejectedError: if there is no such file.
         """
-        split = split_of(item, self._config.val_fraction, self._config.split_by)
+        split = split_of(item, self._held_out)
         if stored is None or item.caption_error is not None:
             return split, Change.NEW, None
         if stored.is_held_out != (split == "val"):

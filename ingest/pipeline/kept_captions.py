@@ -1,4 +1,4 @@
-"""Embeddings of captions that are kept on the disk until the rows with them are written: what --phases two encodes first.
+"""Embeddings of captions that are kept on the disk until the rows with them are written: what phases = "two" encodes first.
 
 They are stores of their own in `pending/captions/`, with a row for each caption by the digest of its text, so that commits,
 kills and checksums are those of any store. Each process writes into one of its own, and reads all.

@@ -1,11 +1,17 @@
-"""A data set file: a TOML file that lists sources, each with its repeats, captions and split.
+"""A data set file: a TOML file that lists sources, each with its repeats, captions and split, and the rules of their stores.
 
 ```toml
 [[source]]
 path = "photos"                  # relative to the file; anything that SOURCE can be
 repeats = 10                     # how often a pass reads the images; default: 1
 caption = "a photo of sks dog"   # for images without a caption
+
+[rules]
+grid = "sdxl"                    # as --grid; the command line overrides it
+background = "black"             # what only a file sets
 ```
+
+One `[source]` instead is packed into the store itself, like SOURCE on the command line; several are a store each, in a folder.
 """
 
 from __future__ import annotations
@@ -16,20 +22,23 @@ import tomllib
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import Overlap, overlap, why_not_there
 from bucketline.files.regular_file import why_unread
+from bucketline.help_screen import suggestion
+from bucketline.ingest.held_out import HeldOut
+from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.kohya_folders import is_regularization, repeats_and_subject
 from bucketline.ingest.sources.open_source import is_pattern, open_source
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.tar.tar_source import has_scheme
-from bucketline.typed_json import TypedJsonError, decode, encode
+from bucketline.typed_json import TypedJsonError, decode, decode_field, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
 _SUFFIX = ".toml"
 MAX_REPEATS = 1_000_000
@@ -40,8 +49,13 @@ _INSTEAD = {
     "class_tokens": "it is `caption` here",
     "weight": "it is `repeats` here, a whole number",
     "is_reg": "pack regularization images into a store of their own, and train with --store-weight",
+    "caption_column": "it is `captions_from`",
+    "caption_extension": "it is `captions_from`, with a dot",
 }
-_EXPECTED = "expected tables that begin with [[source]] and have a path"
+_EXPECTED = "expected tables that begin with [[source]], or one [source], and have a path"
+_SOURCE = "source"
+_TABLES = ("rules", "encoding")
+"""The tables with options for all sources, called as their sections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +67,11 @@ class DatasetEntry:
     repeats: int = 1
     split: str | None = None  # train or val, for all its images; None: as --val-fraction says
     caption: str | None = None  # of images without a caption
-    caption_column: str | None = None  # this and the following: as the options of `ingest pack`; None: as given there
-    caption_extension: str | None = None
+    captions_from: tuple[str, ...] = ()  # this and the following: as the options of `ingest pack`; empty: as given there
     dataset_splits: tuple[str, ...] = ()
+    caption_template: tuple[str, ...] = ()
+    shuffle_tags: str | None = None
+    follow_links: bool | None = None
     kohya_folders: bool = False  # the folders `N_name` in `path` are sources of their own, with N repeats
 
     def __post_init__(self) -> None:
@@ -71,6 +87,7 @@ class DatasetEntry:
             raise ValueError("kohya_folders takes repeats and names from the folders; leave `repeats` and `name` out")
         try:
             self.options(SourceOptions())
+            CaptionRules.parse(self.caption_template, self.shuffle_tags)
         except UsageError as error:
             raise ValueError(str(error)) from error
 
@@ -81,22 +98,20 @@ class DatasetEntry:
         return f"{self.name}.store"
 
     def options(self, given: SourceOptions) -> SourceOptions:
-        """Return the options of the command line, except those that this entry sets."""
-        return replace(given, **self.overrides())
+        """Return how the source is read: by the options of the command line, except those that this entry sets."""
+        known = {field.name for field in fields(SourceOptions)}
+        return replace(given, **{name: value for name, value in self._own().items() if name in known})
 
-    def overrides(self) -> dict[str, Any]:
-        """Return the source options that this entry sets."""
-        own: dict[str, Any] = {
-            "default_caption": self.caption,
-            "caption_column": self.caption_column,
-            "caption_extension": self.caption_extension,
-            "split": self.dataset_splits or None,
-        }
-        return {name: value for name, value in own.items() if value is not None}
+    def overrides(self, val_fraction: str) -> dict[str, Any]:
+        """Return the options of a command that this entry sets; `val_fraction` is the command's."""
+        if self.split is None:
+            return self._own()
+        by = HeldOut.parse(val_fraction).by
+        return {**self._own(), "val_fraction": str(HeldOut(fraction=float(self.split == "val"), by=by))}
 
-    def val_fraction(self, given: float) -> float:
-        """Return the share of its images to hold out."""
-        return given if self.split is None else float(self.split == "val")
+    def _own(self) -> dict[str, Any]:
+        names = ("caption", "captions_from", "dataset_splits", "caption_template", "shuffle_tags", "follow_links")
+        return {name: value for name in names if (value := getattr(self, name)) not in (None, ())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +120,45 @@ class DatasetFile:
 
     sources: tuple[DatasetEntry, ...]
     notes: tuple[str, ...]  # about folders that are left out
+
+
+_O = TypeVar("_O", bound=SourceOptions)
+
+
+def with_dataset_file(options: _O, source: str, given: frozenset[str], tables: Mapping[str, type]) -> tuple[_O, frozenset[str]]:
+    """Return a command's options with those of a data set file, if SOURCE is one, and all fields that were given.
+
+    The file's tables have options by name, as the dataclasses of `tables` declare them; the command line (`given`) overrides
+    them. What a command does not have is left out. One `[source]` becomes SOURCE itself; several are left to the command.
+
+    Raises:
+        SourceError: if the file is invalid; the message has the file, the key, and what is expected.
+        UsageError: if an option's value is out of range.
+    """
+    if not is_dataset_file(source):
+        return options, given
+    path = Path(source)
+    content = _content(path, tables)
+    own: dict[str, Any] = {}
+    for table, declared in tables.items():
+        own |= _settings(path, table, content.get(table, {}), declared)
+    known = {field.name for field in fields(options)}
+    own = {name: value for name, value in own.items() if name in known}
+    if isinstance(content.get(_SOURCE), dict):
+        entry = _entry(path, _SOURCE, content[_SOURCE])
+        if unsuited := next((name for name in ("name", "repeats", "kohya_folders") if name in content[_SOURCE]), None):
+            raise SourceError(f"{path}: {_SOURCE}.{unsuited} is for several sources, in tables that begin with [[source]]")
+        held_out = str(own.get("val_fraction", getattr(options, "val_fraction", "0")))
+        own |= {name: value for name, value in entry.overrides(held_out).items() if name in known}
+        own[_place_field(known)] = _resolved(path, entry.path)
+        given -= {_place_field(known)}
+    taken = {name: value for name, value in own.items() if name not in given}
+    with _naming_file(path):
+        return replace(options, **taken), given | taken.keys()
+
+
+def _place_field(known: Collection[str]) -> str:
+    return _SOURCE if _SOURCE in known else "place"  # of `ingest peek`, which takes a store or a source
 
 
 def is_dataset_file(source: str) -> bool:
@@ -121,8 +175,7 @@ def read_dataset_file(path: Path, options: SourceOptions) -> DatasetFile:
     """
     entries, notes = list[DatasetEntry](), list[str]()
     for at, entry in _parsed(path):
-        here = entry.path if has_scheme(entry.path) else str(path.parent / entry.path)
-        found = replace(entry, path=here)
+        found = replace(entry, path=_resolved(path, entry.path))
         entries += _kohya_folders(at, found, notes) if entry.kohya_folders else [_named(at, found)]
     for one, other in itertools.combinations(entries, 2):
         if one.store_name == other.store_name:
@@ -144,8 +197,20 @@ def naming_source(path: Path | str, entry: DatasetEntry | None) -> Iterator[None
         raise type(error)(f"{path}, source {entry.name}: {error}") from error
 
 
-def _parsed(path: Path) -> Iterator[tuple[str, DatasetEntry]]:
-    """Yield each entry with its place for messages."""
+def _resolved(file: Path, path: str) -> str:
+    return path if has_scheme(path) else str(file.parent / path)
+
+
+@contextmanager
+def _naming_file(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def _content(path: Path, tables: Collection[str]) -> dict[str, Any]:
+    """Return a file's tables, of which only `source` and `tables` are known."""
     try:
         content = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError as error:
@@ -154,27 +219,57 @@ def _parsed(path: Path) -> Iterator[tuple[str, DatasetEntry]]:
         raise SourceError(f"{path} {why_unread(error)}") from error
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path} is not TOML: {error}") from error
-    if unknown := next((key for key in content if key != "source"), None):
+    if unknown := next((key for key in content if key not in (_SOURCE, *tables)), None):
         what = " (as in a file for kohya's trainers)" if unknown in ("general", "datasets") else ""
         raise SourceError(f"{path}: unknown key {unknown!r}{what}, {_EXPECTED}")
-    tables = content.get("source")
+    return content
+
+
+def _settings(path: Path, table: str, values: object, declared: type) -> dict[str, Any]:
+    """Return the options that a table of the file has, of their types."""
+    if not isinstance(values, dict):
+        raise SourceError(f"{path}: {table} is {values!r:.60}, expected a table [{table}]")
+    names = [field.name for field in fields(declared)]
+    if unknown := next((name for name in values if name not in names), None):
+        raise SourceError(f"{path}: [{table}] has an unknown option {unknown!r}{suggestion(unknown, names)}")
+    try:
+        return {name: decode_field(declared, name, _as_text(name, value), f"{table}.{name}") for name, value in values.items()}
+    except TypedJsonError as error:
+        raise SourceError(f"{path}: {error}") from error
+
+
+def _as_text(name: str, value: object) -> object:
+    """Return a number as text where the option takes text that may be only a number, and one text as a list of it."""
+    if name in ("val_fraction", "shuffle_tags") and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if name in ("captions_from", "dataset_splits", "caption_template") and isinstance(value, str):
+        return [value]
+    return value
+
+
+def _parsed(path: Path) -> Iterator[tuple[str, DatasetEntry]]:
+    """Yield each entry with its place for messages."""
+    tables = _content(path, _TABLES).get(_SOURCE)
     if not isinstance(tables, list) or not tables:
-        found = "missing" if not tables else "one table" if isinstance(tables, dict) else repr(tables)[:60]
+        found = "missing" if not tables else repr(tables)[:60]
         raise SourceError(f"{path}: source is {found}, {_EXPECTED}")
-    defaults = {one.name: encode(one.default) for one in fields(DatasetEntry) if one.default is not MISSING}
-    names = [one.name for one in fields(DatasetEntry)]
     for number, table in enumerate(tables):
         at = f"source[{number}]"
-        if not isinstance(table, dict):
-            raise SourceError(f"{path}: {at} is {table!r:.60}, {_EXPECTED}")
-        if unknown := next((key for key in table if key not in names), None):
-            expected = _INSTEAD.get(unknown, f"expected {', '.join(names)}")
-            raise SourceError(f"{path}: {at} has an unknown field {unknown!r}: {expected}")
-        try:
-            entry = decode(DatasetEntry, {**defaults, **table}, at)
-        except TypedJsonError as error:
-            raise SourceError(f"{path}: {error}") from error
-        yield f"{path}: {at}", entry
+        yield f"{path}: {at}", _entry(path, at, table)
+
+
+def _entry(path: Path, at: str, table: object) -> DatasetEntry:
+    defaults = {one.name: encode(one.default) for one in fields(DatasetEntry) if one.default is not MISSING}
+    names = [one.name for one in fields(DatasetEntry)]
+    if not isinstance(table, dict):
+        raise SourceError(f"{path}: {at} is {table!r:.60}, {_EXPECTED}")
+    if unknown := next((key for key in table if key not in names), None):
+        expected = _INSTEAD.get(unknown, f"expected {', '.join(names)}")
+        raise SourceError(f"{path}: {at} has an unknown field {unknown!r}: {expected}")
+    try:
+        return decode(DatasetEntry, {**defaults, **{name: _as_text(name, value) for name, value in table.items()}}, at)
+    except TypedJsonError as error:
+        raise SourceError(f"{path}: {error}") from error
 
 
 def _named(at: str, entry: DatasetEntry) -> DatasetEntry:

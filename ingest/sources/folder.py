@@ -124,7 +124,7 @@ class FoundFiles:
         listing.orphans = sorted([*files.stray(), *rows.stray()])
         listing.notes += [
             f"the {extension} files of {counted(number, 'image')} are not used, because there are other captions; "
-            f"--caption-extension {extension} uses only these"
+            f"--captions-from {extension} uses only these"
             for extension, number in files.num_unused.items()
         ]
         refuse_unmet(files.options, listing.captions_from)

@@ -70,10 +70,10 @@ class DatasetSource:
     def _plans(self) -> list[SplitPlan]:
         names = list(self._loaded)
         if names == [""]:
-            if self.options.split:
-                raise SourceError(f"{self.path} has no splits, but --split {self.options.split[0]} is given")
+            if self.options.dataset_splits:
+                raise SourceError(f"{self.path} has no splits, but dataset_splits has {self.options.dataset_splits[0]!r}")
             return [SplitPlan(name="", target=TRAIN)]
-        return plan_splits(str(self.path), names, self.options.split)
+        return plan_splits(str(self.path), names, self.options.dataset_splits)
 
     @cached_property
     def _splits(self) -> list[tuple[SplitPlan, Any, str]]:
@@ -98,10 +98,10 @@ class DatasetSource:
         if column is None:
             where, others = f"{self.path}{f', split {split}' if split else ''}", ", ".join(rows.column_names)
             if names.is_asked_for:
-                raise SourceError(f"{where} has no column {names.columns[0]} (--caption-column); it has {others}")
+                raise SourceError(f"{where} has no column {names.columns[0]} (--captions-from); it has {others}")
             notes.append(
                 f"{where} has no captions: it has no column {', '.join(names.columns)}, only {others}; "
-                "--caption-column selects another"
+                "--captions-from selects another"
             )
         return column
 

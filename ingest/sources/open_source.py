@@ -38,9 +38,10 @@ def open_source(text: str, options: SourceOptions | None = None) -> Source:
     """
     options = (options or SourceOptions()).alone()
     source = _opened(text, options)
-    if options.split and not isinstance(source, DatasetSource):
+    if options.dataset_splits and not isinstance(source, DatasetSource):
         raise UsageError(
-            f"--split {options.split[0]}: {redacted(text)} has no splits (only saved datasets do); leave the option out"
+            f"dataset_splits has {options.dataset_splits[0]!r}: {redacted(text)} has no splits (only saved datasets do); "
+            "leave it out"
         )
     return source
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,17 +27,20 @@ class SplitPlan:
 
 
 def splits_in_words(plans: Sequence[SplitPlan], num_images: Mapping[str, int]) -> list[str]:
-    """Describe how each split is packed, and which options would pack one that is left out."""
-    taken = [f"--split {plan.name}={plan.target}" for plan in plans if plan.target is not None]
+    """Describe how each split is packed, and what in a data set file would pack one that is left out."""
+    taken = [f"{plan.name}={plan.target}" for plan in plans if plan.target is not None]
     words = []
     for plan in plans:
         what = f"split {plan.name} ({counted(num_images[plan.name], 'image')})"
         if plan.target is not None:
             words.append(f"{what} becomes {plan.target}")
         else:
-            asked = " ".join([*taken, f"--split {plan.name}={VAL}"])
-            words.append(f"{what} is left out; to include it: {asked} (or ={TRAIN})")
+            words.append(f"{what} is left out; to include it: {_in_file([*taken, f'{plan.name}={VAL}'])} (or ={TRAIN})")
     return words if [plan.name for plan in plans] != [""] else []
+
+
+def _in_file(splits: Sequence[str]) -> str:
+    return f"dataset_splits = {json.dumps(splits)} under [source] of a data set file"
 
 
 def plan_splits(place: str, names: Sequence[str], asked: Sequence[str]) -> list[SplitPlan]:
@@ -49,12 +53,12 @@ def plan_splits(place: str, names: Sequence[str], asked: Sequence[str]) -> list[
     """
     wanted = {name: target for name, _, target in (one.partition("=") for one in asked)}
     if unknown := next((name for name in wanted if name not in names), None):
-        raise SourceError(f"{place} has no split {unknown!r} (--split); it has {', '.join(names)}")
+        raise SourceError(f"{place} has no split {unknown!r} (dataset_splits); it has {', '.join(names)}")
     plans = [SplitPlan(name=name, target=_target(name, wanted)) for name in names]
     if all(plan.target is None for plan in plans):
         raise SourceError(
             f"{place} has only the split {', '.join(names)}, which is left out by default: "
-            f"add --split {names[0]}={TRAIN} or --split {names[0]}={VAL}"
+            f"pack it by {_in_file([f'{names[0]}={VAL}'])} (or ={TRAIN})"
         )
     return plans
 

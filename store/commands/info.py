@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from bucketline.command_line import counted, human_bytes, human_number, printable
+from bucketline.errors import UsageError
+from bucketline.help_screen import ALONE
+from bucketline.pack_options import as_settings
 from bucketline.store.commands.place import ReadingArguments, StorePlace, show_each, shown
 from bucketline.store.format.columns import LATENT
 from bucketline.store.remote.urls import is_url
@@ -33,11 +36,27 @@ class Info(ReadingArguments):
 
     store: tyro.conf.Positional[StorePlace]
     """Path or URL of the store, or the folder of a data set's stores."""
+    rules: Annotated[str | None, tyro.conf.arg(metavar="SOURCE")] = field(default=None, metadata={ALONE: "."})
+    """Print a data set file instead, from which `ingest pack` packs an equal store; with the path of its source, or `.`."""
     json: bool = False
     """Print the result as one JSON object."""
 
     def run(self) -> int:
-        return show_each(self)
+        if self.rules is None:
+            return show_each(self)
+        from bucketline.store.format.mixture_file import read_mixture
+        from bucketline.store.read.dataset_rules import dataset_file, dataset_file_of
+
+        if self.json:
+            raise UsageError("--rules prints a data set file, and --json an object; leave one out")
+        members = read_mixture(self.store) if isinstance(self.store, Path) else None
+        if members is None:
+            print(dataset_file(self.open_store(self.store).manifest, shown(self.store), self.rules), end="")
+            return 0
+        assert isinstance(self.store, Path)
+        each = [(one.name, one.repeats, self.open_store(self.store / one.name).manifest) for one in members]
+        print(dataset_file_of(each, shown(self.store), self.rules), end="")
+        return 0
 
     def look(self) -> tuple[dict[str, Any], int]:
         from bucketline.store.prompts.prompt_sets import describe_sets
@@ -91,9 +110,8 @@ def _print_info(report: dict[str, Any]) -> None:
         about = ", ".join(f"{key} {value}" for key, value in imported.items() if key != "split")
         console.print(printable(f"imported: {about}"), highlight=False, soft_wrap=True, markup=False)
     elif report["pack_options"]:
-        console.print(
-            printable(f"options: {shlex.join(report['pack_options'])}"), highlight=False, soft_wrap=True, markup=False
-        )
+        settings = ", ".join(f"{name} = {value}" for name, value in as_settings(report["pack_options"]).items())
+        console.print(printable(f"options: {settings}"), highlight=False, soft_wrap=True, markup=False)
     if report["text_error"] is not None:
         error = TextError(**report["text_error"])
         about = f"error of the quantised text, {counted(error.captions, 'caption')}: {error}"

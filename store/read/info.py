@@ -6,7 +6,7 @@ import stat
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from bucketline.pack_options import as_arguments, pack_options
+from bucketline.pack_options import by_field, pack_options
 from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.text_error import TextError
 from bucketline.store.read.lost_files import files_of
@@ -40,7 +40,7 @@ def info(store: Store, lost: Sequence[LostShard] = (), prompts: Sequence[Describ
         "encoders": manifest.encoders,
         "rules": manifest.rules,
         "max_captions": manifest.max_captions,
-        "pack_options": as_arguments(pack_options(made)),
+        "pack_options": by_field(pack_options(made)),
         "text": {name: {"dtype": c.dtype, "shape": list(c.shape)} for name, c in sorted(_text_columns(manifest).items())},
         "text_error": encode(joined_error(manifest)),
         "ragged": {

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bucketline.pack_options import as_settings
 from bucketline.pages.charts import histogram, scatter
 from bucketline.pages.page import Card, percent
 from bucketline.store.report.collect import worst_buckets
@@ -189,7 +189,8 @@ def _provenance(store: Store, info: Mapping[str, Any]) -> list[tuple[str, object
         ("captions of a sample at most", manifest.max_captions),
     ]
     if info["pack_options"]:
-        rows.append(("options of ingest pack", shlex.join(info["pack_options"])))
+        settings = as_settings(info["pack_options"]).items()
+        rows.append(("options of ingest pack", ", ".join(f"{name} = {value}" for name, value in settings)))
     return rows + [(f"rule: {name}", _flat(value)) for name, value in sorted(manifest.rules.items())]
 
 

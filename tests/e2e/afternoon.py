@@ -361,8 +361,7 @@ def python(words: list[str]) -> None:
 
 def fault_of_option(page: str, option: str) -> str | None:
     """Return what is wrong with an option of a page: an unknown name, or a value that its command's parser refuses."""
-    import tyro
-
+    from bucketline.command_line import parse_options
     from bucketline.ingest.commands.pack import Pack
     from bucketline.ingest.commands.scan import Scan
     from bucketline.train.commands.export_model import ExportModel
@@ -371,10 +370,10 @@ def fault_of_option(page: str, option: str) -> str | None:
     trains = page == "docs/training.md"
     exported, known = (
         option_names(ExportModel),
-        option_names(TrainConfig) if trains else option_names(Pack) | option_names(Scan),
+        option_names(TrainConfig) if trains else words_of(Pack) | words_of(Scan),
     )
     words = shlex.split(option)
-    asked = {word for word in words if word.startswith("--")}
+    asked = {word.partition("=")[0] for word in words if word.startswith("--")}
     if trains and asked <= exported - known:
         return None
     if unknown := asked - known - (exported if trains else option_names(TrainConfig) if len(words) == 1 else set()):
@@ -387,12 +386,17 @@ def fault_of_option(page: str, option: str) -> str | None:
             given = [] if "--store" in option else ["--store", "a.store"]
             parse([*given, "--model", "m", "--output-dir", "o", "--max-steps", "1", *size, *words], "train")
         else:
-            words += ["--shuffle-tags", "2"] if {"--keep-tokens", "--shuffle-seed"} & asked else []
-            settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues)
-            tyro.cli(Pack, args=["photos", "a.store", "--model", "m", *words], config=settings)
+            words += ["--engine", "ray"] if "--workers" in asked else []
+            parse_options(Pack, ["photos", "a.store", "--model", "m", *words], "pack")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the parser raises is what is wrong
         return f"{option}: {error!r}"
     return None
+
+
+def words_of(command: type) -> set[str]:
+    from bucketline.help_screen import options_of
+
+    return {word for one in options_of(command) for word in one.words}
 
 
 def option_names(command: Any) -> set[str]:

@@ -58,7 +58,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, images: Path, model: Path) -
 
 
 def on_ray(images: Path, store: Path | str, model: Path, cluster: Cluster) -> list[object]:
-    options = ["--engine", "ray", "--ray-address", cluster.address, "--workers", "1:2", "--batch-size", 2, "--json"]
+    options = ["--engine", f"ray:{cluster.address}", "--workers", "1:2", "--batch-size", 2, "--json"]
     return ["pack", images, store, "--model", model, *SMALL, *options]
 
 

@@ -30,7 +30,7 @@ def test_two_ray_workers_pack_what_one_process_and_two_ranks_pack(tmp_path: Path
     shutil.copytree(photographs, source)
     for number in range(3):
         (source / f"broken-{number}.jpg").write_bytes(b"no image")
-    options = ["--model", demo_model, "--val-fraction", 0.2, "--split-by", "folder", "--json"]
+    options = ["--model", demo_model, "--val-fraction", "0.2:folder", "--json"]
     with RayGround() as ground:
         workers = ground.run("pack", source, tmp_path / "workers", *options, "--engine", "ray", "--workers", 2)
     one = call("ingest", "pack", source, tmp_path / "one", *options)

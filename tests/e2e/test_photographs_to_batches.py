@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from bucketline.ingest.rules import SplitBy, held_out
+from bucketline.ingest.held_out import SplitBy, held_out
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
@@ -28,7 +28,7 @@ FRACTION = 0.2
 def packed(tmp_path_factory: pytest.TempPathFactory, photographs: Path, demo_model: Path) -> tuple[Path, dict[str, Any]]:
     """The store that two ranks packed, and what they said of it."""
     store = tmp_path_factory.mktemp("packed") / "photographs.store"
-    asked = ["--val-fraction", FRACTION, "--split-by", "folder", "--json"]
+    asked = ["--val-fraction", f"{FRACTION}:folder", "--json"]
     ran = torchrun(2, "-m", "bucketline.ingest", "pack", photographs, store, "--model", demo_model, *asked).done()
     return store, ran.json
 
@@ -159,7 +159,7 @@ def test_a_second_run_finds_everything_unchanged_and_writes_no_generation(
     packed: tuple[Path, dict[str, Any]], photographs: Path, demo_model: Path
 ) -> None:
     before = (packed[0] / "manifest.json").read_bytes()
-    asked = ["--val-fraction", FRACTION, "--split-by", "folder", "--json"]
+    asked = ["--val-fraction", f"{FRACTION}:folder", "--json"]
     report = call("ingest", "pack", photographs, packed[0], "--model", demo_model, *asked).json
     assert (report["packed"], report["unchanged"], report["rejected"]) == (0, report["found"], 0)
     assert (packed[0] / "manifest.json").read_bytes() == before

@@ -79,7 +79,7 @@ class KilledRuns:
         self._num_stores, self._num_before = self._num_stores + 1, 0
 
     def _begin(self) -> subprocess.Popen[str]:
-        options = ["--engine", "ray", "--ray-address", self._cluster.address, "--workers", "1:2", "--batch-size", 2, "--json"]
+        options = ["--engine", f"ray:{self._cluster.address}", "--workers", "1:2", "--batch-size", 2, "--json"]
         photos, model = self._folder / "photos", self._folder / "model"
         return self._ground.ingest("pack", photos, self._store, "--model", model, *SMALL, *options)
 

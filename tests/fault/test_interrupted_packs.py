@@ -116,7 +116,7 @@ def test_a_recaption_that_is_killed_leaves_the_captions_as_they_were_and_the_nex
         return {sample_id: opened.sample(sample_id)[1].captions for sample_id in rows_of(store)}
 
     asked = ("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--batch-size", 3, "--json")
-    rules = ("--trigger-word", "dog")
+    rules = ("--caption-template", "dog")
     assert call(*asked).code == 0
     plain, latents = captions(tmp_path / "s"), rows_of(tmp_path / "s")
     dead = [sys.executable, "-m", "tests.fault.noted_pack", tmp_path / "notes", f"0:{moment}:kill", *asked[1:], *rules]

@@ -142,7 +142,7 @@ def test_the_help_of_a_program_has_a_line_for_each_command(program: str) -> None
 
 def test_a_section_is_asked_for_by_its_name() -> None:
     shown = call("ingest", "pack", "--help", "ray").out
-    assert "--ray-address ADDRESS" in shown
+    assert "--engine ray[:ADDRESS]" in shown
     assert "--grid" not in shown
     refused = call("ingest", "pack", "--help", "rays")
     assert refused.code == 2

@@ -57,7 +57,7 @@ def packed(photos: Path, model: Path) -> tuple[Path, Ran]:
     return place, call("ingest", "pack", photos, place, "--model", model, *SMALL)
 
 
-@pytest.mark.parametrize("more", [(), ("--full",), ("--max-captions", 2), ("--trigger-word", "x")])
+@pytest.mark.parametrize("more", [(), ("--full",), ("--caption-template", "x")])
 def test_a_scan_spells_names_out(more: tuple[object, ...], photos: Path, model: Path) -> None:
     assert_tame(call("ingest", "scan", photos, *SMALL, "--model", model, *more))
 
@@ -75,7 +75,7 @@ def test_packing_spells_names_out(photos: Path, packed: tuple[Path, Ran], model:
         path.unlink()
     assert_tame(call("ingest", "pack", fewer, store, *asked))
     assert_tame(call("ingest", "pack", fewer, store, *asked, "--prune", "--dry-run"), names_it=False)
-    assert_tame(call("ingest", "pack", fewer, store, *asked, "--prune", "--max-prune", 0))
+    assert_tame(call("ingest", "pack", fewer, store, *asked, "--prune=0"))
     assert_tame(call("ingest", "pack", fewer, store, *asked, "--prune", "--max-rejects", 0))
 
 

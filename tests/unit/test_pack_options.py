@@ -53,7 +53,7 @@ def test_what_the_encoders_record_gives_the_options_that_made_it(encoders: dict[
 def test_rules_of_captions_that_do_nothing_are_left_out_and_zeros_of_other_options_are_not() -> None:
     captions: dict[str, Json] = {"trigger_word": "dog", "templates": [], "shuffle_tags": 0, "keep_tokens": 0}
     made: dict[str, Json] = {"rules": {"split": {"val_fraction": 0.0}, "flip": False, "captions": captions}}
-    assert as_arguments(pack_options(made)) == ["--val-fraction", "0.0", "--trigger-word", "dog"]
+    assert as_arguments(pack_options(made)) == ["--val-fraction", "0.0", "--caption-template", "dog"]
     captions["templates"] = ["{caption}", "a {caption}"]
     assert as_arguments(pack_options({"rules": {"captions": captions}}))[2:] == [
         *("--caption-template", "{caption}"),

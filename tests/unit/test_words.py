@@ -71,7 +71,6 @@ RAISES = Rule(
 
 # (file, found) and the reason; the word stays there.
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("ingest/config.py", "draft"): "the option of that name",
     ("ingest/images/decode.py", "draft"): "Pillow's name for a JPEG that is decoded at a fraction of its size",
     ("tests/unit/train/outputs/test_trackers.py", "aim"): "Aim is a tracker",
 }

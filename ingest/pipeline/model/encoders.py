@@ -104,7 +104,7 @@ class Encoders:
             max_captions=manifest.max_captions,
             text=manifest.text if self._columns is None else text_entry(self._columns),
         )
-        refuse_other_options(self._config, manifest, contents)
+        refuse_other_options(self._config, manifest, contents, with_captions=False)  # each source has its own
         refuse_difference({"text": encode(manifest.text.without_error)}, {"text": encode(contents.text.without_error)})
 
     def _device(self) -> torch.device:

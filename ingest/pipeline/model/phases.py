@@ -71,7 +71,7 @@ def weight_bytes(config: PackConfig, model: ModelFolder) -> WeightBytes | None:
 
 
 def may_be_two(config: PackConfig, model: ModelFolder) -> bool:
-    """Return whether a run may have two phases: --phases says so, or its encoders are not small. Imports no torch."""
+    """Return whether a run may have two phases: the option says so, or its encoders are not small. Imports no torch."""
     if config.phases is not Phases.AUTO:
         return config.phases is Phases.TWO and any(model.has(name) for name in TEXT_ENCODERS)
     sizes = weight_bytes(config, model)
@@ -79,12 +79,12 @@ def may_be_two(config: PackConfig, model: ModelFolder) -> bool:
 
 
 def plan_phases(config: PackConfig, model: ModelFolder, device: torch.device, processes: int) -> PhasePlan:
-    """Return the order that --phases names; for `auto`, by the weights' sizes and the free memory, shared by `processes`."""
+    """Return the order that `phases` names; for `auto`, by the weights' sizes and the free memory, shared by `processes`."""
     if not may_be_two(config, model):
-        return PhasePlan(are_two=False, reason="--phases is one, or the encoders are small")
+        return PhasePlan(are_two=False, reason="phases is one, or the encoders are small")
     sizes = weight_bytes(config, model) if config.phases is Phases.AUTO else None
     if sizes is None:
-        return PhasePlan(are_two=True, reason="--phases is two")
+        return PhasePlan(are_two=True, reason="phases is two")
     return sizes.plan(free_bytes(device) // (processes if device.type == "cpu" else 1))
 
 

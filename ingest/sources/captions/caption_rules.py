@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from string import Formatter
 from typing import TYPE_CHECKING
 
-from bucketline.command_line import counted, refuse_below
+from bucketline.command_line import counted
 from bucketline.errors import UsageError
 from bucketline.ingest.sources.captions.caption_text import unusable
 from bucketline.store.format.hashing import text_bytes
@@ -46,19 +47,46 @@ class CaptionRules:
             UsageError: if a template lacks {caption} or has another field, or a number is out of range or for nothing.
         """
         if self.trigger_word is not None:
-            _refuse_bad_text("--trigger-word", self.trigger_word)
+            _refuse_bad_text(self.trigger_word)
             word = self.trigger_word.strip(" \t\n,")
             if not word:
-                raise UsageError(f"--trigger-word is {self.trigger_word!r}, expected a word")
+                raise UsageError(f"--caption-template is {self.trigger_word!r}, expected a word, or text with {{caption}}")
             object.__setattr__(self, "trigger_word", word)
         for template in self.templates:
-            _refuse_bad_template(template)
-        numbers = {"keep_tokens": self.keep_tokens, "shuffle_seed": self.shuffle_seed}
-        refuse_below(0, shuffle_tags=self.shuffle_tags, **numbers)
-        for name, number in numbers.items():
-            if number and not self.shuffle_tags:
-                option = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{option} {number}: it is for --shuffle-tags; give that as well, or leave it out")
+            if not _has_caption(template):
+                raise UsageError(f"--caption-template {template!r} has no {{{_CAPTION}}}, the place of the source's caption")
+
+    @classmethod
+    def parse(cls, templates: Sequence[str], tags: str | None) -> CaptionRules:
+        """Return the rules that `--caption-template` and `--shuffle-tags` name.
+
+        A template without {caption} is the trigger word. Tags are ORDERS[:KEEP[:SEED]].
+
+        >>> CaptionRules.parse(["ohwx", "a photo of {caption}"], "4:1") == CaptionRules(
+        ...     trigger_word="ohwx", templates=("a photo of {caption}",), shuffle_tags=4, keep_tokens=1
+        ... )
+        True
+
+        Raises:
+            UsageError: if a template has another field, two have none, or the tags are not such numbers.
+        """
+        words = [text for text in templates if not _has_caption(text)]
+        if len(words) > 1:
+            raise UsageError(
+                f"--caption-template {words[0]!r} and {words[1]!r} have no {{{_CAPTION}}}, the place of the source's caption; "
+                "only one may be without it: the trigger word"
+            )
+        match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9})(?::([0-9]{1,18}))?)?", "0" if tags is None else tags)
+        if match is None:
+            raise UsageError(f"--shuffle-tags is {tags!r:.80}, expected ORDERS[:KEEP[:SEED]], such as 4 or 4:1")
+        orders, keep, seed = (int(number or 0) for number in match.groups())
+        return cls(
+            trigger_word=words[0].format() if words else None,
+            templates=tuple(text for text in templates if text not in words),
+            shuffle_tags=orders,
+            keep_tokens=keep if orders else 0,
+            shuffle_seed=seed if orders else 0,
+        )
 
     def refuse_too_many(self, max_captions: int) -> None:
         """Check that the captions made of one caption can all be stored.
@@ -69,7 +97,8 @@ class CaptionRules:
         if (number := max(1, len(self.templates)) * max(1, self.shuffle_tags)) > max_captions:
             raise UsageError(
                 f"{counted(len(self.templates), 'template')} and --shuffle-tags {self.shuffle_tags} make {number} captions of "
-                f"each, --max-captions is {max_captions}; --max-captions {number} stores them all, in a new store"
+                f"each, max_captions is {max_captions}; max_captions = {number} under [rules] of a data set file "
+                "stores them all, in a new store"
             )
 
     def refuse_for_classes(self, model: str) -> None:
@@ -78,7 +107,7 @@ class CaptionRules:
         Raises:
             UsageError: if any rule is set.
         """
-        set_ = {"trigger-word": self.trigger_word, "caption-template": self.templates, "shuffle-tags": self.shuffle_tags}
+        set_ = {"caption-template": self.trigger_word or self.templates, "shuffle-tags": self.shuffle_tags}
         if option := next((name for name, value in set_.items() if value), None):
             raise UsageError(f"--{option}: {model} takes a class, not text; leave the option out")
 
@@ -112,7 +141,7 @@ class CaptionRules:
     def stored(self, sample_id: str, captions: Sequence[str]) -> tuple[str, ...]:
         """Return the captions to store for a sample, each once. They depend only on the arguments and the rules.
 
-        The orders of all captions take turns, so that `--max-captions` cuts the last orders, and no caption of the source.
+        The orders of all captions take turns, so that `max_captions` cuts the last orders, and no caption of the source.
 
         >>> CaptionRules(trigger_word="ohwx", templates=("a photo of {caption}",)).stored("a.png", ["a cat"])
         ('ohwx, a photo of a cat',)
@@ -158,9 +187,14 @@ def _order(count: int, key: str) -> list[int]:
     return sorted(range(count), key=lambda n: drawn[_SORT_KEY_BYTES * n : _SORT_KEY_BYTES * (n + 1)])
 
 
-def _refuse_bad_template(template: str) -> None:
+def _has_caption(template: str) -> bool:
+    """Return True if a template has a place for the source's caption; without one it is text.
+
+    Raises:
+        UsageError: if it has another field, or is not UTF-8.
+    """
     what = f"--caption-template {template!r}"
-    _refuse_bad_text("--caption-template", template)
+    _refuse_bad_text(template)
     try:
         parts = list(Formatter().parse(template))
     except ValueError as error:
@@ -169,16 +203,15 @@ def _refuse_bad_template(template: str) -> None:
         if name is not None and (name, form, conversion) != (_CAPTION, "", None):
             shown = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
             raise UsageError(f"{what} has the field {{{shown}}}; the only one is {{{_CAPTION}}}")
-    if not any(name == _CAPTION for _, name, _, _ in parts):
-        raise UsageError(f"{what} has no {{{_CAPTION}}}, the place of the source's caption")
+    return any(name == _CAPTION for _, name, _, _ in parts)
 
 
-def _refuse_bad_text(option: str, text: str) -> None:
+def _refuse_bad_text(text: str) -> None:
     """Refuse text that cannot be stored: an argument that is not UTF-8 arrives with surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{option} is {text!r}, expected text in UTF-8") from error
+        raise UsageError(f"--caption-template is {text!r}, expected text in UTF-8") from error
 
 
 def _has(number: int) -> str:

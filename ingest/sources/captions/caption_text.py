@@ -63,12 +63,10 @@ def refuse_unmet(options: SourceOptions, captions_from: Collection[str]) -> None
         SourceError: if no image has a caption from the named extension or column.
     """
     if options.caption_extension is not None and not captions_from:
-        raise SourceError(
-            f"--caption-extension {options.caption_extension}: no image has a caption in a file of this extension"
-        )
+        raise SourceError(f"--captions-from {options.caption_extension}: no image has a caption in a file of this extension")
     if options.caption_column is not None and all(place.endswith(_TEXTS) for place in captions_from):
         raise SourceError(
-            f"--caption-column {options.caption_column}: no image has a caption in a table's column or a JSON file's field "
+            f"--captions-from {options.caption_column}: no image has a caption in a table's column or a JSON file's field "
             "of this name"
         )
 

@@ -49,10 +49,10 @@ def read_rows(path: Path, name: str, names: CaptionNames, notes: list[str]) -> I
     if not is_empty and not has_captions:
         others = ", ".join(column for column in columns if column != FILE_NAME) or "none"
         if names.is_asked_for:
-            raise SourceError(f"{name} has no column {names.columns[0]} (--caption-column); it has {FILE_NAME} and {others}")
+            raise SourceError(f"{name} has no column {names.columns[0]} (--captions-from); it has {FILE_NAME} and {others}")
         notes.append(
             f"{name} has no captions: it has no column {', '.join(names.columns)}, only {others}; "
-            "--caption-column selects another"
+            "--captions-from NAME selects another"
         )
 
 

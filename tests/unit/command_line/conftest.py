@@ -22,5 +22,5 @@ def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path,
     """A source and the store that was packed from it, only to be read."""
     folder = tmp_path_factory.mktemp("packed")
     write_images(folder / "photos", 14)
-    pack(folder / "photos", folder / "s", model, "--val-fraction", "0.2", "--split-by", "id").done()
+    pack(folder / "photos", folder / "s", model, "--val-fraction", "0.2:id").done()
     return folder / "photos", folder / "s"

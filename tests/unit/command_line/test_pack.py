@@ -17,7 +17,7 @@ from bucketline.ingest.pack import pack_images
 from bucketline.store import Store, read_manifest
 from tests.commands import call
 from tests.kit import tree
-from tests.models import write_model
+from tests.models import in_file, write_model
 from tests.unit.command_line.conftest import pack
 
 if TYPE_CHECKING:
@@ -112,8 +112,6 @@ BAD_INPUTS: dict[str, tuple[Callable[[Path, Path], list[object]], int, list[str]
     "a broken metadata.jsonl": (broken_table, 1, ["metadata.jsonl, line 2", "nonsense", "file_name"]),
     "a grid that does not suit the vae": (lambda *_: ["--grid", "17x24"], 2, ["17x24", "multiples of 2 px"]),
     "a grid that is none": (lambda *_: ["--grid", "big"], 2, ["'big' is not a grid", "square:N"]),
-    "a limit on enlarging of nothing": (lambda *_: ["--max-upscale", "0"], 2, ["--max-upscale is 0", "above 0"]),
-    "a colour that is none": (lambda *_: ["--background", "pink"], 2, ["'pink' is not a colour", "#RRGGBB"]),
     "a crop that is none": (lambda *_: ["--crop", "left"], 2, ["--crop", "center", "random"]),
     "a token grid for a model without tokens": (lambda *_: ["--grid", "tokens:16"], 2, ["no transformer", "tokens:16:16"]),
     "a fraction above one": (lambda *_: ["--val-fraction", "1.5"], 2, ["--val-fraction is 1.5", "expected 0 to 1"]),
@@ -160,16 +158,13 @@ def test_paths_that_lead_nowhere_are_named(
     ("more", "words"),
     [
         (["--val-fraction", "0.5"], "--val-fraction 0.2, this run has --val-fraction 0.5"),
-        (["--val-fraction", "0.2", "--split-by", "folder"], "--split-by id, this run has --split-by folder"),
+        (["--val-fraction", "0.2:folder"], "--val-fraction 0.2, this run has --val-fraction 0.2:folder"),
         (["--val-fraction", "0.2", "--grid", "16x16"], "--grid 16x24,24x16, this run has --grid 16x16"),
         (["--val-fraction", "0.2", "--crop", "random"], "--crop center, this run has --crop random"),
-        (["--val-fraction", "0.2", "--max-upscale", "2"], "no --max-upscale, this run has --max-upscale 2.0"),
         (["--val-fraction", "0.2", "--max-crop", "0.5"], "--max-crop 0.75, this run has --max-crop 0.5"),
         (["--val-fraction", "0.2", "--max-crop", "1"], "--max-crop 0.75, this run has --max-crop 1"),
-        (["--val-fraction", "0.2", "--background", "black"], "--background '#ffffff', this run has --background '#000000'"),
         (["--val-fraction", "0.2", "--min-size-px", "9"], "--min-size-px 8, this run has --min-size-px 9"),
         (["--val-fraction", "0.2", "--flip"], "no --flip, this run has --flip"),
-        (["--val-fraction", "0.2", "--max-captions", "3"], "--max-captions 8, this run has --max-captions 3"),
         (["--val-fraction", "0.2", "--dtype", "BF16"], "--dtype F16, this run has --dtype BF16"),
         (["--val-fraction", "0.2", "--text-dtype", "I8"], "no --text-dtype, this run has --text-dtype I8"),
     ],
@@ -187,6 +182,20 @@ def test_a_store_made_with_other_settings_is_refused_with_option_and_both_values
     assert tree(packed[1]) == before
 
 
+def test_rules_of_a_data_set_file_that_differ_are_named_as_it_has_them(
+    packed: tuple[Path, Path], model: Path, tmp_path: Path
+) -> None:
+    file = in_file(tmp_path / "d.toml", packed[0], max_upscale=2.0, background="black", max_captions=3)
+    ran = pack(file, packed[1], model)
+    assert ran.code == 1
+    assert ran.err.splitlines()[1:] == [
+        "  no max_upscale, this run has max_upscale = 2.0",
+        '  background = "#ffffff", this run has background = "#000000"',
+        "  max_captions = 8, this run has max_captions = 3",
+        "Leave out max_upscale background max_captions, so that the store's are taken, or pack into a new store",
+    ]
+
+
 def test_all_that_differs_is_named_with_the_options_that_restore_it(
     packed: tuple[Path, Path], model: Path, tmp_path: Path
 ) -> None:
@@ -194,22 +203,22 @@ def test_all_that_differs_is_named_with_the_options_that_restore_it(
     for name in ("vae", "text_encoder"):
         path = other / name / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), "its": "own"}), encoding="utf-8")
-    ran = pack(*packed, other, "--flip", "--crop", "random", "--dtype", "F32", "--trigger-word", "ohwx")
+    ran = pack(*packed, other, "--flip", "--crop", "random", "--dtype", "F32", "--caption-template", "ohwx")
     assert ran.code == 1
     lines = ran.err.splitlines()
     assert lines[1:5] == [
         "  --crop center, this run has --crop random",
         "  no --flip, this run has --flip",
         "  --dtype F16, this run has --dtype F32",
-        "  no --trigger-word, this run has --trigger-word ohwx",
+        "  no --caption-template, this run has --caption-template ohwx",
     ]
     others = [line.partition(" = ")[0] for line in lines[5:7]]
     assert others == ["  encoders.text_encoder.config_hash", "  encoders.vae.config_hash"]
     (advice,) = lines[7:]
     assert advice == (
         "Name the model that the store was made with (no option changes the VAE or the text encoder), leave out --crop --flip "
-        "--dtype --trigger-word, so that the store's are taken, or add --recaption to encode the captions again (the stored "
-        "latents are kept), or pack into a new store"
+        "--dtype --caption-template, so that the store's are taken, or add --recaption to encode the captions again (the "
+        "stored latents are kept), or pack into a new store"
     )
 
 
@@ -228,10 +237,11 @@ def test_a_program_that_gives_other_options_is_told_those_of_the_store(packed: t
 
 
 def test_a_second_pack_takes_the_rules_of_the_store(tmp_path: Path, source: Path, model: Path) -> None:
-    rules = ["--crop", "random", "--flip", "--val-fraction", "0.3", "--split-by", "folder", "--background", "black"]
-    rules += ["--max-captions", "5", "--dtype", "BF16", "--text-dtype", "I8", "--trigger-word", "ohwx", "--latents", "moments"]
-    rules += ["--caption-template", "a {caption}", "--caption-template", "the {caption}", "--max-upscale", "3"]
-    first = pack(source, tmp_path / "s", model, *rules, "--json").done().json
+    rules = ["--crop", "random", "--flip", "--val-fraction", "0.3:folder", "--shuffle-tags", "2:1"]
+    rules += ["--dtype", "BF16", "--text-dtype", "I8", "--caption-template", "ohwx", "--latents", "moments"]
+    rules += ["--caption-template", "a {caption}", "--caption-template", "the {caption}"]
+    file = in_file(tmp_path / "d.toml", source, background="black", max_captions=5, max_upscale=3.0)
+    first = pack(file, tmp_path / "s", model, *rules, "--json").done().json
     before = tree(tmp_path / "s")
     again = call("ingest", "pack", source, tmp_path / "s", "--model", model, "--json").done().json
     assert (again["unchanged"], again["packed"]) == (first["packed"], 0)
@@ -240,7 +250,8 @@ def test_a_second_pack_takes_the_rules_of_the_store(tmp_path: Path, source: Path
     image.with_stem("another").write_bytes(image.read_bytes())
     ran = call("ingest", "pack", source, tmp_path / "s", "--model", model).done()
     assert "as the store was packed: " in ran.out
-    assert "--flip" in ran.out.splitlines()[0]
+    taken = ran.out.splitlines()[0].removeprefix("as the store was packed: ").split(", ")
+    assert {"--flip", "--val-fraction 0.3:folder", "--shuffle-tags 2:1", "max_upscale = 3.0", "max_captions = 5"} <= {*taken}
     assert read_manifest(tmp_path / "s").rules == read_manifest(tmp_path / "s", 1).rules
     captions = [
         record["captions"] for record in map(json.loads, call("store", "ls", tmp_path / "s", "--json").out.splitlines())

@@ -70,14 +70,14 @@ def test_every_kind_of_change_is_counted_as_the_pack_then_does_it(source: Path, 
 
 def test_other_captions_and_a_pruning_beyond_the_limit_are_foretold(source: Path, tmp_path: Path, model: Path) -> None:
     assert pack(source, tmp_path / "s", model).code == 0
-    report = foretold(source, tmp_path / "s", model, "--trigger-word", "ohwx", "--recaption")
+    report = foretold(source, tmp_path / "s", model, "--caption-template", "ohwx", "--recaption")
     assert (report["recaptioned"], report["buckets"]) == (14, {})
     for path in sorted(source.rglob("*.png"))[1:]:
         path.rename(tmp_path / f"{path.parent.name}-{path.name}")
     report = foretold(source, tmp_path / "s", model, "--prune")
     assert (report["pruned"], report["not_pruned_beyond_limit"], report["not_in_source"]) == (0, 13, 13)
     ran = pack(source, tmp_path / "s", model, "--prune", "--dry-run")
-    assert "not pruned: 13 of 14 samples would be dropped, --max-prune allows" in ran.out
+    assert "not pruned: 13 of 14 samples would be dropped, --prune allows" in ran.out
     assert "from the file headers only" in ran.out
 
 
@@ -104,7 +104,9 @@ def test_an_image_that_moves_to_the_other_split_is_to_be_encoded_again(
     assert (report["moved"], report["new"], report["buckets"]) == (1, 0, {"val/16x24": 1})
 
 
-@pytest.mark.parametrize("option", ["--flip", "--latents=sample", "--dtype=BF16", "--encode-dtype=BF16", "--trigger-word=x"])
+@pytest.mark.parametrize(
+    "option", ["--flip", "--latents=sample", "--dtype=BF16", "--encode-dtype=BF16", "--caption-template=x"]
+)
 def test_options_that_the_pack_would_refuse_are_refused(option: str, packed_once: tuple[Path, Path], model: Path) -> None:
     before = tree(packed_once[1])
     ran = pack(*packed_once, model, option, "--dry-run", "--json")

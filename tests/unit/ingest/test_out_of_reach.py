@@ -103,7 +103,7 @@ def test_an_empty_mount_point_loses_no_sample(source: Path, tmp_path: Path, mode
     (source / "b").rmdir()
     (source / "a" / "new.png").write_bytes(png(20, 30))
     assert pack(source, tmp_path / "s", model, "--prune").json["pruned"] == 0  # no folder is in doubt, but that is all of it
-    assert pack(source, tmp_path / "s", model, "--prune", "--max-prune", "1.0").json["pruned"] == 14
+    assert pack(source, tmp_path / "s", model, "--prune=1.0").json["pruned"] == 14
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_unreadable_not_damaged(

@@ -100,7 +100,7 @@ def test_what_is_replaced_dropped_and_pruned_is_as_without_it(source: Path, tmp_
     images[1].write_bytes(b"nothing")
     for n, image in enumerate(images[2:6]):
         image.write_bytes(images[7 + n].read_bytes())
-    more = ("--prune", "--max-prune", "1", "--batch-size", "2")
+    more = ("--prune=1", "--batch-size", "2")
     plain = pack(source, tmp_path / "plain", model, *more).json
     done = pack(source, tmp_path / "s", model, *more, "--publish-every", "0.001s").json
     for name in ("packed", "unchanged", "rejected", "dropped_ids", "pruned_ids"):

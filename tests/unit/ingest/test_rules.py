@@ -14,12 +14,12 @@ from PIL import Image
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.pipeline import image_reader, slice_packer
-from bucketline.ingest.rules import Limit, prune_limit, reject_limit
+from bucketline.ingest.rules import PRUNE, Limit, prune_limit, reject_limit
 from bucketline.ingest.sources.tar.tar_source import TarSource
 from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.kit import by_id, tree
-from tests.models import SMALL, colour_image, encoded, png, write_images
+from tests.models import SMALL, colour_image, encoded, in_file, png, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -187,7 +187,7 @@ def test_a_limit_counts_or_divides() -> None:
         ("1", 2, 4, False),
     ):
         assert reject_limit(text).allows(number, of=of) is is_allowed
-    assert [prune_limit(None).allows(number, of=of) for number, of in ((10, 10), (10, 99), (11, 109), (11, 110))] == [
+    assert [prune_limit(PRUNE).allows(number, of=of) for number, of in ((10, 10), (10, 99), (11, 109), (11, 110))] == [
         *(True, True, False, True)
     ]
 
@@ -203,24 +203,25 @@ def test_more_than_a_share_of_a_store_is_pruned_only_if_told(tmp_path: Path, mod
     (source / "new.png").write_bytes(png(20, 30, 77))
     ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--prune")
     assert ran.code == 1
-    why = "12 of 24 samples would be dropped, --max-prune allows 0.1 or 10, whichever is more"
+    why = "12 of 24 samples would be dropped, --prune allows 0.1 or 10, whichever is more"
     assert f"  not pruned: {why}\n" in ran.out
     assert f"error: nothing was pruned: {why}. If a disk or a folder of the source is missing, bring it back; " in ran.err
-    assert "add --max-prune 12\n" in ran.err
+    assert "repeat this with --prune=12\n" in ran.err
     assert sorted(rows_of(tmp_path / "s")) == sorted([*before, "new.png"])
-    refused = pack(source, tmp_path / "s", model, "--prune", "--max-prune", "0.4")
+    refused = pack(source, tmp_path / "s", model, "--prune=0.4")
     assert (refused.code, refused.json["not_pruned_beyond_limit"], refused.json["pruned"]) == (1, 12, 0)
     (tmp_path / "away").rename(source / "disk")
     assert counts(pack(source, tmp_path / "s", model, "--prune").json) == (0, 25, 0)
     (source / "disk").rename(tmp_path / "away")
-    assert pack(source, tmp_path / "s", model, "--prune", "--max-prune", "12").json["pruned"] == 12
+    assert pack(source, tmp_path / "s", model, "--prune=12").json["pruned"] == 12
     assert sorted(rows_of(tmp_path / "s")) == sorted(["new.png", *(name for name in before if name.startswith("here/"))])
 
 
-def test_a_limit_of_pruning_without_pruning_is_refused(source: Path, tmp_path: Path, model: Path) -> None:
-    ran = pack(source, tmp_path / "s", model, "--max-prune", "5")
+@pytest.mark.parametrize(("asked", "words"), [("--max-prune=5", "it is --prune=N or"), ("--prune=few", "--prune is 'few'")])
+def test_a_limit_of_pruning_that_is_none_is_refused(asked: str, words: str, source: Path, tmp_path: Path, model: Path) -> None:
+    ran = pack(source, tmp_path / "s", model, asked)
     assert (ran.code, ran.out) == (2, "")
-    assert "--max-prune 5: it is for --prune; give that as well, or leave it out" in ran.err
+    assert words in ran.err
 
 
 def test_a_damaged_tar_stops_a_run_before_anything_is_written(tmp_path: Path, model: Path, source: Path) -> None:
@@ -248,7 +249,7 @@ def test_ctrl_c_that_ends_a_streams_command_too_is_an_interruption_and_keeps_wha
     with monkeypatch.context() as patched:
         patched.setattr(TarSource, "in_turn", breaks_off)
         patched.setattr(slice_packer, "AHEAD_ITEMS", 2)
-        ran = pack(pattern, tmp_path / "s", model, "--batch-size", "1", "--decode-threads", "1")
+        ran = pack(in_file(tmp_path / "d.toml", pattern, decode_threads=1), tmp_path / "s", model, "--batch-size", "1")
     assert ran.code == 130
     assert "rerun the command to continue" in ran.err
     report = pack(pattern, tmp_path / "s", model).json

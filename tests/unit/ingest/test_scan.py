@@ -129,7 +129,6 @@ def test_a_source_of_rejects_alone_ends_with_one(tmp_path: Path) -> None:
     [
         (["--grid", "big"], 2, "'big' is not a grid"),
         (["--min-size-px", "0"], 2, "--min-size-px is 0"),
-        (["--max-upscale", "0"], 2, "--max-upscale is 0"),
         (["--model", "./nothing"], 1, "nothing is not a folder"),
         (["--val-fraction", "1.1"], 2, "--val-fraction is 1.1"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.family_models import PIPELINES, tiny_dc, write_dit, write_pipeline
-from tests.models import png, write_model
+from tests.models import in_file, png, write_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,7 +64,7 @@ OPTIONS: dict[str, tuple[object, ...]] = {
     "sd3 without T5": ("--max-tokens", 20),
     "flux": ("--max-tokens", 90, "--latents", "sample", "--dtype", "BF16"),
     "pixart_alpha": ("--max-tokens", 300, "--latents", "moments", "--flip"),
-    "pixart_sigma": ("--max-captions", 2),
+    "pixart_sigma": ("--latents", "sample"),
 }
 
 
@@ -161,9 +161,10 @@ def test_moments_and_mirror_images_are_counted_without_a_model_too(images: Path)
 def test_a_scan_refuses_the_captions_that_name_no_class(images: Path, tmp_path: Path) -> None:
     (images / "0.txt").write_text("1\ntabby\nhorse", encoding="utf-8")
     folder = write_dit(tmp_path / "model", {0: "tabby", 1: "dog"})
-    more = ("--grid", "16x16", "--max-captions", 2, "--min-size-px", 8, "--model", folder, "--json")
-    report = call("ingest", "scan", images, *more).json
-    summary = call("ingest", "pack", images, tmp_path / "s", *more).json
+    more = ("--grid", "16x16", "--min-size-px", 8, "--model", folder, "--json")
+    file = in_file(tmp_path / "d.toml", images, max_captions=2)
+    report = call("ingest", "scan", file, *more).json
+    summary = call("ingest", "pack", file, tmp_path / "s", *more).json
     assert report["text_family"] == "class_labels"
     assert report["rejected_by_reason"] == summary["rejected_by_reason"] == {"caption that the model does not take": 1}
     assert "is not a class of the model" in report["rejects"][0]["detail"]

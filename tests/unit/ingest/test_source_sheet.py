@@ -28,7 +28,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_source_is_shown_by_bucket_with_the_captions_as_stored(photos: Path, tmp_path: Path) -> None:
     page = tmp_path / "sheet.html"
-    ran = call("ingest", "peek", photos, "-o", page, *GRID, "--trigger-word", "sks", "--json").done()
+    ran = call("ingest", "peek", photos, "-o", page, *GRID, "--caption-template", "sks", "--json").done()
     assert ran.json == {"page": str(page), "found": 11, "shown": 11, "rejected": 2}
     found = parsed(page)
     assert found.tags.count("img") == 9

@@ -18,7 +18,7 @@ from bucketline.store import Store
 from bucketline.store.format.text_codec import dequantise, quantise
 from bucketline.typed_json import encode
 from tests.commands import call
-from tests.models import SMALL, write_model
+from tests.models import SMALL, in_file, write_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,7 +69,10 @@ def test_tokens_are_quantised_from_what_the_encoder_computed(source: Path, tmp_p
 def test_captions_of_two_phases_have_the_error_that_was_measured_when_they_were_encoded(
     source: Path, tmp_path: Path, model: Path
 ) -> None:
-    one, two = (pack(source, tmp_path / n, model, "--text-dtype", "I8", "--phases", n)["text_error"] for n in ("one", "two"))
+    one, two = (
+        pack(in_file(tmp_path / "d.toml", source, phases=n), tmp_path / n, model, "--text-dtype", "I8")["text_error"]
+        for n in ("one", "two")
+    )
     assert one == two
     assert one["captions"] > 3
 
@@ -83,7 +86,7 @@ def test_tokens_may_have_another_dtype_than_latents(source: Path, tmp_path: Path
 
 def test_new_captions_of_a_quantised_store_are_quantised_too(source: Path, tmp_path: Path, model: Path) -> None:
     pack(source, tmp_path / "s", model, "--text-dtype", "I8")
-    done = pack(source, tmp_path / "s", model, "--text-dtype", "I8", "--trigger-word", "red", "--recaption")
+    done = pack(source, tmp_path / "s", model, "--text-dtype", "I8", "--caption-template", "red", "--recaption")
     assert done["latents_kept"] == done["packed"] > 0
     store = Store.open(tmp_path / "s")
     assert {text[:3] for text, _ in captions(store)} == {"red"}

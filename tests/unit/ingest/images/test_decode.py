@@ -64,7 +64,7 @@ def test_a_crop_drawn_from_the_id_shows_that_part_of_the_image() -> None:
 def test_an_image_too_small_for_its_bucket_is_rejected_with_what_it_would_take() -> None:
     error = rejected(png(40, 60), max_upscale=Fraction(3, 2))
     assert error.reason is Reason.TOO_SMALL_FOR_BUCKET
-    assert error.detail == "the least that a bucket needs is to enlarge it 1.6 times; --max-upscale is 1.5"
+    assert error.detail == "the least that a bucket needs is to enlarge it 1.6 times; max_upscale is 1.5"
     assert decode_image(png(40, 60), replace(GRID, max_upscale=Fraction(8, 5)), "a.png").placement.enlarged
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bucketline.errors import RankError, UsageError
-from bucketline.ingest.config import PackConfig, worker_limits
+from bucketline.ingest.config import PackConfig, WantedWorkers
 from bucketline.ingest.on_ray.slices import MAX_ATTEMPTS, Attempt, SliceTable, num_slices
 
 
@@ -47,20 +47,21 @@ def test_finished_slices_are_counted() -> None:
     assert table.num_left == 1
 
 
-@pytest.mark.parametrize("text", ["0", "3:2", "0:2", "two", "1:2:3", "", "-1"])
+@pytest.mark.parametrize("text", ["0", "3:2", "0:2", "two", "1:2:3", "", "-1", "@", "2@", "2@1", "2@gpu", "@1gpu,1gpu"])
 def test_an_impossible_number_of_workers_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--workers is .*, expected MIN:MAX such as 2:8"):
-        worker_limits(text)
+    with pytest.raises(UsageError, match=r"--workers is .*, expected .* 2:8"):
+        WantedWorkers.parse(text)
 
 
-@pytest.mark.parametrize("option", ["ray_address", "workers"])
-def test_options_of_ray_need_the_engine(option: str) -> None:
-    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} 2: it is for --engine ray"):
-        config(**{option: "2"})
+def test_workers_need_the_engine() -> None:
+    with pytest.raises(UsageError, match="--workers 2: it is for --engine ray"):
+        config(workers="2")
 
 
 def test_what_ray_decides_is_refused() -> None:
     with pytest.raises(UsageError, match="--device cuda:1: Ray gives each worker GPUs of its own"):
         config(engine="ray", device="cuda:1")
-    with pytest.raises(UsageError, match=r"--gpus-per-worker is -1\.0, expected 0 or more"):
-        config(engine="ray", gpus_per_worker=-1.0)
+    with pytest.raises(UsageError, match="--workers is '@-1gpu'"):
+        config(engine="ray", workers="@-1gpu")
+    with pytest.raises(UsageError, match="--engine is spark, expected ray"):
+        config(engine="spark")

@@ -1,4 +1,4 @@
-"""--phases two: all captions first, then the images, with the bytes of one phase and never both encoders in memory."""
+"""Two phases: all captions first, then the images, with the bytes of one phase and never both encoders in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bucketline.store.verify.verify import verify
 from tests.commands import Ran, call, forked_ranks
 from tests.family_models import write_pipeline
 from tests.kit import by_id
-from tests.models import SMALL, write_images
+from tests.models import SMALL, in_file, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ def killed(
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(120)  # a child that hangs must not outlive the test
         monkeypatch.setattr(kind, method, counted)
-        call("ingest", *arguments(source, store, model, "--phases", "two"))
+        call("ingest", *arguments(in_file(source.with_suffix(".toml"), source, phases="two"), store, model))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
@@ -90,9 +90,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_both_orders_store_the_same_bytes(kind: str, source: Path, model: Path, tmp_path: Path) -> None:
     if kind != "a BERT":
         model = write_pipeline(tmp_path / "model", kind)
-    pack(source, tmp_path / "one", model, "--phases", "one")
-    ran = pack(source, tmp_path / "two", model, "--phases", "two")
-    assert "two phases, all captions before the images: --phases is two" in ran.err
+    pack(in_file(tmp_path / "d.toml", source, phases="one"), tmp_path / "one", model)
+    ran = pack(in_file(tmp_path / "d.toml", source, phases="two"), tmp_path / "two", model)
+    assert "two phases, all captions before the images: phases is two" in ran.err
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert not (tmp_path / "two" / KEPT).exists()
 
@@ -118,7 +118,7 @@ def test_the_text_encoder_is_gone_before_the_vae_is_loaded(
         ("text", "load_text_encoder", lambda found: found._part.encoder),
     ):
         monkeypatch.setattr(load_encoders, function, noting(name, getattr(load_encoders, function), module_of))
-    pack(source, tmp_path / "s", model, "--phases", "two")
+    pack(in_file(tmp_path / "d.toml", source, phases="two"), tmp_path / "s", model)
     assert order == ["vae", "text", "vae"]  # the first time for the store's description
 
 
@@ -132,7 +132,7 @@ def test_captions_that_a_killed_first_phase_committed_are_not_encoded_again(
     stray = verify(Store.open(tmp_path / "s"), lambda _: None, 1).strays[0]
     assert "belongs to captions that a pack has encoded before its images" in stray.what
     encoded.clear()
-    assert pack(source, tmp_path / "s", model, "--phases", "two").json["packed"] == NUM_IMAGES
+    assert pack(in_file(tmp_path / "d.toml", source, phases="two"), tmp_path / "s", model).json["packed"] == NUM_IMAGES
     assert 0 < len(encoded) < num_texts
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
 
@@ -143,14 +143,16 @@ def test_a_killed_second_phase_encodes_no_caption_again(
     pack(source, tmp_path / "whole", model)
     killed(source, tmp_path / "s", model, monkeypatch, VaeEncoder, "encode", 3)
     encoded.clear()
-    pack(source, tmp_path / "s", model, "--phases", "two")
+    pack(in_file(tmp_path / "d.toml", source, phases="two"), tmp_path / "s", model)
     assert encoded == []
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
     assert not (tmp_path / "s" / KEPT).exists()
 
 
 def test_several_ranks_keep_captions_of_their_own(source: Path, model: Path, tmp_path: Path) -> None:
-    ran = forked_ranks(2, "ingest", *arguments(source, tmp_path / "two", model, "--phases", "two")).done()
+    ran = forked_ranks(
+        2, "ingest", *arguments(in_file(source.with_suffix(".toml"), source, phases="two"), tmp_path / "two", model)
+    ).done()
     assert ran.err.count("two phases") == 1
     pack(source, tmp_path / "one", model)
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
@@ -165,20 +167,23 @@ def test_several_ranks_keep_captions_of_their_own(source: Path, model: Path, tmp
 
 def test_images_that_are_added_later_and_rejected_ones_come_out_alike(source: Path, model: Path, tmp_path: Path) -> None:
     for order in ("one", "two"):
-        pack(source, tmp_path / order, model, "--phases", order)
+        pack(in_file(tmp_path / "d.toml", source, phases=order), tmp_path / order, model)
     write_images(source, NUM_IMAGES + 4)
     (source / "a" / "broken.png").write_bytes(b"no image")
     (source / "a" / "long.png").write_bytes((source / "a" / "000.png").read_bytes())
     (source / "a" / "long.txt").write_text("the red cat of the house " * 5, encoding="utf-8")
     found = {}
     for order in ("one", "two"):
-        json = pack(source, tmp_path / order, model, "--phases", order).json
+        json = pack(in_file(tmp_path / "d.toml", source, phases=order), tmp_path / order, model).json
         names = ("packed", "latents_kept", "unchanged", "rejected", "captions_cut", "captions_truncated")
         found[order] = {name: json[name] for name in names}
     assert found["one"] == found["two"]
     assert found["two"]["packed"] == found["two"]["latents_kept"] + 5
     assert found["two"]["captions_truncated"] == 1
-    assert pack(source, tmp_path / "two", model, "--phases", "two", "--check", "content").json["packed"] == 0
+    assert (
+        pack(in_file(tmp_path / "d.toml", source, phases="two"), tmp_path / "two", model, "--check", "content").json["packed"]
+        == 0
+    )
 
 
 @pytest.mark.parametrize(("free", "order"), [(1 << 40, "one phase"), (1 << 10, "two phases")])

@@ -16,7 +16,7 @@ from tests.unit.ingest.pipeline.test_kept_latents import forbid_encoding, pack, 
 if TYPE_CHECKING:
     from pathlib import Path
 
-RULES = ("--trigger-word", "dog", "--caption-template", "{caption} of the house")
+RULES = ("--caption-template", "dog", "--caption-template", "{caption} of the house")
 PACKED = ("packed", "latents_kept", "unchanged", "rejected")
 
 
@@ -30,7 +30,7 @@ def rules_of(store: Path) -> object:
 
 
 def test_rules_are_recorded_and_an_unchanged_image_stays_unchanged(source: Path, tmp_path: Path, model: Path) -> None:
-    shuffled = ("--shuffle-tags", 3, "--keep-tokens", 1)
+    shuffled = ("--shuffle-tags", "3:1")
     (source / "a" / "000.txt").write_text("a cat, red, green, blue\n", encoding="ascii")
     assert pack(source, tmp_path / "s", model, *RULES, *shuffled).code == 0
     assert rules_of(tmp_path / "s") == {
@@ -57,7 +57,11 @@ def test_without_rules_the_manifest_says_nothing_of_them(source: Path, tmp_path:
     ("first", "then", "words"),
     [
         ((), RULES, "no --caption-template, this run has --caption-template '{caption} of the house'"),
-        (("--trigger-word", "dog"), ("--trigger-word", "cat"), "--trigger-word dog, this run has --trigger-word cat"),
+        (
+            ("--caption-template", "dog"),
+            ("--caption-template", "cat"),
+            "--caption-template dog, this run has --caption-template cat",
+        ),
         (("--shuffle-tags", 2), ("--shuffle-tags", 3), "--shuffle-tags 2, this run has --shuffle-tags 3"),
     ],
 )
@@ -139,13 +143,13 @@ def test_more_variants_than_a_sample_holds_are_refused(source: Path, tmp_path: P
     for command in (("pack", source, tmp_path / "s"), ("scan", source)):
         ran = call("ingest", *command, "--model", model, *asked)
         assert ran.code == 2
-        assert "2 templates and --shuffle-tags 5 make 10 captions of each, --max-captions is 8" in ran.err
+        assert "2 templates and --shuffle-tags 5 make 10 captions of each, max_captions is 8" in ran.err
     assert not (tmp_path / "s").exists()
 
 
 def test_a_model_of_classes_takes_no_caption_rules(source: Path, tmp_path: Path) -> None:
     dit = write_dit(tmp_path / "dit", {0: "cat", 1: "dog"})
     for command in (("pack", source, tmp_path / "s"), ("scan", source)):
-        ran = call("ingest", *command, "--model", dit, "--grid", "16x16", "--trigger-word", "ohwx")
+        ran = call("ingest", *command, "--model", dit, "--grid", "16x16", "--caption-template", "ohwx")
         assert ran.code == 2
-        assert f"--trigger-word: {dit} takes a class, not text; leave the option out" in ran.err
+        assert f"--caption-template: {dit} takes a class, not text; leave the option out" in ran.err

@@ -16,7 +16,7 @@ from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.store import Store
 from tests.commands import Ran, call
-from tests.models import SMALL, png
+from tests.models import SMALL, in_file, png
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,7 +137,7 @@ def test_captions_beyond_those_kept_and_beyond_the_encoder_are_counted_and_named
 ) -> None:
     (source / "a" / "000.txt").write_text("\n".join(f"cat {n}" for n in range(5)), encoding="ascii")
     (source / "b" / "001.txt").write_text("red " * 40, encoding="ascii")
-    report = pack(source, tmp_path / "s", model, "--max-captions", 3).json
+    report = pack(in_file(tmp_path / "d.toml", source, max_captions=3), tmp_path / "s", model).json
     assert report["captions_beyond"] == ["a/000.png"]
     assert report["captions_truncated"] == 1
     store = Store.open(tmp_path / "s")
@@ -205,7 +205,7 @@ def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
     monkeypatch.setattr(shard_writer, "SPARE_MAP_BYTES", 1 << 20)
     for image in source.rglob("*.png"):
         image.with_suffix(".txt").write_text(f"a cat {image.stem} " + "of the house " * 20_000, encoding="ascii")
-    ran = pack(source, tmp_path / "s", model, "--shard-size-mib", 1, "--batch-size", 2)
+    ran = pack(in_file(tmp_path / "d.toml", source, shard_size_mib=1), tmp_path / "s", model, "--batch-size", 2)
     assert (ran.code, ran.json["packed"]) == (0, 14), ran.err
     store = Store.open(tmp_path / "s")
     assert max(entry.record_bytes for entry in store.manifest.shards) < 3 << 20

@@ -110,8 +110,7 @@ def test_a_caption_file_that_gives_way_to_another_is_counted_in_words(tmp_path: 
     assert captions(listing) == {"a.png": ("tags",), "b.png": ("words",)}
     (note,) = listing.notes
     assert note == (
-        "the .caption files of 1 image are not used, because there are other captions; --caption-extension .caption uses "
-        "only these"
+        "the .caption files of 1 image are not used, because there are other captions; --captions-from .caption uses only these"
     )
 
 
@@ -174,9 +173,9 @@ def test_another_column_can_be_named(kind: str, tmp_path: Path) -> None:
                 archive.addfile(info, io.BytesIO(data))
     else:
         write_table(place / f"metadata.{kind}", "description", {"a.png": "one"})
-    source = open_source(str(place), options(caption_column="description"))
+    source = open_source(str(place), options(captions_from=("description",)))
     assert [item.captions for item in source.listing().items] == [("one",)]
-    scan(place, "--caption-column", "nowhere").fails("nowhere", "--caption-column")
+    scan(place, "--captions-from", "nowhere").fails("nowhere", "--captions-from")
 
 
 def options(**given: Any) -> Any:
@@ -185,18 +184,18 @@ def options(**given: Any) -> Any:
     return SourceOptions(**given)
 
 
-def test_another_extension_can_be_named_with_its_dot_or_without(tmp_path: Path) -> None:
+def test_another_extension_can_be_named_with_its_dot(tmp_path: Path) -> None:
     make(tmp_path, {"a.png": "", "a.txt": "other", "a.tags": "one", "lost.tags": "x", "also.txt": "x"})
-    for extension in (".tags", "tags", ".TAGS"):
-        listing = open_source(str(tmp_path), options(caption_extension=extension)).listing()
+    for extension in (".tags", ".TAGS"):
+        listing = open_source(str(tmp_path), options(captions_from=(extension,))).listing()
         assert captions(listing) == {"a.png": ("one",)}
         assert listing.orphans == ["lost.tags"]
-    ran = scan(tmp_path, "--caption-extension", ".nowhere")
+    ran = scan(tmp_path, "--captions-from", ".nowhere")
     assert (ran.code, ran.err) == (
         1,
-        "error: --caption-extension .nowhere: no image has a caption in a file of this extension\n",
+        "error: --captions-from .nowhere: no image has a caption in a file of this extension\n",
     )
-    assert scan(tmp_path, "--caption-extension", ".").code == 2
+    assert scan(tmp_path, "--captions-from", ".").code == 2
 
 
 def test_images_without_a_caption_are_listed_in_a_file_and_by_a_scan(model: Path, tmp_path: Path) -> None:

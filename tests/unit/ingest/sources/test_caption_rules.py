@@ -11,6 +11,8 @@ from bucketline.errors import UsageError
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.captions.caption_text import MAX_CAPTIONS_BYTES
 from bucketline.ingest.sources.source import Listing, SourceItem
+from bucketline.pack_options import pack_options
+from bucketline.typed_json import encode
 from tests.commands import call
 from tests.models import SMALL, png
 
@@ -82,7 +84,7 @@ def test_what_is_cut_at_max_captions_are_the_last_orders_and_no_caption_of_the_s
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ({"templates": ("a photo",)}, "--caption-template 'a photo' has no {caption}"),
+        ({"templates": ("a photo", "b")}, "'a photo' and 'b' have no {caption}, the place of the source's caption; only one"),
         ({"templates": ("{caption} by {artist}",)}, "has the field {artist}; the only one is {caption}"),
         ({"templates": ("{caption} {}",)}, "has the field {}; the only one is {caption}"),
         ({"templates": ("{caption!r}",)}, "has the field {caption!r}; the only one is {caption}"),
@@ -90,19 +92,31 @@ def test_what_is_cut_at_max_captions_are_the_last_orders_and_no_caption_of_the_s
         ({"templates": ("{caption.x}",)}, "has the field {caption.x}; the only one is {caption}"),
         ({"templates": ("{caption",)}, "--caption-template '{caption': expected '}' before end of string"),
         ({"templates": ("{caption} }",)}, "a brace that is text is written twice: {{ or }}"),
-        ({"trigger_word": " "}, "--trigger-word is ' ', expected a word"),
-        ({"trigger_word": "\udcff"}, "--trigger-word is '\\udcff', expected text in UTF-8"),
+        ({"templates": (" ",)}, "--caption-template is ' ', expected a word"),
+        ({"templates": ("\udcff",)}, "--caption-template is '\\udcff', expected text in UTF-8"),
         ({"templates": ("\udcff {caption}",)}, "expected text in UTF-8"),
-        ({"shuffle_tags": -1}, "--shuffle-tags is -1, expected 0 or more"),
-        ({"keep_tokens": -1, "shuffle_tags": 1}, "--keep-tokens is -1, expected 0 or more"),
-        ({"shuffle_seed": -1, "shuffle_tags": 1}, "--shuffle-seed is -1, expected 0 or more"),
-        ({"keep_tokens": 1}, "--keep-tokens 1: it is for --shuffle-tags; give that as well, or leave it out"),
-        ({"shuffle_seed": 1}, "--shuffle-seed 1: it is for --shuffle-tags"),
+        ({"tags": "-1"}, "--shuffle-tags is '-1', expected ORDERS[:KEEP[:SEED]], such as 4 or 4:1"),
+        ({"tags": "1:-1"}, "--shuffle-tags is '1:-1'"),
+        ({"tags": "1:2:3:4"}, "--shuffle-tags is '1:2:3:4'"),
+        ({"tags": "many"}, "--shuffle-tags is 'many'"),
     ],
 )
 def test_rules_that_cannot_be_meant_are_refused(rules: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=re.escape(words)):
-        CaptionRules(**rules)
+        CaptionRules.parse(rules.get("templates", ()), rules.get("tags"))
+
+
+def test_the_options_that_made_rules_make_them_again() -> None:
+    for rules in (
+        CaptionRules(),
+        CaptionRules(trigger_word="oh{x}", templates=("{caption} {{1}}", "the {caption}")),
+        CaptionRules(shuffle_tags=4, shuffle_seed=7),
+        CaptionRules(trigger_word="a", shuffle_tags=4, keep_tokens=1, shuffle_seed=2),
+    ):
+        options = pack_options({"rules": {"captions": encode(rules)}})
+        templates, tags = options.get("--caption-template") or [], options.get("--shuffle-tags")
+        assert isinstance(templates, list)
+        assert CaptionRules.parse([str(one) for one in templates], None if tags is None else str(tags)) == rules
 
 
 def test_a_listing_notes_images_without_captions_and_leaves_unreadable_ones_alone() -> None:
@@ -127,7 +141,7 @@ def test_a_scan_shows_what_would_be_stored(tmp_path: Path, model: Path) -> None:
         (tmp_path / "photos" / f"{n}.png").write_bytes(png(20, 30, n))
         (tmp_path / "photos" / f"{n}.txt").write_text(text, encoding="ascii")
     asked = ("ingest", "scan", tmp_path / "photos", *SMALL, "--model", model)
-    rules = ("--shuffle-tags", 2, "--caption-template", "the house of {caption}", "--trigger-word", "dog")
+    rules = ("--shuffle-tags", 2, "--caption-template", "the house of {caption}", "--caption-template", "dog")
     report = call(*asked, *rules, "--json").json
     assert report["example_captions"] == {"1.png": ["dog, the house of red, a cat", "dog, the house of a cat, red"]} or report[
         "example_captions"

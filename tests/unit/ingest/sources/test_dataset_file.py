@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.errors import SourceError, UsageError
+from bucketline.command_line import parse_options
+from bucketline.errors import BucketlineError, SourceError, UsageError
+from bucketline.help_screen import options_of
+from bucketline.ingest.commands.pack import Pack
+from bucketline.ingest.commands.peek import PeekSource
+from bucketline.ingest.commands.scan import Scan
+from bucketline.ingest.former_options import FORMER_OPTIONS
+from bucketline.ingest.images.crop import Crop
+from bucketline.ingest.rules import Phases
 from bucketline.ingest.sources.dataset_file import DatasetFile, is_dataset_file, read_dataset_file
 from bucketline.ingest.sources.folder import list_folder
 from bucketline.ingest.sources.options import SourceOptions
@@ -40,24 +49,90 @@ def test_every_field_is_read_and_paths_are_relative_to_the_file(folder: Path) ->
         repeats = 10
         split = "val"
         caption = "a photo"
-        caption_column = "words"
-        caption_extension = ".cap"
+        captions_from = [".cap", "words"]
+        caption_template = "ohwx"
+        shuffle_tags = 3
         """,
     )
     (entry,) = file.sources
     assert (entry.path, entry.store_name, entry.repeats) == (str(folder / "photos"), "mine.store", 10)
-    given = SourceOptions(caption_column="text", follow_links=True)
-    assert entry.options(given) == SourceOptions(
-        default_caption="a photo", caption_column="words", caption_extension=".cap", follow_links=True
-    )
-    assert entry.val_fraction(0.1) == 1.0
+    given = SourceOptions(captions_from=("text",), follow_links=True)
+    own = entry.options(given)
+    assert own == SourceOptions(caption="a photo", captions_from=(".cap", "words"), follow_links=True)
+    assert (own.caption_column, own.caption_extension) == ("words", ".cap")
+    rules = {"caption_template": ("ohwx",), "shuffle_tags": "3", "val_fraction": "1.0:folder"}
+    assert entry.overrides("0.1:folder").items() >= rules.items()
     assert decode(DatasetFile, encode(file)) == file
 
 
 def test_what_an_entry_leaves_out_is_as_on_the_command_line(folder: Path) -> None:
     (one, two) = read(folder, '[[source]]\npath = "cats"\n[[source]]\npath = "kohya/2_barns"\nsplit = "train"').sources
-    assert (one.store_name, one.repeats, one.val_fraction(0.1), two.val_fraction(0.1)) == ("cats.store", 1, 0.1, 0.0)
-    assert one.options(SourceOptions(caption_column="text")) == SourceOptions(caption_column="text")
+    assert (one.store_name, one.repeats, one.overrides("0.1"), two.overrides("0.1")) == (
+        *("cats.store", 1, {}),
+        {"val_fraction": "0.0"},
+    )
+    assert one.options(SourceOptions(captions_from=("text",))) == SourceOptions(captions_from=("text",))
+
+
+def test_options_of_the_file_hold_unless_the_command_line_gives_others(folder: Path) -> None:
+    place = folder / "data.toml"
+    place.write_text(
+        """
+        source = {path = "photos", captions_from = ".cap", caption = "a photo", split = "val"}
+        rules = {grid = "sd15", val_fraction = 0.2, flip = true, crop = "random", background = "black"}
+        encoding = {phases = "two", batch_size = 3, decode_threads = 2}
+        """,
+        encoding="utf-8",
+    )
+    asked = parse_options(Pack, [str(place), "s", "--model", "m", "--grid", "sdxl", "--captions-from", "words"], "pack")
+    assert (asked.source, asked.grid, asked.captions_from) == (str(folder / "photos"), "sdxl", ("words",))
+    assert (asked.caption, asked.val_fraction, asked.flip, asked.crop, asked.background) == (
+        *("a photo", "1.0", True),
+        *(Crop.RANDOM, "black"),
+    )
+    assert (asked.phases, asked.batch_size, asked.decode_threads) == (Phases.TWO, 3, 2)
+    assert asked.left_out >= {"text_dtype", "min_size_px"}
+    assert not asked.left_out & {"grid", "val_fraction", "flip", "crop", "background"}
+    scanned = parse_options(Scan, [str(place)], "scan")
+    assert (scanned.source, scanned.grid, scanned.decode_threads) == (str(folder / "photos"), "sd15", 2)
+    peeked = parse_options(PeekSource, [str(place), "-o", "sheet.html"], "peek")
+    assert (peeked.place, peeked.grid, peeked.caption) == (str(folder / "photos"), "sd15", "a photo")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[rules]\ncolour = 1", r"\[rules\] has an unknown option 'colour'"),
+        ("[rules]\nbackgrund = 1", r"unknown option 'backgrund'; did you mean 'background'"),
+        ("[rules]\ngrid = 5", r"rules.grid is 5, expected str"),
+        ('[rules]\ndtype = "F8"', "rules.dtype is 'F8', expected one of F16, BF16, F32"),
+        ('[rules]\ncrop = "left"', "rules.crop is 'left', expected one of center, random"),
+        ("rules = 3", "rules is 3, expected a table"),
+        ('[rules]\nbackground = "pink"', "data.toml: background 'pink' is not a colour"),
+        ("[encoding]\nshard_size_mib = 0", "data.toml: --shard-size-mib is 0"),
+        ('[source]\npath = "photos"\nrepeats = 2', r"source.repeats is for several sources, in tables .*\[\[source\]\]"),
+        ('[source]\nsplit = "val"', "lacks the field 'path'"),
+    ],
+)
+def test_a_wrong_option_of_the_file_is_named_with_its_table(folder: Path, text: str, message: str) -> None:
+    (folder / "data.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(BucketlineError, match=message):
+        parse_options(Pack, [str(folder / "data.toml"), "s", "--model", "m"], "pack")
+
+
+def test_what_only_a_file_sets_and_what_was_called_otherwise_is_answered_with_where_it_is() -> None:
+    for option, words in (
+        (
+            "--background=black",
+            r"--background is set in a data set file, not on the command line: background, in its \[rules\]",
+        ),
+        ("--dataset-splits=a", r"dataset_splits, in its \[source\]"),
+        *((option, re.escape(answer)) for option, answer in FORMER_OPTIONS.items()),
+    ):
+        with pytest.raises(UsageError, match=words):
+            parse_options(Pack, ["photos", "s", "--model", "m", option], "pack")
+    for command in (Pack, Scan):
+        assert sum(not one.is_in_file for one in options_of(command)) <= 36
 
 
 def test_folders_of_kohyas_naming_become_sources_with_their_repeats(folder: Path) -> None:
@@ -83,7 +158,6 @@ def test_a_folder_of_kohyas_naming_that_is_packed_as_it_is_says_so(folder: Path)
 BAD = {
     "no TOML": ("[[source]\n", r"data.toml is not TOML: .*line 1"),
     "no source": ("", r"data.toml: source is missing, expected tables that begin with \[\[source\]\]"),
-    "one table": ('[source]\npath = "photos"', r"source is one table, expected tables that begin with \[\[source\]\]"),
     "not tables": ('source = ["photos"]', r"source\[0\] is 'photos', expected tables"),
     "another key": ('seed = 1\n[[source]]\npath = "photos"', "data.toml: unknown key 'seed'"),
     "kohya's file": ("[general]\nenable_bucket = true", r"unknown key 'general' \(as in a file for kohya's trainers\)"),
@@ -105,7 +179,9 @@ BAD = {
     "another split": ('[[source]]\npath = "photos"\nsplit = "test"', "split is 'test', expected 'train' or 'val'"),
     "a name with a slash": ('[[source]]\npath = "photos"\nname = "a/b"', "name is 'a/b', expected"),
     "an empty caption": ('[[source]]\npath = "photos"\ncaption = " "', r"source\[0\]: .*caption"),
-    "an extension of none": ('[[source]]\npath = "photos"\ncaption_extension = "/"', r"source\[0\]: .*extension"),
+    "an extension of none": ('[[source]]\npath = "photos"\ncaptions_from = "./"', r"source\[0\]: .*extension"),
+    "an earlier field": ('[[source]]\npath = "photos"\ncaption_column = "a"', "it is `captions_from`"),
+    "two trigger words": ('[[source]]\npath = "photos"\ncaption_template = ["a", "b"]', "only one may be without it"),
     "no name": ('[[source]]\npath = "*.tar"', r"source\[0\].path .*\*.tar' gives its store no name; add one"),
     "a stream without a name": ('[[source]]\npath = "https://host/a.tar"', r"gives its store no name; add one"),
     "nothing there": ('[[source]]\npath = "photo"', r"data.toml, source photo: .* \(did you mean 'photos'\?\)"),
@@ -131,8 +207,8 @@ def test_a_mistake_is_named_with_its_place_on_one_line(folder: Path, kind: str) 
 
 
 def test_an_option_that_suits_no_source_is_a_usage_error(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"data.toml, source cats: --split test"):
-        read(folder, '[[source]]\npath = "cats"', SourceOptions(split=("test",)))
+    with pytest.raises(UsageError, match=r"data.toml, source cats: dataset_splits has 'test'"):
+        read(folder, '[[source]]\npath = "cats"', SourceOptions(dataset_splits=("test",)))
 
 
 def test_the_example_and_the_page_on_packing_are_read_as_they_stand(folder: Path) -> None:

@@ -18,7 +18,7 @@ from bucketline.ingest.sources.source_json import source_as_json, source_from_js
 from bucketline.store import Store
 from tests.commands import call
 from tests.kit import edit_json
-from tests.models import SMALL, png
+from tests.models import SMALL, in_file, png
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -142,7 +142,7 @@ def test_splits_go_where_they_belong_and_test_is_left_out_in_words(model: Path, 
     place = split_dataset(tmp_path / "d", train=5, validation=3, test=2)
     ran = call("ingest", "pack", place, tmp_path / "s", "--model", model, *SMALL).done()
     assert packed_splits(tmp_path / "s") == {"train in train": 5, "validation in val": 3}
-    taken = "--split train=train --split validation=val --split test=val (or =train)"
+    taken = 'dataset_splits = ["train=train", "validation=val", "test=val"] under [source] of a data set file (or =train)'
     for words in (
         "split train (5 images) becomes train",
         "split validation (3 images) becomes val",
@@ -167,15 +167,16 @@ def test_splits_that_are_asked_for_are_taken_and_no_others(
     asked: list[str], expected: dict[str, int], model: Path, tmp_path: Path
 ) -> None:
     place = split_dataset(tmp_path / "d", train=4, validation=3, test=2)
-    words = [word for name in asked for word in ("--split", name)]
-    call("ingest", "pack", place, tmp_path / "s", "--model", model, *SMALL, *words).done()
+    file = in_file(tmp_path / "d.toml", place, dataset_splits=asked)
+    call("ingest", "pack", file, tmp_path / "s", "--model", model, *SMALL).done()
     assert packed_splits(tmp_path / "s") == expected
 
 
 def test_a_sample_that_goes_to_another_split_is_packed_anew_there(model: Path, tmp_path: Path) -> None:
     place = split_dataset(tmp_path / "d", train=4, validation=3)
     for word, expected in (("validation=train", {"validation in train": 3}), ("validation", {"validation in val": 3})):
-        ran = call("ingest", "pack", place, tmp_path / "s", "--model", model, *SMALL, "--split", word, "--json")
+        file = in_file(tmp_path / "d.toml", place, dataset_splits=[word])
+        ran = call("ingest", "pack", file, tmp_path / "s", "--model", model, *SMALL, "--json")
         assert (ran.code, ran.json["packed"], ran.json["unchanged"]) == (0, 3, 0)
         assert packed_splits(tmp_path / "s") == expected
 
@@ -207,24 +208,25 @@ def test_a_splits_name_says_where_it_goes(names: list[str], targets: list[str | 
 @pytest.mark.parametrize(
     ("what", "code", "words"),
     [
-        ("unknown", 1, "has no split 'nowhere' (--split); it has train, test"),
-        ("target", 2, "--split is 'train=test', expected a split's name, NAME=train or NAME=val"),
-        ("only test", 1, "has only the split test, which is left out by default: add --split test=train"),
-        ("no splits", 1, "has no splits, but --split train is given"),
-        ("folder", 2, "has no splits (only saved datasets do); leave the option out"),
+        ("unknown", 1, "has no split 'nowhere' (dataset_splits); it has train, test"),
+        ("target", 1, "dataset_splits has 'train=test', expected a split's name, NAME=train or NAME=val"),
+        ("only test", 1, 'has only the split test, which is left out by default: pack it by dataset_splits = ["test=val"]'),
+        ("no splits", 1, "has no splits, but dataset_splits has 'train'"),
+        ("folder", 2, "has no splits (only saved datasets do); leave it out"),
     ],
 )
 def test_splits_that_cannot_be_taken_are_refused_in_words(what: str, code: int, words: str, tmp_path: Path) -> None:
-    place, more = tmp_path / "d", ["--split", {"unknown": "nowhere", "target": "train=test"}.get(what, "train")]
+    place, asked = tmp_path / "d", {"unknown": "nowhere", "target": "train=test"}.get(what, "train")
     if what == "only test":
         split_dataset(place, test=2)
-        more = []
+        asked = ""
     elif what == "no splits":
         rows_of([image(0)]).save_to_disk(place)
     elif what == "folder":
         place.mkdir()
     else:
         split_dataset(place, train=1, test=1)
-    ran = call("ingest", "scan", place, *more)
+    file = in_file(tmp_path / "d.toml", place, dataset_splits=[asked]) if asked else place
+    ran = call("ingest", "scan", file)
     assert (ran.code, ran.out) == (code, "")
     assert words in ran.err

@@ -117,7 +117,7 @@ def test_a_folder_is_the_same_as_on_a_disk(objects: ObjectFolder, photos: Path, 
     objects.remove(["b/001.png", "b/001.txt"])
     for name in ("b/001.png", "b/001.txt"):
         (photos / name).unlink()
-    changed = is_same(objects.url, photos, tmp_path, model, "--prune", "--max-prune", "1")
+    changed = is_same(objects.url, photos, tmp_path, model, "--prune=1")
     assert (changed["packed"], changed["latents_kept"], changed["pruned_ids"]) == (3, 1, ["b/001.png"])
     scans = [call("ingest", "scan", place, *SMALL, "--json").json for place in (objects.url, photos)]
     assert {**scans[0], "seconds": 0} == {**scans[1], "seconds": 0}
@@ -231,7 +231,7 @@ def test_what_cannot_be_is_refused(photos: Path, tmp_path: Path, model: Path) ->
             open_source(secret).listing()
         assert "hidden" not in str(refused.value)
     with pytest.raises(UsageError, match="has no splits"):
-        open_source(empty, SourceOptions(split=("train",)))
+        open_source(empty, SourceOptions(dataset_splits=("train",)))
     objects = ObjectFolder.open(empty)
     objects.write("run/status.json", json.dumps({"state": "over", "step": 1, "reason": ""}).encode())
     objects.write("run/image.png", png(20, 20))

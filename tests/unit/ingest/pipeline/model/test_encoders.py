@@ -83,7 +83,7 @@ def test_the_encoders_are_loaded_when_an_image_or_a_caption_is_to_be_encoded(
     assert pack(again / "photos", again / "s", model).json["latents_kept"] == 1
     assert len(loads) == 2
     assert verify(Store.open(again / "s"), lambda _: None).strays == ()
-    changed = pack(again / "photos", again / "s", model, "--recaption", "--trigger-word", "red")
+    changed = pack(again / "photos", again / "s", model, "--recaption", "--caption-template", "red")
     assert (changed.json["packed"], len(loads)) == (7, 3)
     assert "--dtype" not in changed.err
     refused = pack(again / "photos", again / "s", model, "--dtype", "F32")
