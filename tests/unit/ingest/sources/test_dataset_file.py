@@ -221,7 +221,10 @@ def test_the_example_and_the_page_on_packing_are_read_as_they_stand(folder: Path
     expected = [("photos", 1), ("my dog", 10), ("scans", 1), ("held out", 1), ("10_sks dog", 10), ("2_barns", 2)]
     assert names == expected
     page = (ROOT / "docs" / "packing.md").read_text(encoding="utf-8")
-    shown = page.partition("```toml\n")[2].partition("```")[0]
+    of_one, shown = (part.partition("```")[0] for part in page.split("```toml\n")[1:3])
+    (folder / "one.toml").write_text(of_one, encoding="utf-8")
+    asked = parse_options(Pack, [str(folder / "one.toml"), "s", "--model", "m"], "pack")
+    assert (asked.source, asked.background, asked.phases) == (str(folder / "photos"), "black", Phases.TWO)
     assert [(entry.name, entry.repeats, entry.caption) for entry in read(folder, shown).sources] == [
         ("photos", 1, None),
         ("my dog", 3, "a photo of sks dog"),
