@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,17 +16,19 @@ from bucketline.ingest.sources.hf_dataset import DatasetSource, is_saved_dataset
 from bucketline.ingest.sources.objects.place import is_object_url
 from bucketline.ingest.sources.objects.source import ObjectFolderSource, ObjectTableSource
 from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources.parquet_images import ParquetSource, has_images
 from bucketline.ingest.sources.table import TableSource
-from bucketline.ingest.sources.tar.tar_source import expand, has_scheme, local_path
+from bucketline.ingest.sources.tar.tar_source import Shard, TarSource, expand, has_scheme, local_path
 from bucketline.store.remote.urls import parse_url, refuse_misspelt
 
 if TYPE_CHECKING:
     from bucketline.ingest.sources.source import Source
 
 _EXPECTED = (
-    "a folder of images, a table (.jsonl, .csv, .parquet), WebDataset tars (a file, a pattern or a URL), the URL of any of "
-    "these in object storage, or a dataset saved on disk"
+    "a folder of images, of tars or of Parquet files with images, a table (.jsonl, .csv, .parquet), WebDataset tars (a file, "
+    "a pattern or a URL), the URL of a folder, table or tars in object storage, or a dataset saved on disk"
 )
+_PARQUET = ".parquet"
 _TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")
 
 
@@ -38,10 +41,9 @@ def open_source(text: str, options: SourceOptions | None = None) -> Source:
     """
     options = (options or SourceOptions()).alone()
     source = _opened(text, options)
-    if options.dataset_splits and not isinstance(source, DatasetSource):
+    if options.dataset_splits and not isinstance(source, DatasetSource | ParquetSource):
         raise UsageError(
-            f"dataset_splits has {options.dataset_splits[0]!r}: {redacted(text)} has no splits (only saved datasets do); "
-            "leave it out"
+            f"dataset_splits has {options.dataset_splits[0]!r}: {redacted(text)} has no splits (only datasets do); leave it out"
         )
     return source
 
@@ -57,10 +59,12 @@ def _opened(text: str, options: SourceOptions) -> Source:
     if path is not None and path.is_dir():
         if is_saved_dataset(path):
             return DatasetSource(path=path, options=options)
-        return FolderSource(path=path, options=options)
+        return _without_images(path, options) or FolderSource(path=path, options=options)
     if path is not None and path.suffix.lower() in TABLE_SUFFIXES and not is_pattern(text):
         if not path.is_file():
             raise SourceError(f"{text} does not exist: {why_not_there(path)}; expected a table with file_name and text")
+        if path.suffix.lower() == _PARQUET and has_images(path):
+            return ParquetSource(files=(path,), options=options)
         return TableSource(path=path, options=options)
     if has_scheme(text) or is_pattern(text) or _TAR.search(text):
         return expand(text, options)
@@ -70,6 +74,32 @@ def _opened(text: str, options: SourceOptions) -> Source:
     if path.suffix.lower() in IMAGE_SUFFIXES:
         raise SourceError(f"{text} is an image; expected its folder, or a table (.jsonl) that lists only this image")
     raise SourceError(f"{text} is not a known kind of source; expected {_EXPECTED}")
+
+
+def _without_images(folder: Path, options: SourceOptions) -> Source | None:
+    """Open the tars, or the Parquet files with images, of a folder that has no image files; None if it has neither.
+
+    Raises:
+        SourceError: if it has both.
+    """
+    tars, parquet = list[Path](), list[Path]()
+    for at, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        names = sorted(name for name in files if not name.startswith("."))
+        if any(os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES for name in names):  # noqa: PTH122 - as in a listing
+            return None
+        tars += [Path(at, name) for name in names if _TAR.search(name)]
+        parquet += [Path(at, name) for name in names if name.lower().endswith(_PARQUET)]
+    parquet = [path for path in parquet if has_images(path)]
+    if tars and parquet:
+        raise SourceError(
+            f"{folder} has no image files, but tars ({tars[0].relative_to(folder)}) and Parquet files with images "
+            f"({parquet[0].relative_to(folder)}); pack the tars by '{folder}/**/*.tar', and move the Parquet files to "
+            "a folder of their own"
+        )
+    if parquet:
+        return ParquetSource(files=tuple(parquet), options=options)
+    return TarSource(shards=tuple(Shard(url=str(path), path=path) for path in tars), options=options) if tars else None
 
 
 def _in_objects(url: str, options: SourceOptions) -> Source:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.hf_dataset import DatasetSource
 from bucketline.ingest.sources.objects.source import ObjectFolderSource, ObjectTableSource
+from bucketline.ingest.sources.parquet_images import ParquetSource
 from bucketline.ingest.sources.table import TableSource
 from bucketline.ingest.sources.tar.tar_source import TarSource
 from bucketline.typed_json import decode, encode
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (FolderSource, TableSource, DatasetSource, TarSource, ObjectFolderSource, ObjectTableSource)
+    kind.__name__: kind
+    for kind in (FolderSource, TableSource, DatasetSource, ParquetSource, TarSource, ObjectFolderSource, ObjectTableSource)
 }
 
 

@@ -212,7 +212,7 @@ def test_a_splits_name_says_where_it_goes(names: list[str], targets: list[str | 
         ("target", 1, "dataset_splits has 'train=test', expected a split's name, NAME=train or NAME=val"),
         ("only test", 1, 'has only the split test, which is left out by default: pack it by dataset_splits = ["test=val"]'),
         ("no splits", 1, "has no splits, but dataset_splits has 'train'"),
-        ("folder", 2, "has no splits (only saved datasets do); leave it out"),
+        ("folder", 2, "has no splits (only datasets do); leave it out"),
     ],
 )
 def test_splits_that_cannot_be_taken_are_refused_in_words(what: str, code: int, words: str, tmp_path: Path) -> None:

@@ -1,0 +1,219 @@
+"""Parquet files with embedded images as a source: a column of Hugging Face's images, a struct of `bytes` and `path`."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path  # noqa: TC003 - decoded by its annotation
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from bucketline.errors import SourceError
+from bucketline.files.regular_file import why_unread
+from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.sources.captions.caption_text import CaptionNames, as_texts, refuse_unmet, stripped, unusable
+from bucketline.ingest.sources.captions.metadata_table import FILE_NAME
+from bucketline.ingest.sources.local_files import refuse_too_large
+from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources.parquet_chunks import why_too_large
+from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp, note_place
+from bucketline.ingest.sources.splits import VAL, plan_splits, splits_in_words
+from bucketline.store.format.sample_record import storable_mtime_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_PART = re.compile(r"(.+)-\d+-of-\d+")  # train-00000-of-00004, as on the hub
+_MAX_GROUP_BYTES = 2 << 30  # of the images in a row group, uncompressed
+_BATCH = 16  # rows whose images are in memory together
+_ROWS = 1000
+
+
+def has_images(path: Path) -> bool:
+    """Return True if a Parquet file has images, and names no files; False also if it cannot be read, or without pyarrow."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            schema = pq.read_schema(path)
+            return FILE_NAME not in schema.names and bool(_image_columns(schema))
+        except (OSError, pa.ArrowException):
+            return False
+    except ImportError:
+        return False
+
+
+def _image_columns(schema: Any) -> list[str]:  # noqa: ANN401 - a pyarrow.Schema
+    import pyarrow as pa
+
+    def has_bytes(kind: Any) -> bool:  # noqa: ANN401 - a type of pyarrow
+        names = [kind.field(n).name for n in range(kind.num_fields)] if pa.types.is_struct(kind) else []
+        own = kind.field("bytes").type if {"bytes", "path"} <= {*names} else None
+        return own is not None and (pa.types.is_binary(own) or pa.types.is_large_binary(own))
+
+    return [column.name for column in schema if has_bytes(column.type)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParquetSource:
+    """The rows of Parquet files; a sample's id is `SPLIT/NAME`, without `SPLIT/` if the files' names have none.
+
+    NAME is the image's path in the file if it has a unique one, else `FILE/ROW`. An item's `at` is its file, row group, row in
+    the group, mean bytes of the group's images, and the file's mtime.
+    """
+
+    files: tuple[Path, ...]
+    options: SourceOptions = field(default_factory=SourceOptions)
+
+    @property
+    def local_paths(self) -> tuple[Path, ...]:
+        return self.files
+
+    def listing(self) -> Listing:
+        """List every row, without reading the images.
+
+        Raises:
+            SourceError: if a file cannot be read, there are no rows, or captions are not text.
+        """
+        listing, seen, tried = Listing(), dict[str, str](), CaptionNames.of(self.options)
+        names = list(dict.fromkeys(map(_split_name, self.files)))
+        if names == [""] and self.options.dataset_splits:
+            raise SourceError(f"{self.files[0]} has no splits, but dataset_splits has {self.options.dataset_splits[0]!r}")
+        plans = {plan.name: plan for plan in plan_splits(str(self.files[0].parent), names, self.options.dataset_splits)}
+        sizes = Counter[str]()
+        rows = {number: self._rows(number, tried, listing) for number in range(len(self.files))}
+        for split, plan in plans.items():
+            numbers = [number for number, path in enumerate(self.files) if _split_name(path) == split]
+            sizes[split] = sum(len(rows[number]) for number in numbers)
+            if plan.target is None:
+                continue
+            counts = Counter(own for number in numbers for own, _, _ in rows[number])
+            for number in numbers:
+                for row, (own, value, at) in enumerate(rows[number]):
+                    place = f"{self.files[number]}, row {row}"
+                    captions = as_texts(value)
+                    if captions is None:
+                        raise SourceError(
+                            f"{place}: its caption is a {type(value).__name__}, expected a string or a list of them"
+                        )
+                    shown = own if own and counts[own] == 1 else f"{self.files[number].stem}/{row:08d}"
+                    sample_id = f"{split}/{shown}" if split else shown
+                    note_place(seen, sample_id, place)
+                    kept = stripped(captions)
+                    error = unusable(f"row {row}", kept)
+                    is_held_out = plan.target == VAL
+                    item = SourceItem(id=sample_id, captions=kept, caption_error=error, held_out=is_held_out, at=at)
+                    listing.items.append(item)
+        if not listing.items:
+            raise SourceError(f"{self.files[0]}: its {len(self.files)} files have no rows to pack")
+        listing.captions_from += Counter()  # removes zero counts
+        refuse_unmet(self.options, listing.captions_from)
+        listing.notes += splits_in_words([*plans.values()], sizes)
+        return listing
+
+    def _rows(self, number: int, tried: CaptionNames, listing: Listing) -> list[tuple[str | None, object, tuple[int, ...]]]:
+        """Return the name, caption and `at` of each row of a file."""
+        path = self.files[number]
+        with self._opened(number) as (file, column):
+            there = list(file.schema_arrow.names)
+            text = tried.column_of(there)
+            if text is None:
+                if tried.is_asked_for:
+                    raise SourceError(f"{path} has no column {tried.columns[0]} (--captions-from); it has {', '.join(there)}")
+                listing.notes.append(f"{path} has no captions: it has only {', '.join(there)}; --captions-from selects another")
+            elif why := why_too_large(file, path, {text}):
+                raise SourceError(f"{path}: {why}")
+            mtime_ns, found = storable_mtime_ns(path.stat().st_mtime_ns), list[tuple[str | None, object, tuple[int, ...]]]()
+            for group in range(file.metadata.num_row_groups):
+                size = _group_bytes(file, group, column)
+                if size > _MAX_GROUP_BYTES:
+                    raise SourceError(
+                        f"{path}: the images of a row group have {size} bytes, at most {_MAX_GROUP_BYTES} are read; "
+                        "write it with smaller row groups"
+                    )
+                mean = size // max(1, file.metadata.row_group(group).num_rows)
+                wanted = [f"{column}.path", *([] if text is None else [text])]
+                row = 0
+                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=wanted, use_threads=False):
+                    own = batch.column(column).field("path").to_pylist()
+                    texts = [None] * len(own) if text is None else batch.column(text).to_pylist()
+                    for name, value in zip(own, texts, strict=True):
+                        found.append((name, value, (number, group, row, mean, mtime_ns)))
+                        row += 1
+                    if text is not None:
+                        listing.captions_from[f"column {text}"] += sum(bool(value) for value in texts)
+        return found
+
+    @contextmanager
+    def _opened(self, number: int) -> Iterator[tuple[Any, str]]:
+        """Open a file, with the name of its column of images; name it in errors."""
+        path = self.files[number]
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise SourceError(
+                f"{path}: reading it needs pyarrow; install the extra tables: pip install 'bucketline[tables]'"
+            ) from error
+        try:
+            with pq.ParquetFile(path, pre_buffer=False) as file:
+                columns = _image_columns(file.schema_arrow)
+                if "image" not in columns and len(columns) != 1:
+                    found = ", ".join(columns) or "none"
+                    raise SourceError(f"{path}: expected one column of images, or one named image; found {found}")
+                yield file, "image" if "image" in columns else columns[0]
+        except OSError as error:
+            raise SourceError(f"{path} {why_unread(error)}") from error
+        except (pa.ArrowException, UnicodeDecodeError, RuntimeError) as error:  # the last of Parquet itself
+            raise SourceError(f"{path} is not Parquet that can be read: {str(error)[:200]}") from error
+
+    def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
+        """Return the items with their bytes: each row group is read once, a few rows at a time."""
+        for (number, group), wanted in itertools.groupby(items, key=lambda item: item.at[:2]):
+            yield from self._read(number, group, {item.at[2]: item for item in wanted})
+
+    def _read(self, number: int, group: int, wanted: dict[int, SourceItem]) -> Iterator[SourceItem]:
+        if storable_mtime_ns(self.files[number].stat().st_mtime_ns) != next(iter(wanted.values())).at[4]:
+            raise SourceError(f"{self.files[number]} has changed since it was listed; rerun the command")
+        row = 0
+        with self._opened(number) as (file, column):
+            for batch in file.iter_batches(_BATCH, row_groups=[group], columns=[f"{column}.bytes"], use_threads=False):
+                data = batch.column(column).field("bytes")
+                for at in range(len(data)):
+                    if (item := wanted.pop(row, None)) is not None:
+                        yield replace(item, held=data[at].as_py() or b"")
+                    row += 1
+                if not wanted:
+                    return
+
+    def stamp(self, item: SourceItem) -> Stamp:
+        return Stamp(num_bytes=item.at[3], mtime_ns=item.at[4])
+
+    def read(self, item: SourceItem) -> SourceBytes:
+        if item.held is None:
+            (item,) = self._read(item.at[0], item.at[1], {item.at[2]: item})
+        data = item.held or b""
+        refuse_too_large(len(data))
+        if not data:
+            raise RejectedError(
+                Reason.UNREADABLE, "the file has no bytes of it, only a path; write it with the images embedded"
+            )
+        return SourceBytes(data=data, stamp=self.stamp(item))
+
+    def opened(self, item: SourceItem) -> BinaryIO:
+        return io.BytesIO(self.read(item).data)
+
+
+def _split_name(path: Path) -> str:
+    """Return the split that a file's name has: `train` of train-00000-of-00004.parquet; "" if it has none."""
+    found = _PART.fullmatch(path.stem)
+    return found[1] if found else ""
+
+
+def _group_bytes(file: Any, group: int, column: str) -> int:  # noqa: ANN401 - a pyarrow.parquet.ParquetFile
+    chunks = (file.metadata.row_group(group).column(n) for n in range(file.metadata.num_columns))
+    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == f"{column}.bytes")
