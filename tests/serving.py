@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @contextmanager
 def serving(socket: Path, *stores: Path, options: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
     """Serve stores at a socket; the process listens when this begins, and is gone when it ends."""
-    command = [sys.executable, "-m", "bucketline.loader.cli", "serve", *map(str, stores), "--socket", str(socket), *options]
+    command = [sys.executable, "-m", "bucketline.loader.cli", "serve", *map(str, stores), "--at", f"unix:{socket}", *options]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
     )

@@ -236,8 +236,8 @@ def _bytes_of(batches: Iterator[Any], number: int) -> int:
 class StreamService(StoreCase):
     """Measure a client's CPU time and rate over the loopback link, against `recv_into` of as many bytes into as many buffers.
 
-    The server is a `loader serve --listen` process, the plain sender another process. Both share the machine with the client,
-    so rates are of all of them; CPU time is the client's.
+    The server is a `loader serve --at tcp://…` process, the plain sender another process. Both share the machine with the
+    client, so rates are of all of them; CPU time is the client's.
 
     Example: python -m bucketline.bench stream --service --repeats 3
     """
@@ -257,7 +257,7 @@ class StreamService(StoreCase):
         config = LoaderConfig(batch_size=self.batch_size, prefetch_bytes=self.prefetch_mib << 20)
         with ExitStack() as using:
             temporary = Path(using.enter_context(tempfile.TemporaryDirectory(prefix="bl-")))
-            said = using.enter_context(started(self.kept_store(folder), temporary / "s", "--listen", "0"))
+            said = using.enter_context(started(self.kept_store(folder), temporary / "s", "--at", "tcp://127.0.0.1:0"))
             address = f"tcp://127.0.0.1:{said.split()[-1]}"
             with Loader(None, config, service=address) as loader:
                 num_bytes = _bytes_of(batches := loader.forever(), 1)
@@ -297,7 +297,7 @@ class StreamService(StoreCase):
 @contextmanager
 def started(store: Path, socket: Path, *options: str) -> Iterator[str]:
     """Run `loader serve`; yield the last line that it prints at its start."""
-    command = [sys.executable, "-P", "-m", "bucketline.loader.cli", "serve", str(store), "--socket", str(socket)]
+    command = [sys.executable, "-P", "-m", "bucketline.loader.cli", "serve", str(store), "--at", f"unix:{socket}"]
     with subprocess.Popen(
         [*command, "--every", "1e6", *options], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as service:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from bucketline.loader.commands import option_names
 from bucketline.store.commands.place import shown
 from bucketline.store.remote.arguments import RemoteArguments
 
@@ -27,51 +28,40 @@ class Serve(RemoteArguments):
     Ctrl-C or SIGTERM stops the service and removes the socket; each client gets an error at its next batch. SIGUSR1 prints
     statistics immediately; `loader stats` prints them elsewhere.
 
-    Example: loader serve photos.store --socket /run/user/1000/photos.sock
+    Example: loader serve photos.store --at unix:/run/user/1000/photos.sock
     """
+
+    SECTION = "serve: where to serve, and what to report"
+    FIRST = ("token_file", "certificate", "metrics", "every", "json")
+    ELSEWHERE = option_names.SERVE
 
     stores: tyro.conf.Positional[tuple[str, ...]]
     """Folders of the stores, or their URLs: this process then fetches them for all others of the machine."""
-    socket: Path
-    """Unix socket that clients connect to: a path of at most 107 bytes. Only processes of this user can connect."""
-    every: float = 10.0
-    """Seconds between statistics reports. A last report is printed at exit."""
-    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
-    """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
-    metrics: str | None = None
+    at: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="ADDRESS")]
+    """Address for clients to connect to: unix:PATH, a socket of at most 107 bytes for processes of this user, or tcp://HOST:PORT
+    for machines that have no store; without a host (tcp://PORT), for this machine only. Give one or both."""
+    token_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File with the token that clients over TCP must have too, readable by its owner only. It is never sent."""
+    certificate: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [KEY]")] = ()
+    """Serve TCP by TLS, with the certificate chain in this file (PEM), and its private key there or in a second file."""
+    metrics: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Answer Prometheus at HOST:PORT; without a host, only this machine can ask. Everything that can connect can read them."""
-    listen: str | None = None
-    """Also serve batches at HOST:PORT, to machines that have no store (`tcp://HOST:PORT`); without a host, only to this one."""
-    token_file: Path | None = None
-    """File with the token that clients of --listen must have too, readable by its owner only. It is never sent."""
-    certificate: Path | None = None
-    """Serve --listen by TLS, with the certificate chain in this file (PEM)."""
-    key: Path | None = None
-    """Private key of --certificate (PEM). Default: in the certificate's file."""
+    every: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 10.0
+    """Seconds between statistics reports. A last report is printed at exit."""
     json: bool = False
     """Print statistics on stdout, one JSON object per line, instead of as text on stderr."""
+    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
 
     def run(self) -> int:
         import sys
         import time
         from contextlib import ExitStack
 
-        from bucketline.errors import UsageError
+        socket, address = self._addresses()
         from bucketline.loader.service.server import Service
-        from bucketline.loader.service.sockets import accept_all, checked_path, listen
+        from bucketline.loader.service.sockets import accept_all, listen
 
-        if not self.stores:
-            raise UsageError("no store is given; name one or more")
-        if not 0 < self.every < 1e9:
-            raise UsageError(f"--every is {self.every}, expected seconds above 0")
-        for name, value in (("token-file", self.token_file), ("certificate", self.certificate)):
-            if value is not None and self.listen is None:
-                raise UsageError(
-                    f"--{name} is {value} without --listen, for whose clients it is; set --listen, or leave it out"
-                )
-        if self.key is not None and self.certificate is None:
-            raise UsageError(f"--key is {self.key} without the --certificate that it belongs to; set both")
-        checked_path(self.socket)
         service = Service(self.stores, self.remote())
         with ExitStack() as using:
             port = None
@@ -79,13 +69,11 @@ class Serve(RemoteArguments):
                 from bucketline.loader.service.metrics import metrics_served
 
                 port = using.enter_context(metrics_served(self.metrics, service.stats))
-            far = (
-                None
-                if self.listen is None
-                else using.enter_context(service.listening(self.listen, self._security(self.listen)))
-            )
-            signals, sock = using.enter_context(_signals()), using.enter_context(listen(self.socket))
-            print(f"serving {', '.join(map(shown, self.stores))} at {shown(str(self.socket))}", file=sys.stderr, flush=True)
+            far = None if address is None else using.enter_context(service.listening(address, self._security(address)))
+            signals = using.enter_context(_signals())
+            near = None if socket is None else using.enter_context(listen(socket))
+            at = f" at {shown(str(socket))}" if socket is not None else ""
+            print(f"serving {', '.join(map(shown, self.stores))}{at}", file=sys.stderr, flush=True)
             if far is not None:
                 print(f"batches for other machines at port {far.getsockname()[1]}", file=sys.stderr, flush=True)
             if port is not None:
@@ -104,12 +92,37 @@ class Serve(RemoteArguments):
                 return min(due - time.monotonic(), 1.0)
 
             try:
-                doors = {sock: service.take_in} | ({} if far is None else {far: service.take_in_far})
-                accept_all(doors, signals.stop_fd, tick)
+                doors = ((near, service.take_in), (far, service.take_in_far))
+                accept_all({sock: take_in for sock, take_in in doors if sock is not None}, signals.stop_fd, tick)
             finally:
                 service.stop()
             _report(service, as_json=self.json)
         return 0
+
+    def _addresses(self) -> tuple[Path | None, str | None]:
+        """Return the path of the unix socket and the `HOST:PORT` of TCP, None if there is none, after checking all options."""
+        from bucketline.errors import UsageError
+        from bucketline.loader.service.address import listening_at
+
+        if not self.stores:
+            raise UsageError("no store is given; name one or more")
+        if not self.at:
+            raise UsageError("no --at is given; say where clients connect: --at unix:PATH or --at tcp://HOST:PORT")
+        if not 0 < self.every < 1e9:
+            raise UsageError(f"--every is {self.every}, expected seconds above 0")
+        found = [listening_at(one) for one in self.at]
+        sockets, addresses = [path for path, _ in found if path is not None], [text for path, text in found if path is None]
+        for kind, given in (("unix:PATH", sockets), ("tcp://HOST:PORT", addresses)):
+            if len(given) > 1:
+                raise UsageError(f"--at is {' and '.join(map(str, given))}, expected one {kind} at most")
+        for name, value in (("token-file", self.token_file), ("certificate", " ".join(map(str, self.certificate)))):
+            if value and not addresses:
+                raise UsageError(
+                    f"--{name} is {value} without --at tcp://HOST:PORT, for whose clients it is; add one, or leave it out"
+                )
+        if len(self.certificate) > 2:
+            raise UsageError(f"--certificate has {len(self.certificate)} files, expected the chain, and its key if apart")
+        return sockets[0] if sockets else None, addresses[0] if addresses else None
 
     def _security(self, address: str) -> Security:
         import sys
@@ -119,9 +132,10 @@ class Serve(RemoteArguments):
         from bucketline.loader.service.tokens import read_token
 
         token = None if self.token_file is None else read_token(self.token_file)
-        if self.certificate is None and not is_loopback(address_of(address)[0]):
+        if not self.certificate and not is_loopback(address_of(address)[0]):
             print("warning: without --certificate, batches are sent unencrypted", file=sys.stderr, flush=True)
-        return Security(token=token, certificate=self.certificate, key=self.key)
+        chain, key, *_ = (*self.certificate, None, None)
+        return Security(token=token, certificate=chain, key=key)
 
 
 def _report(service: Service, *, as_json: bool) -> None:

@@ -4,25 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from bucketline.loader.commands import option_names
+
+if TYPE_CHECKING:
+    from bucketline.loader.service.address import ServiceAddress
+
+_LOST_AFTER_S = 10.0  # a service that does not answer in this time is taken for lost
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatsCommand:
     """Print a running service's statistics: its clients, their rates, and the batches ready.
 
-    Example: loader stats --socket /run/user/1000/photos.sock --json
+    Example: loader stats unix:/run/user/1000/photos.sock --json
     """
 
-    socket: Path
-    """Unix socket of the service."""
+    ELSEWHERE = option_names.STATS
+
+    address: tyro.conf.Positional[str]
+    """Address of the service: unix:PATH (or only the path), or tcp://HOST:PORT."""
+    token_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File with the token of a service over TCP, readable by its owner only."""
+    certificate: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """With TLS: file (PEM) with the certificates to trust."""
     json: bool = False
     """Print one JSON object."""
 
     def run(self) -> int:
         from bucketline.command_line import print_json
+        from bucketline.errors import UsageError
+        from bucketline.loader.service.address import AUTO, ServiceAddress
 
-        stats = stats_of(self.socket)
+        if self.address == AUTO:
+            raise UsageError(
+                "ADDRESS is auto, a service that only its own process reaches; expected unix:PATH or tcp://HOST:PORT"
+            )
+        stats = stats_of(ServiceAddress(self.address, self.token_file, self.certificate, deadline_s=_LOST_AFTER_S))
         if self.json:
             print_json(stats)
         else:
@@ -30,18 +51,21 @@ class StatsCommand:
         return 0
 
 
-def stats_of(socket: Path) -> dict[str, Any]:
-    """Return the statistics of the service at a socket; see `Service.stats`.
+def stats_of(address: ServiceAddress | Path | str) -> dict[str, Any]:
+    """Return the statistics of the service at an address; see `Service.stats`.
 
     Raises:
         DeliveryError: if it cannot be reached, or refuses.
+        UsageError: if the file of a token or a certificate cannot be used.
     """
-    from bucketline.loader.service.sockets import connected
-    from bucketline.loader.service.wire import ask
+    from bucketline.loader.service.address import ServiceAddress
+    from bucketline.loader.service.links import link_to
 
-    with connected(socket) as sock:
-        answer, _ = ask(sock, f"the service at {socket}", {"ask": "stats"}, None, 10.0)
-    stats: dict[str, Any] = answer["stats"]
+    link = link_to(ServiceAddress.of(address))
+    link.silence_s = _LOST_AFTER_S
+    answer = link.ask({"ask": "stats"})
+    answer.close()
+    stats: dict[str, Any] = answer.message["stats"]
     return stats
 
 

@@ -39,6 +39,20 @@ def address_of(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def listening_at(text: str) -> tuple[Path | None, str]:
+    """Return the path of a unix socket, or None and the `HOST:PORT` of TCP, at which a service is to listen.
+
+    Raises:
+        UsageError: if it is neither `unix:PATH` (or only the path) nor `tcp://HOST:PORT`.
+    """
+    if text in ("", UNIX, AUTO) or _OTHER.match(text):
+        raise UsageError(f"--at is {text!r:.200}, expected unix:PATH or tcp://HOST:PORT")
+    if text.startswith(_TCP):
+        address_of(text.removeprefix(_TCP))
+        return None, text.removeprefix(_TCP)
+    return checked_path(text), ""
+
+
 def _is_host(host: str) -> bool:
     """Return True if a text can be a name or an address, so that looking it up fails with words if it fails."""
     try:

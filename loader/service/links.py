@@ -179,7 +179,8 @@ class Servers(Link):
                 names = ", ".join(f"{host}:{port}" for host, port in self._addresses)
                 raise DeliveryError(
                     f"no server of batches can be reached at {names} within {self.deadline_s:g} s; the last failure: "
-                    f"{failure}; start one (loader serve --listen), and iterate again: it continues at the same batch"
+                    f"{failure}; start one (loader serve STORE --at tcp://HOST:PORT), and iterate again: it continues at "
+                    "the same batch"
                 )
             pause = paused(pause, over)
 

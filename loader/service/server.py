@@ -68,7 +68,7 @@ class Service:
         host, port = address_of(address)
         if security.token is None and not is_loopback(host):
             raise UsageError(
-                f"--listen {address} can be reached from other machines; give --token-file FILE, which clients must have too"
+                f"--at tcp://{address} can be reached from other machines; give --token-file FILE, which clients must have too"
             )
         self._security, self._context = security, security.context()
         try:

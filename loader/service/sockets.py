@@ -179,7 +179,7 @@ def connected(path: Path | str) -> socket.socket:
     except OSError as error:
         sock.close()
         raise DeliveryError(
-            f"no service can be reached at {path}: {error.strerror}; start one: loader serve STORE --socket {path}"
+            f"no service can be reached at {path}: {error.strerror}; start one: loader serve STORE --at unix:{path}"
         ) from error
     uid = peer_uid(sock)
     if uid not in _trusted():

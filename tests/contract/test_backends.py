@@ -366,7 +366,7 @@ def test_a_service_that_is_killed_is_an_error_and_the_next_iteration_continues(s
     with Loader(store, config, service=ServiceAddress(where, deadline_s=0.5)) as loader:
         expected = expected_of(store, config)
         while len(found) < len(expected):
-            with nullcontext() if name == "auto" else serving(tmp_path / "sock", store.path, options=("--listen", port)):
+            with nullcontext() if name == "auto" else serving(tmp_path / "sock", store.path, options=("--at", f"tcp://{port}")):
                 batches = loader.forever()
                 found.append(values(next(batches)))
                 victims = children() - others

@@ -72,9 +72,9 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         ),
         (r"^(--bandwidth 10Gbit,0\.4|--prices 0\.0004,0\.09)$", rf"{PLAN} --window 4096 --machines 1 --cache-bytes 1GiB \1"),
         (r"^--ragged NAME,NAME$", "loader plan --help"),
-        (r"^--certificate cert\.pem --key key\.pem$", "loader serve --help"),
-        (r"^--metrics 127\.0\.0\.1:9400$", "loader serve photos.store --socket service.sock --metrics 127.0.0.1:0"),
-        (r"^loader serve s3://bucket/photos\.store$", f"loader serve {URL} --socket PATH"),
+        (r"^--certificate cert\.pem key\.pem$", "loader serve --help"),
+        (r"^--metrics 127\.0\.0\.1:9400$", "loader serve photos.store --at unix:service.sock --metrics 127.0.0.1:0"),
+        (r"^loader serve s3://bucket/photos\.store$", f"loader serve {URL} --at unix:PATH"),
         (r"^--store s3://…$", f"bucketline train {TRAIN}/url".replace("--store photos.store", f"--store {URL}")),
     ),
     "docs/object-storage.md": (
@@ -134,7 +134,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"--max-steps 20000", FEWER),
         (r"--batch 16 --world-size 8", "--batch 2 --world-size 2"),
         (r"\bFOLDER\b|(?<=--model )stable-diffusion-v1-5", SD),
-        (r"--socket PATH", "--socket service.sock"),
+        (r"(?<=--at )unix:PATH|(?<=stats )unix:PATH", "unix:service.sock"),
         (r"--shard NAME", "--shard $SHARD"),
         (r"^(ingest|store|loader) ([a-z]+)$", r"\1 \2 --help"),  # a command's name within a sentence
     ),
@@ -272,7 +272,7 @@ class Afternoon:
         is_console = metadata.entry_points(group="console_scripts", name=words[0])
         if ">" in words or not (words[0] == "torchrun" or is_console):
             return self.run(command, lambda: os.execvp("bash", ["bash", "-c", command]), expected)
-        if words[:2] == ["loader", "serve"] and "--socket" in words:
+        if words[:2] == ["loader", "serve"] and "--at" in words:
             self.end_service()
             self._output.write_bytes(b"")
             self._service = self.fork(lambda: program(words))

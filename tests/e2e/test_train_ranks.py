@@ -247,7 +247,7 @@ def test_two_ranks_over_tcp_learn_to_the_bit_what_two_on_the_disk_do_though_thei
         port = free.getsockname()[1]
     (folder / "token").write_bytes(b"the token of this test")
     (folder / "token").chmod(0o600)
-    options = ("--listen", str(port), "--token-file", str(folder / "token"))
+    options = ("--at", f"tcp://{port}", "--token-file", str(folder / "token"))
     own: dict[str, Any] = {"service": f"tcp://127.0.0.1:{port}", "service_token": folder / "token"}
     far = replace(asked, output_dir=folder / "far", **own)
     metrics = far.output_dir / "metrics.jsonl"

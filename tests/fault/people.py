@@ -251,7 +251,7 @@ def wrong_paths(ground: Ground) -> Record:
     commands = [
         *(("ingest", *c) for c in packs),
         *(("store", *c) for c in (*stores, *exports)),
-        ("loader", "serve", folder / "no", "--socket", folder / "sock"),
+        ("loader", "serve", folder / "no", "--at", folder / "sock"),
     ]
     for command in ground.some(commands):
         before = listed(ground.folder)

@@ -216,7 +216,7 @@ def refuse_without_extras(folder: Path) -> None:
     asked: dict[str, tuple[object, ...]] = {
         "ingest[ingest]": (BIN / "ingest", "scan", photos),
         "ingest pack[ingest]": (BIN / "ingest", "pack", photos, folder / "a.store", "--model", folder),
-        "loader serve[loader]": (BIN / "loader", "serve", folder / "a.store", "--socket", folder / "socket"),
+        "loader serve[loader]": (BIN / "loader", "serve", folder / "a.store", "--at", folder / "socket"),
         "store report[report]": (BIN / "store", "report", folder / "rows.store", "-o", folder / "report.html"),
         "train[train]": (BIN / "bucketline", *train, "--max-steps", "1", "--batch", "1"),
     }

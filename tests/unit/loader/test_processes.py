@@ -116,7 +116,7 @@ def test_a_client_that_is_killed_leaves_nothing_in_the_service(store: Store, tmp
             ran = spawn([sys.executable, "-c", LEFT + "import os; os.kill(os.getpid(), 9)", store.path, tmp_path / "s"])
             assert ran.code == -9
         assert wait_until(lambda: len(os.listdir(descriptors)) == before)  # noqa: PTH208
-        stats = call("loader", "stats", "--socket", tmp_path / "s", "--json").json
+        stats = call("loader", "stats", tmp_path / "s", "--json").json
         assert (stats["clients"], stats["clients_so_far"]) == ([], 2)
 
 

@@ -304,13 +304,13 @@ def test_a_path_that_cannot_be_a_socket_is_a_usage_error(tmp_path: Path, store: 
         (tmp_path / ("long" * 30), "the system takes 107"),
         (tmp_path / "no" / "s", "the folder of the socket: No such file"),
     ):
-        ran = call("loader", "serve", store.path, "--socket", path)
+        ran = call("loader", "serve", store.path, "--at", path)
         assert (ran.code, ran.out) == (2, "")
         assert words in ran.err
     assert (tmp_path / "file").read_text(encoding="ascii") == "precious"
-    assert call("loader", "serve", "--socket", tmp_path / "s").code == 2
-    assert call("loader", "serve", tmp_path / "no.store", "--socket", tmp_path / "s").code == 1
-    ran = call("loader", "stats", "--socket", tmp_path / "nobody")
+    assert call("loader", "serve", "--at", tmp_path / "s").code == 2
+    assert call("loader", "serve", tmp_path / "no.store", "--at", tmp_path / "s").code == 1
+    ran = call("loader", "stats", tmp_path / "nobody")
     assert (ran.code, "no service can be reached" in ran.err) == (1, True)
 
 

@@ -239,7 +239,7 @@ def test_clients_on_other_machines_are_counted_while_connected_and_stay_in_the_t
 def test_a_service_answers_prometheus(tmp_path: Path) -> None:
     made = make_store(tmp_path / "s.store", samples_of({"train/64x64": 40}))
     path = tmp_path / "socket"
-    with serving(path, made.path, options=("--metrics", "127.0.0.1:0", "--listen", "127.0.0.1:0")) as process:
+    with serving(path, made.path, options=("--metrics", "127.0.0.1:0", "--at", "tcp://127.0.0.1:0")) as process:
         assert process.stderr is not None
         listens, port = (int(process.stderr.readline().split()[-1]) for _ in range(2))
         with Loader(None, LoaderConfig(batch_size=2, epochs=1), service=f"tcp://{listens}") as far:
@@ -249,8 +249,6 @@ def test_a_service_answers_prometheus(tmp_path: Path) -> None:
             batches = loader.forever()  # kept: a client whose iterator is gone has left
             next(batches)
             assert metrics_at(port)["bucketline_client_depth"]
-    refused = spawn(
-        [sys.executable, "-m", "bucketline.loader.cli", "serve", made.path, "--socket", path, "--metrics", "nowhere"]
-    )
+    refused = spawn([sys.executable, "-m", "bucketline.loader.cli", "serve", made.path, "--at", path, "--metrics", "nowhere"])
     assert refused.code == 2
     assert "nowhere is not an address" in refused.err

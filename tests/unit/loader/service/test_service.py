@@ -107,19 +107,19 @@ def test_statistics_say_who_was_given_what(store: Store, socket_path: Path) -> N
         batches = loader.forever()
         for _ in range(5):
             next(batches)
-        stats = call("loader", "stats", "--socket", socket_path, "--json").json
+        stats = call("loader", "stats", socket_path, "--json").json
         (client,) = [one for one in stats["clients"] if one["pid"] == os.getpid()]
         assert (client["rank"], client["world_size"], client["stores"]) == (1, 2, [str(store.path)])
         assert client["batches"] >= 5
         assert client["samples"] == sum(client["by_bucket"].values()) == 2 * client["batches"]
         assert client["ready"] <= client["depth"] == 2
         assert stats["samples"] >= client["samples"]
-        assert "rank 1 of 2" in call("loader", "stats", "--socket", f"unix:{socket_path}").out
+        assert "rank 1 of 2" in call("loader", "stats", f"unix:{socket_path}").out
     assert wait_until(lambda: all(c["pid"] != os.getpid() for c in call_stats(socket_path)["clients"]))
 
 
 def call_stats(path: Path) -> dict[str, list[dict[str, object]]]:
-    return call("loader", "stats", "--socket", path, "--json").json
+    return call("loader", "stats", path, "--json").json
 
 
 def test_a_signal_makes_the_service_print_its_statistics_as_an_object(store: Store, tmp_path: Path) -> None:

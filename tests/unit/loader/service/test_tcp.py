@@ -258,7 +258,7 @@ def test_no_server_is_an_error_within_the_deadline_that_says_how_to_start_one(to
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     begun = time.monotonic()
-    with pytest.raises(DeliveryError, match=rf"no server .* at 127.0.0.1:{port} within 1 s; .*refused.* --listen"):
+    with pytest.raises(DeliveryError, match=rf"no server .* at 127.0.0.1:{port} within 1 s; .*refused.* --at tcp://"):
         far_loader(f"tcp://{port}", LoaderConfig(batch_size=1), token, deadline_s=1)
     assert time.monotonic() - begun < 3
 
@@ -441,20 +441,25 @@ def test_cuts_and_stalls_lose_and_change_nothing(
 
 @pytest.mark.slow
 def test_serve_says_what_is_wrong_with_its_options(store: Store, token: Path, tmp_path: Path) -> None:
-    serve = [sys.executable, "-m", "bucketline.loader.cli", "serve", store.path, "--socket", tmp_path / "s", "--listen"]
+    serve = [sys.executable, "-m", "bucketline.loader.cli", "serve", store.path, "--at", tmp_path / "s", "--at"]
     for options, words in (
-        (["0.0.0.0:0"], "can be reached from other machines; give --token-file FILE"),
-        (["0", "--token-file", tmp_path / "none"], "cannot read the token file"),
-        (["0", "--certificate", token], "cannot be used"),
+        (["tcp://0.0.0.0:0"], "can be reached from other machines; give --token-file FILE"),
+        (["tcp://0", "--token-file", tmp_path / "none"], "cannot read the token file"),
+        (["tcp://0", "--certificate", token], "cannot be used"),
     ):
         ran = spawn([*serve, *options])
         assert ran.code == 2
         assert words in ran.err
     for more, words in (
-        (("--socket", tmp_path / "s", "--token-file", token), f"--token-file is {token} without --listen"),
-        (("--socket", tmp_path / "s", "--certificate", token), f"--certificate is {token} without --listen"),
-        (("--socket", tmp_path / "s", "--listen", "0", "--key", token), f"--key is {token} without the --certificate"),
-        (("--socket", "unix:"), "the socket's path is '', expected that of a file"),
+        (("--at", tmp_path / "s", "--token-file", token), f"--token-file is {token} without --at tcp://"),
+        (("--at", tmp_path / "s", "--certificate", token), f"--certificate is {token} without --at tcp://"),
+        (("--at", "tcp://0", "--at", "tcp://1"), "--at is 0 and 1, expected one tcp://HOST:PORT at most"),
+        (("--at", "tcp://0", "--certificate", token, token, token), "--certificate has 3 files"),
+        (("--at", "unix:"), "--at is 'unix:', expected unix:PATH or tcp://HOST:PORT"),
+        (("--at", "tcp:a:1"), "--at is 'tcp:a:1', expected unix:PATH or tcp://HOST:PORT"),
+        (("--at", "tcp://a:b"), "a:b is not an address"),
+        (("--socket", tmp_path / "s"), "there is no option --socket; say --at unix:PATH"),
+        (("--listen", "0"), "there is no option --listen; say --at tcp://HOST:PORT"),
     ):
         refused = call("loader", "serve", store.path, *more)
         assert refused.code == 2
