@@ -56,6 +56,11 @@ class Option:
         names = re.split(r"[ \[]", self.typed.replace(", ", ","), maxsplit=1)[0]
         return [word for word in names.split(",") if word.startswith("-")]
 
+    @property
+    def leads(self) -> bool:
+        """True if help begins with it: what is required, and what is given by place."""
+        return self.is_required or not (self.words or self.is_in_file)
+
     def explained(self, *, in_full: bool) -> str:
         """Return what is said of it: its first sentence, or all of it with the default."""
         says_default = self.default is None or re.search(r"\b[Dd]efault:", self.text)
@@ -162,24 +167,24 @@ def command_help(prog: str, command: type, asked: str = "") -> str:
         UsageError: if there is no section of that name.
     """
     options, sections = options_of(command), _sections(command)
-    required = [one for one in options if one.is_required]
+    leading = sorted((one for one in options if one.leads), key=lambda one: not one.is_required)
     about = inspect.getdoc(command) or ""
     if asked == ALL:
-        parts = [about, *_listed("", required, in_full=True)]
+        parts = [about, *_listed("", leading, in_full=True)]
         for name in sections:
-            parts += ["", *_listed(name, [one for one in _in(options, name) if not one.is_required], in_full=True)]
-        return _joined(_usage(prog, required), parts)
+            parts += ["", *_listed(name, [one for one in _in(options, name) if not one.leads], in_full=True)]
+        return _joined(_usage(prog, leading), parts)
     if asked:
         if asked not in sections:
             raise UsageError(f"--help {asked}: there is no such section, expected {', '.join([*filter(None, sections), ALL])}")
         return _joined(f"{prog}: {sections[asked]}", [*_listed("", _in(options, asked), in_full=True)])
     first = getattr(command, "FIRST", ())
-    rest = [one for one in options if not one.is_required and not one.is_in_file]
-    shown = rest if len(rest) <= _FEW - len(required) else [one for name in first for one in rest if one.field == name]
+    rest = [one for one in options if not one.leads and not one.is_in_file]
+    shown = rest if len(rest) <= _FEW - len(leading) else [one for name in first for one in rest if one.field == name]
     summary, example = about.partition("\n\n")[0], re.search(r"^Example: (.*)$", about, re.MULTILINE)
     parts = [" ".join(summary.split()), *([f"Example: {example[1]}"] if example else [])]
-    parts += ["", *_listed("", [*required, *shown], in_full=False), ""]
-    return _joined(_usage(prog, required), [*parts, *_other_sections(options, sections, shown)])
+    parts += ["", *_listed("", [*leading, *shown], in_full=False), ""]
+    return _joined(_usage(prog, leading), [*parts, *_other_sections(options, sections, shown)])
 
 
 def group_help(prog: str, description: str, commands: Mapping[str, type]) -> str:
@@ -241,12 +246,12 @@ def _in(options: Sequence[Option], section: str) -> list[Option]:
     return [one for one in options if one.section == section]
 
 
-def _usage(prog: str, required: Sequence[Option]) -> str:
-    return " ".join(["usage:", prog, *(one.typed for one in required), "[OPTIONS]"])
+def _usage(prog: str, leading: Sequence[Option]) -> str:
+    return " ".join(["usage:", prog, *(one.typed if one.is_required else f"[{one.typed}]" for one in leading), "[OPTIONS]"])
 
 
 def _other_sections(options: Sequence[Option], sections: dict[str, str], shown: Sequence[Option]) -> Iterator[str]:
-    hidden = [one for one in options if not one.is_required and not one.is_in_file and one not in shown]
+    hidden = [one for one in options if not one.leads and not one.is_in_file and one not in shown]
     if not hidden:
         yield f"--help {ALL}: the same in full"
         return

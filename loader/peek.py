@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import StateError
 from bucketline.loader.collate.columns import captions_of
 from bucketline.loader.loader import Loader
 from bucketline.pages.page import Card, Section, document, parts
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.batch import Batch
     from bucketline.loader.config import LoaderConfig
-    from bucketline.loader.state import LoaderState
+    from bucketline.loader.mixture import WeightedStore
     from bucketline.store.report.latent_rgb import LatentRgb
 
 
@@ -46,22 +45,7 @@ class PeekedBatch:
     latents: NDArray[Any] | None  # [B, C, …] as stored; of moments the means; None without such a column
 
 
-def with_choices(config: LoaderConfig, state: LoaderState) -> LoaderConfig:
-    """Return the configuration with the lanes and the window of a saved state, where it has none itself.
-
-    Raises:
-        StateError: if the state has another window, or an order that this version does not have.
-    """
-    if (shuffle := state.settings.get("shuffle")) is not None:
-        raise StateError(f"the state has a shuffle {shuffle!r:.80}, and this version has no such order; leave out --state")
-    window: Any = state.settings.get("window")
-    if config.window not in (None, window):
-        raise StateError(f"the state's window is {window}, and --window is {config.window}; give the run's options, or none")
-    lanes: Any = state.settings.get("lanes")
-    return replace(config, window=window, lanes=lanes)
-
-
-def read_step(stores: Sequence[str], config: LoaderConfig, step: int, world_size: int) -> list[PeekedBatch]:
+def read_step(shares: Sequence[WeightedStore], config: LoaderConfig, step: int, world_size: int) -> list[PeekedBatch]:
     """Return every rank's micro-batches of a step, read by a loader that begins there.
 
     Raises:
@@ -69,7 +53,7 @@ def read_step(stores: Sequence[str], config: LoaderConfig, step: int, world_size
     """
     found = []
     for rank in range(world_size):
-        with Loader(tuple(stores), config, rank=rank, world_size=world_size) as loader:
+        with Loader(tuple(shares), config, rank=rank, world_size=world_size) as loader:
             loader.load_state_dict({**loader.state_dict(), "step": step, "micro_step": 0})
             for batch, _ in zip(loader.forever(), range(config.accumulation), strict=False):
                 found.append(_peeked(loader, batch, rank))

@@ -23,7 +23,7 @@ def plan_section(store: Store, options: ReportOptions) -> Section:
         [bucket[name] for name in ("name", "rows", "global_batch", "batches", "carried", "repeats")]
         for bucket in counts["buckets"]
     ]
-    small = plan.small_buckets(can_drop=False)  # who reads the report may have no --remainder
+    small = plan.small_buckets(can_drop=False)  # who reads the report may have no --split
     return Section(
         anchor="plan",
         title="Plan",

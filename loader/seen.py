@@ -8,70 +8,32 @@ Letters: V sightings, n rows of a bucket.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.errors import BucketlineError, StateError
+from bucketline.errors import BucketlineError
 from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_left
-from bucketline.loader.config import LoaderConfig
-from bucketline.loader.mixture import WeightedStore, join
-from bucketline.loader.plan.make_plan import make_plan
 from bucketline.loader.plan.rng import Purpose, keys_of_rows, uniform_on_host
-from bucketline.loader.state import parse_state
-from bucketline.store import Store
+from bucketline.loader.recorded_run import RecordedPlan, open_plan
 from bucketline.store.format.block import CAPTIONS, CROP, ORIGINAL_SIZE
 from bucketline.store.format.hashing import sample_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
     from bucketline.loader.history import PastSteps
-    from bucketline.loader.mixture import StoreArgument
-    from bucketline.loader.plan.plan import Plan, PlannedStep
-    from bucketline.loader.state import LoaderState
-    from bucketline.store import Bucket
-    from bucketline.store.read.store import OpenShards
+    from bucketline.loader.mixture import WeightedStore
+    from bucketline.loader.plan.plan import PlannedStep
+    from bucketline.loader.recorded_run import RecordedRun
+    from bucketline.store import Bucket, Store
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.store.shard.reader import IndexEntry
 
-CHECKPOINT_STATE = "state.json"
-_CHECKPOINTS = "checkpoints/step-*[0-9]/digests.json"  # a checkpoint that is not complete has a suffix
 _CHUNK_STEPS, _CHUNK_ROWS = 4096, 1 << 22  # planned at a time, at most
-
-
-def read_loader_state(path: Path) -> LoaderState:
-    """Return a saved state: of a JSON file with it, of a checkpoint, or of the newest checkpoint in a run's folder.
-
-    Raises:
-        StateError: if the path has no such state.
-    """
-    file = path
-    if path.is_dir():
-        whole = sorted(path.glob(_CHECKPOINTS))
-        file = (whole[-1].parent if whole else path) / CHECKPOINT_STATE
-    try:
-        document = json.loads(file.read_bytes())
-    except OSError as error:
-        raise StateError(
-            f"{file} cannot be read: {error.strerror}; give a checkpoint's folder, a run's, or a loader's state as JSON"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise StateError(
-            f"{file} is not JSON: {error!s:.200}; give a checkpoint's folder, or a loader's state as JSON"
-        ) from error
-    if not isinstance(document, dict):
-        raise StateError(f"{file} is not a loader's state: expected a JSON object")
-    saved = document.get("loader")
-    try:
-        return parse_state(saved if isinstance(saved, dict) else document)
-    except StateError as error:
-        raise StateError(f"{file}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +80,10 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPart:
+class RunPart(RecordedPlan):
     """Steps of a run and the plan that made them."""
 
     past: PastSteps
-    shares: tuple[WeightedStore, ...]
-    rows: OpenShards
-    config: LoaderConfig
-    plan: Plan
 
     def sightings(self, wanted: Mapping[str, NDArray[np.int64] | None]) -> Iterator[tuple[str, NDArray[np.int64]]]:
         """Yield (bucket, (row, step, epoch, position, rank, micro step)), `[6, V]`, of some rows of buckets; None: of all.
@@ -174,18 +132,20 @@ class RunPart:
 class Seen:
     """The samples that a saved run has seen."""
 
-    def __init__(self, state: LoaderState, stores: Sequence[StoreArgument], remote: RemoteOptions | None = None) -> None:
+    def __init__(self, run: RecordedRun, stores: Sequence[str] = (), remote: RemoteOptions | None = None) -> None:
         """Open the generations that the run's steps were planned on; `unknown` has the steps of which that was not possible.
 
+        `stores`: the run's, if it does not name them itself or they have moved.
+
         Raises:
+            UsageError: if the run does not name its stores, and none is given.
             StoreError: if a store cannot be opened at all.
         """
-        self.state, self._remote = state, remote
-        self._given = {Store.open(one.path, remote=remote).manifest.store_id: one for one in stores}
+        self.state, given = run.state, run.given(stores, remote)
         self.parts: list[RunPart] = []
         self.unknown: list[Unknown] = []
-        opened: dict[tuple[object, ...], RunPart | str] = {}
-        for past in state.consumed():
+        opened: dict[tuple[object, ...], RecordedPlan | str] = {}
+        for past in run.state.consumed():
             if not past.is_recorded:
                 why = "version 0.1.0 read them, and its states kept no history; what follows is known once the run is resumed"
                 self.unknown.append(Unknown(begin=past.begin, end=past.end, why=why))
@@ -193,7 +153,7 @@ class Seen:
             key = (past.plan, past.generations, past.epochs)
             if key not in opened:
                 try:
-                    opened[key] = self._opened(past)
+                    opened[key] = open_plan(past, given, remote)
                 except BucketlineError as error:
                     opened[key] = str(error)
             found = opened[key]
@@ -201,40 +161,6 @@ class Seen:
                 self.unknown.append(Unknown(begin=past.begin, end=past.end, why=found))
                 continue
             self.parts.append(RunPart(past=past, shares=found.shares, rows=found.rows, config=found.config, plan=found.plan))
-
-    def _opened(self, past: PastSteps) -> RunPart:
-        shares = self._shares(past)
-        if (shuffle := past.settings.get("shuffle")) is not None:
-            raise StateError(f"an earlier version planned them, by a shuffle {shuffle} that this one does not have")
-        config = LoaderConfig(**past.batch, **past.settings, accumulation=past.accumulation, epochs=past.epochs)  # type: ignore[arg-type]
-        rows = join(shares)
-        plan = make_plan(rows, config, world_size=past.world_size)
-        if past.plan in plan.earlier_digests:
-            raise StateError("an earlier version planned them, whose windows had another order")
-        if plan.digest != past.plan:
-            raise StateError(
-                f"the plan of these stores has the digest {plan.digest}, the state's {past.plan}; give all stores of the run, "
-                "in its order and with its repeats"
-            )
-        return RunPart(past=past, shares=shares, rows=rows, config=config, plan=plan)
-
-    def _shares(self, past: PastSteps) -> tuple[WeightedStore, ...]:
-        marks = past.stores.first
-        given = list(self._given.values())
-        if past.stores.count == len(marks):
-            missing = [mark.store_id for mark in marks if mark.store_id not in self._given]
-            if missing:
-                raise StateError(f"the store {missing[0]} is not among those given; give all stores of the run")
-            given = [self._given[mark.store_id] for mark in marks]
-        if len(past.generations) != past.stores.count:
-            raise StateError(f"the state is damaged: {past.stores.count} stores have {len(past.generations)} generations")
-        if len(given) != past.stores.count:
-            raise StateError(f"{len(given)} stores are given, and the run had {past.stores.count}; give all, in its order")
-        repeats = [mark.repeats for mark in marks] + [one.repeats for one in given[len(marks) :]]
-        return tuple(
-            WeightedStore(store=Store.open(one.path, generation, remote=self._remote), repeats=times)
-            for one, generation, times in zip(given, past.generations, repeats, strict=True)
-        )
 
     def find(self, sample_ids: Sequence[str]) -> list[tuple[list[Sighting], list[str]]]:
         """Return each sample's sightings by step, and the buckets that it is in, also of splits that the run does not read."""

@@ -14,7 +14,7 @@ from bucketline.errors import StateError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
-from bucketline.loader.seen import read_loader_state
+from bucketline.loader.recorded_run import read_loader_state
 from bucketline.loader.service.address import AUTO
 from bucketline.loader.state import schedule_of
 from bucketline.store import Store

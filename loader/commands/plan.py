@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +11,8 @@ import tyro
 
 from bucketline.command_line import counted, human_bytes, one_line, print_json, printable
 from bucketline.errors import UsageError
-from bucketline.loader.commands.batch_options import BatchOptions
-from bucketline.loader.config import Remainder
+from bucketline.loader.commands import option_names
+from bucketline.loader.commands.planned_options import PlannedOptions
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.bill import Bill
     from bucketline.loader.plan.plan import Plan
+    from bucketline.loader.plan.rates import Rates
     from bucketline.store.read.store import OpenShards
 
 _MAX_EPOCHS = 100_000  # the batches between two epochs are drawn one by one
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCommand(BatchOptions):
+class PlanCommand(PlannedOptions):
     """Print a run's steps and each bucket's batches. Reads no rows.
 
     A step is an optimizer step. Its global batch is world size x rows of a micro-batch x accumulation, from one bucket.
@@ -35,50 +36,26 @@ class PlanCommand(BatchOptions):
     shards of its own, of which 16 at a time are read in one go and so many rows mixed, and the buckets take turns in proportion
     to their batches. With `--window 0`, rows come in stored order, one bucket after the other.
 
-    With `--machines` and `--cache-bytes`, print the bill of a window as well, which is chosen by the cache if none is given:
-    what that many machines, each with such a cache, fetch from the store and read from their caches in each epoch. This also
-    reads the extents, 33 KB for each GiB.
+    With `--world-size 64@8` and `--cache-bytes`, print the bill of a window as well, which is chosen by the cache if none is
+    given: what that many machines (8), each with such a cache, fetch from the store and read from their caches in each epoch.
+    This also reads the extents, 33 KB for each GiB.
 
     Example: loader plan photos.store --batch 8 --world-size 2 --epochs 3
     """
 
     SECTION = "plan: what to count and print"
-    FIRST = (
-        "batch",
-        "world_size",
-        "epochs",
-        "split",
-        "columns",
-        "machines",
-        "bandwidth",
-        "prices",
-        "list_batches",
-        "json",
-    )
+    FIRST = ("of_run", "batch", "world_size", "epochs", "split", "seed", "window", "columns", "bill", "list_batches", "json")
+    ELSEWHERE = option_names.PLAN
 
-    stores: tyro.conf.Positional[tuple[str, ...]]
-    """Folders or URLs of the stores. Write `photos.store:3` to read a store's rows three times per pass,
-    and `photos.store:0.5` to read half of them, others in each.
-    A folder packed from a data set file stands for its stores and their repeats."""
-    world_size: int = 1
-    """Number of training ranks."""
     epochs: int = 1
     """Passes over the rows."""
-    split: str = "train"
-    """Split to read: train or val."""
-    remainder: Remainder = Remainder.CARRY
-    """How to handle rows that do not fill a global batch: carry, drop or partial."""
-    columns: str | None = None
-    """Roles of columns, separated by commas: target,control/depth. Adds their bytes per micro-batch; captions are not counted.
-    Default: no bytes are printed."""
-    ragged: str | None = None
-    """Names of ragged groups that are read, separated by commas: their lines are in the bill, as those of captions are."""
-    machines: int | None = None
-    """Print what this many machines fetch; --world-size is a multiple of it, and by default one rank on each."""
-    bandwidth: str | None = None
-    """Each machine's bandwidth, and the seconds of a step that does not wait, such as 10Gbit,0.4: say whether it waits."""
-    prices: str | None = None
-    """Prices of 1000 requests and of a GB that leaves the store, such as 0.0004,0.09. Without them, no costs are printed."""
+    columns: Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME")] = None
+    """Roles of columns, such as target,control/depth: print their bytes per micro-batch; and ragged groups, whose lines are
+    then in the bill, as those of captions are. Default: no bytes are printed."""
+    bill: Annotated[str | None, tyro.conf.arg(metavar="KEY=NUMBER,…")] = None
+    """Rates for the bill, to say whether steps wait, of a machine's bandwidth and the seconds of a step that does not, such as
+    bandwidth=10Gbit,step=0.4; and what it costs, of the prices of 1000 requests and of a GB that leaves the store, such as
+    requests=0.0004,egress=0.09."""
     list_batches: Annotated[bool, tyro.conf.arg(name="list")] = False
     """Print each step's sample ids, by rank."""
     store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
@@ -87,43 +64,42 @@ class PlanCommand(BatchOptions):
     """Print one JSON object."""
 
     def __post_init__(self) -> None:
-        BatchOptions.__post_init__(self)
-        self._expect_at_least(1, "world_size", "machines")
+        PlannedOptions.__post_init__(self)
         self._expect(f"1 to {_MAX_EPOCHS}", lambda epochs: 1 <= epochs <= _MAX_EPOCHS, "epochs")
-        if self.machines is None:
-            for name in ("bandwidth", "prices"):
-                if getattr(self, name) is not None:
-                    raise UsageError(f"{self._named(name)} is for a bill; set --machines too")
+        if self.of_run is not None:
             return
-        if self.cache_bytes is None:
-            raise UsageError("--machines is set without --cache-bytes, the size of each machine's cache")
-        if self.world_size == 1:
-            object.__setattr__(self, "world_size", self.machines)
-        if self.world_size % self.machines:
-            raise UsageError(f"--world-size is {self.world_size}, expected a multiple of --machines {self.machines}")
+        if self.machines is not None and self.cache_bytes is None:
+            raise UsageError(f"--world-size is {self.world_size} without --cache-bytes, the size of each machine's cache")
+        if self.bill is not None and self.machines is None:
+            raise UsageError(f"--bill is {self.bill}, and it is of machines; give their number as well: --world-size 64@8")
 
     def run(self) -> int:
-        from bucketline.loader.mixture import join, open_shares
+        from bucketline.loader.mixture import join
         from bucketline.loader.plan.make_plan import make_plan, plan_counts
+        from bucketline.loader.plan.rates import parse_rates
 
-        shares = open_shares(self.stores, self.remote())
+        rates = parse_rates(self.bill or "", "--bill")
+        shares, config, world_size = self.planned(epochs=None, columns=("target",))
         store = join(shares)
-        own = {} if self.machines is None or self.window == 0 else {"lanes": self.machines}
-        config = self.for_loader(epochs=None, columns=self._roles(), ragged=names_in(self.ragged), **own)
-        cache_bytes = None if self.machines is None else self.remote().cache_bytes
-        plan = make_plan(store, config, world_size=self.world_size, cache_bytes=cache_bytes)
-        report = plan_counts(plan, self.epochs, self.split)
-        if self.columns is not None:
+        roles, groups = self._columns(store)
+        config = replace(config, columns=roles or ("target",), ragged=groups)
+        cache_bytes = self.remote().cache_bytes
+        machines = self.machines if self.of_run is None else config.lanes if cache_bytes is not None else None
+        if self.bill is not None and machines is None:
+            raise UsageError(f"--bill is {self.bill}, and --run {self.of_run} has no window, or --cache-bytes is not given")
+        plan = make_plan(store, config, world_size=world_size, cache_bytes=None if machines is None else cache_bytes)
+        report = plan_counts(plan, self.epochs, config.split)
+        if roles:
             self._add_bytes(report, store, config)
         report["stores"] = [
             {"path": str(share.store.place), "generation": share.store.manifest.generation, "repeats": share.repeats}
             for share in shares
         ]
-        report["small_buckets"] = plan.small_buckets(can_drop=False)  # who reads the report may have no --remainder
+        report["small_buckets"] = plan.small_buckets(can_drop=False)  # who reads the report may have no --split
         if self.list_batches:
-            report["batches"] = [self._batch(store, plan, step) for step in range(report["steps"])]
-        if self.machines is not None:
-            report["bill"] = encode(self._bill(store, plan, self.machines))
+            report["batches"] = [_batch(store, plan, step, world_size) for step in range(report["steps"])]
+        if machines is not None:
+            report["bill"] = encode(self._bill(store, plan, config, machines, rates))
         if self.json:
             print_json(report)
         else:
@@ -132,8 +108,10 @@ class PlanCommand(BatchOptions):
             print(f"warning: {printable(small)}", file=sys.stderr)
         return 0
 
-    def _roles(self) -> tuple[str, ...]:
-        return ("target",) if self.columns is None else names_in(self.columns)
+    def _columns(self, store: OpenShards) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the roles and the ragged groups that are named."""
+        names = () if self.columns is None else tuple(name.strip() for name in self.columns.split(","))
+        return tuple(one for one in names if one not in store.ragged), tuple(one for one in names if one in store.ragged)
 
     def _add_bytes(self, report: dict[str, Any], store: OpenShards, config: LoaderConfig) -> None:
         """Add to each bucket's entry the bytes of the requested columns in a rank's micro-batch."""
@@ -147,8 +125,8 @@ class PlanCommand(BatchOptions):
             row_bytes = sum(bucket.column(name).row_bytes for name in names)
             entry["column_bytes"] = row_bytes * config.rows_of(bucket)
 
-    def _bill(self, store: OpenShards, plan: Plan, machines: int) -> Bill:
-        from bucketline.loader.plan.bill import make_bill, parse_bandwidth, parse_prices, store_lines
+    def _bill(self, store: OpenShards, plan: Plan, config: LoaderConfig, machines: int, rates: Rates) -> Bill:
+        from bucketline.loader.plan.bill import make_bill, store_lines
         from bucketline.loader.plan.cache_needs import CacheNeeds
 
         cache_bytes = self.remote().cache_bytes
@@ -160,27 +138,23 @@ class PlanCommand(BatchOptions):
             order = "in stored order" if plan.window == 0 else "shuffled, since the cache holds the store"
             raise UsageError(f"a bill is of rows that are mixed in windows, and all are {order}; set --window 4096")
         return make_bill(
-            store_lines(store, plan, self.split, ragged=names_in(self.ragged), roles=self._roles()),
+            store_lines(store, plan, config.split, ragged=config.ragged, roles=config.columns),
             plan,
             machines=machines,
             epochs=max(2, self.epochs),
             cache_bytes=cache_bytes,
             ring_bytes=needs.ring_of(cache_bytes),
             kept_bytes=needs.kept_bytes,
-            step_bytes=None if self.bandwidth is None else parse_bandwidth(self.bandwidth, "--bandwidth"),
-            prices=None if self.prices is None else parse_prices(self.prices, "--prices"),
+            step_bytes=rates.step_bytes,
+            prices=rates.prices,
         )
 
-    def _batch(self, store: OpenShards, plan: Plan, step: int) -> dict[str, Any]:
-        shares = plan.draw([(step, rank) for rank in range(self.world_size)], self.world_size)
-        bucket = store.bucket(shares[0].bucket)
-        ids = [bucket.sample_ids(share.rows) for share in shares]
-        return {"step": step, "epoch": shares[0].epoch, "bucket": bucket.name, "ranks": ids}
 
-
-def names_in(text: str | None) -> tuple[str, ...]:
-    """Return the names in a list that is separated by commas."""
-    return () if text is None else tuple(name.strip() for name in text.split(","))
+def _batch(store: OpenShards, plan: Plan, step: int, world_size: int) -> dict[str, Any]:
+    shares = plan.draw([(step, rank) for rank in range(world_size)], world_size)
+    bucket = store.bucket(shares[0].bucket)
+    ids = [bucket.sample_ids(share.rows) for share in shares]
+    return {"step": step, "epoch": shares[0].epoch, "bucket": bucket.name, "ranks": ids}
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import tyro
 from bucketline.command_line import counted, one_line, print_json, print_json_line, printable
 from bucketline.errors import UsageError
 from bucketline.files.regular_file import why_unread
+from bucketline.loader.commands import option_names
 from bucketline.store.remote.arguments import RemoteArguments
 from bucketline.typed_json import encode
 
@@ -25,17 +26,20 @@ if TYPE_CHECKING:
 class SeenCommand(RemoteArguments):
     """Print at which steps a run has seen a sample: on which rank, with which caption, crop and flip.
 
-    It is computed from the run's state: no log is needed. STATE is a checkpoint, a run's folder (its newest checkpoint), or a
-    JSON file with a loader's `state_dict()`. The generations that the run read must still be there. Steps that the state does
-    not tell of are named on stderr, and the exit code is 1. A sample that only pads a batch, with weight 0, is not seen.
+    It is computed from what the run has saved: no log is needed. The generations that the run read must still be there. Steps
+    that its state does not tell of are named on stderr, and the exit code is 1. A sample that only pads a batch, with weight 0,
+    is not seen.
 
-    Example: loader seen runs/checkpoints/step-00001000 photos.store --id cats/a.png
+    Example: loader seen --run runs/a --id cats/a.png
     """
 
-    state: tyro.conf.Positional[Path]
-    """Checkpoint, folder of a run, or loader state as JSON."""
-    stores: tyro.conf.Positional[tuple[str, ...]]
-    """Folders or URLs of all stores of the run, in its order."""
+    SECTION = "seen: samples to tell of"
+    ELSEWHERE = option_names.SEEN
+
+    stores: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Folders or URLs of all stores of the run, if they have moved, or if RUN is a loader's state."""
+    of_run: Annotated[Path | None, tyro.conf.arg(name="run", metavar="RUN")] = None
+    """Folder of the run (its newest checkpoint), a checkpoint, or a JSON file with a loader's `state_dict()`. Required."""
     id: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="ID")] = ()
     """Sample id: the path in the source, including the extension. May be repeated."""
     ids: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -51,17 +55,19 @@ class SeenCommand(RemoteArguments):
 
     def __post_init__(self) -> None:
         RemoteArguments.__post_init__(self)
-        if not self.stores:
-            raise UsageError("no store is given; name all stores of the run")
+        if self.of_run is None:
+            raise UsageError("no --run is given; name a run's folder, a checkpoint, or a loader's state: --run RUN")
         given = [bool(self.id or self.ids), self.all, self.never]
         if sum(given) != 1:
             raise UsageError("expected one of --id (or --ids), --all and --never")
 
     def run(self) -> int:
-        from bucketline.loader.mixture import parse_stores
-        from bucketline.loader.seen import Seen, read_loader_state
+        from bucketline.loader.recorded_run import read_run
+        from bucketline.loader.seen import Seen
 
-        seen = Seen(read_loader_state(self.state), parse_stores(self.stores), self.remote())
+        assert self.of_run is not None
+        run = read_run(self.of_run, "--run")
+        seen = Seen(run, self.stores, run.reached(self.remote()))
         if self.all or self.never:
             self._print_all(seen)
         else:
@@ -76,7 +82,7 @@ class SeenCommand(RemoteArguments):
         try:
             lines = self.ids.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{self.ids} {why_unread(error)}; expected one sample id per line") from error
+            raise UsageError(f"--ids {self.ids} {why_unread(error)}; expected one sample id per line") from error
         return [*self.id, *filter(None, lines)]
 
     def _print_each(self, seen: Seen) -> None:

@@ -6,7 +6,6 @@ fetched once an epoch. So in an epoch after the first, a machine fetches the sha
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bucketline.loader.plan.plan import Plan
+    from bucketline.loader.plan.rates import Prices
     from bucketline.store.read.store import OpenShards
 
 ASSUMED = (
@@ -96,59 +96,6 @@ def store_lines(
         bytes_again=int((ends * times * goes_around + per_file * (times - 1)).sum()),
         bytes_at_cut=int(ends.sum() // len(store.shards)),
     )
-
-
-_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
-    """Prices of an object store."""
-
-    per_1000_gets: float
-    per_gb_out: float  # of 10^9 bytes
-
-
-def parse_prices(text: str, option: str) -> Prices:
-    """Return the prices of a text.
-
-    Raises:
-        UsageError: if the text is not two numbers of 0 or more.
-
-    >>> parse_prices("0.0004,0.09", "--prices")
-    Prices(per_1000_gets=0.0004, per_gb_out=0.09)
-    """
-    if (match := re.fullmatch(rf"({_NUMBER}) ?, ?({_NUMBER})", text.strip())) is None:
-        raise UsageError(
-            f"{option} is {text!r:.80}, expected the price of 1000 requests and that of a GB that leaves the store, such as "
-            "0.0004,0.09"
-        )
-    return Prices(per_1000_gets=float(match[1]), per_gb_out=float(match[2]))
-
-
-_BANDWIDTH = re.compile(rf"({_NUMBER}) ?([KMGT]?)(bit|B|iB)(?:/s)? ?, ?({_NUMBER})")
-
-
-def parse_bandwidth(text: str, option: str) -> float:
-    """Return the bytes that a machine may fetch in a step, of a text with its bandwidth and the seconds of a step.
-
-    Raises:
-        UsageError: if the text is not two such values above 0.
-
-    >>> parse_bandwidth("10Gbit,0.4", "--bandwidth"), parse_bandwidth("1.5 MiB/s, 2", "--bandwidth")
-    (500000000.0, 3145728.0)
-    """
-    match = _BANDWIDTH.fullmatch(text.strip())
-    value = 0.0
-    if match is not None:
-        base = 1024 if match[3] == "iB" else 1000
-        value = float(match[1]) * base ** " KMGT".index(match[2] or " ") / (8 if match[3] == "bit" else 1) * float(match[4])
-    if value <= 0:
-        raise UsageError(
-            f"{option} is {text!r:.80}, expected a bandwidth and the seconds that a step takes, both above 0, such as "
-            "10Gbit,0.4 or 1.2GB,0.4"
-        )
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -329,7 +329,7 @@ class Plan:
 
         With `drop`, a bucket is too small if it has fewer rows than a batch: it is never read. Otherwise, if it has at most
         half as many: each row comes at least twice in a batch (`carry`), or at least half of the batch is padding (`partial`).
-        `can_drop`: the caller has an option --remainder.
+        `can_drop`: the caller has an option --split.
         """
         drops = self.remainder is Remainder.DROP
         small = [b for b in self.buckets if (b.num_rows < b.global_batch if drops else 2 * b.num_rows <= b.global_batch)]
@@ -339,7 +339,7 @@ class Plan:
         named = [self._say_small(bucket) for bucket in small[:_NAMED_SMALL]]
         if len(small) > _NAMED_SMALL:
             named.append(f"and {len(small) - _NAMED_SMALL} more such buckets")
-        other = ", or leave such buckets out with --remainder drop" if can_drop and not drops else ""
+        other = ", or leave such buckets out with --split train:drop" if can_drop and not drops else ""
         return f"{', '.join(named)}; use a smaller batch or fewer ranks, or pack with a coarser --grid{other}"
 
     def _say_small(self, bucket: PlanBucket) -> str:

@@ -47,7 +47,7 @@ FEWER = "--max-steps 2 --num-images 1"
 
 # What the pages' placeholders stand for, as regular expressions, applied in this order. A page's own come first.
 MEANT: dict[str, tuple[tuple[str, str], ...]] = {
-    "README.md": ((r"^loader seen CHECKPOINT .*$", "loader seen --help"),),
+    "README.md": ((r"^loader seen --run CHECKPOINT .*$", "loader seen --help"),),
     "docs/packing.md": (
         (r"workers=8", "workers=0"),  # a block is not a file that workers can import; examples/parallel_write.py is
         (r"ingest pack SOURCE STORE --model MODEL", f"ingest pack {PACK}"),
@@ -67,11 +67,12 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^store compact --gc$", "store compact photos.store --gc --dry-run"),
         (r"^--columns target,control/depth$", f"{PLAN} --columns target"),
         (
-            r"--batch 16 --world-size 64 --window 4096 --machines 8",
-            "--batch 2 --world-size 2 --window 4096 --machines 2",
+            r"--batch 16 --world-size 64@8 --window 4096",
+            "--batch 2 --world-size 2@2 --window 4096",
         ),
-        (r"^(--bandwidth 10Gbit,0\.4|--prices 0\.0004,0\.09)$", rf"{PLAN} --window 4096 --machines 1 --cache-bytes 1GiB \1"),
-        (r"^--ragged NAME,NAME$", "loader plan --help"),
+        (r"^--bill [a-z]+=.*$", rf"{PLAN} --window 4096 --world-size 1@1 --cache-bytes 1GiB \g<0>"),
+        (r"^--columns NAME,NAME$", "loader plan --help"),
+        (r"^--run RUN$", "loader plan --help"),
         (r"^--certificate cert\.pem key\.pem$", "loader serve --help"),
         (r"^--metrics 127\.0\.0\.1:9400$", "loader serve photos.store --at unix:service.sock --metrics 127.0.0.1:0"),
         (r"^loader serve s3://bucket/photos\.store$", f"loader serve {URL} --at unix:PATH"),
@@ -79,12 +80,12 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "docs/object-storage.md": (
         (r"^--work FOLDER$", "ingest pack --help"),
-        (r"^--cache-bytes \w+$", rf"{PLAN} --window 4096 --machines 2 \g<0>"),
+        (r"^--cache-bytes \w+$", rf"{PLAN} --window 4096 --world-size 2@2 \g<0>"),
         (r"^--(split|bucket|ids .*)$", "store pull --help"),
         (r"--model FOLDER", f"--model {SD} --val-fraction 0.02"),
         (r"val\.store", "val-again.store"),
         (r"^(store compact) URL", rf"\1 {URL}"),
-        (r"--batch 32 --window 4096", "--batch 2 --window 4096"),
+        (r"--batch 32 --world-size 2@2", "--batch 2 --world-size 2@2"),
         (r"^--older-than 0s$", f"store compact {URL} --gc --older-than 0s"),
         (r"^ingest pack SOURCE URL$", f"ingest pack photos {URL} --model {SD} --val-fraction 0.02"),
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
@@ -96,7 +97,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"--max-steps 1000$", FEWER),
         (r"step-00001000", "step-00000002"),
         (r"--preset NAME", "--preset sd"),
-        (r"loader seen runs/a", "loader seen runs/sixth"),
+        (r"loader seen --run runs/a", "loader seen --run runs/sixth"),
         (r"photos\.store --model path/to/sdxl", "sdxl.store --model path/to/sdxl"),
         (r"--validate-every 1000 --images-every 5000", "--validate-every 1 --images-every 2"),
         (r"torchrun -m bucketline.train", f"torchrun -m bucketline.train {TRAIN}/fourth"),
@@ -113,7 +114,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^bucketline train report$", "bucketline train report --help"),
     ),
     "docs/operations.md": (
-        (r"loader seen runs/a", "loader seen runs/told"),
+        (r"loader seen --run runs/a", "loader seen --run runs/told"),
         (r"^ingest pack$", f"ingest pack photos photos.store --model {SD} --val-fraction 0.02"),  # the same, after a repair
         (r"^--dry-run$", "store repair photos.store --dry-run"),
         (r"^--older-than 0s$", "store compact photos.store --gc --older-than 0s"),
@@ -164,9 +165,9 @@ BEFORE: dict[str, Callable[[Path], None] | str] = {
     r".*--store sdxl\.store.*": f"ingest pack photos sdxl.store --model {SDXL} --val-fraction 0.3",
     r"(loader serve|bucketline train .*--store) file://.*": f"store push photos.store {URL}",
     r"ingest prompts prompts\.txt .*": lambda folder: write_prompts(folder / "prompts.txt"),
-    r"loader seen runs/told .* --id .*": f"bucketline train {TRAIN}/told",
+    r"loader seen --run runs/told --id .*": f"bucketline train {TRAIN}/told",
     r"loader seen .* --ids withdrawn\.txt": lambda folder: write_ids(folder / "withdrawn.txt"),
-    r"loader seen runs/told .* --ids held-out\.txt .*": lambda folder: write_ids(folder / "held-out.txt"),
+    r"loader seen --run runs/told --ids held-out\.txt .*": lambda folder: write_ids(folder / "held-out.txt"),
     r"store repair photos\.store$": lambda folder: cut_short(folder / "photos.store"),
     r"store restore photos\.store \$.*": "store drop photos.store 1/1.jpg",
     r"store drop lost\.store.*": "store merge lost.store photos.store",

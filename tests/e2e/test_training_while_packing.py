@@ -17,7 +17,7 @@ import pytest
 from bucketline.errors import BucketlineError
 from bucketline.ingest.packing.meanwhile import Meanwhile
 from bucketline.ingest.packing.run import PackRun
-from bucketline.loader.seen import read_loader_state
+from bucketline.loader.recorded_run import read_loader_state
 from bucketline.loader.state import schedule_of
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
@@ -188,7 +188,7 @@ def test_both_are_killed_and_go_on_and_the_losses_are_those_of_the_schedule(
     assert len(steps) == end
     assert steps == expected
 
-    listed = call("loader", "seen", whole.output_dir, store, "--all", "--json").done()
+    listed = call("loader", "seen", "--run", whole.output_dir, "--all", "--json").done()
     counts = [json.loads(line)["count"] for line in listed.out.splitlines()]
     assert sum(counts) == end * 4
     assert len(counts) == Store.open(store, found[-1][1][0]).manifest.samples

@@ -14,8 +14,8 @@ import pytest
 
 from bucketline.errors import PlanError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
-from bucketline.loader.mixture import parse_stores
-from bucketline.loader.seen import Seen, read_loader_state
+from bucketline.loader.recorded_run import read_run
+from bucketline.loader.seen import Seen
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.format.hashing import sample_digest
@@ -143,7 +143,7 @@ def check(seed: int, stores: Stores, folder: Path) -> int:
         except PlanError:  # `drop`, and no bucket fills a batch
             continue
     (folder / "state.json").write_text(json.dumps(state))
-    seen = Seen(read_loader_state(folder / "state.json"), parse_stores(stores.paths))
+    seen = Seen(read_run(folder / "state.json"), [str(path) for path in stores.paths])
     assert not seen.unknown
     counts, known = seen.counts(), {row.record.id for row in stores.rows.values()}
     assert set(counts.digests.tolist()) <= {sample_digest(name) for name in known} | {

@@ -92,7 +92,7 @@ def test_errors_spell_names_out(photos: Path, packed: tuple[Path, Ran], model: P
         ("store", "get", place, EVIL, "-o", tmp_path / "x.safetensors"),
         ("store", "drop", place, EVIL),
         ("loader", "plan", gone, "--batch", 1),
-        ("loader", "seen", gone, place, "--all"),
+        ("loader", "seen", place, "--run", gone, "--all"),
     ):
         ran = call(*command)
         assert ran.code, command

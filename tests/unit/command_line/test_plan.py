@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
 
+from bucketline.loader import Loader, LoaderConfig
 from tests.commands import call
 from tests.kit import make_store, samples_of
 
@@ -32,7 +34,6 @@ def test_plan_prints_one_object_with_buckets_and_with_list_every_step(packed: tu
 
 
 def test_plan_lists_what_a_loader_reads(packed: tuple[Path, Path]) -> None:
-    from bucketline.loader import Loader, LoaderConfig
     from bucketline.store.format.hashing import sample_digest
 
     listed = call("loader", "plan", packed[1], "--batch", 2, "--accumulation", 2, "--epochs", 2, "--list", "--json").json
@@ -45,7 +46,6 @@ def test_plan_lists_what_a_loader_reads(packed: tuple[Path, Path]) -> None:
 def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
     packed: tuple[Path, Path], tmp_path: Path, window: int | None
 ) -> None:
-    from bucketline.loader import Loader, LoaderConfig
     from bucketline.store.format.hashing import sample_digest
 
     one = make_store(tmp_path / "one.store", samples_of({"train/64x64": 9, "train/64x128": 5}, "one/")).path
@@ -77,6 +77,10 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
         (("--batch", 1, "--shuffle=none"), "there is no option --shuffle; window sets the order: "),
         (("--batch", 1, "--shuffle-window", 64), "there is no option --shuffle-window; it is window"),
         (("--batch", 1, "--lanes", 2), "there is no option --lanes; each machine has a lane"),
+        (("--batch", 1, "--split", "train:keep"), "--split is train:keep, expected a split, such as val, or with carry or"),
+        (("--batch", 1, "--remainder", "drop"), "there is no option --remainder; name it after the split: --split train:drop"),
+        (("--batch", 1, "--world-size", 0), "--world-size is 0, expected 1 rank or more"),
+        (("--batch", 1, "--run", "runs/a"), "--batch is 1 with --run runs/a, which decides it; leave out one of them"),
         (("--batch", "4GP"), "--batch is 4GP, expected rows, such as 8, or as many as fit 4MP"),
     ],
 )
@@ -107,16 +111,29 @@ SMALL_BUCKETS = {f"train/{64 * (n + 1)}x64": n for n in range(1, 6)} | {"train/6
 )
 def test_plan_warns_of_buckets_too_small_for_their_batch(tmp_path: Path, remainder: str, words: str) -> None:
     make_store(tmp_path, samples_of(SMALL_BUCKETS))
-    asked = ("loader", "plan", tmp_path, "--batch", 6, "--world-size", 2, "--remainder", remainder)
+    asked = ("loader", "plan", tmp_path, "--batch", 6, "--world-size", 2, "--split", f"train:{remainder}")
     ran = call(*asked)
     assert ran.err.startswith(f"warning: train/128x64 (1 image) {words}")
     assert ran.err.count("\n") == 1
     assert f", and {len(SMALL_BUCKETS) - 1 - 3} more such buckets; use a smaller batch or fewer ranks" in ran.err
-    assert ("--remainder drop" in ran.err) is (remainder != "drop")
+    assert ("--split train:drop" in ran.err) is (remainder != "drop")
     assert call(*asked, "--json").err == ran.err
 
 
 @pytest.mark.parametrize("remainder", ["carry", "partial", "drop"])
 def test_plan_does_not_warn_of_ordinary_buckets(tmp_path: Path, remainder: str) -> None:
     make_store(tmp_path, samples_of({"train/64x64": 99, "train/64x128": 6}))
-    assert call("loader", "plan", tmp_path, "--batch", 5, "--remainder", remainder).err == ""
+    assert call("loader", "plan", tmp_path, "--batch", 5, "--split", f"train:{remainder}").err == ""
+
+
+def test_the_plan_of_a_run_is_the_one_that_its_state_was_made_by(packed: tuple[Path, Path], tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    with Loader(packed[1], LoaderConfig(batch_size=2, seed=7, accumulation=2), world_size=2) as loader:
+        state.write_text(json.dumps(loader.state_dict()), encoding="utf-8")
+        digest = loader.plan.digest
+    found = call("loader", "plan", packed[1], "--run", state, "--list", "--json").done().json
+    asked = ("--batch", 2, "--seed", 7, "--accumulation", 2, "--world-size", 2)
+    assert found["plan"] == digest
+    assert found == call("loader", "plan", packed[1], *asked, "--list", "--json").done().json
+    call("loader", "plan", "--run", tmp_path / "no").fails(f"--run {tmp_path}/no: {tmp_path}/no cannot be read: No such file")
+    call("loader", "plan", "--run", state, "--bill", "bandwidth=1Gbit,step=1", packed[1]).fails("has no window", code=2)

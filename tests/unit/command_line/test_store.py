@@ -196,7 +196,7 @@ BAD_REQUESTS: dict[str, tuple[Callable[[Path], Ran], int, list[str]]] = {
         ["is in the store", "name that folder"],
     ),
     "batches of none": (lambda s: bad_plan(s, "--epochs", 0), 2, ["--epochs is 0", "1 to 100000"]),
-    "an unknown remainder": (lambda s: bad_plan(s, "--remainder", "keep"), 2, ["keep", "carry"]),
+    "an unknown remainder": (lambda s: bad_plan(s, "--split", "train:keep"), 2, ["keep", "carry"]),
     "no such sample": (
         lambda s: call("store", "get", s, "no.png", "-o", s.parent / "o"),
         1,

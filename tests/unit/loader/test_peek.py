@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,21 +72,32 @@ def test_a_step_below_0_and_a_page_that_cannot_be_written_are_refused(store: Sto
     assert "name a file that ends in .html" in peek(store, tmp_path / "step.png", "--step", 0).err
 
 
-def test_the_sheet_has_the_window_of_a_state(tmp_path: Path) -> None:
+def test_the_sheet_of_a_run_has_what_its_steps_had(tmp_path: Path) -> None:
     samples = samples_of({"train/64x64": 600})
     store = make_store(tmp_path / "s", samples[:200], samples[200:400], samples[400:])
     state = tmp_path / "state.json"
-    with Loader(store.path, LoaderConfig(batch_size=4, window=64)) as loader:
+    config = LoaderConfig(batch_size=4, accumulation=2, window=64, seed=3, caption_dropout=0.5)
+    expected: dict[int, list[str]] = {}
+    with Loader(store.path, config) as loader:
+        for batch in islice(loader.forever(), 6):
+            expected.setdefault(batch.step, []).extend(loader.names(batch))
+        saved = loader.state_dict()
+    with Loader(store.path, replace(config, window=None, seed=9, accumulation=1)) as loader:
+        loader.start_anew(saved)
+        for batch in islice(loader.forever(), 2):
+            expected.setdefault(batch.step, []).extend(loader.names(batch))
         state.write_text(json.dumps(loader.state_dict()), encoding="utf-8")
-        batches = iter(loader)
-        expected = [loader.names(next(batches)) for _ in range(4)][3]
-    options = ("--batch", 4, "--step", 3, "--state", state, "--json")
-    ran = call("loader", "peek", store.path, "-o", tmp_path / "step.html", *options).done()
-    assert [row["id"] for row in ran.json["batches"][0]["rows"]] == expected
-    other = call("loader", "peek", store.path, "-o", tmp_path / "b.html", *options, "--window", 0)
-    assert "the state's window is 64, and --window is 0; give the run's options, or none" in other.err
-    saved = json.loads(state.read_bytes())
-    blocks = {**saved, "settings": {**saved["settings"], "shuffle": "blocks", "shuffle_window": 64}}
-    state.write_text(json.dumps(blocks), encoding="utf-8")
-    older = call("loader", "peek", store.path, "-o", tmp_path / "b.html", *options)
-    assert "the state has a shuffle 'blocks', and this version has no such order" in older.err
+    asked = ("loader", "peek", store.path, "-o", tmp_path / "step.html", "--run", state, "--json")
+    assert [*expected] == [0, 1, 2, 3, 4]
+    for step, names in expected.items():
+        batches = call(*asked, "--step", step).done().json["batches"]
+        assert [row["id"] for batch in batches for row in batch["rows"]] == names
+    refused = call(*asked, "--step", 3, "--window", 0).fails(code=2)
+    assert f"--window is 0 with --run {state}, which decides it; leave out one of them" in refused.err
+    refused = call("loader", "peek", "-o", tmp_path / "step.html", "--run", state, "--step", 3).fails(code=2)
+    assert f"--run {state} does not say which stores were read; name all stores of the run" in refused.err
+    assert "there is no option --state; it is --run, " in call(*asked, "--state", state).err
+    blocks = json.loads(state.read_bytes())
+    state.write_text(json.dumps({**blocks, "settings": {**blocks["settings"], "shuffle": "blocks"}}), encoding="utf-8")
+    older = call(*asked, "--step", 9)
+    assert f"--run {state}: an earlier version planned them, by a shuffle blocks that this one does not have" in older.err

@@ -42,7 +42,7 @@ def without_history(state: dict[str, object]) -> dict[str, object]:
 
 
 def seen(state: Path, *args: object) -> Ran:
-    return call("loader", "seen", state, *args)
+    return call("loader", "seen", *args, "--run", state)
 
 
 def by_hand(store: Store, count: int, config: LoaderConfig = CONFIG) -> dict[str, list[int]]:

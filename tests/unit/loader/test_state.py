@@ -10,8 +10,8 @@ import pytest
 
 from bucketline.errors import StateError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
-from bucketline.loader.mixture import StoreArgument
-from bucketline.loader.seen import Seen, read_loader_state
+from bucketline.loader.recorded_run import read_run
+from bucketline.loader.seen import Seen
 from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def test_a_state_in_blocks_is_refused_with_the_way_on(store: Store, tmp_path: Pa
             loader.start_anew(state)
             assert next(iter(loader)).step == 3
             (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()), encoding="utf-8")
-    (unknown,) = Seen(read_loader_state(tmp_path / "state.json"), [StoreArgument(path=store.path, repeats=1)]).unknown
+    (unknown,) = Seen(read_run(tmp_path / "state.json"), [str(store.path)]).unknown
     assert (unknown.begin, unknown.end) == ((0, 0), (3, 0))
     assert unknown.why == "an earlier version planned them, by a shuffle blocks that this one does not have"
 
@@ -323,6 +323,6 @@ def test_a_state_by_the_earlier_order_of_windows_is_refused_with_the_way_on(stor
         loader.load_state_dict(after)
     path = tmp_path / "state.json"
     path.write_text(json.dumps(after), encoding="utf-8")
-    (unknown,) = Seen(read_loader_state(path), [StoreArgument(path=store.path, repeats=1)]).unknown
+    (unknown,) = Seen(read_run(path), [str(store.path)]).unknown
     assert (unknown.begin, unknown.end) == ((0, 0), (3, 0))
     assert unknown.why == "an earlier version planned them, whose windows had another order"

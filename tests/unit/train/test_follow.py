@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import StateError, UsageError
-from bucketline.loader.seen import read_loader_state
+from bucketline.loader.recorded_run import read_loader_state
 from bucketline.loader.state import schedule_of
 from bucketline.train import data as data_module
 from bucketline.train import trainer as run_module

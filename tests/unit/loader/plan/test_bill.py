@@ -12,8 +12,9 @@ from bucketline.loader import LoaderConfig, WeightedStore
 from bucketline.loader.mixture import join
 from bucketline.loader.plan import bill as bill_module
 from bucketline.loader.plan import cache_needs
-from bucketline.loader.plan.bill import Bill, Prices, make_bill, parse_bandwidth, parse_prices, store_lines
+from bucketline.loader.plan.bill import Bill, make_bill, store_lines
 from bucketline.loader.plan.make_plan import make_plan
+from bucketline.loader.plan.rates import Prices, Rates, parse_rates
 from bucketline.store import Store, add_column
 from bucketline.store.format.block import CAPTIONS
 from tests.added_columns import mask_of
@@ -173,23 +174,32 @@ def test_another_order_or_number_of_machines_has_no_bill(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "step_bytes"),
-    [("10Gbit,1", 1.25e9), ("100 Mbit/s, 0.5", 6.25e6), ("1.5GB,2", 3e9), ("2GiB/s,1", 2.0 * (1 << 30)), ("8bit,1.0", 1.0)],
+    ("bandwidth", "step", "step_bytes"),
+    [("10Gbit", 1, 1.25e9), ("100 Mbit/s", 0.5, 6.25e6), ("1.5GB", 2, 3e9), ("2GiB/s", 1, 2.0 * (1 << 30)), ("8bit", 1.0, 1.0)],
 )
-def test_bandwidths_are_read(text: str, step_bytes: float) -> None:
-    assert parse_bandwidth(text, "--bandwidth") == step_bytes
+def test_bandwidths_are_read(bandwidth: str, step: float, step_bytes: float) -> None:
+    assert parse_rates(f"step={step}, bandwidth={bandwidth}", "--bill") == Rates(step_bytes=step_bytes)
 
 
-@pytest.mark.parametrize("text", ["", "10", "10Gbit", "0Gbit,1", "1Gbit,0", "fast", "10gbit,1", "-1GB,1"])
-def test_other_bandwidths_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--bandwidth is .*, expected a bandwidth and the seconds that a step takes"):
-        parse_bandwidth(text, "--bandwidth")
-
-
-@pytest.mark.parametrize("text", ["", "0.1", "0.1;0.2", "-1,0.1", "0.1,0.2,USD", "prices.toml"])
-def test_other_prices_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--prices is .*, expected the price of 1000 requests and that of a GB"):
-        parse_prices(text, "--prices")
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("10Gbit", "'10Gbit'"),
+        ("bandwidth=10Gbit", "bandwidth=10Gbit by itself"),
+        *((f"bandwidth={one},step=1", f"bandwidth={one}") for one in ("", "10", "0Gbit", "fast", "10gbit", "-1GB")),
+        ("bandwidth=1Gbit,step=0", "step=0"),
+        ("requests=0.1", "requests=0.1 by itself"),
+        ("requests=0.1;egress=0.2", "requests=0.1;egress=0.2 by itself"),
+        ("requests=-1,egress=0.1", "requests=-1"),
+        ("requests=0.1,egress=0.2,USD", "'USD'"),
+        ("requests=0.1,egress=0.2,egress=1", "'egress=1'"),
+        ("prices.toml", "'prices.toml'"),
+    ],
+)
+def test_other_rates_are_refused(text: str, found: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_rates(text, "--bill")
+    assert str(refused.value).startswith(f"--bill has {found}, expected bandwidth=10Gbit,step=0.4 (seconds), requests=")
 
 
 def test_the_command_prints_the_bill(store: Store) -> None:
@@ -200,22 +210,21 @@ def test_the_command_prints_the_bill(store: Store) -> None:
         8,
         "--window",
         4096,
-        "--machines",
-        2,
+        "--world-size",
+        "2@2",
         "--cache-bytes",
         "1G",
-        "--prices",
-        "0.0004,0.09",
     )
-    timed = ("--bandwidth", "10Gbit,0.2")
+    priced = ("--bill", "requests=0.0004,egress=0.09")
+    timed = ("--bill", "requests=0.0004,egress=0.09,bandwidth=10Gbit,step=0.2")
     bill = call("loader", *asked, *timed, "--json").json["bill"]
     assert (bill["machines"], bill["lanes"], bill["cache_bytes"], len(bill["epochs"])) == (2, 2, 1 << 30, 2)
     assert bill["epochs"][0]["waits"] is False
-    shown = call("loader", *asked, "--epochs", 3).out
+    shown = call("loader", *asked, *priced, "--epochs", 3).out
     assert "2 machines with 2 lanes together, caches of 1.0 GiB each" in shown
     assert "assumed: requests are for one line of 8 MiB" in shown
     for window, words in (((), "shuffled, since the cache holds the store"), (("--window", 0), "in stored order")):
-        other = call("loader", "plan", store.path, "--batch", 8, "--machines", 1, "--cache-bytes", "1G", *window)
+        other = call("loader", "plan", store.path, "--batch", 8, "--world-size", "1@1", "--cache-bytes", "1G", *window)
         assert other.code == 2
         assert f"a bill is of rows that are mixed in windows, and all are {words}; set --window 4096" in other.err
 
@@ -225,7 +234,7 @@ def test_the_bill_of_a_cache_that_does_not_hold_the_store_is_of_the_window_that_
 ) -> None:
     monkeypatch.setattr(cache_needs, "LINE_BYTES", LINE)
     size = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
-    options = ("--batch", 8, "--machines", 2, "--cache-bytes", size // 2, "--json")
+    options = ("--batch", 8, "--world-size", "2@2", "--cache-bytes", size // 2, "--json")
     chosen = call("loader", "plan", store.path, *options).done()
     plan = make_plan(
         store, LoaderConfig(batch_size=8, lanes=2, window=None, cache_bytes="1"), world_size=2, cache_bytes=size // 2
@@ -237,12 +246,17 @@ def test_the_bill_of_a_cache_that_does_not_hold_the_store_is_of_the_window_that_
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--machines", 2), "--machines is set without --cache-bytes"),
-        (("--bandwidth", "1Gbit,0.2"), "--bandwidth is for a bill; set --machines too"),
-        (("--machines", 2, "--cache-bytes", "1G", "--world-size", 3), "--world-size is 3, expected a multiple of --machines 2"),
-        (("--machines", 0, "--cache-bytes", "1G"), "--machines is 0, expected 1 or more"),
-        (("--machines", 1, "--cache-bytes", "1G", "--bandwidth", "1Gbit"), "--bandwidth is '1Gbit', expected"),
-        (("--machines", 1, "--cache-bytes", "some"), "--cache-bytes is 'some'"),
+        (("--world-size", "2@2"), "--world-size is 2@2 without --cache-bytes, the size of each machine's cache"),
+        (("--bill", "bandwidth=1Gbit,step=0.2"), "--bill is bandwidth=1Gbit,step=0.2, and it is of machines"),
+        (
+            ("--world-size", "3@2", "--cache-bytes", "1G"),
+            "--world-size is 3@2, expected 1 rank or more, such as 8, or a multiple",
+        ),
+        (("--world-size", "2@0", "--cache-bytes", "1G"), "--world-size is 2@0, expected 1 rank or more"),
+        (("--world-size", "1@1", "--cache-bytes", "1G", "--bill", "bandwidth=1Gbit"), "--bill has bandwidth=1Gbit by itself"),
+        (("--world-size", "1@1", "--cache-bytes", "some"), "--cache-bytes is 'some'"),
+        (("--machines", 2), "there is no option --machines; name them after the ranks: --world-size RANKS@MACHINES"),
+        (("--prices", "1,1"), "there is no option --prices; say --bill bandwidth=10Gbit,step=0.4,"),
     ],
 )
 def test_what_does_not_make_a_bill_is_refused(store: Store, options: tuple[Any, ...], words: str) -> None:

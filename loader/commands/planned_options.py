@@ -1,0 +1,123 @@
+"""The plan that a command looks at: of stores, with its options, or of a run, which has recorded them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from bucketline.errors import StateError, UsageError
+from bucketline.loader.commands.batch_options import BatchOptions
+from bucketline.loader.config import OrderOptions, Remainder
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.mixture import WeightedStore
+
+_RANKS = re.compile(r"([0-9]+)(?:@([0-9]+))?")
+_OF_A_RUN = ("batch", "accumulation", "seed", "window", "world_size", "split", "caption_dropout", "flip")
+"""Fields that a run decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedOptions(BatchOptions):
+    """Stores, size and order of the batches: given, or those of a run."""
+
+    SECTION = OrderOptions.SECTION
+
+    stores: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Folders or URLs of the stores. Write `photos.store:3` to read a store's rows three times per pass,
+    and `photos.store:0.5` to read half of them, others in each.
+    A folder packed from a data set file stands for its stores and their repeats. With --run: only if they have moved."""
+    of_run: Annotated[Path | None, tyro.conf.arg(name="run", metavar="RUN")] = None
+    """Folder of a run, one of its checkpoints, or a loader's state as JSON: take stores, seed, batch, ranks and all that
+    decides the order from it."""
+    world_size: Annotated[str, tyro.conf.arg(metavar="RANKS[@MACHINES]")] = "1"
+    """Number of training ranks, such as 8; with their machines, such as 64@8: a window then deals its shards to these."""
+    split: Annotated[str, tyro.conf.arg(metavar="SPLIT[:REMAINDER]")] = "train"
+    """Split to read: train or val; and how to handle rows that do not fill a global batch, by carry (the default), drop or
+    partial, such as val:partial."""
+
+    def __post_init__(self) -> None:
+        BatchOptions.__post_init__(self)
+        if not self.stores and self.of_run is None:
+            raise UsageError("no store is given; name one or more, or a run: --run RUN")
+        match = _RANKS.fullmatch(self.world_size)
+        ranks, machines = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
+        if ranks < 1 or machines < 1 or ranks % machines:
+            raise UsageError(
+                f"--world-size is {self.world_size:.80}, expected 1 rank or more, such as 8, or a multiple of its machines, "
+                "such as 64@8"
+            )
+        name, remainder = self._split()
+        if not name or remainder not in [*Remainder]:
+            raise UsageError(
+                f"--split is {self.split:.80}, expected a split, such as val, or with {' or '.join(Remainder)}: val:partial"
+            )
+
+    def _expect_batch(self) -> None:
+        if self.of_run is None:
+            BatchOptions._expect_batch(self)
+
+    @classmethod
+    def complete(cls, options: Self, given: frozenset[str]) -> Self:
+        """Return the options.
+
+        Raises:
+            UsageError: if one is given together with a run, which decides it.
+        """
+        for name in _OF_A_RUN if options.of_run is not None else ():
+            if name in given:
+                raise UsageError(
+                    f"{cls._named(name)} is {getattr(options, name)} with --run {options.of_run}, which decides it; leave out "
+                    "one of them"
+                )
+        return options
+
+    def _split(self) -> tuple[str, str]:
+        name, _, remainder = self.split.partition(":")
+        return name, remainder or Remainder.CARRY
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return int(self.world_size.partition("@")[0])
+
+    @property
+    def machines(self) -> int | None:
+        """Return the number of machines; None if none is given."""
+        _, is_given, number = self.world_size.partition("@")
+        return int(number) if is_given else None
+
+    def planned(self, step: int | None = None, **others: Any) -> tuple[tuple[WeightedStore, ...], LoaderConfig, int]:  # noqa: ANN401
+        """Return the open stores, the configuration with `others`, and the number of ranks.
+
+        `step`: that of a run of which the plan is wanted, since it may have changed; None: the present one.
+
+        Raises:
+            BucketlineError: if a store cannot be opened, or the run does not say enough.
+        """
+        from dataclasses import replace
+
+        from bucketline.loader.mixture import open_shares
+
+        if self.of_run is None:
+            split, remainder = self._split()
+            mixes = self.window or (self.window is None and self.cache_bytes is not None)
+            lanes = {"lanes": self.machines} if mixes and self.machines is not None else {}
+            config = self.for_loader(split=split, remainder=Remainder(remainder), **lanes, **others)
+            return open_shares(self.stores, self.remote()), config, self.ranks
+        from bucketline.loader.recorded_run import open_plan, read_run
+
+        run = read_run(self.of_run, "--run")
+        remote, mark = run.reached(self.remote()), run.state if step is None else run.mark_at(step)
+        try:
+            found = open_plan(mark, run.given(self.stores, remote), remote)
+        except StateError as error:
+            raise StateError(f"--run {self.of_run}: {error}") from error
+        return found.shares, replace(found.config, **others), mark.world_size
