@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from bucketline.errors import FingerprintError, UsageError
+from bucketline.files.redact import redacted
 from bucketline.loader.plan.shares import rows_per_pass
 from bucketline.option_types import expect
 from bucketline.store import Bucket, Store
@@ -80,10 +81,14 @@ Stores: TypeAlias = "StoreLike | Sequence[StoreLike]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreArgument:
-    """A store on the command line: `photos.store`, or `photos.store:3` to read its rows three times per pass; also `:0.5`."""
+    """A store on the command line: `photos.store`, or `photos.store:3` to read its rows three times per pass; also `:0.5`.
+
+    `photos.store:3@0.5` has half the weight in the loss, which only training takes.
+    """
 
     path: Path | str  # a URL is text
     repeats: float
+    weight: float | None = None
 
 
 def parse_store(text: str) -> StoreArgument:
@@ -91,7 +96,12 @@ def parse_store(text: str) -> StoreArgument:
 
     Raises:
         UsageError: if the repeats are not a number above 0.
+
+    >>> parse_store("s3://me@host/photos.store:3@0.5")
+    StoreArgument(path='s3://me@host/photos.store', repeats=3, weight=0.5)
     """
+    if (weight := _weight(text)) is not None:
+        return replace(parse_store(text.rpartition("@")[0]), weight=weight)
     if is_url(text):
         return _parse_url(text)
     refuse_misspelt(text)
@@ -99,9 +109,29 @@ def parse_store(text: str) -> StoreArgument:
     if not colon or not path or Path(text).exists():
         return StoreArgument(path=Path(text), repeats=1)
     is_number = _NUMBER.fullmatch(number) is not None
+    if is_number and _weight(path) is not None:
+        place, _, weighs = path.rpartition("@")
+        raise UsageError(f"{text}: the weight comes last: {place}:{number}@{weighs}")
     if not is_number and not Path(path).exists():  # a path with a colon
         return StoreArgument(path=Path(text), repeats=1)
     return StoreArgument(path=Path(path), repeats=_repeats(path, number if is_number else "", number))
+
+
+def _weight(text: str) -> float | None:
+    """Return the weight at a store argument's end; None if there is none. What exists is a path, whatever its name."""
+    place, _, number = text.rpartition("@")
+    has_place = "/" in place.partition("://")[2] if is_url(text) else place and not Path(text).exists()
+    return float(number) if has_place and _NUMBER.fullmatch(number) else None
+
+
+def redacted_store(text: str) -> str:
+    """Return a store argument without the secrets of its URL.
+
+    >>> redacted_store("photos.store:3@0.5"), redacted_store("https://me:secret@host/photos.store@2")
+    ('photos.store:3@0.5', 'https://host/photos.store@2')
+    """
+    place, suffix = text.rpartition("@")[::2] if _weight(text) is not None else (text, "")
+    return f"{redacted(place)}@{suffix}" if suffix else redacted(place)
 
 
 def _parse_url(text: str) -> StoreArgument:
@@ -131,7 +161,7 @@ def parse_stores(texts: Iterable[Path | str]) -> list[StoreArgument]:
         if mixed is None or isinstance(given.path, str):
             found.append(given)
         else:
-            found += [StoreArgument(path=given.path / one.name, repeats=given.repeats * one.repeats) for one in mixed]
+            found += [replace(given, path=given.path / one.name, repeats=given.repeats * one.repeats) for one in mixed]
     return found
 
 
@@ -169,6 +199,8 @@ def _open(store: StoreLike, remote: RemoteOptions | None) -> list[WeightedStore]
         return [WeightedStore(store=store)]
     expect("a store", store if str(store) else None, str | Path, "a path, a URL, an open Store or a WeightedStore")
     asked = parse_stores([store])
+    if any(one.weight is not None for one in asked):
+        raise UsageError(f"{store} has a weight, which only training takes: leave it out; a program sets row_weights")
     return [WeightedStore(store=Store.open(one.path, remote=remote, reads_rows=True), repeats=one.repeats) for one in asked]
 
 

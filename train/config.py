@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import re
 import sys
 import time
 from dataclasses import dataclass, field, fields
@@ -22,6 +21,7 @@ from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import ReadOptions
 from bucketline.train.option_names import ELSEWHERE
 from bucketline.train.preset import preset_options
+from bucketline.train.spelling import DDP, EXPORTS, repository_of, save_times, shard_ranks
 from bucketline.weight_format import WeightFormat
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from bucketline.loader.service.address import ServiceAddress
 
 IN_PROCESS = "none"  # value of --service: read in threads of this process
-REPOSITORY = re.compile(r"([\w.-]+/)?[\w.-]+")
 
 
 Precision = StrEnum("Precision", ["AUTO", "FP32", "BF16", "FP8"])
@@ -48,8 +47,6 @@ LrSchedule = StrEnum("LrSchedule", ["CONSTANT", "COSINE", "LINEAR", "WSD"])
 1608.03983); wsd, warm-up, stable, decay: Hu et al. 2024 (arXiv 2404.06395)."""
 Decaying = StrEnum("Decaying", ["ALL", "MATRICES"])
 """The weights that decay."""
-Sharding = StrEnum("Sharding", ["DDP", "FSDP", "HSDP"])
-"""How the model is distributed over several processes."""
 
 Objective = StrEnum("Objective", ["EPSILON", "V_PREDICTION", "FLOW"])
 """The prediction target; the first two are spelt like `prediction_type` of diffusers' schedulers."""
@@ -102,9 +99,6 @@ class ObjectiveOptions:
     """Highest timestep to train, as a share of all."""
     shift: float | None = None
     """Shift of flow timesteps towards noise; 1: no shift; None: the scheduler config's shift for each size."""
-    store_weight: tuple[float, ...] = ()
-    """Weight of a store's samples in the loss, once for each --store, in their order; none: 1 each. Only their ratio counts.
-    Less than the others' suits images that only keep what the model knows (prior preservation)."""
     guidance: float = 1.0
     """Guidance input in training of a guidance-distilled model (FLUX.1-dev): stored images have none, which is 1."""
     min_snr_gamma: float | None = None
@@ -186,21 +180,17 @@ class SavingOptions:
 
     SECTION = "saving: checkpoints, exports, the hub"
 
-    checkpoint_every: int | None = None
-    """Optimizer steps between checkpoints; None: only --checkpoint-minutes and the final checkpoint."""
-    checkpoint_minutes: float | None = 30.0
-    """Also write a checkpoint when the last one is this many minutes old; None: never."""
-    keep_checkpoints: int = 2
+    save_every: Annotated[str | None, tyro.conf.arg(metavar="N|30m")] = "30m"
+    """Steps or time between checkpoints, or both: 1000, 30m, or 1000,30m. None: only the last one."""
+    keep: int = 2
     """Number of newest checkpoints to keep."""
     export_every: int | None = None
     """Optimizer steps between exports: only the weights, averaged if there is an average, in exports/; None: none."""
     export_dtype: Literal["F32", "F16", "BF16"] = field(default="BF16", metadata=ONLY_IN_FILE)
     """Data type of the exported weights."""
-    push_to_hub: str | None = None
-    """Hugging Face repository (user/name) to upload the last step's export and card to, with your own token; made private if it
-    does not exist. A failed upload is reported and never ends the run."""
-    push_exports: bool = False
-    """With --push-to-hub: upload each export of --export-every as well, as a commit."""
+    push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="USER/NAME")] = None
+    """Hugging Face repository to upload the last step's export and card to, with your own token; made private if it does not
+    exist. user/name:exports: each export of --export-every as well, as a commit. A failed upload never ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,13 +228,12 @@ class MachineOptions:
 
     SECTION = "machines: several GPUs and machines"
 
-    sharding: Sharding = Sharding.DDP
+    sharding: Annotated[str, tyro.conf.arg(metavar="ddp|fsdp[:RANKS]")] = DDP
     """Multi-process strategy: ddp keeps a full copy per process; fsdp shards the model over all processes, for models too large
-    for one GPU; hsdp shards it over the processes of a machine, and every machine has a copy."""
-    shard_ranks: int | None = None
-    """With hsdp: processes that share one copy of the model, a divisor of all; None: those of a machine."""
+    for one GPU; fsdp:8 over 8 of them, a divisor of all, so that there are several copies (HSDP); fsdp:machine over those of a
+    machine."""
     keep_gathered: bool = field(default=False, metadata=ONLY_IN_FILE)
-    """With fsdp or hsdp: keep a block's gathered weights from the forward pass for the backward pass. Half the gathering, and
+    """With fsdp: keep a block's gathered weights from the forward pass for the backward pass. Half the gathering, and
     every GPU holds all of the model's weights once, in the compute precision."""
     service: str = IN_PROCESS
     """Reader of the stores: none (threads of this process), auto (a process per rank), or a `loader serve`: unix:PATH (or PATH)
@@ -277,14 +266,15 @@ class TrainConfig(
 
     SECTION = "run: resuming, following, repeating"
     FIRST = (
-        *("batch", "learning_rate", "lora_rank", "precision", "ema", "seed", "checkpoint_every", "validate_every"),
+        *("batch", "learning_rate", "lora_rank", "precision", "ema", "seed", "save_every", "validate_every"),
         *("images_every", "resume"),
     )
     ELSEWHERE = ELSEWHERE
 
     store: tuple[Annotated[str | Path, tyro.conf.arg(metavar="STORE")], ...]
     """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass,
-    `photos.store:0.5` reads half of them, others in each.
+    `photos.store:0.5` reads half of them, others in each. `photos.store@0.5` has half the weight in the loss; only the ratio
+    of the stores' weights counts. Less than the others' suits images that only keep what the model knows (prior preservation).
     Also its URL in object storage (s3://bucket/photos.store), after `store push`.
     Also a folder that `ingest pack` made from a data set file: all its stores, with their repeats.
     Repeat the option to mix several stores in one order; they must share encoders and packing rules."""
@@ -305,16 +295,24 @@ class TrainConfig(
     """Resume from the newest checkpoint in --output-dir. It continues on the store generation that it was planned on."""
     new_plan: bool = False
     """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
-    follow: bool = False
-    """Take up newer generations of the stores while training, as `ingest pack --publish-every` publishes them."""
-    wait_rows: int | None = None
-    """With --follow: start as soon as the stores have this many training rows; None: 1."""
-    follow_schedule: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
-    """Take up generations at the steps at which another run did, given by its folder or a checkpoint: repeats a --follow."""
+    follow: Annotated[int | Path | None, tyro.conf.arg(metavar="[ROWS|RUN]")] = None
+    """Take up newer generations of the stores while training, as `ingest pack --publish-every` publishes them, and start as
+    soon as the stores have so many training rows; without a number, 1. RUN, the folder of a run or a checkpoint: take them up
+    at the steps at which that run did, which repeats it."""
 
     @staticmethod
     def _named(field: str) -> str:
         return field if field in _ONLY_IN_FILE else ReadOptions._named(field)
+
+    @property
+    def wait_rows(self) -> int | None:
+        """The training rows that a run waits for whose stores still grow; None: it does not follow them."""
+        return self.follow if isinstance(self.follow, int) else None
+
+    @property
+    def followed_run(self) -> Path | None:
+        """The run whose generations are taken up at its steps."""
+        return self.follow if isinstance(self.follow, Path) else None
 
     def service_address(self) -> ServiceAddress | None:
         """Return the address of the service that reads; None: threads of this process do.
@@ -343,14 +341,17 @@ class TrainConfig(
             raise UsageError("--new-plan requires --resume; a new run has a new plan anyway: leave it out")
         self._expect_at_least(
             1,
-            *("max_steps", "log_every", "keep_checkpoints", "val_timesteps", "image_steps", "lora_rank", "ema_every"),
-            *("checkpoint_every", "export_every", "validate_every", "images_every", "schedule_steps", "decay_steps"),
-            *("wait_rows", "shard_ranks"),
+            *("max_steps", "log_every", "keep", "val_timesteps", "image_steps", "lora_rank", "ema_every"),
+            *("export_every", "validate_every", "images_every", "schedule_steps", "decay_steps"),
         )
+        if isinstance(self.follow, bool):
+            raise UsageError(f"--follow is {self.follow}, expected a number of rows, or a run's folder")
+        if self.wait_rows is not None and self.wait_rows < 1:
+            raise UsageError(f"--follow is {self.follow}, expected 1 or more rows, or a run's folder")
+        save_times(self.save_every or "1")
         self._expect_at_least(0, "warmup_steps", "num_images", "learning_rate", "weight_decay", "offload_blocks")
         self._expect_share("ema_decay", "lr_floor", "recompute")
         self._expect("a number above 0, or None for no clipping", _is_above_0, "clip_norm")
-        self._expect("a number above 0, or None for never", _is_above_0, "checkpoint_minutes")
         self._expect("a number above 0", _is_above_0, "logit_std", "shift", "min_snr_gamma", "lora_alpha")
         self._expect("a number", math.isfinite, "logit_mean", "guidance", "image_guidance")
         self._expect(f"-1 to {MAX_MODE_SCALE}", lambda value: -1 <= value <= MAX_MODE_SCALE, "mode_scale")
@@ -376,20 +377,16 @@ class TrainConfig(
                 f"--image-prompts is {', '.join(self.image_prompts)}, and --num-images is 0, which draws none: leave one of "
                 "them out"
             )
-        if self.push_exports and (self.push_to_hub is None or self.export_every is None):
-            raise UsageError("--push-exports uploads what --export-every writes to --push-to-hub; give both, or leave it out")
-        if self.push_to_hub is not None and not REPOSITORY.fullmatch(self.push_to_hub):
-            raise UsageError(f"--push-to-hub is {self.push_to_hub}, expected the name of a repository, such as user/name")
-        if self.wait_rows is not None and not self.follow:
-            raise UsageError(f"--wait-rows is {self.wait_rows}, and it is for --follow; give that as well, or leave it out")
-        if self.follow and self.follow_schedule is not None:
-            raise UsageError("--follow looks for newer generations, --follow-schedule takes those of a run; give one of them")
+        if self.push_to_hub is not None and repository_of(self.push_to_hub)[1] and self.export_every is None:
+            raise UsageError(
+                f"--push-to-hub is {self.push_to_hub}, and --export-every is not given, whose exports it uploads; give it, or "
+                f"leave out :{EXPORTS}"
+            )
 
     def _expect_memory(self) -> None:
-        if self.shard_ranks is not None and self.sharding is not Sharding.HSDP:
-            raise UsageError(f"--shard-ranks is {self.shard_ranks}, and --sharding is {self.sharding}, expected hsdp")
-        if self.keep_gathered and self.sharding is Sharding.DDP:
-            raise UsageError("keep_gathered is for --sharding fsdp or hsdp, and --sharding is ddp, which gathers nothing")
+        shard_ranks(self.sharding)
+        if self.keep_gathered and self.sharding == DDP:
+            raise UsageError("keep_gathered is for --sharding fsdp, and --sharding is ddp, which gathers nothing")
         for name in ("lora_alpha", "lora_targets", "lora_from", "base"):
             if self.lora_rank is None and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
@@ -400,9 +397,9 @@ class TrainConfig(
         if self.offload_blocks and (missing := [(option, why) for is_given, option, why in needed if not is_given]):
             options, reasons = (" and ".join(words) for words in zip(*missing, strict=True))
             raise UsageError(f"--offload-blocks is {self.offload_blocks}, expected {options} with it: {reasons}")
-        if self.offload_blocks and self.sharding is not Sharding.DDP:
+        if self.offload_blocks and self.sharding != DDP:
             raise UsageError(f"--offload-blocks is {self.offload_blocks} with --sharding {self.sharding}, expected ddp")
-        if self.base is not None and self.sharding is not Sharding.DDP:
+        if self.base is not None and self.sharding != DDP:
             raise UsageError(
                 f"--base is {self.base} with --sharding {self.sharding}, expected ddp: a quantised base is not sharded"
             )
@@ -428,8 +425,16 @@ def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
         SystemExit: if the command line cannot be parsed, or contains `--help`.
     """
     # flags come in pairs (`--verify`, `--no-verify`), so that the command line can override those of a script
+    arguments = _with_rows(arguments)
     from_file = [] if asked_for_help(arguments) is not None else preset_options(arguments, get_type_hints(TrainConfig))
     return parse_options(TrainConfig, arguments, prog, tyro.conf.UseAppendAction, from_file=from_file)
+
+
+def _with_rows(arguments: Sequence[str]) -> list[str]:
+    """Return a command line whose `--follow` has a value, also where it is given without one."""
+    following = [*arguments[1:], "-"]
+    is_bare = [word == "--follow" and after.startswith("-") for word, after in zip(arguments, following, strict=True)]
+    return ["--follow=1" if bare else word for word, bare in zip(arguments, is_bare, strict=True)]
 
 
 def parse_on(rank: int, arguments: Sequence[str], prog: str) -> TrainConfig:

@@ -45,9 +45,9 @@ def wait_for_rows(config: TrainConfig, ranks: TrainRanks) -> None:
     Raises:
         StoreError: if a store is there and cannot be read.
     """
-    if not config.follow or config.resume:
+    if (wanted := config.wait_rows) is None or config.resume:
         return
-    wanted, said = config.wait_rows or 1, -_SAY_EVERY_S
+    said = -_SAY_EVERY_S
     while (found := sum(_rows_of(one, config.remote()) for one in parse_stores(config.store))) < wanted:
         if ranks.is_main and time.monotonic() - said >= _SAY_EVERY_S:
             print(f"waiting for {wanted:,} rows to train on; there are {found:,}", file=sys.stderr, flush=True)
@@ -86,7 +86,7 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
     planned, way_on = f"{start.checkpoint}", "continue with --resume --new-plan, which keeps weights, averages and optimizer"
     if start.state is None and (schedule := _read_schedule(config, ranks, len(asked))):
         wanted = schedule[0][1]
-        planned, way_on = f"{config.follow_schedule}", "its steps cannot be repeated: leave out --follow-schedule"
+        planned, way_on = f"{config.followed_run}", f"its steps cannot be repeated: leave out --follow {config.followed_run}"
 
     def opened(numbers: Sequence[int | None]) -> tuple[WeightedStore, ...]:
         pairs = zip(asked, numbers, strict=True)
@@ -104,7 +104,7 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
         return [share.store.manifest.generation for share in opened(wanted)]
 
     shares = opened(from_rank_zero(ranks, found))
-    refuse_stores(config, shares)
+    refuse_stores(shares)
     expect_equal("the stores' digests", ",".join(share.store.manifest.digest for share in shares))
     for one, share in zip(before or (), shares, strict=False):
         now = StoreId.of(share)
@@ -117,18 +117,24 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
     return shares
 
 
-def mean_weight(config: TrainConfig, shares: Sequence[WeightedStore]) -> float:
-    """Return the mean of --store-weight over the rows of a pass; 1 without that option.
+def store_weights(config: TrainConfig) -> tuple[float, ...]:
+    """Return the weights of the stores in the loss, 1 where only others have one; () if none has."""
+    weights = [one.weight for one in parse_stores(config.store)]
+    return () if set(weights) == {None} else tuple(1.0 if weight is None else weight for weight in weights)
+
+
+def mean_weight(config: TrainConfig, shares: Sequence[WeightedStore]) -> float | None:
+    """Return the mean of the stores' weights over the rows of a pass; None if they have none.
 
     Raises:
         UsageError: if it is 0, so that nothing would be learned.
     """
-    if not config.store_weight:
-        return 1.0
+    if not (weights := store_weights(config)):
+        return None
     rows = [share.repeats * sum(bucket.num_rows for bucket in share.store.buckets("train")) for share in shares]
-    mean = sum(weight * count for weight, count in zip(config.store_weight, rows, strict=True)) / sum(rows)
+    mean = sum(weight * count for weight, count in zip(weights, rows, strict=True)) / sum(rows)
     if mean == 0:
-        raise UsageError("--store-weight is 0 for every store that has rows, expected a number above 0 for one of them")
+        raise UsageError("the weight of every --store that has rows is 0, expected one above 0")
     return mean
 
 
@@ -144,7 +150,7 @@ def open_loader(
     `like`: another one of the same stores and order, whose plan is not made again.
     """
     service = config.service_address()
-    asked = config.for_loader(text=TextForm.STORED, row_weights=config.store_weight)
+    asked = config.for_loader(text=TextForm.STORED, row_weights=store_weights(config))
     return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service, like=like)
 
 
@@ -178,12 +184,12 @@ def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None
 
 
 def _read_schedule(config: TrainConfig, ranks: TrainRanks, num_stores: int) -> FollowSchedule:
-    """Return the schedule of the run that `--follow-schedule` names; empty without that option.
+    """Return the schedule of the run that `--follow` names; empty without one.
 
     Raises:
         StateError: if it is of another number of stores.
     """
-    if (path := config.follow_schedule) is None:
+    if (path := config.followed_run) is None:
         return ()
     schedule = from_rank_zero(ranks, lambda: schedule_of(read_loader_state(path)))
     for _, numbers in schedule:
@@ -200,7 +206,7 @@ class Follower:
 
     def __init__(self, config: TrainConfig, ranks: TrainRanks, loader: Loader) -> None:
         self._ranks, self._loader = ranks, loader
-        self._looks = config.follow and ranks.is_main
+        self._looks = config.wait_rows is not None and ranks.is_main
         self._schedule = _read_schedule(config, ranks, len(loader.shares))
 
     def has_newer(self) -> bool:

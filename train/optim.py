@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import UsageError
 from bucketline.extensions import Extensions
-from bucketline.train.config import Decaying, Ema, LrSchedule, Precision, Sharding, WeightDtype
+from bucketline.train.config import Decaying, Ema, LrSchedule, Precision, WeightDtype
+from bucketline.train.spelling import DDP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -94,7 +95,7 @@ def refuse_combinations(config: TrainConfig, world_size: int) -> None:
         UsageError: if there is no such optimizer, or two options exclude each other; the message says what to do.
     """
     kind, own = kind_of(config), f"--optimizer is {config.optimizer}"
-    is_bf16, is_sharded = config.weights is WeightDtype.BF16, config.sharding is not Sharding.DDP and world_size > 1
+    is_bf16, is_sharded = config.weights is WeightDtype.BF16, config.sharding != DDP and world_size > 1
     of_auto = " (also by auto, without a GPU that has bf16)" if config.precision is Precision.FP32 else ""
     for is_refused, message in (
         (

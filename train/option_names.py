@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.loader.commands.batch_options import batch_as_text
 from bucketline.loader.config import NOT_OPTIONS, SIZES
+from bucketline.train.spelling import as_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,9 +43,8 @@ _OURS = {
     "base": ("fp8-base", "quantize", "quantize-base", "base-model-precision", "bnb-4bit"),
     "weights": ("full-bf16", "full-fp16"),
     "compile": ("torch-compile", "use-compile", "dynamo-backend"),
-    "checkpoint-every": ("checkpointing-steps", "save-every-n-steps", "save-every", "checkpoint-step-interval"),
-    "checkpoint-minutes": ("save-every-minutes",),
-    "keep-checkpoints": ("checkpoints-total-limit", "save-last-n-steps", "max-step-saves-to-keep"),
+    "save-every": ("checkpointing-steps", "save-every-n-steps", "checkpoint-step-interval", "checkpoint-every"),
+    "keep": ("checkpoints-total-limit", "save-last-n-steps", "max-step-saves-to-keep", "keep-checkpoints"),
     "resume": ("resume-from-checkpoint", "continue-last-backup"),
     "output-dir": ("output-folder", "training-folder", "logging-dir", "save-dir"),
     "push-to-hub": ("hub-model-id", "huggingface-repo-id"),
@@ -93,7 +93,7 @@ _ELSEWHERE = {
     "put prompts into the store by `ingest prompts STORE FILE`; `--image-prompts` chooses a set": (
         *("validation-prompt", "validation-prompts", "sample-prompts", "prompts"),
     ),
-    "prior preservation is a second --store of class images, with --store-weight for its weight": (
+    "prior preservation is a second --store of class images, with its weight: --store class.store@0.5": (
         *("with-prior-preservation", "class-data-dir", "class-prompt", "prior-loss-weight", "num-class-images", "reg-data-dir"),
     ),
     "say --timestep-sampling logit_normal or mode; sigma_sqrt and cosmap are --flow-weighting": ("weighting-scheme",),
@@ -104,6 +104,12 @@ _ELSEWHERE = {
     "give the last steps' export by --export-every, or `bucketline export-model RUN OUTPUT` afterwards": (
         *("save-model-as", "output-name", "save-every-n-epochs"),
     ),
+    "the weight follows the store: --store photos.store@0.5": ("store-weight",),
+    "say --save-every 30m, or with steps 1000,30m": ("checkpoint-minutes", "save-every-minutes"),
+    "say --sharding fsdp:RANKS, or fsdp:machine": ("shard-ranks",),
+    "say --follow ROWS": ("wait-rows",),
+    "say --follow RUN": ("follow-schedule",),
+    "say --push-to-hub user/name:exports": ("push-exports",),
     "attention is torch's own, which is as fast": (
         *("enable-xformers-memory-efficient-attention", "xformers", "sdpa", "mem-eff-attn", "flash-attention"),
     ),
@@ -142,4 +148,4 @@ def translated(recorded: Mapping[str, Json]) -> dict[str, Json]:
     if isinstance(stored, float | int):
         options["recompute"] = 1.0 if is_recomputed else 1.0 - stored
     sizes = {name: options.pop(name) for name in (*SIZES, "batch_multiple") if name in options}
-    return options | ({"batch": batch_as_text(sizes)} if sizes else {})
+    return as_words(options) | ({"batch": batch_as_text(sizes)} if sizes else {})

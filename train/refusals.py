@@ -38,11 +38,11 @@ def refuse_early(config: TrainConfig, world_size: int) -> None:
         return  # its stores are at the generations of its checkpoint, which has passed all this
     paths = [one.path for one in parse_stores(config.store)]
     local = [path for path in paths if isinstance(path, Path)]
-    if config.follow and not all((path / MANIFEST).exists() for path in local):
+    if config.wait_rows is not None and not all((path / MANIFEST).exists() for path in local):
         return  # they are waited for
     refuse_place(config)
     if len(local) == len(paths):
-        refuse_stores(config, open_shares(local))
+        refuse_stores(open_shares(local))
 
 
 def refuse_place(config: TrainConfig) -> None:
@@ -82,17 +82,12 @@ def refuse_place(config: TrainConfig) -> None:
         )
 
 
-def refuse_stores(config: TrainConfig, shares: Sequence[WeightedStore]) -> None:
+def refuse_stores(shares: Sequence[WeightedStore]) -> None:
     """Reject stores that this trainer cannot train on, or would misread.
 
     Raises:
-        UsageError: if they have another number than --store-weight.
         ModelError: if one lacks the VAE's channels, or has a column or field that would be ignored.
     """
-    if config.store_weight and len(config.store_weight) != len(shares):
-        raise UsageError(
-            f"--store-weight is given {len(config.store_weight)} times, expected once for each of {len(shares)} stores"
-        )
     for share in shares:
         store_channels(share.store)
     refuse_unread_columns(shares)

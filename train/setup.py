@@ -72,12 +72,12 @@ log = logging.getLogger(__name__)
 GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's default of 25 MB faster than NCCL starts a call
 _FREE = {
     *("store", "model", "model_config", "preset", "lora_from", "output_dir", "max_steps", "resume", "new_plan"),
-    *("follow", "wait_rows", "follow_schedule"),
+    "follow",
     *("service", "service_token", "service_certificate", "window", "threads", "prefetch_bytes", "verify", "track_with"),
     *("offload_blocks", "recompute"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
-    *("sharding", "shard_ranks", "keep_gathered", "image_guidance", "image_prompts"),
-    *("export_every", "export_dtype", "push_to_hub", "push_exports"),
+    *("sharding", "keep_gathered", "image_guidance", "image_prompts"),
+    *("export_every", "export_dtype", "push_to_hub"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
 

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
-from bucketline.train.config import Sharding
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import fail_together, from_rank_zero, placed, separate_blocks
+from bucketline.train.spelling import DDP, shard_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def is_sharded(config: TrainConfig, ranks: TrainRanks) -> bool:
     """Return whether the run shards its model."""
-    return config.sharding is not Sharding.DDP and ranks.world_size > 1
+    return config.sharding != DDP and ranks.world_size > 1
 
 
 def shard_ranks_of(config: TrainConfig, ranks: TrainRanks) -> int:
@@ -43,23 +43,24 @@ def shard_ranks_of(config: TrainConfig, ranks: TrainRanks) -> int:
     Raises:
         UsageError: if it does not divide the number of ranks.
     """
-    if config.sharding is not Sharding.HSDP or ranks.world_size == 1:
+    asked = shard_ranks(config.sharding)
+    if asked is None or ranks.world_size == 1:
         return ranks.world_size
-    number = config.shard_ranks or torchrun_ranks()["local_world_size"]
+    number = torchrun_ranks()["local_world_size"] if isinstance(asked, str) else asked
     if number < 2 or ranks.world_size % number:
         raise UsageError(
-            f"--shard-ranks is {number}, expected a divisor of the {ranks.world_size} processes, from 2 on; "
-            "to have a whole copy on each, use --sharding ddp"
+            f"--sharding is {config.sharding}, over {number} processes, expected a divisor of all {ranks.world_size}, from 2 "
+            "on; to have a whole copy on each, use --sharding ddp"
         )
     return number
 
 
-def shard_mesh(device: torch.device, shard_ranks: int) -> DeviceMesh:
-    """Return the processes as rows of `shard_ranks` that share a model; neighbours, which are on one machine."""
-    num_copies = dist.get_world_size() // shard_ranks
+def shard_mesh(device: torch.device, ranks_of_copy: int) -> DeviceMesh:
+    """Return the processes as rows of `ranks_of_copy` that share a model; neighbours, which are on one machine."""
+    num_copies = dist.get_world_size() // ranks_of_copy
     if num_copies == 1:
-        return init_device_mesh(device.type, (shard_ranks,))
-    return init_device_mesh(device.type, (num_copies, shard_ranks), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device.type, (ranks_of_copy,))
+    return init_device_mesh(device.type, (num_copies, ranks_of_copy), mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, gathered: torch.dtype = torch.float32, *, keeps_gathered: bool = False) -> None:

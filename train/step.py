@@ -38,7 +38,7 @@ class Training:
     average: Average
     prep: Prep
     autocast: torch.autocast
-    mean_weight: float = 1.0  # of the stores' rows in the loss, by --store-weight
+    mean_weight: float | None = None  # of the stores' rows in the loss; None: each counts alike
     trained: tuple[nn.Parameter, ...] = field(init=False)  # of the model, which takes milliseconds to look through
 
     def __post_init__(self) -> None:
@@ -109,12 +109,12 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
 def loss_of(training: Training, batch: Batch) -> Tensor:
     """Noise a batch, run the model, and return the mean loss, [] float32.
 
-    With --store-weight, errors are weighted relative to the mean weight of a pass's rows, a constant that all ranks and
+    If stores have weights, errors are weighted relative to the mean weight of a pass's rows, a constant that all ranks and
     micro-steps share: divided by the weights of its own batch, a row in a batch of one would always count in full.
     """
     noised = training.prep.for_training(batch)
     prediction = training.predict(training.model, noised.noisy, noised.timesteps, noised.conditions(batch))
     errors = weighted(squared_error(prediction, noised.target), noised.weight)
-    if not training.config.store_weight:
+    if training.mean_weight is None:
         return errors.mean()
     return weighted(errors, batch.weight).mean() / training.mean_weight

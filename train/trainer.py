@@ -27,6 +27,7 @@ from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.refusals import refuse_stores
 from bucketline.train.setup import build, count_work, refuse_model, resolved, scale_of, start_processes, warn_of_assumptions
+from bucketline.train.spelling import repository_of, save_times
 from bucketline.train.step import train_step
 from bucketline.train.validation import validate
 from bucketline.typed_json import encode
@@ -158,7 +159,8 @@ class Trainer:
         if config.push_to_hub and ranks.is_main:
             from bucketline.train.outputs.hub import HubUploads
 
-            self.uploads = HubUploads(config.push_to_hub, self._progress.say)
+            self.uploads = HubUploads(repository_of(config.push_to_hub)[0], self._progress.say)
+        self._save_steps = None if config.save_every is None else save_times(config.save_every)[0]
         self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self.uploads)
         self._recorder = WindowRecorder(
             log_every=config.log_every,
@@ -218,7 +220,7 @@ class Trainer:
         has_taken_up = self._take_up(is_agreed=agreed.takes_up)
         if is_validating := self._validation_due():
             self._validate()
-        if agreed.saves or _due(self.config.checkpoint_every, self.steps_done):
+        if agreed.saves or _due(self._save_steps, self.steps_done):
             self._to_save.add(Output.CHECKPOINT)
         if _due(self.config.export_every, self.steps_done):
             self._to_save.add(Output.EXPORT)
@@ -242,7 +244,7 @@ class Trainer:
         self._recorder.state()  # what it says of earlier steps is of the present plan
         self.loader.take_up(generations)
         expect_equal("the plan's digest", self.loader.plan.digest)
-        refuse_stores(self.config, self.loader.shares)
+        refuse_stores(self.loader.shares)
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
         count_work(self.training, self.ranks, self.loader, self._progress.say, self.scale)
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)

@@ -48,7 +48,7 @@ _INSTEAD = {
     "num_repeats": "it is `repeats` here",
     "class_tokens": "it is `caption` here",
     "weight": "it is `repeats` here, a whole number",
-    "is_reg": "pack regularization images into a store of their own, and train with --store-weight",
+    "is_reg": "pack regularization images into a store of their own, and train with a weight (--store NAME@0.5)",
     "caption_column": "it is `captions_from`",
     "caption_extension": "it is `captions_from`, with a dot",
 }
@@ -292,7 +292,7 @@ def _kohya_folders(at: str, entry: DatasetEntry, notes: list[str]) -> Iterator[D
         if is_regularization(name):
             notes.append(
                 f"{folder / name} is left out: a [[source]] of its own trains on regularization images like on others; "
-                "pack them into a store of their own, and train with --store-weight"
+                "pack them into a store of their own, and train with a weight (--store NAME@0.5)"
             )
         elif parts := repeats_and_subject(name):
             found += 1

@@ -43,7 +43,7 @@ def naming_notes(images: Iterable[str]) -> list[str]:
     if regularization := list(filter(is_regularization, folders)):
         notes.append(
             f"{_some(regularization)}: packed as ordinary training images; to weigh regularization images less, move them out "
-            "of the source, pack them into a store of their own, and train with --store-weight"
+            "of the source, pack them into a store of their own, and train with a weight (--store NAME@0.5)"
         )
     return notes
 

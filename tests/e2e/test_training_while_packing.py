@@ -149,9 +149,7 @@ def test_both_are_killed_and_go_on_and_the_losses_are_those_of_the_schedule(
 ) -> None:
     write_unet(tmp_path / "model", in_channels=4, out_channels=4, cross_attention_dim=8)
     write_images(tmp_path / "photos", NUM_IMAGES)
-    asked = config(
-        tmp_path, accumulation=1, max_steps=100_000, log_every=1, checkpoint_every=5, follow=True, wait_rows=FIRST_ROWS
-    )
+    asked = config(tmp_path, accumulation=1, max_steps=100_000, log_every=1, save_every="5", follow=FIRST_ROWS)
     store = Path(asked.store[0])
     running = ranks.start(2, as_arguments(asked))
     packing = Packing(tmp_path / "photos", store, model)
@@ -181,8 +179,8 @@ def test_both_are_killed_and_go_on_and_the_losses_are_those_of_the_schedule(
     assert Store.open(store, found[0][1][0]).manifest.samples >= FIRST_ROWS, "training began before there were enough rows"
     end = json.loads((asked.output_dir / "status.json").read_bytes())["step"]
 
-    whole = replace(asked, output_dir=tmp_path / "whole", max_steps=end, checkpoint_every=100_000, follow=False, wait_rows=None)
-    ranks.run(2, as_arguments(replace(whole, follow_schedule=asked.output_dir))).done()
+    whole = replace(asked, output_dir=tmp_path / "whole", max_steps=end, save_every="100000", follow=None)
+    ranks.run(2, as_arguments(replace(whole, follow=asked.output_dir))).done()
     assert schedule(whole) == found
     steps, expected = ([line for line in losses(run.output_dir) if line[1] != "null"] for run in (asked, whole))
     assert len(steps) == end

@@ -69,7 +69,7 @@ def cli(preset: str = "") -> None:
     few.write_text("val_timesteps = 2\nimage_steps = 4\n", encoding="utf-8")
     options = (
         f"--store {folder}/tiny.store --model {folder}/model --output-dir {folder}/run --batch 4 --max-steps 60 "
-        "--log-every 5 --checkpoint-every 20 --validate-every 30 --learning-rate 1e-3"
+        "--log-every 5 --save-every 20 --validate-every 30 --learning-rate 1e-3"
     )
     if preset:
         options += f" --preset {preset} --lora-targets all"

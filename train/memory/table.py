@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from bucketline.errors import UsageError
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import family_of_model
-from bucketline.train.config import Base, Ema, Precision, Sharding, TrainConfig, WeightDtype
+from bucketline.train.config import Base, Ema, Precision, TrainConfig, WeightDtype
 from bucketline.train.lowbit.offload import frozen_bytes, offloaded
 from bucketline.train.memory.activations import BatchSizes, StepBytes, kept_activations, latent_size, step_bytes
 from bucketline.train.memory.live import LiveBytes
@@ -24,6 +24,7 @@ from bucketline.train.models.lora import add_adapters
 from bucketline.train.optim import OPTIMIZERS, kind_of, make_optimizer
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.recompute import recompute
+from bucketline.train.spelling import DDP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,7 +64,7 @@ def choices(rank: int) -> tuple[_Options, ...]:
         {"ema": Ema.CPU},
         *({"optimizer": name} for name in OPTIMIZERS if name != "adamw"),
         {"weights": WeightDtype.BF16, "optimizer": "adamw-8bit", "ema": Ema.OFF},
-        {"sharding": Sharding.FSDP},
+        {"sharding": "fsdp"},
         adapters,
         *({**adapters, "base": base} for base in (Base.INT8, Base.NF4)),
         {**adapters, **waiting},
@@ -136,7 +137,7 @@ class CountedModel:
         held = sum(one.nbytes for one in (*model.parameters(), *model.buffers()) if id(one) not in own)
         # two of the blocks that wait are there: the one that runs and the next
         held -= sum(sorted(map(frozen_bytes, offloaded(model, asked.offload_blocks)))[:-2])
-        share = 1 if asked.sharding is Sharding.DDP else ranks
+        share = 1 if asked.sharding == DDP else ranks
         weights = sum(parameter.nbytes for parameter in trained) // share
         moments = self._optimizer_bytes(asked)[0] // share
         is_averaged = asked.ema is Ema.DEVICE and kind_of(asked).average is None
@@ -153,9 +154,7 @@ class CountedModel:
         if ranks == 1:
             return between + max(step.most, held.gradients + passing)
         in_passes = step.most_without_gradients
-        if (
-            asked.sharding is not Sharding.DDP
-        ):  # which has no copies of weights in the dtype of products, but those of two blocks
+        if asked.sharding != DDP:  # which has no copies of weights in the dtype of products, but those of two blocks
             one, two = (self.step(asked, replace(sizes, images=images)).kept for images in (1, 2))
             copies = 2 * one - two
             in_passes += 2 * copies // max(2, len(repeated_blocks(self.made(asked)[1]))) - copies

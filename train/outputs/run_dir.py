@@ -19,9 +19,9 @@ import torch.distributed as dist
 from bucketline.errors import BucketlineError, LockedError, NoLocksError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.locks import FileLock
-from bucketline.files.redact import redacted
 from bucketline.files.run_marker import CONFIG, METRICS, STATUS, is_run
 from bucketline.loader.history import StoreId
+from bucketline.loader.mixture import redacted_store
 from bucketline.train.outputs import checkpoint, metrics
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.parallel import OtherRankFailedError
@@ -182,7 +182,7 @@ def versions() -> dict[str, str]:
 
 def config_as_json(config: TrainConfig) -> dict[str, Json]:
     """Return the configuration as JSON values."""
-    values = {**asdict(config), "store": [redacted(str(path)) for path in config.store]}
+    values = {**asdict(config), "store": [redacted_store(str(path)) for path in config.store]}
     return {name: str(value) if isinstance(value, Path) else encode(value) for name, value in values.items()}
 
 

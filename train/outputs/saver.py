@@ -18,6 +18,7 @@ from bucketline.train.host_copy import HostMemory
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Copies
 from bucketline.train.parallel import from_rank_zero
+from bucketline.train.spelling import repository_of, save_times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -55,6 +56,9 @@ class Saver:
         """Start the thread; `saved`: the checkpoint that the run starts from."""
         self._training, self._ranks, self._weights, self._uploads = training, ranks, weights, uploads
         self.saved = {} if saved is None else {Output.CHECKPOINT: saved}  # the newest of each kind
+        config = training.config
+        self._every_s = None if config.save_every is None else save_times(config.save_every)[1]
+        self._pushes_all = config.push_to_hub is not None and repository_of(config.push_to_hub)[1]
         self._saved_s = time.monotonic()
         self._memory = HostMemory()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -67,8 +71,7 @@ class Saver:
 
     def is_overdue(self) -> bool:
         """Return whether the last checkpoint is too old by rank 0's clock; other ranks return False."""
-        minutes = self._training.config.checkpoint_minutes
-        return self._ranks.is_main and minutes is not None and time.monotonic() - self._saved_s >= 60 * minutes
+        return self._ranks.is_main and self._every_s is not None and time.monotonic() - self._saved_s >= self._every_s
 
     def save(self, cards: Mapping[Output, str], state: RunState) -> None:
         """Copy the outputs of this step that `cards` are of, unless they are written, and begin to write them.
@@ -98,14 +101,14 @@ class Saver:
         if Output.CHECKPOINT in due:
             with (config.output_dir / METRICS).open("rb") as lines:
                 os.fsync(lines.fileno())  # a checkpoint relies on those before it
-            card, keep = cards[Output.CHECKPOINT], config.keep_checkpoints
+            card, keep = cards[Output.CHECKPOINT], config.keep
             checkpoint.write(config.output_dir, weights, copies, state, card=card, keep=keep)
         if (folder := due.get(Output.EXPORT)) is not None:
             from bucketline.train.outputs.export import write_export
 
             card, dtype = cards[Output.EXPORT], config.export_dtype
             write_export(folder, weights, copies.config, copies.best, dtype=dtype, card=card)
-            if self._uploads is not None and (config.push_exports or state.steps_done == config.max_steps):
+            if self._uploads is not None and (self._pushes_all or state.steps_done == config.max_steps):
                 self._uploads.push(folder, counted(state.steps_done, "step"))
 
     def poll(self) -> None:

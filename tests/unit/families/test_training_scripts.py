@@ -44,7 +44,7 @@ OF_NOISE: dict[str, dict[str, Any]] = {
     "flow": {"objective": Objective.FLOW, "shift": 3.0},
     "logit-normal": SPREAD,
     "accumulation": {"accumulation": 2},
-    "prior": {"store_weight": (PRIOR,)},
+    "prior": {"prior": PRIOR},
 }
 OF_FLOW: dict[str, dict[str, Any]] = {
     "logit-normal": SPREAD,
@@ -54,7 +54,7 @@ OF_FLOW: dict[str, dict[str, Any]] = {
     "shift": {"shift": 1.7},
     "guidance": {"guidance": 3.5},
     "recomputed": {"recompute": 1.0},
-    "prior": {"store_weight": (PRIOR,), "flow_weighting": FlowWeighting.SIGMA_SQRT},
+    "prior": {"prior": PRIOR, "flow_weighting": FlowWeighting.SIGMA_SQRT},
 }
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     **{form: {"": {}} for form in FORMS},
@@ -100,6 +100,8 @@ def test_two_steps_of_a_dit_are_those_of_such_a_script(mode: str, tmp_path: Path
 
 def assert_same_steps(packed: Packed | PackedFamily, output: Path, options: dict[str, Any], item: str, worst: Worst) -> None:
     """Take two steps of the trainer, and of a script with torch's optimizer."""
+    options, prior = dict(options), options.get("prior")
+    options.pop("prior", None)
     with trainer_of(packed, output, clip_norm=0.5, learning_rate=1e-3, **options) as trainer:
         config, training = trainer.config, trainer.training
         script = Script(folder=packed.model, family=training.family.name, asked=config)
@@ -112,7 +114,6 @@ def assert_same_steps(packed: Packed | PackedFamily, output: Path, options: dict
                     script.model.get_parameter(name).copy_(one)
         trained = [one for one in script.model.parameters() if one.requires_grad]
         assert len(trained) == len(own)
-        prior = PRIOR if config.store_weight else None
         if prior is not None:  # of a half of each batch
             training = replace(training, mean_weight=(1 + prior) / 2)
         optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)

@@ -269,7 +269,7 @@ def test_a_newer_generation_is_compiled_for_only_where_it_has_other_buckets(
         add_to_store(folder / "tiny.store", samples(more, str(more)))
     due = {0: (1,), 2: (2,), 4: (3,)}
     monkeypatch.setattr(data, "_read_schedule", lambda *_: tuple(due.items()))
-    run = train(dataclasses.replace(asked, follow_schedule=folder), ALONE)
+    run = train(dataclasses.replace(asked, follow=folder), ALONE)
     assert run.steps_done == 6
     (first, validated), later = found[0], found[1:]
     assert (sorted(first), sorted(validated)) == (["train/128x128", "train/192x128"], ["val/128x128", "val/192x128"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,14 +15,23 @@ from bucketline.loader.recorded_run import read_loader_state
 from bucketline.loader.state import schedule_of
 from bucketline.train import data as data_module
 from bucketline.train import trainer as run_module
+from bucketline.train.config import parse
 from bucketline.train.step import train_step
 from bucketline.train.trainer import train
 from tests.commands import call
-from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, make_training_store, samples, write_unet, write_vae
+from tests.unit.train.tiny_run import (
+    ALONE,
+    add_to_store,
+    as_arguments,
+    config,
+    losses,
+    make_training_store,
+    samples,
+    write_unet,
+    write_vae,
+)
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bucketline.train.config import TrainConfig
     from bucketline.train.data import FollowSchedule
 
@@ -51,8 +61,8 @@ def schedule(asked: TrainConfig) -> FollowSchedule:
 def test_a_followed_run_is_repeated_by_its_schedule_in_one_go_or_stopped_and_resumed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = config(folder, max_steps=16, log_every=1, validate_every=5, checkpoint_every=100)
-    followed = replace(asked, follow=True, output_dir=folder / "followed")
+    asked = config(folder, max_steps=16, log_every=1, validate_every=5, save_every="100")
+    followed = replace(asked, follow=1, output_dir=folder / "followed")
     with monkeypatch.context() as patch:
         grows_while_it_is_trained_on(folder / "tiny.store", patch)
         train(followed, ALONE)
@@ -60,7 +70,7 @@ def test_a_followed_run_is_repeated_by_its_schedule_in_one_go_or_stopped_and_res
     assert (start, first, second, third) == (0, (1,), (2,), (3,))
     assert 3 < second_at <= third_at - 1 < 16
     assert f"from step {second_at} on generation 2: 26 rows per pass" in capsys.readouterr().err
-    again = replace(asked, follow_schedule=followed.output_dir, output_dir=folder / "again")
+    again = replace(asked, follow=followed.output_dir, output_dir=folder / "again")
     train(again, ALONE)
     assert losses(again.output_dir) == losses(followed.output_dir)
     assert schedule(again) == schedule(followed)
@@ -77,7 +87,7 @@ def test_training_waits_for_the_first_rows(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(data_module, "FOLLOW_EVERY_S", 0.02)
     writer = threading.Timer(0.5, lambda: make_training_store(tmp_path / "tiny.store"))
     writer.start()
-    asked = config(tmp_path, max_steps=2, follow=True, wait_rows=20)
+    asked = config(tmp_path, max_steps=2, follow=20)
     train(asked, ALONE)
     writer.join()
     assert schedule(asked) == ((0, (1,)),)
@@ -89,7 +99,7 @@ def test_a_schedule_of_other_stores_is_refused(folder: Path) -> None:
     add_to_store(folder / "two.store", samples({"train/128x128": 4}, "two/"))
     both = replace(asked, store=(*asked.store, folder / "two.store"), output_dir=folder / "b")
     with pytest.raises(StateError, match="is the schedule of 1 stores, 2 are given"):
-        train(replace(both, follow_schedule=asked.output_dir), ALONE)
+        train(replace(both, follow=asked.output_dir), ALONE)
 
 
 def test_a_schedule_of_a_generation_that_is_gone_names_the_run_whose_it_is(folder: Path) -> None:
@@ -97,16 +107,30 @@ def test_a_schedule_of_a_generation_that_is_gone_names_the_run_whose_it_is(folde
     train(asked, ALONE)
     add_to_store(folder / "tiny.store", samples({"train/128x128": 2}, "more/"))
     assert call("store", "compact", folder / "tiny.store", "--gc", "--older-than", "0s").code == 0
-    again = replace(asked, follow_schedule=asked.output_dir, output_dir=folder / "again")
-    message = (
-        rf"^{asked.output_dir} was planned on generation 1 of .*garbage-collected; its steps .*leave out --follow-schedule$"
-    )
+    again = replace(asked, follow=asked.output_dir, output_dir=folder / "again")
+    run = asked.output_dir
+    message = rf"^{run} was planned on generation 1 of .*garbage-collected; its steps .*leave out --follow {run}$"
     with pytest.raises(StateError, match=message):
         train(again, ALONE)
 
 
-def test_options_that_contradict_each_other_are_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match="--wait-rows is 5, and it is for --follow"):
-        config(folder, wait_rows=5)
-    with pytest.raises(UsageError, match="give one of them"):
-        config(folder, follow=True, follow_schedule=folder)
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (["--follow"], 1),
+        (["--follow", "--verify"], 1),
+        (["--follow", "20"], 20),
+        (["--follow=20", "--verify"], 20),
+        (["--follow", "runs/a"], Path("runs/a")),
+        ([], None),
+    ],
+)
+def test_rows_to_wait_for_or_a_run_to_repeat_may_be_given(given: list[str], found: object, folder: Path) -> None:
+    assert parse([*as_arguments(config(folder)), *given], "train").follow == found
+
+
+def test_what_cannot_be_followed_is_refused(folder: Path) -> None:
+    with pytest.raises(UsageError, match="--follow is 0, expected 1 or more rows"):
+        config(folder, follow=0)
+    with pytest.raises(UsageError, match="--follow is True, expected a number of rows, or a run's folder"):
+        config(folder, follow=True)

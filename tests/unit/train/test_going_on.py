@@ -54,7 +54,7 @@ def test_a_checkpoint_is_made_every_thirty_minutes_though_none_is_asked_for(
 ) -> None:
     plain = config(folder, output_dir=folder / "plain")
     train(plain, ALONE)
-    asked = config(folder, keep_checkpoints=9)
+    asked = config(folder, keep=9)
     slow(monkeypatch)
     train(asked, ALONE)
     assert checkpoints(asked) == [3, 6, 7]
@@ -64,13 +64,13 @@ def test_a_checkpoint_is_made_every_thirty_minutes_though_none_is_asked_for(
 @pytest.mark.slow
 def test_thirty_minutes_are_counted_from_the_checkpoint_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch)
-    often = config(folder, output_dir=folder / "often", checkpoint_every=2, keep_checkpoints=9)
+    often = config(folder, output_dir=folder / "often", save_every="2,30m", keep=9)
     train(often, ALONE)
     assert checkpoints(often) == [2, 4, 6, 7]
-    rarely = config(folder, checkpoint_every=5, checkpoint_minutes=40.0, keep_checkpoints=9)
+    rarely = config(folder, save_every="5,40m", keep=9)
     train(rarely, ALONE)
     assert checkpoints(rarely) == [4, 5, 7]
-    never = config(folder, output_dir=folder / "never", checkpoint_minutes=None)
+    never = config(folder, output_dir=folder / "never", save_every=None)
     train(never, ALONE)
     assert checkpoints(never) == [7]
 

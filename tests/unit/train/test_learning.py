@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -60,8 +61,7 @@ def test_the_loss_is_the_weighted_mean_of_the_errors(tmp_path: Path, prior: floa
     training = make_training(tmp_path, accumulation=1)
     batch = dataclasses.replace(make_batch(4), weight=torch.tensor([1.0, 1.0, prior, prior]))
     noised = training.prep.for_training(batch)
-    asked = dataclasses.replace(training.config, store_weight=(1.0, prior))
-    weighing = dataclasses.replace(training, config=asked, mean_weight=(1.0 + prior) / 2)
+    weighing = dataclasses.replace(training, mean_weight=(1.0 + prior) / 2)
     with torch.no_grad():
         errors = squared_error(training.predict(training.model, noised.noisy, noised.timesteps, batch), noised.target)
         assert torch.equal(loss_of(training, batch), errors.mean())
@@ -74,8 +74,7 @@ def test_the_loss_is_the_weighted_mean_of_the_errors(tmp_path: Path, prior: floa
 def test_a_row_that_is_a_batch_of_its_own_keeps_its_weight(tmp_path: Path) -> None:
     """So does one in a bucket that only one store has, on any rank."""
     training = make_training(tmp_path, accumulation=1)
-    asked = dataclasses.replace(training.config, store_weight=(1.0, 0.25))
-    weighing = dataclasses.replace(training, config=asked, mean_weight=0.5)
+    weighing = dataclasses.replace(training, mean_weight=0.5)
     batch = dataclasses.replace(make_batch(1), weight=torch.tensor([0.25]))
     with torch.no_grad():
         assert float(loss_of(weighing, batch)) == pytest.approx(float(loss_of(training, batch)) / 2, rel=1e-6)
@@ -86,25 +85,25 @@ def test_weights_count_by_the_rows_that_a_pass_reads(folder: Path) -> None:
     mine, other = (Store.open(folder / f"{name}.store") for name in ("tiny", "other"))
     rows = sum(bucket.num_rows for bucket in mine.buckets("train"))
     shares = (WeightedStore(store=mine, repeats=3), WeightedStore(store=other))
-    asked = config(folder, store_weight=(1.0, 0.25))
+    asked = config(folder, store=(folder / "tiny.store", f"{folder}/other.store@0.25"))
     assert mean_weight(asked, shares) == pytest.approx((3 * rows + 6 * 0.25) / (3 * rows + 6))
-    assert mean_weight(config(folder), shares) == 1.0
-    with pytest.raises(UsageError, match="--store-weight is 0 for every store that has rows, expected a number above 0"):
-        mean_weight(config(folder, store_weight=(0.0, 0.0)), shares)
-    doubled = {"store": (folder / "tiny.store", folder / "other.store"), "max_steps": 2, "log_every": 1}
-    train(config(folder, **doubled, output_dir=folder / "twos", store_weight=(2.0, 2.0)), ALONE)
-    train(config(folder, **doubled, output_dir=folder / "none"), ALONE)
+    assert mean_weight(config(folder), shares) is None
+    with pytest.raises(UsageError, match="the weight of every --store that has rows is 0, expected one above 0"):
+        mean_weight(config(folder, store=(f"{folder}/tiny.store@0", f"{folder}/other.store@0")), shares)
+    paths, short = (f"{folder}/tiny.store", f"{folder}/other.store"), {"max_steps": 2, "log_every": 1}
+    train(config(folder, **short, store=[f"{path}@2" for path in paths], output_dir=folder / "twos"), ALONE)
+    train(config(folder, **short, store=paths, output_dir=folder / "none"), ALONE)
     assert losses(folder / "twos") == losses(folder / "none")
 
 
-def test_a_run_with_weights_resumes_to_the_bit_and_a_missing_one_is_refused(folder: Path) -> None:
+def test_a_run_with_weights_resumes_to_the_bit_and_records_them(folder: Path) -> None:
     add_to_store(folder / "other.store", samples({"train/128x128": 6}, prefix="other "))
-    stores = (folder / "tiny.store", folder / "other.store")
-    whole = config(folder, store=stores, output_dir=folder / "whole", max_steps=4, store_weight=(1.0, 0.25), timestep_max=0.5)
+    stores = (folder / "tiny.store", f"{folder}/other.store@0.25")
+    whole = config(folder, store=stores, output_dir=folder / "whole", max_steps=4, timestep_max=0.5)
     train(whole, ALONE)
     parts = dataclasses.replace(whole, output_dir=folder / "parts", max_steps=2)
     train(parts, ALONE)
     train(dataclasses.replace(parts, max_steps=4, resume=True), ALONE)
     assert losses(whole.output_dir) == losses(parts.output_dir)
-    with pytest.raises(UsageError, match="--store-weight is given 1 times, expected once for each of 2 stores"):
-        train(dataclasses.replace(whole, output_dir=folder / "other", store_weight=(1.0,)), ALONE)
+    recorded = json.loads((whole.output_dir / "config.json").read_text(encoding="utf-8"))["config"]
+    assert recorded["store"] == list(map(str, stores))

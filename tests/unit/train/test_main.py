@@ -55,10 +55,10 @@ def test_help_imports_neither_torch_nor_diffusers() -> None:
     [
         ({"batch": "0"}, "--batch is 0, expected rows, such as 8, or"),
         ({"store": ()}, "no --store is given, expected one or more"),
-        ({"checkpoint_every": 0}, "--checkpoint-every is 0, expected 1 or more"),
+        ({"save_every": "0"}, "--save-every is 0, expected steps, such as 1000, a time, such as 30m, or both: 1000,30m"),
         ({"learning_rate": float("nan")}, "--learning-rate is nan"),
         ({"ema_decay": 1.5}, "--ema-decay is 1.5, expected 0 to 1"),
-        ({"checkpoint_minutes": 0.0}, "--checkpoint-minutes is 0.0, expected a number above 0"),
+        ({"save_every": "30m,0"}, "--save-every is 30m,0, expected steps"),
         ({"mode_scale": 2.0}, "--mode-scale is 2.0, expected -1 to 1.75"),
         ({"clip_norm": 0.0}, "--clip-norm is 0.0"),
         ({"image_prompts": ("few",), "num_images": 0}, "--image-prompts is few, and --num-images is 0"),

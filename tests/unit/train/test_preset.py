@@ -69,8 +69,7 @@ def test_options_on_the_command_line_win_wherever_they_stand(tmp_path: Path) -> 
 def test_a_preset_of_ones_own_is_a_whole_run(tmp_path: Path) -> None:
     own = tmp_path / "own.toml"
     own.write_text(
-        """store = ["a.store", "b.store:3"]
-store-weight = [1, 0.5]
+        """store = ["a.store", "b.store:3@0.5"]
 model = "m"
 output_dir = "o"
 max-steps = 9
@@ -78,14 +77,14 @@ batch = 2
 timestep-sampling = "logit_normal"
 logit-mean = -0.5
 recompute = 1
-checkpoint-minutes = "None"
+save-every = "None"
 """,
         encoding="utf-8",
     )
     config = parse(["--preset", str(own)], "train")
-    assert [str(store) for store in config.store] == ["a.store", "b.store:3"]
-    assert (config.store_weight, config.max_steps, config.logit_mean) == ((1.0, 0.5), 9, -0.5)
-    assert (config.timestep_sampling, config.checkpoint_minutes) == (TimestepSampling.LOGIT_NORMAL, None)
+    assert [str(store) for store in config.store] == ["a.store", "b.store:3@0.5"]
+    assert (config.max_steps, config.logit_mean) == (9, -0.5)
+    assert (config.timestep_sampling, config.save_every) == (TimestepSampling.LOGIT_NORMAL, None)
     assert config.recompute == 1
 
 
@@ -106,7 +105,7 @@ checkpoint-minutes = "None"
         ('learning-rate = "fast"', "own.toml has learning-rate = 'fast', expected a number or \"None\"$"),
         ('ema = "gpu"', 'has ema = \'gpu\', expected "off" or "device" or "cpu"'),
         ('export-dtype = "F8"', "has export-dtype = 'F8', expected \"F32\" or"),
-        ('store-weight = [1, "much"]', r"has store-weight = \[1, 'much'\], expected a number, or a list of such$"),
+        ("track-with = [1, true]", r"has track-with = \[1, True\], expected a text, or a list of such$"),
         ('resume = "yes"', "has resume = 'yes', expected true or false"),
         ("seed = ", "is not TOML: Invalid value"),
     ],

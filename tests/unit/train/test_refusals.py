@@ -55,7 +55,10 @@ CASES: dict[str, tuple[Callable[[TrainConfig], TrainConfig], str]] = {
     "place": (among_files, "is not empty (it has 'a.txt') and not a run of this trainer"),
     "no store": (lambda asked: dataclasses.replace(asked, store=("no.store",)), "no.store is not a store"),
     "store twice": (lambda asked: dataclasses.replace(asked, store=asked.store * 2), "are the same store"),
-    "weights": (lambda asked: dataclasses.replace(asked, store_weight=(1.0, 2.0)), "--store-weight is given 2 times"),
+    "weight before repeats": (
+        lambda asked: dataclasses.replace(asked, store=("a.store@0.5:3",)),
+        "a.store@0.5:3: the weight comes last: a.store:3@0.5",
+    ),
     "options": (
         lambda asked: dataclasses.replace(asked, optimizer="schedule-free", ema=Ema.OFF),
         "leave out --ema off and --ema-every",
@@ -89,7 +92,7 @@ def test_what_only_a_run_can_know_is_left_to_it(folder: Path) -> None:
     refuse_early(config(folder, **plain, precision=Precision.AUTO), 1)
     with pytest.raises(UsageError, match="give --precision bf16 as well"):
         refuse_early(config(folder, **plain, precision=Precision.FP32), 1)
-    refuse_early(config(folder, store=("later.store",), follow=True), 1)
+    refuse_early(config(folder, store=("later.store",), follow=1), 1)
     refuse_early(without_channels(config(folder, resume=True)), 1)
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.errors import UsageError
 from bucketline.families.stable_diffusion import StableDiffusion
-from bucketline.train.config import Ema, Objective, Precision, Sharding
+from bucketline.train.config import Ema, Objective, Precision
 from bucketline.train.ema import Average
 from bucketline.train.host_copy import HostMemory
 from bucketline.train.models.load import load
@@ -99,8 +99,8 @@ def test_a_checkpoint_is_the_same_to_the_bit_under_any_sharding(tmp_path: Path, 
     folder = checkpoint.write(tmp_path, weights, saved, state(1), card="", keep=1)
 
     def body(ranks: TrainRanks) -> None:
-        for sharding, shard_ranks, part in ((Sharding.DDP, None, 1), (Sharding.FSDP, None, 4), (Sharding.HSDP, 2, 2)):
-            asked = config(tmp_path, sharding=sharding, shard_ranks=shard_ranks, precision=Precision.BF16)
+        for sharding, part in (("ddp", 1), ("fsdp", 4), ("fsdp:2", 2)):
+            asked = config(tmp_path, sharding=sharding, precision=Precision.BF16)
             _, model = loaded(on_meta=not ranks.is_main)
             assert all(tensor.is_meta is not ranks.is_main for tensor in tensors_of(model).values())
             average = place_model(model, asked, ranks, CPU, weights, folder, partial(Average, decay=0.9))
@@ -304,26 +304,27 @@ def test_what_a_model_of_any_family_has_besides_weights_comes_from_rank_zero_too
 
 
 @pytest.mark.parametrize(
-    ("world_size", "shard_ranks", "found"), [(8, 2, 2), (8, None, 4), (8, 8, 8), (1, None, 1), (1, 4, 1), (8, 3, 0), (4, 1, 0)]
+    ("world_size", "ranks_of_copy", "found"),
+    [(8, ":2", 2), (8, ":machine", 4), (8, ":8", 8), (8, "", 8), (1, ":machine", 1), (1, ":4", 1), (8, ":3", 0)],
 )
 def test_the_ranks_that_share_a_copy_are_those_of_a_machine_or_as_many_as_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, shard_ranks: int | None, found: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, ranks_of_copy: str, found: int
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    asked, ranks = config(tmp_path, sharding=Sharding.HSDP, shard_ranks=shard_ranks), TrainRanks(rank=0, world_size=world_size)
+    asked, ranks = config(tmp_path, sharding=f"fsdp{ranks_of_copy}"), TrainRanks(rank=0, world_size=world_size)
     if found:
         assert shard_ranks_of(asked, ranks) == found
     else:
-        with pytest.raises(UsageError, match=rf"--shard-ranks is {shard_ranks}, expected a divisor of the {world_size} "):
+        with pytest.raises(UsageError, match="--sharding is fsdp:3, over 3 processes, expected a divisor of all 8"):
             shard_ranks_of(asked, ranks)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shard_ranks": 2}, "--shard-ranks is 2, and --sharding is ddp, expected hsdp"),
-        ({"shard_ranks": 0, "sharding": Sharding.HSDP}, "--shard-ranks is 0, expected"),
-        ({"keep_gathered": True}, "keep_gathered is for --sharding fsdp or hsdp"),
+        ({"sharding": "hsdp"}, "--sharding is hsdp, expected ddp, fsdp, .*; hsdp is fsdp:machine or fsdp:RANKS now"),
+        ({"sharding": "fsdp:1"}, "--sharding is fsdp:1, expected ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on"),
+        ({"keep_gathered": True}, "keep_gathered is for --sharding fsdp, and"),
     ],
 )
 def test_choices_of_another_sharding_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

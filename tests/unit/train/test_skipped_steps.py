@@ -124,7 +124,7 @@ def test_five_in_a_row_end_the_run_and_none_of_them_is_followed_by_a_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, range(4, 99))
-    asked = config(folder, max_steps=40, checkpoint_every=2, keep_checkpoints=9)
+    asked = config(folder, max_steps=40, save_every="2", keep=9)
     with pytest.raises(
         TrainError, match=r"step 4 \(bucket train/\d+x128\).*5 in a row.*continue with --resume.*lower --learning-rate"
     ):
@@ -136,6 +136,6 @@ def test_a_checkpoint_that_is_due_after_a_skipped_step_is_made_after_the_next_go
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, {3, 4})
-    asked = config(folder, checkpoint_every=4, keep_checkpoints=9)
+    asked = config(folder, save_every="4", keep=9)
     train(asked, ALONE)
     assert sorted(path.name[-1] for path in (asked.output_dir / "checkpoints").iterdir()) == ["6", "7"]

@@ -141,16 +141,16 @@ def test_a_resume_at_the_last_step_leaves_the_same_metrics(folder: Path) -> None
 
 
 def test_a_damaged_checkpoint_never_pushes_out_the_good_one_before_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = config(folder, checkpoint_every=1, accumulation=1, max_steps=2)
+    asked = config(folder, save_every="1", accumulation=1, max_steps=2)
     train(asked, ALONE)
     checkpoints = asked.output_dir / "checkpoints"
     flip_bit(checkpoints / "step-00000002" / "unet" / "diffusion_pytorch_model.safetensors", 80_000)
-    train(replace(asked, resume=True, checkpoint_every=None, max_steps=3), ALONE)
+    train(replace(asked, resume=True, save_every=None, max_steps=3), ALONE)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000001", "step-00000002.damaged", "step-00000003"]
     said = capsys.readouterr().err
     assert "step-00000002 is incomplete or damaged" in said
     assert "step-00000002 is now step-00000002.damaged" in said
-    train(replace(asked, resume=True, checkpoint_every=None, max_steps=4), ALONE)
+    train(replace(asked, resume=True, save_every=None, max_steps=4), ALONE)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002.damaged", "step-00000003", "step-00000004"]
 
 
@@ -171,7 +171,7 @@ def test_a_run_interrupted_at_random_steps_with_a_checkpoint_being_written_equal
 ) -> None:
     """The run ends as by a crash, at once after a step; what is left is the last checkpoint that was whole by then."""
     steps = 9
-    whole = config(folder, output_dir=folder / "whole", max_steps=steps, checkpoint_every=2, log_every=2, accumulation=1)
+    whole = config(folder, output_dir=folder / "whole", max_steps=steps, save_every="2", log_every=2, accumulation=1)
     train(whole, ALONE)
     asked = replace(whole, output_dir=folder / "parts")
     real, random = step_module.train_step, Random(11)
@@ -218,7 +218,7 @@ def test_a_file_of_the_run_that_cannot_be_written_is_named_and_the_run_goes_on_o
 def test_a_full_disk_ends_the_run_with_a_clear_error_and_the_checkpoints_before_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = config(folder, output_dir=folder / "whole", max_steps=6, checkpoint_every=2, accumulation=1)
+    whole = config(folder, output_dir=folder / "whole", max_steps=6, save_every="2", accumulation=1)
     train(whole, ALONE)
     asked = replace(whole, output_dir=folder / "full")
     real = save_file
@@ -264,10 +264,10 @@ def test_a_signal_ends_the_run_at_a_checkpoint_from_which_it_goes_on_exactly(
 
 
 def test_a_loss_that_is_no_number_stops_the_run_with_step_and_bucket_named(folder: Path) -> None:
-    asked = config(folder, checkpoint_every=1, max_steps=1)
+    asked = config(folder, save_every="1", max_steps=1)
     train(asked, ALONE)
     with pytest.raises(TrainError, match=r"step 2 .*bucket train/\d+x128.* nan"):
-        train(replace(asked, resume=True, max_steps=20, learning_rate=1e30, log_every=5, checkpoint_every=None), ALONE)
+        train(replace(asked, resume=True, max_steps=20, learning_rate=1e30, log_every=5, save_every=None), ALONE)
     assert status(asked.output_dir)["state"] == "failed"
     assert [path.name for path in (asked.output_dir / "checkpoints").iterdir()] == ["step-00000001"]
 

@@ -147,7 +147,8 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
 
 def as_arguments(asked: TrainConfig) -> list[str]:
     """Spell a configuration as the command line takes it; what only a file sets is written next to the run's folder."""
-    arguments, in_file = [], {}
+    arguments: list[str] = []
+    in_file: dict[str, Json] = {}
     for name, field in TrainConfig.__dataclass_fields__.items():
         option, value = "--" + name.replace("_", "-"), getattr(asked, name)
         if field.metadata.get("only_in_file"):

@@ -140,7 +140,7 @@ def test_folders_of_kohyas_naming_become_sources_with_their_repeats(folder: Path
     assert [(e.name, e.repeats, e.caption) for e in file.sources] == [("10_sks dog", 10, "sks dog"), ("2_barns", 2, "barns")]
     (regularization, others) = file.notes
     assert "1_reg is left out: " in regularization
-    assert regularization.endswith("pack them into a store of their own, and train with --store-weight")
+    assert regularization.endswith("pack them into a store of their own, and train with a weight (--store NAME@0.5)")
     assert "others is left out" in others
     captioned = read(folder, '[[source]]\npath = "kohya"\nkohya_folders = true\ncaption = "a dog"')
     assert {entry.caption for entry in captioned.sources} == {"a dog"}
@@ -151,7 +151,7 @@ def test_a_folder_of_kohyas_naming_that_is_packed_as_it_is_says_so(folder: Path)
     assert "10_sks dog, 2_barns: no repeats" in repeats
     assert "kohya_folders = true" in repeats
     assert regularization.startswith("1_reg: packed as ordinary training images; ")
-    assert regularization.endswith("pack them into a store of their own, and train with --store-weight")
+    assert regularization.endswith("pack them into a store of their own, and train with a weight (--store NAME@0.5)")
     assert list_folder(folder / "photos").notes == []
 
 

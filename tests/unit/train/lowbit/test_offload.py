@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bucketline.errors import UsageError
 from bucketline.train import recompute, setup
 from bucketline.train.compile import compile_blocks, graphs_compiled
-from bucketline.train.config import Base, Compile, Precision, Sharding
+from bucketline.train.config import Base, Compile, Precision
 from bucketline.train.lowbit.offload import Offload
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.parallel import repeated_blocks
@@ -175,7 +175,7 @@ def test_compiled_blocks_get_a_budget_instead(monkeypatch: pytest.MonkeyPatch, t
         ({"offload_blocks": -1}, "--offload-blocks is -1"),
         ({"recompute": 1.5}, "--recompute is 1.5, expected 0 to 1"),
         ({"base": Base.NF4}, "--base is nf4, but --lora-rank is not given"),
-        ({"base": Base.NF4, "lora_rank": 2, "sharding": Sharding.FSDP}, "a quantised base is not sharded"),
+        ({"base": Base.NF4, "lora_rank": 2, "sharding": "fsdp"}, "a quantised base is not sharded"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from bucketline.errors import MissingExtraError, UsageError
 from bucketline.extras import extra_named
-from bucketline.train.config import Decaying, Ema, LrSchedule, Precision, Sharding, WeightDtype
+from bucketline.train.config import Decaying, Ema, LrSchedule, Precision, WeightDtype
 from bucketline.train.optim import OPTIMIZERS, expect_possible
 from bucketline.train.outputs.weights import Adapters, WholeModel, average_folder
 from bucketline.train.setup import expect_same_optimizer
@@ -107,8 +107,8 @@ def test_another_optimizer_begins_from_the_files_that_a_checkpoint_has(
             r"is fp32 \(also by auto, .*\): give --precision bf16 as well",
         ),
         ({**BF16, "lora_rank": 4}, 1, "--weights is bf16 with --lora-rank 4"),
-        ({"optimizer": "adamw-8bit", "sharding": Sharding.FSDP}, 2, "give --sharding ddp, or choose adamw, adamw-bf16"),
-        ({"optimizer": "prodigy", "sharding": Sharding.FSDP}, 2, "--optimizer is prodigy, which does not work on sharded"),
+        ({"optimizer": "adamw-8bit", "sharding": "fsdp"}, 2, "give --sharding ddp, or choose adamw, adamw-bf16"),
+        ({"optimizer": "prodigy", "sharding": "fsdp"}, 2, "--optimizer is prodigy, which does not work on sharded"),
         ({"optimizer": "lion"}, 1, "--optimizer is 'lion', expected adamw, adamw-bf16, adamw-8bit, adafactor, muon, prodigy"),
     ],
 )

@@ -51,7 +51,7 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def test_exports_are_the_averages_of_their_steps_in_the_dtype_and_all_stay(folder: Path) -> None:
-    asked = config(folder, export_every=3, checkpoint_every=3, keep_checkpoints=9, max_steps=7)
+    asked = config(folder, export_every=3, save_every="3", keep=9, max_steps=7)
     train(asked, ALONE)
     assert steps_of(asked.output_dir / "exports") == [3, 6, 7]
     for step in (3, 6, 7):
@@ -100,7 +100,7 @@ def test_a_checkpoint_is_exported_as_a_folder_later(folder: Path, capsys: pytest
 
 
 def test_a_finished_run_is_on_the_hub_and_a_resumed_one_adds_a_commit(folder: Path, hub: Hub) -> None:
-    asked = config(folder, max_steps=4, lora_rank=2, push_to_hub="me/photos", export_every=2, push_exports=True)
+    asked = config(folder, max_steps=4, lora_rank=2, push_to_hub="me/photos:exports", export_every=2)
     train(asked, ALONE)
     assert hub.is_private == {"me/photos": True}
     assert hub.commits == {"me/photos": ["2 steps", "4 steps"]}
@@ -108,7 +108,7 @@ def test_a_finished_run_is_on_the_hub_and_a_resumed_one_adds_a_commit(folder: Pa
     names = {path.name for path in export.iterdir()}
     assert names == {"README.md", "pytorch_lora_weights.safetensors", "kohya_lora.safetensors"}
     assert hub.files["me/photos"] == {name: (export / name).read_bytes() for name in names}
-    train(replace(asked, max_steps=6, resume=True, push_exports=False), ALONE)
+    train(replace(asked, max_steps=6, resume=True, push_to_hub="me/photos"), ALONE)
     assert hub.commits["me/photos"] == ["2 steps", "4 steps", "6 steps"]
 
 
@@ -192,7 +192,7 @@ def test_a_signal_ends_the_wait_for_an_upload(tmp_path: Path, hub: Hub, caplog: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"push_exports": True}, "--push-exports uploads what --export-every writes"),
+        ({"push_to_hub": "me/photos:exports"}, "--push-to-hub is me/photos:exports, and --export-every is not given"),
         ({"push_to_hub": "a/b/c"}, "--push-to-hub is a/b/c, expected the name of a repository"),
         ({"export_every": 0}, "--export-every is 0"),
     ],

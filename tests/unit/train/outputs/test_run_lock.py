@@ -32,7 +32,7 @@ FRESH = Start(checkpoint=None, state=None)
 def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_changes_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool
 ) -> None:
-    asked = config(folder, max_steps=3, checkpoint_every=1)
+    asked = config(folder, max_steps=3, save_every="1")
     real, refused = step_module.train_step, []
 
     def step(*args: object) -> object:
