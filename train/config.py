@@ -266,7 +266,18 @@ class TrainConfig(
 
     SECTION = "run: resuming, following, repeating"
     FIRST = (
-        *("batch", "learning_rate", "lora_rank", "precision", "ema", "seed", "save_every", "validate_every"),
+        *(
+            "max_steps",
+            "epochs",
+            "batch",
+            "learning_rate",
+            "lora_rank",
+            "precision",
+            "ema",
+            "seed",
+            "save_every",
+            "validate_every",
+        ),
         *("images_every", "resume"),
     )
     ELSEWHERE = ELSEWHERE
@@ -289,8 +300,11 @@ class TrainConfig(
     command line override them."""
     model_config: str | None = None
     """Folder or hub model with the configuration of a .safetensors --model; None: the inferred one in the hub's cache."""
-    max_steps: int
+    max_steps: int | None = None
     """Total optimizer steps, including those before a resume."""
+    epochs: float | None = None
+    """Instead of --max-steps: passes over the stores' rows, with their repeats, also 0.5. The steps are computed from the plan
+    and recorded."""
     resume: bool = False
     """Resume from the newest checkpoint in --output-dir. It continues on the store generation that it was planned on."""
     new_plan: bool = False
@@ -303,6 +317,12 @@ class TrainConfig(
     @staticmethod
     def _named(field: str) -> str:
         return field if field in _ONLY_IN_FILE else ReadOptions._named(field)
+
+    @property
+    def num_steps(self) -> int:
+        """Total optimizer steps; of a run by --epochs, once its plan is known."""
+        assert self.max_steps is not None
+        return self.max_steps
 
     @property
     def wait_rows(self) -> int | None:
@@ -339,6 +359,7 @@ class TrainConfig(
             raise UsageError("no --store is given, expected one or more")
         if self.new_plan and not self.resume:
             raise UsageError("--new-plan requires --resume; a new run has a new plan anyway: leave it out")
+        self._expect_length()
         self._expect_at_least(
             1,
             *("max_steps", "log_every", "keep", "val_timesteps", "image_steps", "lora_rank", "ema_every"),
@@ -362,7 +383,7 @@ class TrainConfig(
         if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
             raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
         falls_to_0 = self.lr_schedule is not LrSchedule.CONSTANT and self.lr_floor == 0
-        if falls_to_0 and self.schedule_steps is not None and self.max_steps > self.schedule_steps:
+        if falls_to_0 and self.schedule_steps is not None and self.max_steps and self.max_steps > self.schedule_steps:
             raise UsageError(
                 f"--max-steps is {self.max_steps}, and with --lr-schedule {self.lr_schedule} the learning rate is 0 from step "
                 f"{self.schedule_steps} on: these steps would change nothing; give --schedule-steps {self.max_steps}, or an "
@@ -370,6 +391,17 @@ class TrainConfig(
             )
         self._expect_outputs_and_stores()
         self._expect_memory()
+
+    def _expect_length(self) -> None:
+        if self.max_steps is None and self.epochs is None:
+            raise UsageError("no length is given: pass --max-steps, such as --max-steps 20000, or --epochs, such as --epochs 3")
+        if self.max_steps is not None and self.epochs is not None:
+            raise UsageError(f"--max-steps is {self.max_steps} and --epochs is {self.epochs:g}, expected one of them")
+        self._expect("a number above 0", _is_above_0, "epochs")
+        if self.epochs is not None and self.follow is not None:
+            raise UsageError(
+                f"--epochs is {self.epochs:g} with --follow, by which epochs grow while the run trains; give --max-steps"
+            )
 
     def _expect_outputs_and_stores(self) -> None:
         if self.image_prompts and not self.num_images:

@@ -150,7 +150,7 @@ def open_loader(
     `like`: another one of the same stores and order, whose plan is not made again.
     """
     service = config.service_address()
-    asked = config.for_loader(text=TextForm.STORED, row_weights=store_weights(config))
+    asked = config.for_loader(epochs=None, text=TextForm.STORED, row_weights=store_weights(config))
     return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service, like=like)
 
 

@@ -181,7 +181,7 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
     if config.lr_schedule is LrSchedule.CONSTANT or warm < 1.0:
         return config.learning_rate * warm
-    horizon = config.schedule_steps or config.max_steps
+    horizon = config.schedule_steps or config.num_steps
     falls = min(config.decay_steps or -(-horizon // 5), horizon)  # the steps in which wsd does
     begin = horizon - falls if config.lr_schedule is LrSchedule.WSD else config.warmup_steps
     passed = 1.0 if step >= horizon else max(0.0, (step - begin) / max(1, horizon - begin))

@@ -19,6 +19,7 @@ _OURS = {
     "model": ("pretrained-model-name-or-path", "base-model-name", "pretrained-transformer", "name-or-path", "checkpoint"),
     "batch": ("train-batch-size", "micro-batch-size"),
     "max-steps": ("max-train-steps", "steps", "iterations"),
+    "epochs": ("num-train-epochs", "max-train-epochs", "num-epochs"),
     "accumulation": ("gradient-accumulation-steps", "gradient-accumulation", "accum"),
     "precision": ("mixed-precision", "train-dtype", "amp"),
     "lora-rank": ("rank", "network-dim", "lora-dim", "lora-r"),
@@ -66,9 +67,6 @@ _IN_FILE = {
 }
 """Other programs' names of what only a run file sets."""
 _ELSEWHERE = {
-    "the length of a run is --max-steps; `loader plan STORE --epochs N` prints the steps of N epochs": (
-        *("epochs", "num-train-epochs", "max-train-epochs", "num-epochs"),
-    ),
     "the sizes are the store's, packed by `ingest pack --grid`": (
         *("resolution", "size", "width", "height", "enable-bucket", "min-bucket-reso", "max-bucket-reso", "bucket-reso-steps"),
         *("bucket-no-upscale", "aspect-ratio-bucketing"),

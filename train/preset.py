@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _FOLDER = Path(__file__).parent / "presets"
 _SUFFIX = ".toml"
+_INSTEAD = {"max_steps": ("--epochs",), "epochs": ("--max-steps",)}
+"""Options on the command line that take the place of another one in a file."""
 
 
 def preset_names() -> list[str]:
@@ -77,7 +79,7 @@ def preset_options(arguments: Sequence[str], types: Mapping[str, Any]) -> list[s
             expected = " or ".join(filter(None, map(_in_words, kinds))) + ("" if is_one else ", or a list of such")
             raise UsageError(f"the preset {preset} has {name} = {value!r:.80}, expected {expected}")
         no = f"--no-{option[2:]}"
-        if not words & {option, no}:
+        if not words & {option, no, *_INSTEAD.get(field, ())}:
             options += [option if value else no] if isinstance(value, bool) else [f"{option}={one}" for one in many]
     return options
 

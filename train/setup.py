@@ -16,8 +16,8 @@ from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch.nn.parallel import DistributedDataParallel
 
 from bucketline.attention import avoid_cudnn_attention
-from bucketline.command_line import torchrun_ranks
-from bucketline.errors import UsageError
+from bucketline.command_line import counted, torchrun_ranks
+from bucketline.errors import PlanError, UsageError
 from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import open_shares, parse_stores
 from bucketline.store.format.columns import LATENT
@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 
 GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's default of 25 MB faster than NCCL starts a call
 _FREE = {
-    *("store", "model", "model_config", "preset", "lora_from", "output_dir", "max_steps", "resume", "new_plan"),
+    *("store", "model", "model_config", "preset", "lora_from", "output_dir", "max_steps", "epochs", "resume", "new_plan"),
     "follow",
     *("service", "service_token", "service_certificate", "window", "threads", "prefetch_bytes", "verify", "track_with"),
     *("offload_blocks", "recompute"),
@@ -120,15 +120,12 @@ def refuse_model(config: TrainConfig) -> None:
 
 
 def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainConfig:
-    """Return the configuration with the precision that `auto` means, the schedule's horizon and the optimizer's learning rate.
+    """Return the configuration with the precision that `auto` means and the optimizer's learning rate.
 
     On a GPU, let fp32 use TF32, and cuDNN search for its fastest convolutions.
     """
     if config.learning_rate is None:
         config = replace(config, learning_rate=kind_of(config).learning_rate)
-    if config.schedule_steps is None and config.lr_schedule is not LrSchedule.CONSTANT:
-        horizon = None if start.state is None else start.state.config.get("schedule_steps")
-        config = replace(config, schedule_steps=horizon if isinstance(horizon, int) else config.max_steps)
     if config.precision is Precision.AUTO:
         before = None if start.state is None else start.state.config.get("precision")
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
@@ -142,6 +139,35 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
     if config.precision is Precision.FP32 and device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         log.warning("--precision is fp32: products are computed in TF32, at half the speed of bf16 at best")
+    return config
+
+
+def with_length(config: TrainConfig, start: Start, loader: Loader) -> TrainConfig:
+    """Return the configuration with the steps of its epochs, by the loader's plan, and the schedule's horizon.
+
+    Raises:
+        UsageError: if the steps that are done are more, or are of another plan.
+        PlanError: if so many epochs have no step.
+    """
+    if config.epochs is not None:
+        state, plan = start.state, loader.plan
+        past = [] if state is None else state.loader.get("history")
+        if start.takes_new_plan or (isinstance(past, list) and any("plan" in one for one in past if isinstance(one, dict))):
+            raise UsageError(f"--epochs is {config.epochs:g}, and the run has had several plans; give --max-steps")
+        whole, part = divmod(config.epochs, 1)
+        first, after = (plan.steps_before(int(whole) + n) for n in range(2))
+        steps = first + round(part * (after - first))
+        if steps == 0:
+            raise PlanError(plan.without_step())
+        if start.steps_done > steps:
+            raise UsageError(
+                f"--epochs is {config.epochs:g}, {counted(steps, 'step')}, and {start.checkpoint} is already at step "
+                f"{start.steps_done}; give more"
+            )
+        config = replace(config, max_steps=steps, epochs=None)
+    if config.schedule_steps is None and config.lr_schedule is not LrSchedule.CONSTANT:
+        horizon = None if start.state is None else start.state.config.get("schedule_steps")
+        config = replace(config, schedule_steps=horizon if isinstance(horizon, int) else config.max_steps)
     return config
 
 
@@ -359,5 +385,5 @@ def count_work(training: Training, ranks: TrainRanks, loader: Loader, say: Calla
         turn = contextlib.nullcontext if is_sharded(config, ranks) else functools.partial(first_of_each_machine_first, ranks)
         warm_up(training, [*own.values()], say, validated=[*evaluated.values()], turn=turn)
     if on_gpu and own:
-        counted = flops_of_buckets(training.bare_model, training.family, own)
-        scale.flops.update({name: config.accumulation * ranks.world_size * each for name, each in counted.items()})
+        flops = flops_of_buckets(training.bare_model, training.family, own)
+        scale.flops.update({name: config.accumulation * ranks.world_size * each for name, each in flops.items()})

@@ -26,7 +26,16 @@ from bucketline.train.outputs.progress import ProgressLine, RunLog
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.refusals import refuse_stores
-from bucketline.train.setup import build, count_work, refuse_model, resolved, scale_of, start_processes, warn_of_assumptions
+from bucketline.train.setup import (
+    build,
+    count_work,
+    refuse_model,
+    resolved,
+    scale_of,
+    start_processes,
+    warn_of_assumptions,
+    with_length,
+)
 from bucketline.train.spelling import repository_of, save_times
 from bucketline.train.step import train_step
 from bucketline.train.validation import validate
@@ -79,7 +88,7 @@ class TrainSummary:
 
 
 def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
-    """Train from step 0 or a checkpoint until `max_steps` or a signal.
+    """Train from step 0 or a checkpoint until its last step or a signal.
 
     Raises:
         BucketlineError: if the run cannot start or continue; `status.json` in the run's folder records the failure too.
@@ -141,6 +150,11 @@ class Trainer:
         elif start.state is not None:
             self.loader.load_state_dict(start.state.loader)
             window = start.state.window  # its buckets are those of this plan
+        epochs, self.config = config.epochs, with_length(config, start, self.loader)
+        config, self._num_steps = self.config, self.config.num_steps
+        if epochs is not None:
+            self._progress.say(f"{counted(self._num_steps, 'step')}: --epochs is {epochs:g}")
+        self._progress.expect(self._num_steps)
         self.training, self.schedule, self._weights = build(config, ranks, start, self.loader)
         self._prompts: tuple[StoredPrompt, ...] = ()
         if config.num_images:
@@ -199,7 +213,7 @@ class Trainer:
         self._progress.begin(self.steps_done)
         self.saver.restart_clock()
         began = mark(self._device)
-        while self.steps_done < self.config.max_steps:
+        while self.steps_done < self._num_steps:
             outcome = train_step(self.training, batches, self.steps_done)
             ended = mark(self._device)
             self.steps_done += 1
@@ -227,7 +241,7 @@ class Trainer:
         if is_saving := bool(self._to_save):
             self._save()
         is_due, is_first = _due(self.config.images_every, self.steps_done), self.steps_done == self._steps_before + 1
-        may_draw = self.config.num_images > 0 and self.steps_done < self.config.max_steps
+        may_draw = self.config.num_images > 0 and self.steps_done < self._num_steps
         if is_drawing := may_draw and (is_due or is_first):
             sheet = self.config.output_dir / IMAGES_FOLDER / f"{folder_of_step(self.steps_done)}.png"
             self._draw(sheet if is_due else None)  # with all that a step leaves in memory: the first one tells what lacks
@@ -237,7 +251,7 @@ class Trainer:
 
     def _take_up(self, *, is_agreed: bool) -> bool:
         """Take up the generations that are due at this step, before its checkpoint, which then has them; return whether any."""
-        is_over = self.steps_done == self.config.max_steps
+        is_over = self.steps_done == self._num_steps
         if is_over or (generations := self._follower.due(self.steps_done, is_agreed=is_agreed)) is None:
             return False
         self._write(self._recorder.flush())
@@ -326,7 +340,7 @@ class Trainer:
         if stopped_by is None and self.loader.rows.buckets("val") and self._validations.get(self.steps_done) is None:
             self._validate()
         self._to_save.add(Output.CHECKPOINT)
-        if self.steps_done == self.config.max_steps and (self.config.export_every or self.config.push_to_hub):
+        if self.steps_done == self._num_steps and (self.config.export_every or self.config.push_to_hub):
             self._to_save.add(Output.EXPORT)
         self._save(is_last=True)
         self.saver.finish()

@@ -54,11 +54,11 @@ def expect_trackers(names: Sequence[str]) -> None:
 class ProgressLine(logging.Handler):
     """Print the progress of a run and its log messages; silent on all ranks but 0."""
 
-    def __init__(self, *, max_steps: int, talks: bool) -> None:
-        """`talks`: True on rank 0."""
+    def __init__(self, *, max_steps: int | None, talks: bool) -> None:
+        """`max_steps`: None as long as they are not known; `talks`: True on rank 0."""
         super().__init__(logging.WARNING)
         self.console = stderr_console(quiet=not talks, highlight=False, soft_wrap=True)
-        self._max_steps = max_steps
+        self._max_steps = max_steps or 0
         self._began = (0, time.monotonic())
         self._bar = Progress(
             TextColumn("step"),
@@ -80,6 +80,11 @@ class ProgressLine(logging.Handler):
         """Restore the terminal."""
         logging.getLogger("bucketline.train").removeHandler(self)
         self.close()
+
+    def expect(self, max_steps: int) -> None:
+        """Set the number of steps, once it is known."""
+        self._max_steps = max_steps
+        self._bar.update(self._task, total=max_steps)
 
     def begin(self, steps_done: int) -> None:
         """Show the bar and start the timer."""

@@ -62,7 +62,7 @@ def find_start(config: TrainConfig) -> Start:
         raise UsageError(f"there is no run in {output}; give the --output-dir of one, or leave out --resume to begin one there")
     folder = checkpoint.last_whole(output)
     state = checkpoint.read_state(folder)
-    if state.steps_done > config.max_steps:
+    if config.max_steps is not None and state.steps_done > config.max_steps:
         raise UsageError(
             f"--max-steps is {config.max_steps}, and {folder} is already at step {state.steps_done}; use that many or more"
         )

@@ -108,7 +108,7 @@ class Saver:
 
             card, dtype = cards[Output.EXPORT], config.export_dtype
             write_export(folder, weights, copies.config, copies.best, dtype=dtype, card=card)
-            if self._uploads is not None and (self._pushes_all or state.steps_done == config.max_steps):
+            if self._uploads is not None and (self._pushes_all or state.steps_done == config.num_steps):
                 self._uploads.push(folder, counted(state.steps_done, "step"))
 
     def poll(self) -> None:
