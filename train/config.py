@@ -208,9 +208,10 @@ class WatchingOptions:
     num_images: int = 4
     """Images to generate at the end from stored captions of held-out samples (of training samples if there are none); 0: none.
     If the store has prompts, all of these instead."""
-    image_prompts: tuple[str, ...] = ()
-    """Set of prompts in the store to draw, as `ingest prompts --name` wrote it; may be repeated. None: `default`, where a store
-    has it. `captions`: stored captions, even so."""
+    image_prompts: tuple[Annotated[str, tyro.conf.arg(metavar="TEXT|FILE|SET")], ...] = ()
+    """Prompt to draw: a text; a file with one per line, as `ingest prompts` takes it; or a set of the store, by the name that
+    `ingest prompts --name` gave it. May be repeated. Texts are encoded once, before training, with the model's text encoders.
+    None: the set `default`, where a store has it. `captions`: stored captions, even so."""
     image_steps: int = field(default=50, metadata=ONLY_IN_FILE)
     """Sampler steps per image: DDIM, or Euler for flow models."""
     image_guidance: float | None = field(default=None, metadata=ONLY_IN_FILE)

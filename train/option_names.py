@@ -51,6 +51,7 @@ _OURS = {
     "push-to-hub": ("hub-model-id", "huggingface-repo-id"),
     "validate-every": ("validation-steps", "validation-epochs", "eval-steps"),
     "images-every": ("sample-every-n-steps", "sample-every", "pictures-every"),
+    "image-prompts": ("validation-prompt", "validation-prompts", "sample-prompts", "prompts"),
     "num-images": ("num-validation-images", "num-pictures"),
     "track-with": ("report-to", "log-with"),
     "log-every": ("logging-steps",),
@@ -87,9 +88,6 @@ _ELSEWHERE = {
     ),
     "text encoders are not trained, since the store has what they give": (
         *("train-text-encoder", "text-encoder-lr", "te-lr", "train-text-encoder-ti", "stop-text-encoder-training"),
-    ),
-    "put prompts into the store by `ingest prompts STORE FILE`; `--image-prompts` chooses a set": (
-        *("validation-prompt", "validation-prompts", "sample-prompts", "prompts"),
     ),
     "prior preservation is a second --store of class images, with its weight: --store class.store@0.5": (
         *("with-prior-preservation", "class-data-dir", "class-prompt", "prior-loss-weight", "num-class-images", "reg-data-dir"),

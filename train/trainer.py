@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from bucketline.train.config import TrainConfig
+    from bucketline.train.images.given_prompts import GivenPrompts
     from bucketline.train.images.prompts import StoredPrompt
     from bucketline.train.outputs.hub import HubUploads
     from bucketline.train.parallel import Agreed
@@ -133,7 +134,9 @@ class Trainer:
         start: Start,
         progress: ProgressLine | None = None,
     ) -> None:
-        """Open the stores, load the model and the start's checkpoint, and check them against each other; write nothing.
+        """Open the stores, load the model and the start's checkpoint, and check them against each other.
+
+        Nothing is written but the prompts that it encodes.
 
         Raises:
             BucketlineError: if a part is missing or two parts do not match; the message names them.
@@ -155,12 +158,17 @@ class Trainer:
         if epochs is not None:
             self._progress.say(f"{counted(self._num_steps, 'step')}: --epochs is {epochs:g}")
         self._progress.expect(self._num_steps)
+        given: tuple[GivenPrompts, ...] = ()
+        if config.image_prompts:  # before the model takes its memory
+            from bucketline.train.images.given_prompts import encode_given
+
+            given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
         self.training, self.schedule, self._weights = build(config, ranks, start, self.loader)
         self._prompts: tuple[StoredPrompt, ...] = ()
         if config.num_images:
             from bucketline.train.images.prompts import load_prompts
 
-            self._prompts = load_prompts(config, self.loader.shares, self.training.family)
+            self._prompts = load_prompts(config, self.loader.shares, self.training.family, given)
         warn_of_assumptions(start, self.training, self.loader)
         self._follower = data.Follower(config, ranks, self.loader)
         self.loader.start()  # to read ahead while the rest compiles

@@ -54,11 +54,14 @@ class Prompts(ChangingArguments):
     """Size in px of prompts without one. Default: that of the bucket with the most training samples."""
     device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
     """Device of the encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = None
+    """Write the set to this file, and leave the store as it is. `train` does so for what its --image-prompts gives as text."""
     json: bool = False
     """Print one JSON object."""
 
     def run(self) -> int:
         size = self._size()
+        from bucketline.files.atomic_write import write_or_explain
         from bucketline.ingest.encoders.model_folder import open_model
         from bucketline.ingest.encoders.text.registry import load_caption_encoder
         from bucketline.ingest.pipeline.model.device import chosen_device
@@ -73,7 +76,8 @@ class Prompts(ChangingArguments):
             place, manifest = self.store, read_manifest(self.store)
         else:
             place = objects = self.objects(self.store)
-            objects.refuse_read_only()
+            if self.output is None:
+                objects.refuse_read_only()
             manifest = newest_generation(objects)
         model, device = open_model(self.model, self.model_config), chosen_device(self.device, 0)
         checked_name(self.name)
@@ -86,7 +90,10 @@ class Prompts(ChangingArguments):
         self._refuse_other_model(manifest, encoder, model.name)
         captions, cut = _encoded(encoder, manifest, self.file, lines)
         data = encode_prompts(manifest, [prompt for _, prompt in lines], captions)
-        write_set(place, self.name, data)
+        if self.output is None:
+            write_set(place, self.name, data)
+        else:
+            write_or_explain(self.output, data)
         self._print(len(lines), len(data), cut)
         return 0
 
@@ -106,7 +113,10 @@ class Prompts(ChangingArguments):
         if self.json:
             print_json({"name": self.name, "prompts": num_prompts, "num_bytes": num_bytes, "cut": cut})
             return
-        print(f"{self._where}: {counted(num_prompts, 'prompt')} as the set {self.name!r}, {human_bytes(num_bytes)}")
+        what = (
+            f"{counted(num_prompts, 'prompt')}{'' if self.output else f' as the set {self.name!r}'}, {human_bytes(num_bytes)}"
+        )
+        print(f"{self._where if self.output is None else shown(self.output)}: {what}")
         if cut:
             named = "; ".join(one_line(text)[:80] for text in cut[:_NAMED])
             print(f"  {counted(len(cut), 'text')} longer than the text encoder accepts (truncated): {named}")

@@ -40,13 +40,18 @@ class DescribedSet:
     problem: str | None  # why not
 
 
+def is_set_name(name: str) -> bool:
+    """Return True if a set of prompts may be called so."""
+    return _NAME.fullmatch(name) is not None
+
+
 def checked_name(name: str) -> str:
     """Return the name of a set.
 
     Raises:
         UsageError: if it cannot be one.
     """
-    if not _NAME.fullmatch(name):
+    if not is_set_name(name):
         raise UsageError(f"{name!r:.80} is not the name of a set of prompts; expected up to 64 letters, digits, _ and -")
     return name
 

@@ -1,4 +1,4 @@
-"""The prompts that `ingest prompts` put next to a store's shards, as batches to draw: no text encoder is needed.
+"""Prompts that `ingest prompts` has encoded, next to a store's shards or for a run, as batches to draw without text encoders.
 
 Letters: B prompts, C latent channels, h and w latent height and width, L tokens (padded), D token width.
 """
@@ -18,7 +18,7 @@ from bucketline.store.format.columns import CLASS_LABELS, LATENT
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from bucketline.store.prompts.prompt_file import Prompt, PromptSet
     from bucketline.store.read.store import Store
     from bucketline.train.config import TrainConfig
+    from bucketline.train.images.given_prompts import GivenPrompts
     from bucketline.typed_json import Json
 
 _CAPTIONS = "captions"  # instead of a set's name: draw stored captions
@@ -63,8 +64,12 @@ class DrawingBatch:
     real: Tensor | None = None  # [B, C, h, w] float32, unscaled; of prompts None
 
 
-def load_prompts(config: TrainConfig, shares: Sequence[WeightedStore], family: Family) -> tuple[StoredPrompt, ...]:
-    """Return the prompts that a run draws, of all of its stores, each once; none if it draws stored captions.
+def load_prompts(
+    config: TrainConfig, shares: Sequence[WeightedStore], family: Family, given: Sequence[GivenPrompts] = ()
+) -> tuple[StoredPrompt, ...]:
+    """Return the prompts that a run draws, of all of its stores and those `given` besides; none if it draws stored captions.
+
+    Each prompt comes once.
 
     Raises:
         UsageError: if no store has a set that --image-prompts names, or the model cannot draw a prompt's size.
@@ -72,18 +77,30 @@ def load_prompts(config: TrainConfig, shares: Sequence[WeightedStore], family: F
     """
     if _CAPTIONS in config.image_prompts:
         return ()
-    from bucketline.store.prompts.prompt_sets import DEFAULT, read_set
+    from bucketline.store.prompts.prompt_file import decode_prompts
+    from bucketline.store.prompts.prompt_sets import DEFAULT, is_set_name, read_set
 
     found: list[StoredPrompt] = []
-    for name in config.image_prompts or (DEFAULT,):
+    for name in filter(is_set_name, config.image_prompts or (DEFAULT,)):
         sets = [(share.store, read_set(share.store.folder, share.store.manifest, name)) for share in shares]
         if config.image_prompts and not any(one for _, one in sets):
             where = ", ".join(redacted(str(share.store.place)) for share in shares)
-            raise UsageError(f"--image-prompts {name}: {where} has no such set of prompts; `ingest prompts` writes one")
+            raise UsageError(
+                f"--image-prompts {name}: {where} has no such set of prompts; `ingest prompts` writes one; a text of one word "
+                "can be drawn from a file"
+            )
         for store, one in sets:
             if one is not None:
-                found += [own for own in _prompts_of(store, name, one, family) if own.prompt not in [it.prompt for it in found]]
+                found += _new(_prompts_of(store, name, one, family), found)
+    for other in given:
+        store = shares[0].store
+        found += _new(_prompts_of(store, other.name, decode_prompts(store.manifest, other.data, other.name), family), found)
     return tuple(found)
+
+
+def _new(prompts: Iterable[StoredPrompt], found: Sequence[StoredPrompt]) -> list[StoredPrompt]:
+    known = [one.prompt for one in found]
+    return [one for one in prompts if one.prompt not in known]
 
 
 def _prompts_of(store: Store, name: str, own: PromptSet, family: Family) -> Iterator[StoredPrompt]:
