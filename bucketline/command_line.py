@@ -77,7 +77,14 @@ def parse_options(
         UsageError: if an option is unknown or invalid.
         SystemExit: after `--help`, and if an argument is missing or not of its type.
     """
-    from bucketline.help_screen import asked_for_help, command_help, given_fields, refuse_unknown, with_values
+    from bucketline.help_screen import (
+        asked_for_help,
+        command_help,
+        given_fields,
+        refuse_unknown,
+        with_known_words,
+        with_values,
+    )
 
     if (asked := asked_for_help(args)) is not None:
         print(command_help(prog, command, asked), end="")
@@ -89,7 +96,8 @@ def parse_options(
         if option == "--tyro-print-completion" and shell not in _SHELLS:
             raise UsageError(f"{option} is {shell}, expected {', '.join(_SHELLS)}")
     settings = (tyro.conf.EnumChoicesFromValues, *(settings or (tyro.conf.FlagCreatePairsOff,)))
-    options = tyro.cli(command, prog=prog, args=with_values(command, [*from_file, *args]), config=settings)
+    words = with_known_words(command, with_values(command, [*from_file, *args]))
+    options = tyro.cli(command, prog=prog, args=words, config=settings)
     complete = getattr(command, "complete", None)
     return options if complete is None else complete(options, given_fields(command, args))
 

@@ -21,6 +21,7 @@ from itertools import pairwise
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from bucketline.dtype_names import choice_of, dtype_name
 from bucketline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Option:
     is_required: bool
     is_in_file: bool = False  # and not on the command line
     file: str = ""  # the kind of file that sets it
+    choices: tuple[str, ...] = ()  # words that it takes; (): others as well
 
     @property
     def words(self) -> list[str]:
@@ -108,6 +110,7 @@ def _option(field: Any, hint: Any, owner: type, texts: dict[str, str]) -> Option
         section=vars(owner).get("SECTION", "").partition(":")[0],
         is_required=not has_default,
         is_in_file=is_in_file,
+        choices=_choices(kind),
     )
 
 
@@ -132,20 +135,60 @@ def _metavar(kind: Any) -> str | None:  # noqa: ANN401 - a type
     """Return what stands for an option's value; None for a flag."""
     if named := next((found for one in getattr(kind, "__metadata__", ()) if (found := getattr(one, "metavar", None))), None):
         return str(named)
-    if get_origin(kind) is Literal:
-        return "|".join(map(str, get_args(kind)))
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return "|".join(str(one.value) for one in kind)
+    if get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, Enum)):
+        return "|".join(map(dtype_name, _choices(kind)))
     inner = get_args(kind)[:1] if hasattr(kind, "__metadata__") else get_args(kind)
     if inner:
         return "|".join(dict.fromkeys(filter(None, (_metavar(one) for one in inner if one not in (NoneType, Ellipsis)))))
     return None if kind is bool else _WORDS.get(kind, "PATH")
 
 
+def _choices(kind: Any) -> tuple[str, ...]:  # noqa: ANN401 - a type
+    """Return the words that a type has; () if it takes others as well."""
+    if get_origin(kind) is Literal:
+        return tuple(map(str, get_args(kind)))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return tuple(str(one.value) for one in kind)
+    inner = [one for one in get_args(kind) if one is not NoneType]
+    return _choices(inner[0]) if len(inner) == 1 else ()
+
+
 def _shown(default: object) -> str | None:
     if default is MISSING or default is None or isinstance(default, bool) or default in ((), ""):
         return None
-    return str(default.value) if isinstance(default, Enum) else str(default)
+    return dtype_name(str(default.value) if isinstance(default, Enum) else str(default))
+
+
+def with_known_words(command: type, args: Sequence[str]) -> list[str]:
+    """Return a command line whose words for options with choices are those that the command has, whatever their case.
+
+    Raises:
+        UsageError: if a word is none of its option's; the message names the nearest.
+    """
+    by_word = {word: one for one in options_of(command) if one.choices for word in one.words}
+    words = list(args)
+    found: list[str] = []
+    for at, word in enumerate(words):
+        option, is_joined, value = word.partition("=")
+        if word == "--":
+            return [*found, *words[at:]]
+        before = by_word.get(_hyphenated(words[at - 1])) if at else None
+        if is_joined and (own := by_word.get(_hyphenated(option))) is not None:
+            found.append(f"{option}={_chosen(own, value)}")
+        else:
+            found.append(word if before is None else _chosen(before, word))
+    return found
+
+
+def _hyphenated(option: str) -> str:
+    return option.replace("_", "-") if option.startswith("--") else option
+
+
+def _chosen(option: Option, word: str) -> str:
+    if word == "None" or (found := choice_of(word, option.choices)) is not None:
+        return word if word == "None" else str(found)
+    shown = [*map(dtype_name, option.choices)]
+    raise UsageError(f"{option.words[-1]} is {word:.80}, expected {', '.join(shown)}{suggestion(word, shown)}")
 
 
 def asked_for_help(args: Sequence[str]) -> str | None:

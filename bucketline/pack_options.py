@@ -9,6 +9,8 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
+from bucketline.dtype_names import dtype_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -100,7 +102,8 @@ def as_arguments(options: Mapping[str, Json]) -> list[str]:
         if value is True:
             found.append(name)
         elif value is not None:
-            found += [word for one in (value if isinstance(value, list) else [value]) for word in (name, str(one))]
+            words = map(str, value if isinstance(value, list) else [value])
+            found += [word for one in words for word in (name, dtype_name(one) if name.endswith("dtype") else one)]
     return found
 
 
@@ -128,7 +131,11 @@ def as_settings(options: Mapping[str, Json]) -> dict[str, str]:
     >>> as_settings({"--crop": "random", "--max-upscale": None, "--flip": True, "--caption-template": ["a {caption}"]})
     {'crop': '"random"', 'flip': 'true', 'caption_template': '["a {caption}"]'}
     """
-    return {name: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") for name, value in by_field(options).items()}
+    given = {
+        name: dtype_name(value) if name.endswith("dtype") and isinstance(value, str) else value
+        for name, value in by_field(options).items()
+    }
+    return {name: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") for name, value in given.items()}
 
 
 def shown_option(name: str, value: Json) -> str:

@@ -137,8 +137,8 @@ class RulesOptions:
     dtype: Dtype = "F16"
     """Data type of stored latents and, without --text-dtype, of tokens."""
     text_dtype: TextDtype | None = None
-    """Data type of stored tokens: F16, BF16, F32, or quantised to about half of 16 bits: I8, with a scale for every 32 values,
-    or F8_E4M3, with a scale per token; delivered as F16. Default: that of --dtype."""
+    """Data type of stored tokens: fp16, bf16, fp32, or quantised to about half of 16 bits: int8, with a scale for every 32
+    values, or fp8 (E4M3), with a scale per token; delivered as fp16. Default: that of --dtype."""
     latents: LatentsOption = "mode"
     """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
@@ -171,9 +171,9 @@ class EncodeOptions:
     model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
     encode_dtype: EncodeDtype = "F32"
-    """Data type in which the encoders compute; BF16 is faster on a GPU, where F32 is TF32 in the VAE's convolutions. A VAE that
-    overflows in F16 gets F32. int8 and nf4 quantise the text encoders' linear layers to 8 or 4 bits (extra `quantised`); what
-    else they have computes in BF16, the VAE in F32."""
+    """Data type in which the encoders compute; bf16 is faster on a GPU, where fp32 is TF32 in the VAE's convolutions. A VAE
+    that overflows in fp16 gets fp32. int8 and nf4 quantise the text encoders' linear layers to 8 or 4 bits (extra
+    `quantised`); what else they have computes in bf16, the VAE in fp32."""
     batch_size: int = 8
     """Images per encoder batch; all images of a batch share one bucket."""
     device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"

@@ -16,7 +16,7 @@ import tyro
 
 from bucketline.command_line import parse_options
 from bucketline.errors import UsageError
-from bucketline.help_screen import ONLY_IN_FILE, asked_for_help
+from bucketline.help_screen import ALONE, ONLY_IN_FILE, asked_for_help
 from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import ReadOptions
 from bucketline.train.option_names import ELSEWHERE
@@ -186,7 +186,7 @@ class SavingOptions:
     """Number of newest checkpoints to keep."""
     export_every: int | None = None
     """Optimizer steps between exports: only the weights, averaged if there is an average, in exports/; None: none."""
-    export_dtype: Literal["F32", "F16", "BF16"] = field(default="BF16", metadata=ONLY_IN_FILE)
+    export_dtype: Literal["fp32", "fp16", "bf16"] = field(default="bf16", metadata=ONLY_IN_FILE)
     """Data type of the exported weights."""
     push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="USER/NAME")] = None
     """Hugging Face repository to upload the last step's export and card to, with your own token; made private if it does not
@@ -310,7 +310,7 @@ class TrainConfig(
     """Resume from the newest checkpoint in --output-dir. It continues on the store generation that it was planned on."""
     new_plan: bool = False
     """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
-    follow: Annotated[int | Path | None, tyro.conf.arg(metavar="[ROWS|RUN]")] = None
+    follow: Annotated[int | Path | None, tyro.conf.arg(metavar="ROWS|RUN")] = field(default=None, metadata={ALONE: "1"})
     """Take up newer generations of the stores while training, as `ingest pack --publish-every` publishes them, and start as
     soon as the stores have so many training rows; without a number, 1. RUN, the folder of a run or a checkpoint: take them up
     at the steps at which that run did, which repeats it."""
@@ -458,16 +458,8 @@ def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
         SystemExit: if the command line cannot be parsed, or contains `--help`.
     """
     # flags come in pairs (`--verify`, `--no-verify`), so that the command line can override those of a script
-    arguments = _with_rows(arguments)
     from_file = [] if asked_for_help(arguments) is not None else preset_options(arguments, get_type_hints(TrainConfig))
     return parse_options(TrainConfig, arguments, prog, tyro.conf.UseAppendAction, from_file=from_file)
-
-
-def _with_rows(arguments: Sequence[str]) -> list[str]:
-    """Return a command line whose `--follow` has a value, also where it is given without one."""
-    following = [*arguments[1:], "-"]
-    is_bare = [word == "--follow" and after.startswith("-") for word, after in zip(arguments, following, strict=True)]
-    return ["--follow=1" if bare else word for word, bare in zip(arguments, is_bare, strict=True)]
 
 
 def parse_on(rank: int, arguments: Sequence[str], prog: str) -> TrainConfig:

@@ -86,7 +86,7 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
     planned, way_on = f"{start.checkpoint}", "continue with --resume --new-plan, which keeps weights, averages and optimizer"
     if start.state is None and (schedule := _read_schedule(config, ranks, len(asked))):
         wanted = schedule[0][1]
-        planned, way_on = f"{config.followed_run}", f"its steps cannot be repeated: leave out --follow {config.followed_run}"
+        planned, way_on = f"{config.followed_run}", f"its steps cannot be repeated: leave out --follow={config.followed_run}"
 
     def opened(numbers: Sequence[int | None]) -> tuple[WeightedStore, ...]:
         pairs = zip(asked, numbers, strict=True)

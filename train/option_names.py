@@ -103,8 +103,8 @@ _ELSEWHERE = {
     "the weight follows the store: --store photos.store@0.5": ("store-weight",),
     "say --save-every 30m, or with steps 1000,30m": ("checkpoint-minutes", "save-every-minutes"),
     "say --sharding fsdp:RANKS, or fsdp:machine": ("shard-ranks",),
-    "say --follow ROWS": ("wait-rows",),
-    "say --follow RUN": ("follow-schedule",),
+    "say --follow=ROWS": ("wait-rows",),
+    "say --follow=RUN": ("follow-schedule",),
     "say --push-to-hub user/name:exports": ("push-exports",),
     "attention is torch's own, which is as fast": (
         *("enable-xformers-memory-efficient-attention", "xformers", "sdpa", "mem-eff-attn", "flash-attention"),

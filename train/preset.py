@@ -10,6 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
+from bucketline.dtype_names import choice_of
 from bucketline.errors import UsageError
 from bucketline.help_screen import suggestion
 from bucketline.train.option_names import ELSEWHERE
@@ -95,7 +96,7 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - any type of a
 def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, or a value of an enumeration
     """Return whether the command line would take a value of TOML for one of this kind."""
     if isinstance(kind, str):
-        return value == kind
+        return isinstance(value, str) and choice_of(value, (kind,)) is not None
     if kind is bool or isinstance(value, bool) or not isinstance(value, int | float | str):
         return kind is bool and isinstance(value, bool)
     if kind is NoneType:

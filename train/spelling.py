@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import duration_s
+from bucketline.dtype_names import dtype_name
 from bucketline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -97,4 +98,6 @@ def as_words(options: Mapping[str, Json]) -> dict[str, Json]:
         stores = given["store"]
         assert isinstance(stores, list)
         given["store"] = [f"{store}@{weight:g}" for store, weight in zip(stores, weights, strict=False)]
+    if isinstance(dtype := given.get("export_dtype"), str):
+        given["export_dtype"] = dtype_name(dtype)
     return given

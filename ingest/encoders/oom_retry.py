@@ -47,7 +47,7 @@ class OomRetry(Generic[T, R]):
                     item = self._what if kind is None else f"{self._what} of {kind}"
                     raise ModelError(
                         f"not enough GPU memory to encode one {item}: "
-                        f"{error!s:.200}; free some, use a smaller --grid or --encode-dtype BF16, or choose another --device"
+                        f"{error!s:.200}; free some, use a smaller --grid or --encode-dtype bf16, or choose another --device"
                     ) from error
                 self._limits[kind] = (len(part) + 1) // 2
             else:

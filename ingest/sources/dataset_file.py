@@ -24,10 +24,11 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from bucketline.dtype_names import choice_of
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import Overlap, overlap, why_not_there
 from bucketline.files.regular_file import why_unread
-from bucketline.help_screen import suggestion
+from bucketline.help_screen import options_of, suggestion
 from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.folder import FolderSource
@@ -232,8 +233,12 @@ def _settings(path: Path, table: str, values: object, declared: type) -> dict[st
     names = [field.name for field in fields(declared)]
     if unknown := next((name for name in values if name not in names), None):
         raise SourceError(f"{path}: [{table}] has an unknown option {unknown!r}{suggestion(unknown, names)}")
+    choices = {one.field: one.choices for one in options_of(declared)}
+    given = {
+        name: choice_of(value, choices[name]) or value if isinstance(value, str) else value for name, value in values.items()
+    }
     try:
-        return {name: decode_field(declared, name, _as_text(name, value), f"{table}.{name}") for name, value in values.items()}
+        return {name: decode_field(declared, name, _as_text(name, value), f"{table}.{name}") for name, value in given.items()}
     except TypedJsonError as error:
         raise SourceError(f"{path}: {error}") from error
 

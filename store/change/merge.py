@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from bucketline.dtype_names import dtype_name
 from bucketline.errors import FingerprintError, UsageError
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.atomic_write import move_durably, write_durably
@@ -181,9 +182,9 @@ def fingerprint_of(manifest: Manifest) -> Json:
 def _compare(at: str, one: Json, two: Json, first: Path | str, second: Path | str) -> None:
     if difference := first_difference(one, two, at):
         field, first_value, second_value = difference
-        dtypes = (
-            f": --text-dtype {first_value} or {second_value}" if field == _TEXT_DTYPE and first_value and second_value else ""
-        )
+        dtypes = ""
+        if field == _TEXT_DTYPE and first_value and second_value:
+            dtypes = f": --text-dtype {dtype_name(str(first_value))} or {dtype_name(str(second_value))}"
         raise FingerprintError(
             f"{first} was made with {field} = {first_value!s:.200}, {second} with {second_value!s:.200}; "
             "only stores with the same settings can be merged: pack one of the sources again with the "

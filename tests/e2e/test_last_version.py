@@ -186,7 +186,7 @@ def test_a_store_that_was_made_without_a_limit_of_the_crop_keeps_none() -> None:
     [
         (
             ("--crop", "random", "--dtype", "BF16"),
-            ["--crop center, this run has --crop random", "--dtype F16, this run has --dtype BF16"],
+            ["--crop center, this run has --crop random", "--dtype fp16, this run has --dtype bf16"],
         ),
         (("--max-tokens", "5"), ["--max-tokens 12, this run has --max-tokens 5"]),
     ],

@@ -185,7 +185,7 @@ def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(fo
     whole = config(folder, output_dir=folder / "whole", accumulation=2, max_steps=8, num_images=1, images_every=4)
     run(1, whole)
     parts = replace(whole, output_dir=folder / "parts", batch="1", accumulation=2, max_steps=4, sharding="fsdp")
-    run(2, replace(parts, export_every=3, export_dtype="F32"))
+    run(2, replace(parts, export_every=3, export_dtype="fp32"))
     saved = parts.output_dir / "checkpoints" / "step-00000004"
     export = parts.output_dir / "exports" / "step-00000004" / "unet" / "diffusion_pytorch_model.safetensors"
     assert export.read_bytes() == (saved / "unet_ema" / export.name).read_bytes()

@@ -13,7 +13,7 @@ import tyro
 import bucketline
 from bucketline.command_line import parse_options
 from bucketline.errors import UsageError
-from bucketline.help_screen import ONLY_IN_FILE, command_help, options_of
+from bucketline.help_screen import ONLY_IN_FILE, command_help, options_of, with_known_words
 from bucketline.ingest.cli import COMMANDS as INGEST
 from bucketline.loader.cli import COMMANDS as LOADER
 from bucketline.store.cli import COMMANDS as STORE
@@ -261,3 +261,17 @@ def test_the_command_of_all_commands_refuses_what_it_does_not_know() -> None:
     assert "there is no command 'cook'" in ran.err
     assert "there is no command 'cook'" in ran.err
     assert "usage: bucketline" in ran.err
+
+
+@pytest.mark.parametrize("given", ["bf16", "BF16", "bfloat16", "BFloat16"])
+def test_a_dtype_is_taken_in_any_spelling_and_shown_in_one(given: str) -> None:
+    pack = INGEST["pack"]
+    assert with_known_words(pack, ["--dtype", given, f"--encode_dtype={given}", "--", given]) == [
+        *("--dtype", "BF16", "--encode_dtype=BF16", "--", given),  # as stores and manifests have them
+    ]
+    assert with_known_words(ExportModel, ["RUN", "OUT", "--dtype", given]) == ["RUN", "OUT", "--dtype", "bf16"]
+    shown = command_help("ingest pack", pack, "all")
+    assert "--encode-dtype fp16|bf16|fp32|int8|nf4" in shown
+    assert not re.search(r"\b(F16|BF16|F32|I8)\b", shown)
+    with pytest.raises(UsageError, match="--encode-dtype is bf61, expected fp16, bf16, fp32, int8, nf4; did you mean 'bf16'"):
+        with_known_words(pack, ["--encode-dtype", "bf61"])

@@ -19,7 +19,7 @@ SD3: dict[str, Json] = {
     "stored_dtype": "I8",
     "parts": {"text_encoder": {"dtype": "BF16", "max_tokens": 77}, "text_encoder_2": None},
 }
-DTYPE = ["--dtype", "F16"]
+DTYPE = ["--dtype", "fp16"]
 
 
 def test_a_store_from_before_there_was_a_crop_limit_has_any() -> None:
@@ -32,17 +32,17 @@ def test_a_store_from_before_there_was_a_crop_limit_has_any() -> None:
 @pytest.mark.parametrize(
     ("encoders", "options"),
     [
-        ({"text_encoder": SD3}, ["--dtype", "I8", "--encode-dtype", "BF16", "--max-tokens", "256"]),
+        ({"text_encoder": SD3}, ["--dtype", "int8", "--encode-dtype", "bf16", "--max-tokens", "256"]),
         ({"text_encoder": {"family": "sdxl", "max_tokens": 77}}, []),
         ({"text_encoder": {"family": "transformers", "max_tokens": 9}}, ["--text", "plain", "--max-tokens", "9"]),
         (
             {"vae": {"stored_dtype": "F16", "dtype": "F32"}, "text_encoder": {"family": "flux", "stored_dtype": "I8"}},
-            ["--dtype", "F16", "--text-dtype", "I8", "--encode-dtype", "F32"],
+            ["--dtype", "fp16", "--text-dtype", "int8", "--encode-dtype", "fp32"],
         ),
         ({"vae": {"stored_dtype": "F16"}, "text_encoder": {"family": "flux", "stored_dtype": "F16"}}, DTYPE),
         (
             {"vae": {"stored_dtype": "F16"}, "text_encoder": {"family": "class_labels", "stored_dtype": "I64"}},
-            ["--dtype", "F16"],
+            ["--dtype", "fp16"],
         ),
     ],
 )

@@ -30,7 +30,7 @@ class ExportModel:
     """Checkpoint of the same architecture to take the names and the other parts from; default: the run's own --model."""
     last: bool = False
     """Write the last weights instead of their moving average."""
-    dtype: Literal["F32", "F16", "BF16"] = "F32"
+    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Data type of the trained weights; other parts stay as they are in the checkpoint."""
     json: bool = False
     """Print one JSON object."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from bucketline.dtype_names import choice_of
 from bucketline.errors import StateError, TrainError, UsageError
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.atomic_write import move_durably
@@ -139,5 +140,5 @@ def _write_file(weights: Path, output: Path, like: Path | None, dtype: str) -> N
 
 
 def _in_dtype(tensors: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    kind = TORCH_DTYPES[dtype]
+    kind = TORCH_DTYPES[choice_of(dtype, TORCH_DTYPES) or dtype]
     return {name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bucketline.dtype_names import dtype_name
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Padding
 from bucketline.fingerprint import json_hash
@@ -109,7 +110,7 @@ def refuse_text_dtype(model: ModelFolder, dtype: str | None) -> None:
         UsageError: if `dtype` is not None.
     """
     if dtype is not None:
-        raise UsageError(f"--text-dtype {dtype}: {model.name} takes a class, not text; leave the option out")
+        raise UsageError(f"--text-dtype {dtype_name(dtype)}: {model.name} takes a class, not text; leave the option out")
 
 
 def _by_name(model: ModelFolder, labels: Mapping[str, Any], num_classes: int) -> dict[str, set[int]]:

@@ -64,7 +64,7 @@ def _refuse_bad_empty_caption(model: ModelFolder, empty: Embedding, dtype: str) 
     bad = next((name for name, values in columns.items() if not bool(values.isfinite().all())), TOKENS)
     raise ModelError(
         f"{model.name}: the empty caption's {bad} are not finite as {dtype}; every dropped caption would become it. "
-        "Try --text-dtype BF16 or F32 and --encode-dtype F32, or download the model again"
+        "Try --text-dtype bf16 or fp32 and --encode-dtype fp32, or download the model again"
     )
 
 

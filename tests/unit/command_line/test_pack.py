@@ -165,8 +165,8 @@ def test_paths_that_lead_nowhere_are_named(
         (["--val-fraction", "0.2", "--max-crop", "1"], "--max-crop 0.75, this run has --max-crop 1"),
         (["--val-fraction", "0.2", "--min-size-px", "9"], "--min-size-px 8, this run has --min-size-px 9"),
         (["--val-fraction", "0.2", "--flip"], "no --flip, this run has --flip"),
-        (["--val-fraction", "0.2", "--dtype", "BF16"], "--dtype F16, this run has --dtype BF16"),
-        (["--val-fraction", "0.2", "--text-dtype", "I8"], "no --text-dtype, this run has --text-dtype I8"),
+        (["--val-fraction", "0.2", "--dtype", "BF16"], "--dtype fp16, this run has --dtype bf16"),
+        (["--val-fraction", "0.2", "--text-dtype", "I8"], "no --text-dtype, this run has --text-dtype int8"),
     ],
 )
 def test_a_store_made_with_other_settings_is_refused_with_option_and_both_values(
@@ -209,7 +209,7 @@ def test_all_that_differs_is_named_with_the_options_that_restore_it(
     assert lines[1:5] == [
         "  --crop center, this run has --crop random",
         "  no --flip, this run has --flip",
-        "  --dtype F16, this run has --dtype F32",
+        "  --dtype fp16, this run has --dtype fp32",
         "  no --caption-template, this run has --caption-template ohwx",
     ]
     others = [line.partition(" = ")[0] for line in lines[5:7]]

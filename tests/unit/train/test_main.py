@@ -74,7 +74,7 @@ def test_a_senseless_option_is_refused_naming_it(tmp_path: Path, changes: dict[s
 
 def test_a_senseless_option_ends_with_2_and_a_message_without_a_traceback(tmp_path: Path) -> None:
     arguments = as_arguments(config(tmp_path))
-    arguments[arguments.index("--batch") + 1] = "0"
+    arguments[arguments.index("--batch=2")] = "--batch=0"
     done = spawn([sys.executable, MAIN, *arguments])
     assert (done.code, done.out) == (2, "")
     said = "error: --batch is 0, expected rows, such as 8, or as many as fit 4MP (of 1024 x 1024 px) or 16ktok"

@@ -104,7 +104,7 @@ save-every = "None"
         ("batch-size = 2", "has 'batch-size', which is not an option; here it is --batch 8"),
         ('learning-rate = "fast"', "own.toml has learning-rate = 'fast', expected a number or \"None\"$"),
         ('ema = "gpu"', 'has ema = \'gpu\', expected "off" or "device" or "cpu"'),
-        ('export-dtype = "F8"', "has export-dtype = 'F8', expected \"F32\" or"),
+        ('export-dtype = "F8"', "has export-dtype = 'F8', expected \"fp32\" or"),
         ("track-with = [1, true]", r"has track-with = \[1, True\], expected a text, or a list of such$"),
         ('resume = "yes"', "has resume = 'yes', expected true or false"),
         ("seed = ", "is not TOML: Invalid value"),

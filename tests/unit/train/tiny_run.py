@@ -159,7 +159,7 @@ def as_arguments(asked: TrainConfig) -> list[str]:
         elif isinstance(value, tuple):
             arguments += [argument for one in value for argument in (option, str(one))]
         else:
-            arguments += [option, str(value)]
+            arguments += [f"{option}={value}"]
     if in_file:
         path = asked.output_dir.with_name(f"{asked.output_dir.name}-options.toml")
         path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in in_file.items()), encoding="utf-8")

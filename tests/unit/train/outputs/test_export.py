@@ -63,12 +63,12 @@ def test_exports_are_the_averages_of_their_steps_in_the_dtype_and_all_stay(folde
         opened: Any = UNet2DConditionModel
         assert opened.from_pretrained(export, subfolder="unet").config.in_channels == 2
         card = (export / "README.md").read_text(encoding="utf-8")
-        assert "moving average of the weights, in BF16" in card
+        assert "moving average of the weights, in bf16" in card
         assert 'subfolder="unet"' in card
 
 
 def test_an_export_without_a_checkpoint_or_an_average_has_the_last_weights(folder: Path) -> None:
-    asked = config(folder, export_every=3, max_steps=6, export_dtype="F32", ema=Ema.OFF)
+    asked = config(folder, export_every=3, max_steps=6, export_dtype="fp32", ema=Ema.OFF)
     train(asked, ALONE)
     assert steps_of(asked.output_dir / "checkpoints") == [6]
     assert steps_of(asked.output_dir / "exports") == [3, 6]
@@ -83,7 +83,7 @@ def test_a_checkpoint_is_exported_as_a_folder_later(folder: Path, capsys: pytest
     for asked, inner in ((whole, "unet"), (adapters, ".")):
         train(asked, ALONE)
         output = folder / f"{asked.output_dir.name} in bf16"
-        assert ExportModel(folder=asked.output_dir, output=output, dtype="BF16", json=True).run() == 0
+        assert ExportModel(folder=asked.output_dir, output=output, dtype="bf16", json=True).run() == 0
         along = asked.output_dir / "exports" / "step-00000002"
         names = {path.relative_to(along) for path in along.rglob("*") if path.name != "README.md"}
         assert {path.relative_to(output) for path in output.rglob("*")} == names

@@ -87,7 +87,7 @@ def test_the_encoders_are_loaded_when_an_image_or_a_caption_is_to_be_encoded(
     assert (changed.json["packed"], len(loads)) == (7, 3)
     assert "--dtype" not in changed.err
     refused = pack(again / "photos", again / "s", model, "--dtype", "F32")
-    assert "--dtype F16, this run has --dtype F32" in refused.err
+    assert "--dtype fp16, this run has --dtype fp32" in refused.err
     assert len(loads) == 3, "options are compared without weights"
 
 
