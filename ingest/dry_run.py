@@ -59,6 +59,7 @@ class DryRun:
     not_pruned: str | None
     not_pruned_beyond_limit: int
     not_in_source: int  # samples that are kept though their images are no longer in the source
+    not_in_source_ids: list[str]  # at most ten
     too_many_rejects: bool
     pending_shards: int  # of an interrupted run, which a pack would adopt first; their images count as new here
     not_compared: str
@@ -97,7 +98,7 @@ def dry_run(config: PackConfig) -> DryRun:
         else:
             changes[found[0]] += 1
             buckets.update([found[1]] if found[1] is not None else [])
-    dropping = drops(config, store, outline, account)
+    dropping, gone = drops(config, store, outline, account), not_in_source(store, outline)
     return DryRun(
         found=outline.num_items,
         new=changes[Change.NEW],
@@ -116,7 +117,8 @@ def dry_run(config: PackConfig) -> DryRun:
         pruned_ids=dropping.pruned.ids,
         not_pruned=dropping.pruned.why_not,
         not_pruned_beyond_limit=dropping.pruned.num_refused,
-        not_in_source=len(not_in_source(store, outline)) - len(dropping.pruned.digests),
+        not_in_source=len(gone) - len(dropping.pruned.digests),
+        not_in_source_ids=[] if dropping.pruned.digests else gone.ids(NAMED_IDS),
         too_many_rejects=dropping.too_many_rejects,
         pending_shards=len(list((config.store / "pending").glob("*.lmdb"))),
         not_compared=NOT_COMPARED,

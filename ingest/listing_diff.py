@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from bucketline.command_line import counted
 from bucketline.ingest.pipeline.packed_index import StoredIds
 from bucketline.ingest.rules import prune_limit, reject_limit
+from bucketline.ingest.sources.local_files import LEADS_OUT
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
 
 if TYPE_CHECKING:
@@ -93,14 +94,23 @@ def pruning(store: Store, source: str, outline: Outline, account: RunSummary, li
     if too_many:
         return Pruning(digests=[], ids=[], why_not="more images were rejected than --max-rejects allows")
     if account.unreadable:
-        why = f"{counted(account.unreadable, 'image')} could not be read, and others may be out of reach as well"
-        return Pruning(digests=[], ids=[], why_not=why)
+        return Pruning(digests=[], ids=[], why_not=_why_unread(account))
     found = _gone(store, source, outline)
     number, of = len(found.digests), store.manifest.samples
     if limit.allows(number, of=of):
         return found
     why = f"{number} of {counted(of, 'sample')} would be dropped, --prune allows {limit}"
     return Pruning(digests=[], ids=[], why_not=why, num_refused=number)
+
+
+def _why_unread(account: RunSummary) -> str:
+    """Return why nothing is pruned if images could not be read: the first of them, and what to do."""
+    first = account.unreadable_first[0]
+    detail = next(reject.detail for reject in account.rejects if reject.id == first)
+    is_link = LEADS_OUT in detail
+    steps = "add --follow-links, or remove the link" if is_link else "make it readable, or remove it if it is gone for good"
+    found = f"{counted(account.unreadable, 'image')} could not be read, and others may be out of reach as well"
+    return f"{found}: {first} ({detail}); {steps}, and prune again"
 
 
 def _gone(store: Store, source: str, outline: Outline) -> Pruning:

@@ -62,6 +62,7 @@ class RunSummary:
     num_cut: dict[str, int] = field(default_factory=dict)  # captions of packed images that an encoder cut, by encoder
     dropped: list[str] = field(default_factory=list)  # ids whose existing row is dropped, because the image is now rejected
     unreadable: int = 0  # rejects that could not be read at present, though the image may be fine
+    unreadable_first: list[str] = field(default_factory=list)  # their ids, of each rank the first
     kept: list[str] = field(default_factory=list)  # ids of unreadable images whose existing row stays
     stage_seconds: dict[str, float] = field(default_factory=dict)  # see `StageTimer`
     has_encoded: bool = False  # an encoder was needed, and compared with the store's
@@ -88,6 +89,8 @@ class RunSummary:
         """Record a rejected image, and whether its existing row, if any, is dropped or kept."""
         self.rejects.append(Reject(id=sample_id, reason=error.reason.value, detail=error.detail))
         self.unreadable += error.is_passing
+        if error.is_passing and not self.unreadable_first:
+            self.unreadable_first.append(sample_id)
         if is_stored:
             (self.kept if error.is_passing else self.dropped).append(sample_id)
 
@@ -114,6 +117,7 @@ def joined_summaries(accounts: Iterable[RunSummary]) -> RunSummary:
     whole.rejects.sort(key=lambda reject: reject.id)
     whole.dropped.sort()
     whole.kept.sort()
+    whole.unreadable_first.sort()
     whole.long_captions.sort(key=lambda caption: caption.id)
     return whole
 

@@ -108,7 +108,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             return 0
         for entry, report in reports:
             print_entry(entry)
-            _print_dry_run(report)
+            _print_dry_run(report, self)
         print_captions_and_notes({}, [] if file is None else file.notes, None)
         return 0
 
@@ -149,6 +149,7 @@ def _prepare_environment(config: PackConfig) -> None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray then listens on 127.0.0.1, and nowhere else
 
 
+_FEW_IDS = 3
 _STAGES = {"decode": "waiting for images to be decoded", "encode": "encoding", "write": "waiting for the disk"}
 
 
@@ -203,7 +204,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     for sample_id in summary.captions_beyond[:10]:
         print(f"  more captions than kept: {one_line(sample_id)}")
     print_warnings(summary.captions_without_image, summary.passed_over)
-    _print_dropped_and_kept(summary)
+    _print_dropped_and_kept(summary, config)
     if summary.text_error is not None:
         print(f"  error of the quantised text: {summary.text_error}")
     print(
@@ -214,7 +215,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         print(f"error: not one of {counted(summary.found, 'image')} could be packed", file=sys.stderr)
 
 
-def _print_dry_run(report: DryRun) -> None:
+def _print_dry_run(report: DryRun, config: PackConfig) -> None:
     print(
         f"dry run, nothing is written: {counted(report.found, 'image')} found = {report.new} new + {report.changed} changed "
         f"+ {report.moved} moved to the other split + {report.recaptioned} with other captions or mtime "
@@ -234,8 +235,8 @@ def _print_dry_run(report: DryRun) -> None:
         ("would be dropped, because rejected now", report.dropped, report.dropped_ids),
         ("would be dropped, because no longer in the source", report.pruned, report.pruned_ids),
         ("cannot be read now, but kept in the store", report.kept_unreadable, report.kept_unreadable_ids),
-        ("no longer in the source, but kept in the store", report.not_in_source, []),
     )
+    _print_gone(report.not_in_source, report.not_in_source_ids, is_pruning=config.prune is not None)
     if report.pending_shards:
         shards = counted(report.pending_shards, "shard")
         print(f"  an interrupted run left {shards}, which a pack adopts first; their images are counted as new")
@@ -261,7 +262,7 @@ def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
         )
 
 
-def _print_dropped_and_kept(summary: PackResult) -> None:
+def _print_dropped_and_kept(summary: PackResult, config: PackConfig) -> None:
     """Print what happened to rows whose images were rejected, unreadable or missing."""
     if summary.not_pruned:
         print(f"  not pruned: {printable(summary.not_pruned)}")
@@ -270,9 +271,20 @@ def _print_dropped_and_kept(summary: PackResult) -> None:
         ("dropped, because no longer in the source", summary.pruned, summary.pruned_ids),
         ("cannot be read now, but kept in the store", summary.kept_unreadable, summary.kept_unreadable_ids),
         ("rejected now, but kept because there are too many rejects", summary.kept_beyond_limit, []),
-        ("no longer in the source, but kept in the store", summary.not_in_source, summary.not_in_source_ids),
-        ("of these, with the captions of the rules before", summary.captions_as_before, []),
     )
+    _print_gone(summary.not_in_source, summary.not_in_source_ids, is_pruning=config.prune is not None)
+    _print_ids(("kept, with the captions of the rules before", summary.captions_as_before, []))
+
+
+def _print_gone(count: int, first: list[str], *, is_pruning: bool) -> None:
+    """Print how many rows are kept whose images are gone, and how to drop them."""
+    if count:
+        verb, whose = ("is", "image is") if count == 1 else ("are", "images are")
+        named = f": {', '.join(map(one_line, first[:_FEW_IDS]))}{' …' * (count > _FEW_IDS)}" if first else ""
+        drop = "" if is_pruning else f"; add --prune to drop {'it' if count == 1 else 'them'}"
+        print(
+            f"  {counted(count, 'sample')} {verb} kept whose {whose} no longer in the source, deleted or renamed{named}{drop}"
+        )
 
 
 def _print_ids(*counts: tuple[str, int, list[str]]) -> None:

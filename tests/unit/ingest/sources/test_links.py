@@ -55,6 +55,37 @@ def captions(store: Path) -> dict[str, tuple[str, ...]]:
     return {sample_id: opened.sample(sample_id)[1].captions for sample_id in ids}
 
 
+def test_a_link_out_of_the_source_that_keeps_pruning_back_is_named_with_what_to_do(
+    photos: Path, model: Path, tmp_path: Path
+) -> None:
+    pack(photos, tmp_path / "s", model)
+    (photos / "a.png").unlink()
+    (tmp_path / "far.png").write_bytes(png(20, 30, 7))
+    (photos / "link.png").symlink_to(tmp_path / "far.png")
+    printed = pack(photos, tmp_path / "s", model, "--prune")["printed"].decode()
+    assert (
+        "  not pruned: 1 image could not be read, and others may be out of reach as well: link.png (a link that leads out of "
+        "the source; it is not followed without --follow-links); add --follow-links, or remove the link, and prune again\n"
+    ) in printed
+    assert captions(tmp_path / "s").keys() == {"a.png", "in/b.png"}
+    printed = pack(photos, tmp_path / "s", model, "--prune", "--follow-links")["printed"].decode()
+    assert "dropped, because no longer in the source: 1 sample" in printed
+    assert captions(tmp_path / "s").keys() == {"in/b.png", "link.png"}
+
+
+def test_a_pack_that_keeps_what_is_gone_says_how_to_drop_it(photos: Path, model: Path, tmp_path: Path) -> None:
+    pack(photos, tmp_path / "s", model)
+    (photos / "a.png").rename(photos / "renamed.png")
+    said = "1 sample is kept whose image is no longer in the source, deleted or renamed: a.png; add --prune to drop "
+    for more in ((), ("--dry-run",)):
+        ran = call("ingest", "pack", photos, tmp_path / "s", "--model", model, *more).done()
+        assert f"  {said}" in ran.out
+    assert captions(tmp_path / "s").keys() == {"a.png", "renamed.png", "in/b.png"}
+    ran = call("ingest", "pack", photos, tmp_path / "s", "--model", model, "--prune").done()
+    assert said not in ran.out
+    assert captions(tmp_path / "s").keys() == {"renamed.png", "in/b.png"}
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.caption", "a.json"])
 def test_a_caption_that_is_a_link_out_of_the_source_rejects_its_image_and_is_not_read(
     name: str, photos: Path, model: Path, tmp_path: Path
