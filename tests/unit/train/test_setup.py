@@ -184,4 +184,4 @@ def test_another_text_encoder_than_the_stores_is_refused_without_being_loaded(fo
 def test_a_run_computes_no_attention_by_cudnn(tmp_path: Path) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     start_processes(config(tmp_path))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]

@@ -78,7 +78,7 @@ def test_the_encoders_are_loaded_when_an_image_or_a_caption_is_to_be_encoded(
     (again / "photos" / "a" / "bad.png").write_bytes(png(30, 40))
     torch.backends.cuda.enable_cudnn_sdp(True)
     assert pack(again / "photos", again / "s", model).json["packed"] == 1
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     (again / "photos" / "a" / "bad.txt").write_text("a cat", encoding="ascii")
     assert pack(again / "photos", again / "s", model).json["latents_kept"] == 1
     assert len(loads) == 2
