@@ -83,7 +83,7 @@ def _peak_of(device: torch.device) -> Iterator[list[int]]:
         return
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         yield found
-    changes: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes: Any = seen.profiler.kineto_results.events()
     own = sorted((one.start_ns(), one.nbytes()) for one in changes if one.name() == "[memory]")
     now = 0
     for _, num_bytes in own:
