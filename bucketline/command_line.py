@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
 
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.extensions import Extensions
@@ -25,6 +25,7 @@ from bucketline.extras import extra_named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 _C = TypeVar("_C")
 _MAX_SHOWN_BUCKETS = 16
@@ -97,9 +98,34 @@ def parse_options(
             raise UsageError(f"{option} is {shell}, expected {', '.join(_SHELLS)}")
     settings = (tyro.conf.EnumChoicesFromValues, *(settings or (tyro.conf.FlagCreatePairsOff,)))
     words = with_known_words(command, with_values(command, [*from_file, *args]))
-    options = tyro.cli(command, prog=prog, args=words, config=settings)
+    with _option_values():
+        options = tyro.cli(command, prog=prog, args=words, config=settings)
     complete = getattr(command, "complete", None)
     return options if complete is None else complete(options, given_fields(command, args))
+
+
+def _option_values() -> AbstractContextManager[Any]:
+    """Return tyro's rule by which an `OptionValue` is one word, which its command's dataclass parses."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+    from bucketline.option_value import OptionValue, is_option_value
+
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def one_word(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        kind = next((one for one in (info.type, *get_args(info.type)) if is_option_value(one)), None)
+        if kind is None:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=kind.metavar(),
+            instance_from_str=lambda words: None if words[0] == str(None) else words[0],
+            is_instance=lambda value: value is None or isinstance(value, OptionValue),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry
 
 
 def run_one_of(prog: str, description: str, commands: Extensions[type[Command]], args: Sequence[str] | None) -> int:

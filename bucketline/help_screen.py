@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from bucketline.dtype_names import choice_of, dtype_name
 from bucketline.errors import UsageError
+from bucketline.option_value import is_option_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -137,6 +138,8 @@ def _metavar(kind: Any) -> str | None:  # noqa: ANN401 - a type
         return str(named)
     if get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, Enum)):
         return "|".join(map(dtype_name, _choices(kind)))
+    if is_option_value(kind):
+        return str(kind.metavar())
     inner = get_args(kind)[:1] if hasattr(kind, "__metadata__") else get_args(kind)
     if inner:
         return "|".join(dict.fromkeys(filter(None, (_metavar(one) for one in inner if one not in (NoneType, Ellipsis)))))

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bucketline.loader.batch import as_fields
 from bucketline.train.compile import compile_blocks
-from bucketline.train.config import Ema, Objective
+from bucketline.train.config import Objective
 from bucketline.train.ema import Average
 from bucketline.train.memory.activations import BatchSizes, example_batch, norms_in_32_bits
 from bucketline.train.memory.table import built, run_of
@@ -21,6 +21,7 @@ from bucketline.train.optim import average_of, kind_of, make_optimizer
 from bucketline.train.recompute import recompute
 from bucketline.train.sharding import layout_on
 from bucketline.train.step import Training, train_step
+from bucketline.train.values import Ema, EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -111,8 +112,8 @@ def training_of(
 
         offload_blocks(model, asked.offload_blocks, device, layout_on(device))
     model.to(device=device, memory_format=layout_on(device))  # type: ignore[call-overload]
-    place = asked.ema if kind_of(asked).average is None else Ema.OFF
-    average = Average(model, asked.ema_decay, place=place)
+    kept = asked.ema if kind_of(asked).average is None else Ema()
+    average = Average(model, kept.decay, place=kept.place or EmaPlace.DEVICE)
     optimizer = make_optimizer(asked, model, compiled=compiled)
     is_flow = family.scheduler.get("_class_name") == "FlowMatchEulerDiscreteScheduler"
     schedule: Any = (

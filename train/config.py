@@ -7,7 +7,7 @@ import io
 import math
 import sys
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
@@ -19,9 +19,25 @@ from bucketline.errors import UsageError
 from bucketline.help_screen import ALONE, ONLY_IN_FILE, asked_for_help
 from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import ReadOptions
+from bucketline.option_value import parse_values
 from bucketline.train.option_names import ELSEWHERE
 from bucketline.train.preset import preset_options
 from bucketline.train.spelling import DDP, EXPORTS, repository_of, save_times, shard_ranks
+from bucketline.train.values import (
+    ADAMS_BETAS,
+    CONSTANT_RATE,
+    UNIFORM,
+    UNWEIGHTED,
+    USUAL_EMA,
+    WHOLE_RANGE,
+    Betas,
+    Course,
+    Ema,
+    LossWeight,
+    LrSchedule,
+    TimestepRange,
+    Timesteps,
+)
 from bucketline.weight_format import WeightFormat
 
 if TYPE_CHECKING:
@@ -38,24 +54,12 @@ Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
 """The use of torch.compile."""
 WeightDtype = StrEnum("WeightDtype", ["FP32", "BF16"])
 """The dtype of the trained weights."""
-Ema = StrEnum("Ema", ["OFF", "DEVICE", "CPU"])
-"""The place of the moving average of the weights."""
 Base = WeightFormat
 """The format of the frozen weights of a LoRA run."""
-LrSchedule = StrEnum("LrSchedule", ["CONSTANT", "COSINE", "LINEAR", "WSD"])
-"""The course of the learning rate after the warm-up. Source: cosine without restarts: Loshchilov and Hutter 2017 (arXiv
-1608.03983); wsd, warm-up, stable, decay: Hu et al. 2024 (arXiv 2404.06395)."""
-Decaying = StrEnum("Decaying", ["ALL", "MATRICES"])
-"""The weights that decay."""
 
 Objective = StrEnum("Objective", ["EPSILON", "V_PREDICTION", "FLOW"])
 """The prediction target; the first two are spelt like `prediction_type` of diffusers' schedulers."""
-TimestepSampling = StrEnum("TimestepSampling", ["UNIFORM", "LOGIT_NORMAL", "MODE"])
-"""The distribution of training timesteps."""
-FlowWeighting = StrEnum("FlowWeighting", ["COSMAP", "SIGMA_SQRT"])
-"""The weight of each sample in a flow's loss, by its noise."""
 
-MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would be the same timestep
 FIRST_RANK_SAYS_S = 5  # torchrun ends all ranks as soon as one has failed: the first has to print its message before
 
 
@@ -71,7 +75,11 @@ class MethodOptions:
     """LoRA alpha: the adapters' output is scaled by alpha ÷ rank; None: alpha = rank."""
     lora_targets: str | None = None
     """Layers that get an adapter: attention, attention+mlp, all (every linear layer and convolution of the blocks), or
-    comma-separated ends of names; None: attention, for PixArt also the feed-forward layers."""
+    comma-separated ends of names; None: as in diffusers' scripts, attention, for Flux and PixArt also feed-forward layers."""
+    lora_dropout: float = 0.0
+    """Share of the inputs of each adapter that are set to 0 in training, 0 to 1."""
+    dora: bool = False
+    """Train a magnitude of each output next to the adapters' direction: DoRA (Liu et al. 2024). About a third more time."""
     lora_from: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Start from the adapters of this .safetensors file, of rank --lora-rank, by the names of diffusers, peft or kohya; they
     keep their strength, whatever their alpha."""
@@ -85,27 +93,22 @@ class ObjectiveOptions:
 
     objective: Objective | None = None
     """Prediction target: the noise, v, or the velocity of a flow; None: taken from the model's scheduler config."""
-    timestep_sampling: TimestepSampling = TimestepSampling.UNIFORM
-    """Distribution of training timesteps: uniform, logit_normal or mode (Esser et al. 2024)."""
-    logit_mean: float = 0.0
-    """Mean of the logit-normal distribution; above 0 favours noisier timesteps."""
-    logit_std: float = 1.0
-    """Standard deviation of the logit-normal distribution."""
-    mode_scale: float = 1.29
-    """Scale of the mode distribution, -1 to 1.75; above 0 favours timesteps in the middle, below 0 those at both ends."""
-    timestep_min: float = 0.0
-    """Lowest timestep to train, as a share of all; 0 is the least noise. For a flow, before the shift."""
-    timestep_max: float = 1.0
-    """Highest timestep to train, as a share of all."""
+    timesteps: Timesteps = UNIFORM
+    """Distribution of training timesteps (Esser et al. 2024): uniform; logit-normal, by default 0,1, whose mean above 0 favours
+    noisier ones; or mode, by default 1.29, -1 to 1.75, which above 0 favours those in the middle."""
+    timestep_range: TimestepRange = WHOLE_RANGE
+    """Lowest and highest timestep to train, as shares of all; 0 is the least noise. For a flow, before the shift."""
     shift: float | None = None
     """Shift of flow timesteps towards noise; 1: no shift; None: the scheduler config's shift for each size."""
+    noise_offset: float = 0.0
+    """Add this much of a number drawn for each channel of a sample to its noise, for very dark and bright images; 0.05 is
+    usual (crosslabs.org, "Diffusion with offset noise"). Epsilon and v objectives only."""
     guidance: float = 1.0
     """Guidance input in training of a guidance-distilled model (FLUX.1-dev): stored images have none, which is 1."""
-    min_snr_gamma: float | None = None
-    """Min-SNR-gamma loss weighting (Hang et al. 2023; 5 in the paper), epsilon and v objectives only; None: no weighting."""
-    flow_weighting: FlowWeighting | None = None
-    """Loss weighting of a flow by its noise: cosmap, highest in the middle, or sigma_sqrt, noise⁻² (Esser et al. 2024);
-    None: no weighting."""
+    loss_weight: LossWeight = UNWEIGHTED
+    """Loss weighting by noise: min-snr (Hang et al. 2023; 5 in the paper) for epsilon and v objectives; for a flow cosmap,
+    highest in the middle, sigma-sqrt, noise⁻² (Esser et al. 2024), or sigma-squared, noise², by which the error is that of the
+    image (--precondition_outputs of diffusers' script for SD3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,30 +123,25 @@ class OptimizerOptions:
     adamw-8bit, prodigy and schedule-free."""
     learning_rate: float | None = None
     """Learning rate after the warm-up; None: 1e-4; for adafactor 0.01, relative to a weight's size; for prodigy 1, a factor."""
-    lr_schedule: LrSchedule = LrSchedule.CONSTANT
-    """Learning rate after the warm-up: constant, or falling by a cosine, linearly, or only in the last steps (wsd)."""
-    schedule_steps: int | None = None
-    """Step from which the schedule stays at its floor, which no step before has; None: that of the resumed run, else
-    --max-steps. For a run in several parts, the step that the last one will reach."""
-    decay_steps: int | None = None
-    """Steps in which wsd falls, up to --schedule-steps; None: a fifth of these."""
-    lr_floor: float = 0.0
-    """Learning rate after a schedule's end, as a share of --learning-rate."""
+    lr_schedule: LrSchedule = CONSTANT_RATE
+    """Learning rate after the warm-up: constant, or falling by a cosine, by several (cosine-restarts:3), linearly, or only in
+    the last steps (wsd:500; wsd: in the last fifth). A number after that is its floor, by default 0, as a share of
+    --learning-rate (cosine:0.1, wsd:500:0.1). @END is the step from which it stays there, which no step before has
+    (cosine@20000), by default that of the resumed run, else --max-steps. For a run in several parts, the step that the last one
+    will reach."""
     warmup_steps: int = 100
     """Steps of linear learning-rate warm-up; the first of N has a share of 1 ÷ N, the last the whole rate."""
     weight_decay: float = 0.01
-    """Decoupled weight decay."""
-    decaying: Decaying = Decaying.ALL
-    """Weights that decay: all, or only matrices and convolutions, without biases and norms."""
+    """Decoupled weight decay, of all trained weights."""
+    betas: Betas = ADAMS_BETAS
+    """AdamW's decay of the first and of the second moment, and epsilon, 1e-8 unless given: 0.9,0.99,1e-6."""
     clip_norm: float | None = 1.0
     """Clip gradients to this norm; None: no clipping."""
-    ema_decay: float = 0.9999
-    """EMA decay of the weights, capped at (1 + s) / (10 + s) after s steps so that short runs work too."""
-    ema: Ema = Ema.DEVICE
-    """Place of the EMA: on the device, 4 bytes a trained weight; on the cpu, at a copy of the weights per update; or off:
-    the last weights are validated and drawn. With schedule-free, its own average is the EMA."""
-    ema_every: int = 1
-    """Optimizer steps between updates of the EMA, each with the decay of all of them; with --ema cpu, 10 or more."""
+    ema: Ema = USUAL_EMA
+    """Moving average of the weights: off, or its decay, its place, and the steps between two updates, as in 0.9999:cpu:10. The
+    decay is capped at (1 + s) / (10 + s) after s steps, so that short runs work too. On the device it takes 4 bytes a trained
+    weight; on the cpu, a copy of the weights at each update, which has the decay of all the steps since the last. off: the
+    last weights are validated and drawn. With schedule-free, its own average is the EMA."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +272,6 @@ class TrainConfig(
             "learning_rate",
             "lora_rank",
             "precision",
-            "ema",
             "seed",
             "save_every",
             "validate_every",
@@ -355,6 +352,7 @@ class TrainConfig(
         """
         ReadOptions.__post_init__(self)
         self._expect_batch()
+        parse_values(self, self._named)
         self.service_address()
         if not self.store:
             raise UsageError("no --store is given, expected one or more")
@@ -363,32 +361,28 @@ class TrainConfig(
         self._expect_length()
         self._expect_at_least(
             1,
-            *("max_steps", "log_every", "keep", "val_timesteps", "image_steps", "lora_rank", "ema_every"),
-            *("export_every", "validate_every", "images_every", "schedule_steps", "decay_steps"),
+            *("max_steps", "log_every", "keep", "val_timesteps", "image_steps", "lora_rank"),
+            *("export_every", "validate_every", "images_every"),
         )
         if isinstance(self.follow, bool):
             raise UsageError(f"--follow is {self.follow}, expected a number of rows, or a run's folder")
         if self.wait_rows is not None and self.wait_rows < 1:
             raise UsageError(f"--follow is {self.follow}, expected 1 or more rows, or a run's folder")
         save_times(self.save_every or "1")
-        self._expect_at_least(0, "warmup_steps", "num_images", "learning_rate", "weight_decay", "offload_blocks")
-        self._expect_share("ema_decay", "lr_floor", "recompute")
+        self._expect_at_least(
+            0, "noise_offset", "warmup_steps", "num_images", "learning_rate", "weight_decay", "offload_blocks"
+        )
+        self._expect_share("recompute", "lora_dropout")
         self._expect("a number above 0, or None for no clipping", _is_above_0, "clip_norm")
-        self._expect("a number above 0", _is_above_0, "logit_std", "shift", "min_snr_gamma", "lora_alpha")
-        self._expect("a number", math.isfinite, "logit_mean", "guidance", "image_guidance")
-        self._expect(f"-1 to {MAX_MODE_SCALE}", lambda value: -1 <= value <= MAX_MODE_SCALE, "mode_scale")
-        if not 0 <= self.timestep_min < self.timestep_max <= 1:
-            raise UsageError(
-                f"--timestep-min is {self.timestep_min} and --timestep-max is {self.timestep_max}, expected shares of 0 to 1"
-            )
-        if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
-            raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
-        falls_to_0 = self.lr_schedule is not LrSchedule.CONSTANT and self.lr_floor == 0
-        if falls_to_0 and self.schedule_steps is not None and self.max_steps and self.max_steps > self.schedule_steps:
+        self._expect("a number above 0", _is_above_0, "shift", "lora_alpha")
+        self._expect("a number", math.isfinite, "guidance", "image_guidance")
+        end, steps = self.lr_schedule.end, self.max_steps
+        if end is not None and steps is not None and self.lr_schedule.floor == 0 and steps > end:
+            falls = self.lr_schedule.steps or (-(-end // 5) if self.lr_schedule.name is Course.WSD else None)
+            longer, floored = replace(self.lr_schedule, end=steps), replace(self.lr_schedule, floor=0.1, steps=falls)
             raise UsageError(
                 f"--max-steps is {self.max_steps}, and with --lr-schedule {self.lr_schedule} the learning rate is 0 from step "
-                f"{self.schedule_steps} on: these steps would change nothing; give --schedule-steps {self.max_steps}, or an "
-                "--lr-floor above 0"
+                f"{end} on: these steps would change nothing; give --lr-schedule {longer}, or a floor above 0, as in {floored}"
             )
         self._expect_outputs_and_stores()
         self._expect_memory()
@@ -420,9 +414,14 @@ class TrainConfig(
         shard_ranks(self.sharding)
         if self.keep_gathered and self.sharding == DDP:
             raise UsageError("keep_gathered is for --sharding fsdp, and --sharding is ddp, which gathers nothing")
-        for name in ("lora_alpha", "lora_targets", "lora_from", "base"):
-            if self.lora_rank is None and (value := getattr(self, name)) is not None:
+        for name in ("lora_alpha", "lora_targets", "lora_from", "lora_dropout", "dora", "base"):
+            if self.lora_rank is None and (value := getattr(self, name)) not in (None, 0.0, False):
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
+        for name in ("base", "lora_from", "offload_blocks"):
+            if self.dora and (value := getattr(self, name)):
+                raise UsageError(f"--dora is set with {self._named(name)} {value}, expected plain LoRA: leave one of them out")
+        if self.dora and self.sharding != DDP:
+            raise UsageError(f"--dora is set with --sharding {self.sharding}, expected ddp: it needs a layer's whole weight")
         needed = (
             (self.lora_rank is not None, "--lora-rank", "only frozen blocks can wait"),
             (self.recompute == 1, "--recompute 1", "a backward pass that does not recompute keeps them all"),

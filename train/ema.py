@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.train.config import Ema
 from bucketline.train.host_copy import CHUNK_BYTES, copy_through, in_memory_order
 from bucketline.train.parallel import local, sharded_like
 from bucketline.train.rounding import Rounding
+from bucketline.train.values import EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,10 +31,21 @@ def decay_at(step: int, decay: float) -> float:
 class Average:
     """Moving averages of a model's trained weights, or of its shards: next to them, in host memory, or none."""
 
-    def __init__(self, model: nn.Module, decay: float, *, place: Ema = Ema.DEVICE, every: int = 1, seed: int = 0) -> None:
-        """Start from the model's current weights; update at every `every`-th step. `seed`: of the rounding of bf16 weights."""
-        self.is_kept = place is not Ema.OFF
-        self._decay, self._every, self._place = decay, every, place
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float | None,
+        *,
+        place: EmaPlace = EmaPlace.DEVICE,
+        every: int = 1,
+        seed: int = 0,
+    ) -> None:
+        """Start from the model's current weights; update at every `every`-th step.
+
+        `decay`: None: keep no averages; `seed`: of the rounding of bf16 weights.
+        """
+        self.is_kept = decay is not None
+        self._decay, self._every, self._place = decay or 0.0, every, place
         self._rounding = Rounding(seed, purpose=1)
         # Keep the parameters, not their storage: Accelerate replaces the storage when it prepares the model.
         self._sources: list[Tensor] = [tensor for tensor in model.parameters() if tensor.requires_grad and self.is_kept]
@@ -43,7 +54,7 @@ class Average:
         self._by_id = {id(source): average for source, average in zip(self._sources, self._averages, strict=True)}
 
     def _copied(self, weight: Tensor) -> Tensor:
-        if self._place is Ema.DEVICE:
+        if self._place is EmaPlace.DEVICE:
             return weight.clone()
         return torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda).copy_(weight)
 
@@ -55,7 +66,7 @@ class Average:
         share = 1.0 - math.prod(decay_at(passed, self._decay) for passed in range(step + 1 - self._every, step + 1))
         sources = [local(tensor) for tensor in self._sources]
         is_bf16 = any(average.dtype is torch.bfloat16 for average in self._averages)
-        if self._place is Ema.DEVICE and not is_bf16:
+        if self._place is EmaPlace.DEVICE and not is_bf16:
             torch._foreach_lerp_(self._averages, sources, share)
             return
         self._rounding.begin(step)
@@ -65,7 +76,7 @@ class Average:
             if moved is not average:
                 self._rounding.round_(average, moved)
 
-        if any(source.is_cuda for source in sources) and self._place is Ema.CPU:
+        if any(source.is_cuda for source in sources) and self._place is EmaPlace.CPU:
             copy_through(self._chunks(), self._pairs(), lambda _, average, chunk: move(average, chunk))
             return
         for average, source in zip(self._averages, sources, strict=True):

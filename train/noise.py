@@ -22,7 +22,17 @@ from bucketline.families.schedules import SCALED_LINEAR, flow
 from bucketline.loader.dequantise import dequantised
 from bucketline.loader.plan.rng import Purpose, normal, uniform
 from bucketline.store.format.columns import LatentKind
-from bucketline.train.config import FlowWeighting, Objective, TimestepSampling
+from bucketline.train.config import Objective
+from bucketline.train.values import (
+    UNIFORM,
+    UNWEIGHTED,
+    WHOLE_RANGE,
+    LossWeight,
+    TimestepRange,
+    Timesteps,
+    TimestepSampling,
+    Weighting,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -167,15 +177,19 @@ def min_snr_weight(objective: Objective, shares: Shares, gamma: float) -> Tensor
     return snr.clamp(max=gamma) / (snr + 1)
 
 
-def flow_weight(weighting: FlowWeighting, shares: Shares) -> Tensor:
-    """Return each sample's loss weight, [B] float32, from its noise n: 2 / (π (1 - 2n + 2n²)) for cosmap, n⁻² for sigma_sqrt.
+def flow_weight(weighting: Weighting, shares: Shares) -> Tensor:
+    """Return each sample's loss weight, [B] float32, from its noise n.
 
-    Source: Esser et al. 2024 (arXiv 2403.03206), section 3.1; diffusers' `compute_loss_weighting_for_sd3`.
+    It is 2 / (π (1 - 2n + 2n²)) for cosmap, n⁻² for sigma-sqrt, and n² for sigma-squared, by which the error of the velocity is
+    that of the image.
+
+    Source: Esser et al. 2024 (arXiv 2403.03206), section 3.1; diffusers' `compute_loss_weighting_for_sd3`, and n² its scripts'
+    `--precondition_outputs`.
     """
     noise = shares.noise.flatten()
-    if weighting is FlowWeighting.COSMAP:
+    if weighting is Weighting.COSMAP:
         return 2 / (math.pi * (1 - 2 * noise + 2 * noise.square()))
-    return noise**-2
+    return noise**-2 if weighting is Weighting.SIGMA_SQRT else noise.square()
 
 
 def squared_error(prediction: Tensor, wanted: Tensor) -> Tensor:
@@ -245,20 +259,12 @@ def _over(each: float | Tensor, latents: Tensor) -> float | Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisingOptions:
-    """Options of a run, by their names: the distribution of timesteps (uniform, logit-normal or mode), and the loss weighting.
+    """Options of a run, by their names. A schedule's shift is applied to the timesteps afterwards."""
 
-    Source: Esser et al. 2024 (arXiv 2403.03206), equations 19 and 20; a mean above 0 favours noisier timesteps, a mode scale
-    above 0 those in the middle. A schedule's shift is applied afterwards.
-    """
-
-    timestep_sampling: TimestepSampling = TimestepSampling.UNIFORM
-    logit_mean: float = 0.0
-    logit_std: float = 1.0
-    mode_scale: float = 1.29
-    timestep_min: float = 0.0  # as a share of all
-    timestep_max: float = 1.0
-    min_snr_gamma: float | None = None
-    flow_weighting: FlowWeighting | None = None
+    timesteps: Timesteps = UNIFORM
+    timestep_range: TimestepRange = WHOLE_RANGE
+    loss_weight: LossWeight = UNWEIGHTED
+    noise_offset: float = 0.0
 
     @classmethod
     def of(cls, config: TrainConfig) -> NoisingOptions:
@@ -267,14 +273,15 @@ class NoisingOptions:
 
     def draw(self, keys: Tensor, num_timesteps: int) -> Tensor:
         """Draw a timestep for each key, [B] int64."""
-        if self.timestep_sampling is TimestepSampling.LOGIT_NORMAL:
-            share = (normal(keys, Purpose.TIMESTEP, (1,)).squeeze(1).double() * self.logit_std + self.logit_mean).sigmoid()
+        asked, low, high = self.timesteps, self.timestep_range.low, self.timestep_range.high
+        if asked.name is TimestepSampling.LOGIT_NORMAL:
+            share = (normal(keys, Purpose.TIMESTEP, (1,)).squeeze(1).double() * asked.std + asked.mean).sigmoid()
         else:
             share = uniform(keys, Purpose.TIMESTEP)  # [B] float64 in [0, 1)
-        if self.timestep_sampling is TimestepSampling.MODE:
-            share = 1 - share - self.mode_scale * ((0.5 * math.pi * share).cos().square() - 1 + share)
-        share = self.timestep_min + (self.timestep_max - self.timestep_min) * share
-        return (share * num_timesteps).long().clamp(max=math.ceil(self.timestep_max * num_timesteps) - 1)
+        if asked.name is TimestepSampling.MODE:
+            share = 1 - share - asked.scale * ((0.5 * math.pi * share).cos().square() - 1 + share)
+        share = low + (high - low) * share
+        return (share * num_timesteps).long().clamp(max=math.ceil(high * num_timesteps) - 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -295,7 +302,10 @@ class Prep:
     def for_training(self, batch: Batch) -> Noised:
         """Noise a batch at timesteps drawn from its keys, and dequantise its tokens."""
         indices = self.options.draw(batch.keys, self.schedule.num_timesteps)
-        drawn = _posterior_noise(batch, batch.keys), _noise_like(batch, batch.keys)
+        noise = _noise_like(batch, batch.keys)
+        if offset := self.options.noise_offset:
+            noise = noise + offset * normal(batch.keys, Purpose.NOISE_OFFSET, shape=(noise.shape[1], 1, 1))
+        drawn = _posterior_noise(batch, batch.keys), noise
         text = (batch.tokens, batch.tokens_scale) if batch.tokens_scale is not None else ()
         return self._noise(batch.latents, *drawn, indices, *text)
 
@@ -318,11 +328,11 @@ class Prep:
             latents = mean + (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp() * posterior_noise
         clean = self.scale.apply(latents)
         shares = self.schedule.at(indices, clean.shape[2], clean.shape[3])
-        weight = None
-        if self.options.min_snr_gamma is not None:
-            weight = min_snr_weight(self.objective, shares, self.options.min_snr_gamma)
-        elif self.options.flow_weighting is not None:
-            weight = flow_weight(self.options.flow_weighting, shares)
+        weight, asked = None, self.options.loss_weight
+        if asked.gamma is not None:
+            weight = min_snr_weight(self.objective, shares, asked.gamma)
+        elif asked.name is not Weighting.NONE:
+            weight = flow_weight(asked.name, shares)
         return Noised(
             noisy=add_noise(clean, noise, shares),
             timesteps=shares.timesteps,

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import UsageError
 from bucketline.extensions import Extensions
-from bucketline.train.config import Decaying, Ema, LrSchedule, Precision, WeightDtype
+from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.spelling import DDP
+from bucketline.train.values import ADAMS_BETAS, Betas, Course
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import nn
     from torch.optim import Optimizer
 
@@ -28,12 +27,13 @@ Groups = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The arguments with which every optimizer is made; the betas are Adam's own, 0.9 and 0.999."""
+    """The arguments with which every optimizer is made."""
 
     learning_rate: float
     rounding: Rounding
     rounds_weights: bool  # they are bf16
     compiled: bool
+    betas: Betas = ADAMS_BETAS  # for the kinds that take some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,12 @@ class OptimizerKind:
     learning_rate: float = 1e-4  # unless --learning-rate is given
     state: tuple[str, ...] = ()  # entries of its groups that a checkpoint restores, besides each weight's own state
     takes_bf16: bool = False  # weights, which it rounds stochastically
+    takes_betas: bool = False  # `Options.betas`
     shards: bool = False  # steps on the shards of FSDP
     average: str | None = None  # `MODULE:CLASS` of the average that it keeps itself, in place of a schedule and of the EMA
 
 
-ADAMW = OptimizerKind(make="bucketline.train.update:make_adamw", takes_bf16=True, shards=True)
+ADAMW = OptimizerKind(make="bucketline.train.update:make_adamw", takes_bf16=True, takes_betas=True, shards=True)
 _ROOM = ("adamw-bf16", "adamw-8bit", "adafactor", "muon", "prodigy", "schedule-free")
 
 OPTIMIZERS: Extensions[OptimizerKind] = Extensions(
@@ -99,12 +100,16 @@ def refuse_combinations(config: TrainConfig, world_size: int) -> None:
     of_auto = " (also by auto, without a GPU that has bf16)" if config.precision is Precision.FP32 else ""
     for is_refused, message in (
         (
-            kind.average is not None and config.lr_schedule is not LrSchedule.CONSTANT,
+            kind.average is not None and config.lr_schedule.name is not Course.CONSTANT,
             f"{own}, which needs no schedule, and --lr-schedule is {config.lr_schedule}: leave it out",
         ),
         (
-            kind.average is not None and (config.ema is Ema.OFF or config.ema_every != 1),
-            f"{own}, whose own average takes the place of the EMA at each step: leave out --ema off and --ema-every",
+            kind.average is not None and (config.ema.decay is None or config.ema.every != 1),
+            f"{own}, whose own average takes the place of the EMA at each step, and --ema is {config.ema}: leave it out",
+        ),
+        (
+            config.betas != ADAMS_BETAS and not kind.takes_betas,
+            f"{own}, which has its own betas, and --betas is {config.betas}: leave it out, or choose {{betas}}",
         ),
         (
             is_bf16 and not kind.takes_bf16,
@@ -124,10 +129,11 @@ def refuse_combinations(config: TrainConfig, world_size: int) -> None:
         ),
     ):
         if is_refused:
-            rounding, sharding = (
-                ", ".join(name for name, other in OPTIMIZERS.items() if getattr(other, can)) for can in ("takes_bf16", "shards")
+            rounding, sharding, betas = (
+                ", ".join(name for name, other in OPTIMIZERS.items() if getattr(other, can))
+                for can in ("takes_bf16", "shards", "takes_betas")
             )
-            raise UsageError(message.format(rounding=rounding, sharding=sharding))
+            raise UsageError(message.format(rounding=rounding, sharding=sharding, betas=betas))
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, *, compiled: bool) -> Optimizer:
@@ -140,9 +146,10 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, compiled: bool) -> 
         rounding=Rounding(config.seed),
         rounds_weights=config.weights is WeightDtype.BF16,
         compiled=compiled,
+        betas=config.betas,
     )
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    groups = decay_groups(trained, config.decaying, config.weight_decay)
+    groups: Groups = [{"params": [*trained], "weight_decay": config.weight_decay}]
     optimizer: Optimizer = _imported(kind_of(config).make)(model, groups, options)
     return optimizer
 
@@ -151,7 +158,7 @@ def average_of(config: TrainConfig, model: nn.Module, optimizer: Optimizer) -> A
     """Return the average that an optimizer keeps itself; None if it keeps none."""
     if (place := kind_of(config).average) is None:
         return None
-    average: Average = _imported(place)(model, optimizer, config.ema)
+    average: Average = _imported(place)(model, optimizer, config.ema.place)
     return average
 
 
@@ -160,30 +167,22 @@ def _imported(place: str) -> Any:  # noqa: ANN401 - any function or class
     return getattr(importlib.import_module(module), name)
 
 
-def decay_groups(parameters: Iterable[nn.Parameter], decaying: Decaying, weight_decay: float) -> Groups:
-    """Return the optimizer's groups: with `matrices`, biases, norms and other weights of one dimension do not decay."""
-    every = list(parameters)
-    if decaying is Decaying.ALL:
-        return [{"params": every, "weight_decay": weight_decay}]
-    return [
-        {"params": [one for one in every if one.ndim > 1], "weight_decay": weight_decay},
-        {"params": [one for one in every if one.ndim <= 1], "weight_decay": 0.0},
-    ]
-
-
 def learning_rate_at(step: int, config: TrainConfig) -> float:
     """Return the learning rate of optimizer step `step` (from 0): a linear warm-up, then the schedule.
 
-    The horizon is `schedule_steps`, not the run's length, so that a longer run continues a shorter one. The rate is at its
-    floor from step `schedule_steps` on, so that every step before that changes the weights, as does the first of the warm-up.
+    The horizon is the schedule's end, not the run's length, so that a longer run continues a shorter one. The rate is at its
+    floor from that step on, so that every step before that changes the weights, as does the first of the warm-up.
     """
     assert config.learning_rate is not None  # resolved: each optimizer has its own
-    warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
-    if config.lr_schedule is LrSchedule.CONSTANT or warm < 1.0:
+    asked, warm = config.lr_schedule, min(1.0, (step + 1) / max(1, config.warmup_steps))
+    if asked.name is Course.CONSTANT or warm < 1.0:
         return config.learning_rate * warm
-    horizon = config.schedule_steps or config.num_steps
-    falls = min(config.decay_steps or -(-horizon // 5), horizon)  # the steps in which wsd does
-    begin = horizon - falls if config.lr_schedule is LrSchedule.WSD else config.warmup_steps
+    horizon = asked.end or config.num_steps
+    falls = min(asked.steps or -(-horizon // 5), horizon)  # the steps in which wsd does
+    begin = horizon - falls if asked.name is Course.WSD else config.warmup_steps
     passed = 1.0 if step >= horizon else max(0.0, (step - begin) / max(1, horizon - begin))
-    share = (1 + math.cos(math.pi * passed)) / 2 if config.lr_schedule is LrSchedule.COSINE else 1 - passed
-    return config.learning_rate * (config.lr_floor + (1 - config.lr_floor) * share)
+    if asked.cycles is not None and passed < 1.0:
+        passed = asked.cycles * passed % 1.0
+    is_cosine = asked.name in (Course.COSINE, Course.RESTARTS)
+    share = (1 + math.cos(math.pi * passed)) / 2 if is_cosine else 1 - passed
+    return config.learning_rate * (asked.floor + (1 - asked.floor) * share)

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from bucketline.loader.commands.batch_options import batch_as_text
 from bucketline.loader.config import NOT_OPTIONS, SIZES
 from bucketline.train.spelling import as_words
+from bucketline.train.values import Ema, LossWeight, LrSchedule, TimestepRange, Timesteps
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from bucketline.option_value import OptionValue
     from bucketline.typed_json import Json
 
 _OURS = {
@@ -25,19 +27,19 @@ _OURS = {
     "lora-rank": ("rank", "network-dim", "lora-dim", "lora-r"),
     "lora-alpha": ("network-alpha",),
     "lora-targets": ("lora-layers", "network-args", "target-modules", "layer-filter"),
+    "dora": ("use-dora", "dora-wd"),
+    "lora-dropout": ("network-dropout",),
     "lora-from": ("network-weights", "init-lora"),
     "warmup-steps": ("lr-warmup-steps", "learning-rate-warmup-steps"),
     "lr-schedule": ("lr-scheduler", "lr-scheduler-type", "scheduler"),
-    "schedule-steps": ("lr-scheduler-num-steps",),
     "weight-decay": ("adam-weight-decay", "decay"),
     "clip-norm": ("max-grad-norm", "clip-grad-norm", "gradient-clipping"),
     "optimizer": ("optimizer-type", "optim"),
-    "ema": ("use-ema",),
-    "min-snr-gamma": ("snr-gamma", "min-snr"),
+    "ema": ("use-ema", "ema-decay"),
     "objective": ("prediction-type", "v-parameterization", "parameterization"),
     "shift": ("discrete-flow-shift", "flow-shift", "timestep-shift"),
-    "timestep-min": ("min-timestep", "min-noising-strength"),
-    "timestep-max": ("max-timestep", "max-noising-strength"),
+    "timesteps": ("timestep-sampling", "timestep-type"),
+    "loss-weight": ("flow-weighting",),
     "guidance": ("guidance-scale",),
     "caption-dropout": ("proportion-empty-prompts", "caption-dropout-rate", "caption-dropout-probability", "uncond-p"),
     "offload-blocks": ("blocks-to-swap", "block-swap", "layer-offload-fraction"),
@@ -92,9 +94,28 @@ _ELSEWHERE = {
     "prior preservation is a second --store of class images, with its weight: --store class.store@0.5": (
         *("with-prior-preservation", "class-data-dir", "class-prompt", "prior-loss-weight", "num-class-images", "reg-data-dir"),
     ),
-    "say --timestep-sampling logit_normal or mode; sigma_sqrt and cosmap are --flow-weighting": ("weighting-scheme",),
     "say --recompute 1": ("gradient-checkpointing", "activation-checkpointing", "no-gradient-checkpointing"),
     "--recompute is the share to recompute: 1 less the share to store": ("activation-memory",),
+    "say --timesteps logit-normal or mode, or --loss-weight sigma-sqrt or cosmap": ("weighting-scheme",),
+    "it is in --timesteps logit-normal:MEAN,STD, whose mean has the other sign than in diffusers' scripts": (
+        *("logit-mean", "logit-std"),
+    ),
+    "it is in --timesteps mode:SCALE": ("mode-scale",),
+    "it is in --timestep-range LOW:HIGH, shares of 0 to 1": (
+        *("timestep-min", "timestep-max", "min-timestep", "max-timestep", "min-noising-strength", "max-noising-strength"),
+    ),
+    "say --loss-weight min-snr:5": ("min-snr-gamma", "snr-gamma", "min-snr"),
+    "it is in --lr-schedule, as in cosine@20000": ("schedule-steps", "lr-scheduler-num-steps"),
+    "it is in --lr-schedule, as in cosine:0.1": ("lr-floor", "lr-scheduler-min-lr-ratio", "min-lr-ratio"),
+    "it is in --lr-schedule, as in wsd:500": ("decay-steps", "lr-decay-steps"),
+    "it is in --lr-schedule, as in cosine-restarts:3": ("lr-num-cycles", "lr-scheduler-num-cycles"),
+    "all trained weights decay, as in diffusers' scripts; --weight-decay 0 turns it off": ("decaying",),
+    "they are --betas BETA1,BETA2[,EPS]": ("adam-beta1", "adam-beta2", "adam-epsilon", "optimizer-betas"),
+    "say --loss-weight sigma-squared": ("precondition-outputs",),
+    "use --precision bf16, or fp32 on a GPU that lacks bf16: products of float16 would need a scaled loss": (
+        *("fp16", "use-fp16"),
+    ),
+    "it is in --ema DECAY[:device|cpu][:EVERY], such as 0.9999:cpu:10": ("ema-every",),
     "say --optimizer adamw-8bit": ("use-8bit-adam", "use-8bit-adamw"),
     "say --optimizer prodigy": ("use-prodigy",),
     "give the last steps' export by --export-every, or `bucketline export-model RUN OUTPUT` afterwards": (
@@ -133,6 +154,12 @@ _RENAMED = {
 }
 
 
+_PARTS_BEFORE = (
+    *("ema_decay", "ema_every", "timestep_sampling", "logit_mean", "logit_std", "mode_scale", "timestep_min", "timestep_max"),
+    *("min_snr_gamma", "flow_weighting", "lr_floor", "schedule_steps", "decay_steps"),
+)
+
+
 def translated(recorded: Mapping[str, Json]) -> dict[str, Json]:
     """Return the options that a run or its checkpoint has recorded, also of an earlier version, by the names of this one.
 
@@ -144,4 +171,39 @@ def translated(recorded: Mapping[str, Json]) -> dict[str, Json]:
     if isinstance(stored, float | int):
         options["recompute"] = 1.0 if is_recomputed else 1.0 - stored
     sizes = {name: options.pop(name) for name in (*SIZES, "batch_multiple") if name in options}
-    return as_words(options) | ({"batch": batch_as_text(sizes)} if sizes else {})
+    if sizes:
+        options["batch"] = batch_as_text(sizes)
+    options = as_words(options)
+    words = dict(_merged(options))
+    for name in _PARTS_BEFORE:
+        options.pop(name, None)
+    kinds: dict[str, type[OptionValue]] = {
+        "ema": Ema,
+        "timesteps": Timesteps,
+        "timestep_range": TimestepRange,
+        "loss_weight": LossWeight,
+        "lr_schedule": LrSchedule,
+    }
+    return {**options, **{name: str(kinds[name].parse(word, name)) for name, word in words.items()}}
+
+
+def _merged(options: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
+    """Yield the options that were several, each as one word."""
+    old = options.get
+    if "ema_decay" in options:
+        place = old("ema", "device")
+        yield "ema", "off" if place == "off" else f"{old('ema_decay')}:{place}:{old('ema_every', 1)}"
+    if "timestep_sampling" in options:
+        numbers = {"logit_normal": f":{old('logit_mean')},{old('logit_std')}", "mode": f":{old('mode_scale')}"}
+        name = str(old("timestep_sampling"))
+        yield "timesteps", name.replace("_", "-") + numbers.get(name, "")
+    if "timestep_min" in options:
+        yield "timestep_range", f"{old('timestep_min')}:{old('timestep_max')}"
+    if "min_snr_gamma" in options:
+        gamma, weighting = old("min_snr_gamma"), str(old("flow_weighting") or "none")
+        yield "loss_weight", weighting.replace("_", "-") if gamma is None else f"min-snr:{gamma}"
+    if "lr_floor" in options and (name := str(old("lr_schedule", "constant"))) != "constant":
+        floor, end, steps = old("lr_floor"), old("schedule_steps"), old("decay_steps")
+        if name == "wsd" and floor and not steps:
+            steps = -(-int(str(end)) // 5)
+        yield "lr_schedule", name + f":{steps}" * bool(steps) + f":{floor}" * bool(floor) + f"@{end}" * bool(end)

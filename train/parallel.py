@@ -103,17 +103,21 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], of_groups: Co
         ValueError: if the state belongs to other parameters.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own, groups = optimizer.state_dict()["param_groups"], saved["param_groups"]
+    numbers = [*range(len(parameters))]
+    if was_split := len(groups) > len(own):  # of an older version, in which only matrices could decay: these came first
+        numbers.sort(key=lambda number: parameters[number].ndim <= 1)
     state: dict[int, dict[str, Any]] = {}
-    for number, entry in saved["state"].items():
-        parameter = parameters[number]
+    for before, entry in saved["state"].items():
+        parameter = parameters[number := numbers[before]]
         if any(entry[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq") if name in entry):
             raise ValueError(f"the optimizer's state {number} has shapes of another model, expected {tuple(parameter.shape)}")
         state[number] = {name: _of_parameter(value, parameter) for name, value in entry.items()}
-    own = optimizer.state_dict()["param_groups"]
-    if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
+    counts, saved_counts = ([len(group["params"]) for group in some] for some in (own, groups))
+    if sum(counts) != sum(saved_counts) or (counts != saved_counts and not was_split):
         raise ValueError("the optimizer's state has a different number of parameters")
-    for group, before in zip(own, saved["param_groups"], strict=True):
-        group |= {name: before[name] for name in of_groups}
+    for group, saved_group in zip(own, groups, strict=False):
+        group |= {name: saved_group[name] for name in of_groups}
     optimizer.load_state_dict({"state": state, "param_groups": own})
 
 

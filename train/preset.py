@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from bucketline.dtype_names import choice_of
 from bucketline.errors import UsageError
 from bucketline.help_screen import suggestion
+from bucketline.option_value import is_option_value
 from bucketline.train.option_names import ELSEWHERE
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - any type of a
 
 def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, or a value of an enumeration
     """Return whether the command line would take a value of TOML for one of this kind."""
+    if is_option_value(kind):
+        return isinstance(value, int | float | str)  # what it spells is checked with the others
     if isinstance(kind, str):
         return isinstance(value, str) and choice_of(value, (kind,)) is not None
     if kind is bool or isinstance(value, bool) or not isinstance(value, int | float | str):

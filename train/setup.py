@@ -29,7 +29,7 @@ from bucketline.train.compile import (
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import IN_PROCESS, Compile, Ema, LrSchedule, Objective, Precision, TrainConfig, WeightDtype
+from bucketline.train.config import IN_PROCESS, Compile, Objective, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import mean_weight, open_loader
 from bucketline.train.ema import Average
 from bucketline.train.models.encoder_check import refuse_other_configs, refuse_other_encoders
@@ -52,6 +52,7 @@ from bucketline.train.parallel import (
 from bucketline.train.recompute import recompute
 from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place_model, shard_ranks_of
 from bucketline.train.step import Training
+from bucketline.train.values import Course, Ema, EmaPlace, LrSchedule, Weighting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -120,15 +121,17 @@ def refuse_model(config: TrainConfig) -> None:
 
 
 def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainConfig:
-    """Return the configuration with the precision that `auto` means and the optimizer's learning rate.
+    """Return the configuration with what its options leave open: precision, learning rate, place of the average.
 
     On a GPU, let fp32 use TF32, and cuDNN search for its fastest convolutions.
     """
     if config.learning_rate is None:
         config = replace(config, learning_rate=kind_of(config).learning_rate)
+    if config.ema.decay is not None and config.ema.place is None:
+        config = replace(config, ema=replace(config.ema, place=EmaPlace.DEVICE))
     if config.precision is Precision.AUTO:
         before = None if start.state is None else start.state.config.get("precision")
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         config = replace(config, precision=Precision(str(before or (Precision.BF16 if has_bf16 else Precision.FP32))))
     if config.precision is Precision.FP8:
         from bucketline.train.lowbit.float8 import expect_float8
@@ -165,9 +168,10 @@ def with_length(config: TrainConfig, start: Start, loader: Loader) -> TrainConfi
                 f"{start.steps_done}; give more"
             )
         config = replace(config, max_steps=steps, epochs=None)
-    if config.schedule_steps is None and config.lr_schedule is not LrSchedule.CONSTANT:
-        horizon = None if start.state is None else start.state.config.get("schedule_steps")
-        config = replace(config, schedule_steps=horizon if isinstance(horizon, int) else config.max_steps)
+    if (schedule := config.lr_schedule).end is None and schedule.name is not Course.CONSTANT:
+        recorded = "constant" if start.state is None else str(start.state.config.get("lr_schedule", "constant"))
+        end = LrSchedule.parse(recorded, "the resumed run's --lr-schedule").end or config.max_steps
+        config = replace(config, lr_schedule=replace(schedule, end=end))
     return config
 
 
@@ -179,7 +183,7 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
         StateError: if the checkpoint belongs to another model.
     """
     device, store = loader.device, loader.shares[0].store
-    family, model, schedule = _load_model(config, ranks, loader, resumes=start.checkpoint is not None)
+    family, model, schedule = _load_model(config, ranks, loader, start.checkpoint)
     weights = weights_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)
     compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
     recompute(model, config, is_compiled=compiled)
@@ -189,8 +193,10 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
         from bucketline.train.lowbit.offload import offload_blocks
 
         offload_blocks(model, config.offload_blocks, device, layout_on(device))
-    kept = config.ema if kind_of(config).average is None else Ema.OFF
-    average_of_model = functools.partial(Average, decay=config.ema_decay, place=kept, every=config.ema_every, seed=config.seed)
+    kept = config.ema if kind_of(config).average is None else Ema()
+    average_of_model = functools.partial(
+        Average, decay=kept.decay, place=kept.place or EmaPlace.DEVICE, every=kept.every, seed=config.seed
+    )
     average = place_model(model, config, ranks, device, weights, start.checkpoint, average_of_model)
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
@@ -216,9 +222,9 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
 
 
 def _load_model(
-    config: TrainConfig, ranks: TrainRanks, loader: Loader, *, resumes: bool
+    config: TrainConfig, ranks: TrainRanks, loader: Loader, resumed: Path | None
 ) -> tuple[Family, nn.Module, ModelSchedule]:
-    """Load the model and its noise schedule, and add adapters; `resumes`: a checkpoint fills these, not a file."""
+    """Load the model and its noise schedule, and add adapters; those of a `resumed` checkpoint, which will fill them."""
     store, device = loader.shares[0].store, loader.device  # all stores have the encoders of the first
     shard_ranks_of(config, ranks)  # refused before weights are read
     expect_possible(config, ranks.world_size)
@@ -234,8 +240,8 @@ def _load_model(
     from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
     schedule = _schedule_of(config, folder, family, device)
     if config.lora_rank is not None:
-        add_adapters(model, family, config)
-        if config.lora_from is not None and not resumes:
+        add_adapters(model, family, config, None if resumed is None else _layers_in(resumed, family))
+        if config.lora_from is not None and resumed is None:
             from bucketline.train.outputs.lora_file import start_from
 
             start_from(config.lora_from, model, family.lora_pipeline)
@@ -248,6 +254,14 @@ def _load_model(
 
         quantise_base(model, config.base, device)
     return family, model, schedule
+
+
+def _layers_in(resumed: Path, family: Family) -> list[str]:
+    """Return the layers with adapters in a checkpoint: an older version may have had others by default."""
+    weights = weights_of(family, adapters=True)
+    assert isinstance(weights, Adapters)
+    with checkpoint.of_this_model(resumed):
+        return weights.layers(resumed)
 
 
 def _schedule_of(config: TrainConfig, folder: Path, family: Family, device: torch.device) -> ModelSchedule:
@@ -265,11 +279,13 @@ def _schedule_of(config: TrainConfig, folder: Path, family: Family, device: torc
             f"image_guidance is {config.image_guidance}, and {family.pipelines[0]} guides by a second model, which is not "
             "trained; leave it out: images are drawn without guidance"
         )
-    if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:
-        raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; use --flow-weighting")
-    if config.flow_weighting is not None and schedule.objective is not Objective.FLOW:
+    of_a_flow = config.loss_weight.name is not Weighting.MIN_SNR
+    if config.loss_weight.name is not Weighting.NONE and of_a_flow is not (schedule.objective is Objective.FLOW):
+        others = "min-snr:GAMMA" if of_a_flow else "cosmap, sigma-sqrt or sigma-squared"
+        raise UsageError(f"--loss-weight is {config.loss_weight}, and the objective is {schedule.objective}; use {others}")
+    if config.noise_offset and schedule.objective is Objective.FLOW:
         raise UsageError(
-            f"--flow-weighting is {config.flow_weighting}, and the objective is {schedule.objective}; use --min-snr-gamma"
+            f"--noise-offset is {config.noise_offset}, and the objective is a flow, which ends in plain noise: leave it out"
         )
     return schedule
 
@@ -339,6 +355,8 @@ def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> Non
             start.steps_done,
             now,
         )
+    if start.state.config.get("decaying") == "matrices":
+        log.warning("--decaying was matrices before, which is no longer an option: biases and norms decay as well now")
     present = config_as_json(config)
     free = _FREE if training.family.is_told_guidance else _FREE | {"guidance"}
     for name, value in (BEFORE | start.state.config).items():

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from bucketline.loader.plan.permutation import key_of
 from bucketline.train.noise import squared_error, weighted
 from bucketline.train.optim import learning_rate_at
 from bucketline.train.parallel import free_gathered, without_sync
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from bucketline.train.config import TrainConfig
     from bucketline.train.ema import Average
     from bucketline.train.noise import Prep
+
+_DROPOUT = 4  # purpose of a seed; the plan uses 1 and 2, the rows' keys 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,9 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
     for micro_step in range(config.accumulation):
         batch = next(batches)
         assert (batch.step, batch.micro_step) == (step, micro_step), "the loader and the trainer count steps alike"
+        if config.lora_dropout:  # the one draw of torch's own: from here, so that a resumed run draws the same
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            torch.manual_seed(key_of(config.seed, _DROPOUT, step, micro_step, rank) >> 1)
         # Ranks exchange gradients once per step, in its last backward pass.
         with without_sync(model, is_last=micro_step == config.accumulation - 1):
             # All batches of a step have the same size and processes average, so this is the mean over the global batch.

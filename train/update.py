@@ -25,7 +25,7 @@ def make_adamw(model: nn.Module, groups: Groups, options: Options) -> Optimizer:
         from bucketline.train.optimizers.rounded_adamw import make_fp32
 
         return make_fp32(model, groups, options)
-    return torch.optim.AdamW(groups, lr=options.learning_rate, fused=True)
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas.pair, eps=options.betas.eps, fused=True)
 
 
 def begin_step(optimizer: Optimizer, step: int, learning_rate: float) -> None:

@@ -359,7 +359,7 @@ class TrainBase(Case):
     """Seed of the samples, their noise and timesteps, and of a model without weights."""
 
     def measure(self, folder: Path) -> list[Result]:
-        from bucketline.train.config import Base, Compile, Ema, Precision
+        from bucketline.train.config import Base, Compile, Precision
 
         if (self.store is None) is not (self.model is None):
             raise UsageError("--store and --model are for each other, and one of them is missing: give both or neither")
@@ -374,7 +374,7 @@ class TrainBase(Case):
             seed=self.seed,
             max_steps=self.repeats,
             lora_rank=1,  # its output is zero before the first step
-            ema=Ema.OFF,
+            ema="off",
             compile=Compile.OFF,
             precision=Precision.FP32,
         )

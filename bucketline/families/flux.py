@@ -45,7 +45,10 @@ class Flux(Family):
     scheduler = flow(  # as published with FLUX.1-dev
         3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
     )
-    lora_targets = (*Family.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    lora_targets = (  # as in diffusers' training script: the feed-forward layers of the blocks of two streams as well
+        *(*Family.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    )
 
     def __init__(self, config: Mapping[str, Json], store: StoreFacts) -> None:
         """FLUX.1-schnell takes no guidance at all; for its pipeline, that of negative prompts has another name."""

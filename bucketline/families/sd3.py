@@ -40,7 +40,9 @@ class Sd3(Family):
     embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "pooled_prompt_embeds": POOLED}
     has_mask = False
     scheduler = flow(3.0)  # as published with Stable Diffusion 3 Medium
-    lora_targets = (*Family.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    lora_targets = tuple(  # as in diffusers' training script: without 3.5's second attention, attn2
+        f"attn.{layer}" for layer in (*Family.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    )
 
     @classmethod
     def extras(cls, model: Model) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class Purpose(IntEnum):
     NOISE = 4
     TIMESTEP = 5
     POSTERIOR = 6
+    NOISE_OFFSET = 7
 
 
 def keys_of_rows(seed: int, steps: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:

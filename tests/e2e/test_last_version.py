@@ -219,7 +219,9 @@ def test_a_pack_adopts_what_a_killed_one_left() -> None:
 
 def train(like: str, output: str, max_steps: int, *options: str, store: str = "photos.store") -> None:
     """Run the trainer with the options that version 0.1.0 was given, by their names of today."""
-    given = TRAIN[like].replace("--accum ", "--accumulation ").replace("photos.store", store)
+    given = TRAIN[like].replace("photos.store", store)
+    for old, new in (("--accum ", "--accumulation "), ("--min-snr-gamma 5", "--loss-weight min-snr:5")):
+        given = given.replace(old, new)
     train_main([*given.split(), "--num-images", "0", "--output-dir", output, "--max-steps", str(max_steps), *options])
 
 

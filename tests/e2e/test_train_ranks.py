@@ -18,10 +18,11 @@ import pytest
 from PIL import Image
 
 from bucketline.store import Store
-from bucketline.train.config import Base, Decaying, Ema, LrSchedule, Precision, TimestepSampling, WeightDtype
+from bucketline.train.config import Base, Precision, WeightDtype
 from bucketline.train.optim import OPTIMIZERS
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
+from bucketline.train.values import Ema, EmaPlace
 from tests.commands import ROOT
 from tests.forked_ranks import ForkedRanks
 from tests.kit import flip_bit
@@ -124,17 +125,14 @@ def test_two_ranks_equal_one_rank_whatever_was_chosen(folder: Path, run: Run) ->
         store=(folder / "tiny.store", f"{folder}/other.store@0.25"),
         output_dir=folder / "one",
         max_steps=6,
-        lr_schedule=LrSchedule.WSD,
-        decay_steps=3,
-        decaying=Decaying.MATRICES,
-        ema_every=2,
-        min_snr_gamma=5.0,
-        timestep_sampling=TimestepSampling.MODE,
-        timestep_min=0.1,
-        timestep_max=0.9,
+        lr_schedule="wsd:3",
+        ema="0.9999:2",
+        loss_weight="min-snr:5",
+        timesteps="mode",
+        timestep_range="0.1:0.9",
     )
     run(1, one)
-    two = replace(one, output_dir=folder / "two", accumulation=1, ema=Ema.CPU)
+    two = replace(one, output_dir=folder / "two", accumulation=1, ema=Ema(decay=0.9999, place=EmaPlace.CPU, every=2))
     run(2, two)
     assert_equal_within_floating_point(one.output_dir, two.output_dir)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from bucketline.train.config import Ema
 from bucketline.train.memory.activations import BatchSizes
 from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.memory.table import CountedModel, run_of
@@ -36,7 +35,7 @@ CHOICES: tuple[dict[str, Any], ...] = (
     {},
     {"recompute": 0.5},
     {"recompute": 1.0},
-    {"ema": Ema.OFF, "optimizer": "adamw-bf16"},
+    {"ema": "off", "optimizer": "adamw-bf16"},
     {"lora_rank": 16},
     {"lora_rank": 16, "recompute": 1.0},
 )

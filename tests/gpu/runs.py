@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from bucketline.train.compile import graphs_compiled, warm_up
-from bucketline.train.config import Compile, Ema
+from bucketline.train.config import Compile
 from bucketline.train.ema import Average
 from bucketline.train.parallel import load_optimizer, whole
 from bucketline.train.sharding import fill_from_rank_zero, shard, shard_mesh, tensors_of
 from bucketline.train.step import train_step
 from bucketline.train.trainer import train
+from bucketline.train.values import EmaPlace
 from tests.gpu.material import DEVICE, ON_GPU, run_folder, tell, tiny_batch, tiny_training
 from tests.unit.train.tiny_run import ALONE, config, losses
 
@@ -46,7 +47,7 @@ def resume() -> None:
 def ema() -> None:
     """The average in host memory is the device's, and the weights are the same bits after it was applied (finding 12)."""
     training = tiny_training("sd", bf16=True)
-    averages = {place: Average(training.model, 0.9, place=place) for place in (Ema.DEVICE, Ema.CPU)}
+    averages = {place: Average(training.model, 0.9, place=place) for place in EmaPlace}
     for step in range(4):
         train_step(training, iter([tiny_batch("sd", 8, 8, step=step)]), step)
         for average in averages.values():
@@ -57,8 +58,8 @@ def ema() -> None:
         with average.applied():
             found[place] = {name: tensor.clone() for name, tensor in tensors_of(training.model).items()}
     stays = all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(training.model).items())
-    off = max(float((found[Ema.DEVICE][name] - found[Ema.CPU][name]).abs().max()) for name in before)
-    moved = any(not torch.equal(found[Ema.CPU][name], before[name]) for name in before)
+    off = max(float((found[EmaPlace.DEVICE][name] - found[EmaPlace.CPU][name]).abs().max()) for name in before)
+    moved = any(not torch.equal(found[EmaPlace.CPU][name], before[name]) for name in before)
     tell("ema: on the device as in host memory", ok=stays and moved and off < 1e-6, off=off)
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from bucketline.errors import UsageError
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import family_of_model
-from bucketline.train.config import Base, Ema, Precision, TrainConfig, WeightDtype
+from bucketline.train.config import Base, Precision, TrainConfig, WeightDtype
 from bucketline.train.lowbit.offload import frozen_bytes, offloaded
 from bucketline.train.memory.activations import BatchSizes, StepBytes, kept_activations, latent_size, step_bytes
 from bucketline.train.memory.live import LiveBytes
@@ -25,6 +25,7 @@ from bucketline.train.optim import OPTIMIZERS, kind_of, make_optimizer
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.recompute import recompute
 from bucketline.train.spelling import DDP
+from bucketline.train.values import Ema, EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -61,9 +62,9 @@ def choices(rank: int) -> tuple[_Options, ...]:
     waiting: _Options = {"recompute": 1.0, "offload_blocks": EVERY_BLOCK}
     return (
         {},
-        {"ema": Ema.CPU},
+        {"ema": Ema(decay=0.9999, place=EmaPlace.CPU)},
         *({"optimizer": name} for name in OPTIMIZERS if name != "adamw"),
-        {"weights": WeightDtype.BF16, "optimizer": "adamw-8bit", "ema": Ema.OFF},
+        {"weights": WeightDtype.BF16, "optimizer": "adamw-8bit", "ema": Ema()},
         {"sharding": "fsdp"},
         adapters,
         *({**adapters, "base": base} for base in (Base.INT8, Base.NF4)),
@@ -140,7 +141,7 @@ class CountedModel:
         share = 1 if asked.sharding == DDP else ranks
         weights = sum(parameter.nbytes for parameter in trained) // share
         moments = self._optimizer_bytes(asked)[0] // share
-        is_averaged = asked.ema is Ema.DEVICE and kind_of(asked).average is None
+        is_averaged = asked.ema.decay is not None and asked.ema.place is not EmaPlace.CPU and kind_of(asked).average is None
         return Memory(weights=held + weights, gradients=weights, moments=moments, average=weights if is_averaged else 0)
 
     def need(self, asked: TrainConfig, sizes: BatchSizes, ranks: int = 1) -> int:

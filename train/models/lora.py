@@ -15,6 +15,8 @@ from bucketline.errors import UsageError
 from bucketline.train.config import Precision
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from bucketline.families.family import Family
@@ -34,8 +36,10 @@ ADAPTER = ".lora_"  # in the names of peft's modules
 IN_A_BLOCK = re.compile(r"(^|\.)(\d+|mid_block)\.")
 
 
-def add_adapters(model: nn.Module, family: Family, config: TrainConfig) -> None:
+def add_adapters(model: nn.Module, family: Family, config: TrainConfig, layers: Sequence[str] | None = None) -> None:
     """Freeze the model and add adapters, initialized from `--seed`; only these are trained, in 32 bits.
+
+    `layers`: those of the run that is resumed; None: by `--lora-targets`.
 
     Raises:
         UsageError: if the model has no layers with the requested names.
@@ -44,7 +48,7 @@ def add_adapters(model: nn.Module, family: Family, config: TrainConfig) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     assert config.lora_rank is not None
-    targets = adapted_layers(model, family, config.lora_targets)
+    targets = adapted_layers(model, family, config.lora_targets) if layers is None else [*layers]
     model.requires_grad_(requires_grad=False)
     if config.precision is Precision.BF16:  # read in it, but for modules that diffusers keeps in 32 bits
         torch.nn.Module.to(model, dtype=torch.bfloat16)
@@ -52,6 +56,8 @@ def add_adapters(model: nn.Module, family: Family, config: TrainConfig) -> None:
         r=config.lora_rank,
         lora_alpha=config.lora_rank if config.lora_alpha is None else config.lora_alpha,
         target_modules=targets,
+        lora_dropout=config.lora_dropout,
+        use_dora=config.dora,
         init_lora_weights="gaussian",
     )
     with torch.random.fork_rng(devices=[]), next(model.parameters()).device:

@@ -41,7 +41,8 @@ class PlainAdamW8bit(AdamW8bit):  # type: ignore[misc]
     """AdamW8bit whose state in a checkpoint is plain tensors, and whose random numbers follow from the step."""
 
     def __init__(self, groups: Groups, options: Options) -> None:
-        super().__init__(groups, lr=options.learning_rate, bf16_stochastic_round=options.rounds_weights)
+        moments = {"betas": options.betas.pair, "eps": options.betas.eps}
+        super().__init__(groups, lr=options.learning_rate, **moments, bf16_stochastic_round=options.rounds_weights)
         self.rounding: Rounding = options.rounding
         self._compiled, self._rounds = options.compiled, options.rounds_weights
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bucketline.train.optim import OptimizerKind
 
-ADAMW_BF16 = OptimizerKind(make="bucketline.train.optimizers.rounded_adamw:make_bf16", takes_bf16=True, shards=True)
-ADAMW_8BIT = OptimizerKind(make="bucketline.train.optimizers.adamw_8bit:make", takes_bf16=True)
+ADAMW_BF16 = OptimizerKind(
+    make="bucketline.train.optimizers.rounded_adamw:make_bf16", takes_bf16=True, takes_betas=True, shards=True
+)
+ADAMW_8BIT = OptimizerKind(make="bucketline.train.optimizers.adamw_8bit:make", takes_bf16=True, takes_betas=True)
 ADAFACTOR = OptimizerKind(make="bucketline.train.optimizers.adafactor:make", learning_rate=1e-2)
 MUON = OptimizerKind(make="bucketline.train.optimizers.muon:make", shards=True)
 PRODIGY = OptimizerKind(

@@ -46,7 +46,7 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: Groups, options: Options, *, moments: torch.dtype) -> None:
         """`moments`: their dtype; the weights keep theirs."""
-        super().__init__(groups, {"lr": options.learning_rate, "betas": (0.9, 0.999), "eps": 1e-8})
+        super().__init__(groups, {"lr": options.learning_rate, "betas": options.betas.pair, "eps": options.betas.eps})
         self.rounding: Rounding = options.rounding
         self._moments = moments
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from schedulefree import AdamWScheduleFree
 
-from bucketline.train.config import Ema
 from bucketline.train.ema import Average
 from bucketline.train.parallel import local, sharded_like
+from bucketline.train.values import EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,11 +30,11 @@ def make(_model: nn.Module, groups: Groups, options: Options) -> Optimizer:
 class OwnAverage(Average):
     """The optimizer's own average, in place of an EMA: nothing is kept between evaluations."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, place: Ema) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, place: EmaPlace | None) -> None:
         """`place`: of the weights while the average stands in for them."""
-        super().__init__(model, 0.0, place=Ema.OFF)
+        super().__init__(model, None)
         self.is_kept = True
-        self._optimizer, self._place = optimizer, place
+        self._optimizer, self._place = optimizer, place or EmaPlace.DEVICE
         self._sources = [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
     def update(self, step: int) -> None:
@@ -54,7 +54,7 @@ class OwnAverage(Average):
         The library's way back computes them from the average, which rounds.
         """
         weights = [local(tensor.detach()) for tensor in self._sources]
-        kept = [weight.to("cpu" if self._place is Ema.CPU else weight.device, copy=True) for weight in weights]
+        kept = [weight.to("cpu" if self._place is EmaPlace.CPU else weight.device, copy=True) for weight in weights]
         self._optimizer.eval()  # type: ignore[attr-defined]
         try:
             yield

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PEFT_PREFIX = "base_model.model."
+MAGNITUDE = "magnitude_vector"  # of DoRA, for each output of a layer
 KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
 LORA_METADATA = "lora_adapter_metadata"  # in files of diffusers and ours: peft's configuration
 _NAME = re.compile(r"(?P<layer>.+?)\.(?:lora[_.](?:(?P<down>A|down)|(?P<up>B|up))(?:\.default)?\.weight|(?P<alpha>alpha))")
@@ -46,6 +47,10 @@ def for_other_tools(tensors: Mapping[str, Tensor], part: str, alpha: float, *, i
     for name, tensor in tensors.items():
         layer, _, end = name.removeprefix(PEFT_PREFIX).removeprefix(f"{part}.").rpartition(".lora_")
         own = f"lora_{part}_{layer.replace('.', '_')}" if is_kohyas else f"{part}.{layer}"
+        if end == MAGNITUDE:
+            up = tensors[name.removesuffix(end) + "B.weight"]
+            found[f"{own}.dora_scale"] = tensor.reshape(-1, *(1 for _ in up.shape[1:]))
+            continue
         found[f"{own}.{KOHYA_ENDS[end]}"] = tensor
         found[f"{own}.alpha"] = torch.tensor(float(alpha))
     return found

@@ -8,7 +8,7 @@ import json
 import logging
 import platform
 import subprocess
-from dataclasses import asdict
+from dataclasses import fields
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from bucketline.files.locks import FileLock
 from bucketline.files.run_marker import CONFIG, METRICS, STATUS, is_run
 from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import redacted_store
+from bucketline.option_value import OptionValue
 from bucketline.train.outputs import checkpoint, metrics
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.parallel import OtherRankFailedError
@@ -66,11 +67,11 @@ def find_start(config: TrainConfig) -> Start:
         raise UsageError(
             f"--max-steps is {config.max_steps}, and {folder} is already at step {state.steps_done}; use that many or more"
         )
-    for name in ("lora_rank", "lora_targets"):  # compared before a model is loaded that the adapters do not fit
-        before, now = state.config.get(name), getattr(config, name)
+    for name in ("lora_rank", "lora_targets", "dora"):  # compared before a model is loaded that the adapters do not fit
+        before, now = state.config.get(name) or None, getattr(config, name) or None
         if before != now:
             option = "--" + name.replace("_", "-")
-            remedy = f"leave out {option}" if before is None else f"use {option} {before}"
+            remedy = f"leave out {option}" if before is None else f"use {option} {before}".removesuffix(" True")
             raise UsageError(
                 f"{option} is {now}, and {folder} was trained with {before}; {remedy}, "
                 "or start a new run in another --output-dir"
@@ -182,8 +183,9 @@ def versions() -> dict[str, str]:
 
 def config_as_json(config: TrainConfig) -> dict[str, Json]:
     """Return the configuration as JSON values."""
-    values = {**asdict(config), "store": [redacted_store(str(path)) for path in config.store]}
-    return {name: str(value) if isinstance(value, Path) else encode(value) for name, value in values.items()}
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    values["store"] = [redacted_store(str(path)) for path in config.store]
+    return {name: str(value) if isinstance(value, Path | OptionValue) else encode(value) for name, value in values.items()}
 
 
 @cache

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
@@ -125,6 +126,20 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         return load_file(folder / (LORA_FILE if self.pipeline else PEFT_FILE))
+
+    def layers(self, checkpoint: Path) -> list[str]:
+        """Return the layers that have adapters in a checkpoint, as names or ends of names.
+
+        Raises:
+            OSError, ValueError, KeyError: if it has no such adapters.
+        """
+        from bucketline.train.outputs.lora_file import LORA_METADATA
+
+        folder = checkpoint / self.folder
+        if not self.pipeline:
+            return [*json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))["target_modules"]]
+        with safe_open(folder / LORA_FILE, "pt") as file:
+            return [*json.loads(file.metadata()[LORA_METADATA])[f"{self.part}.target_modules"]]
 
     def fill(self, folder: Path, model: nn.Module) -> None:
         stored = self.read(folder)

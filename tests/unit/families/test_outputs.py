@@ -11,7 +11,7 @@ from peft import PeftModel
 
 from bucketline.errors import UsageError
 from bucketline.families.registry import family_of_pipeline
-from bucketline.train.config import Ema, TrainConfig
+from bucketline.train.config import TrainConfig
 from bucketline.train.outputs import run_dir
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.outputs.export import export_model
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def trainer_of(packed: Packed | PackedFamily, output: Path, **changes: Any) -> Iterator[Trainer]:
     """Yield a trainer whose batches have both captions."""
     asked: dict[str, Any] = {"store": (packed.store,), "model": packed.model, "output_dir": output, "batch": "2"}
-    asked |= {"max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-2, "num_images": 0, "ema": Ema.OFF, **changes}
+    asked |= {"max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-2, "num_images": 0, "ema": "off", **changes}
     config = TrainConfig(**asked)
     start = Start(checkpoint=None, state=None)
     with contextlib.closing(Trainer(config, ALONE, start_processes(config), start)) as trainer:
@@ -87,9 +87,12 @@ def test_guidance_of_images_by_a_model_that_is_not_trained_is_refused(packed: Pa
         assert trainer.training.family.image_guidance == 1.0
 
 
-def test_adapters_in_the_pipeline_predict_what_the_trainers_model_predicts(packed: Packed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"dora": True, "lora_dropout": 0.5}], ids=["LoRA", "DoRA"])
+def test_adapters_in_the_pipeline_predict_what_the_trainers_model_predicts(
+    packed: Packed, tmp_path: Path, more: dict[str, Any]
+) -> None:
     """By the pipeline's `load_lora_weights`, or by PEFT for the families whose pipeline has none of its model."""
-    with trainer_of(packed, tmp_path / "run", lora_rank=2, lora_alpha=6.0, lora_targets="all") as trainer:
+    with trainer_of(packed, tmp_path / "run", lora_rank=2, lora_alpha=6.0, lora_targets="all", **more) as trainer:
         checkpoint = run(trainer).checkpoint
         export_model(tmp_path / "run", tmp_path / "export", last=True, dtype="F32")
         batch = next(trainer.loader.forever())

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 
-from bucketline.train.config import FlowWeighting, Objective, TimestepSampling
+from bucketline.train.config import Objective
 from bucketline.train.step import train_step
 from tests.family_models import FORMS
 from tests.unit.families.conftest import QUICK
@@ -36,25 +36,27 @@ MOST = {
     "second gradient norm": 1e-5,  # AdamW's first step is as long for the smallest gradient as for the largest
 }
 PRIOR = 0.25  # weight of a prior's loss
-SPREAD = {"timestep_sampling": TimestepSampling.LOGIT_NORMAL, "logit_mean": 0.5, "logit_std": 1.5}
+SPREAD = {"timesteps": "logit-normal:0.5,1.5"}
 OF_NOISE: dict[str, dict[str, Any]] = {
-    "min-snr": {"min_snr_gamma": 5.0},
+    "min-snr": {"loss_weight": "min-snr:5"},
     "v-prediction": {"objective": Objective.V_PREDICTION},
-    "v-prediction min-snr": {"objective": Objective.V_PREDICTION, "min_snr_gamma": 5.0},
+    "v-prediction min-snr": {"objective": Objective.V_PREDICTION, "loss_weight": "min-snr:5"},
     "flow": {"objective": Objective.FLOW, "shift": 3.0},
     "logit-normal": SPREAD,
+    "noise offset": {"noise_offset": 0.1},
+    "betas": {"betas": "0.8,0.95,1e-6"},
     "accumulation": {"accumulation": 2},
     "prior": {"prior": PRIOR},
 }
 OF_FLOW: dict[str, dict[str, Any]] = {
     "logit-normal": SPREAD,
-    "mode": {"timestep_sampling": TimestepSampling.MODE},
-    "sigma-sqrt": {"flow_weighting": FlowWeighting.SIGMA_SQRT},
-    "cosmap": {"flow_weighting": FlowWeighting.COSMAP, **SPREAD},
+    "mode": {"timesteps": "mode"},
+    "sigma-sqrt": {"loss_weight": "sigma-sqrt"},
+    "cosmap": {"loss_weight": "cosmap", **SPREAD},
     "shift": {"shift": 1.7},
     "guidance": {"guidance": 3.5},
     "recomputed": {"recompute": 1.0},
-    "prior": {"prior": PRIOR, "flow_weighting": FlowWeighting.SIGMA_SQRT},
+    "prior": {"prior": PRIOR, "loss_weight": "sigma-sqrt"},
 }
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     **{form: {"": {}} for form in FORMS},
@@ -116,7 +118,8 @@ def assert_same_steps(packed: Packed | PackedFamily, output: Path, options: dict
         assert len(trained) == len(own)
         if prior is not None:  # of a half of each batch
             training = replace(training, mean_weight=(1 + prior) / 2)
-        optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)
+        asked = config.betas
+        optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, betas=(asked.beta1, asked.beta2), eps=asked.eps)
         batches = trainer.loader.forever()
         for step in range(2):
             taken = [next(batches) for _ in range(config.accumulation)]

@@ -19,7 +19,8 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
 from torch.nn.functional import mse_loss, pixel_shuffle, pixel_unshuffle
 
 from bucketline.loader.plan.rng import Purpose, normal, uniform
-from bucketline.train.config import Objective, TimestepSampling
+from bucketline.train.config import Objective
+from bucketline.train.values import TimestepSampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -94,18 +95,19 @@ class Script:
         """Return a batch's loss."""
         clean = scaled(self.vae, self.family, batch.latents.float())
         noise = normal(batch.keys, Purpose.NOISE, shape=tuple(clean.shape[1:]))
+        noise += self.asked.noise_offset * normal(batch.keys, Purpose.NOISE_OFFSET, shape=(clean.shape[1], 1, 1))
         indices = (self._density(batch) * T).long()
         is_flow = not isinstance(self.scheduler, diffusers.DDPMScheduler)
         weighting = torch.ones(len(clean))
         if is_flow:
             sigmas = self._sigmas(clean)[indices].view(-1, 1, 1, 1)
             noisy, told, target = (1.0 - sigmas) * clean + sigmas * noise, sigmas.flatten() * T, noise - clean
-            weighting = compute_loss_weighting_for_sd3(str(self.asked.flow_weighting), sigmas).flatten()
+            weighting = compute_loss_weighting_for_sd3(self.asked.loss_weight.name.replace("-", "_"), sigmas).flatten()
         else:
             noisy, told, target = self.scheduler.add_noise(clean, noise, indices), indices, noise
             if is_v := self.scheduler.config.prediction_type == "v_prediction":
                 target = self.scheduler.get_velocity(clean, noise, indices)
-            if (gamma := self.asked.min_snr_gamma) is not None:
+            if (gamma := self.asked.loss_weight.gamma) is not None:
                 snr = compute_snr(self.scheduler, indices)
                 weighting = torch.stack([snr, gamma * torch.ones_like(indices)], dim=1).min(dim=1)[0] / (snr + is_v)
         prediction = CALLS[self.family](self.model, noisy, told, batch, self.asked.guidance)
@@ -117,13 +119,13 @@ class Script:
 
     def _density(self, batch: Batch) -> Tensor:
         """Return the share of all timesteps up to that of each row, as `compute_density_for_timestep_sampling` draws it."""
-        asked = self.asked
-        if asked.timestep_sampling is TimestepSampling.LOGIT_NORMAL:
+        asked = self.asked.timesteps
+        if asked.name is TimestepSampling.LOGIT_NORMAL:
             drawn = normal(batch.keys, Purpose.TIMESTEP, (1,))[:, 0].double()
-            return torch.sigmoid(asked.logit_mean + asked.logit_std * drawn)
+            return torch.sigmoid(asked.mean + asked.std * drawn)
         u = uniform(batch.keys, Purpose.TIMESTEP)
-        if asked.timestep_sampling is TimestepSampling.MODE:
-            return 1 - u - asked.mode_scale * (torch.cos(math.pi * u / 2) ** 2 - 1 + u)
+        if asked.name is TimestepSampling.MODE:
+            return 1 - u - asked.scale * (torch.cos(math.pi * u / 2) ** 2 - 1 + u)
         return u
 
     def _sigmas(self, clean: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Packed:
             "max_steps": 2,
             "log_every": 1,
             "warmup_steps": 0,
-            "ema_decay": 0.5,
+            "ema": 0.5,
             "val_timesteps": 2,
             "num_images": 0,
             "image_steps": 2,

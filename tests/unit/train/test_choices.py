@@ -14,35 +14,33 @@ from safetensors.torch import load_file
 
 from bucketline.allocator import set_up_torch
 from bucketline.errors import UsageError
-from bucketline.train.config import Decaying, Ema, FlowWeighting, LrSchedule, Objective, TimestepSampling
+from bucketline.train.config import Objective
 from bucketline.train.outputs import run_dir
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.recompute import recomputed
 from bucketline.train.trainer import train
+from bucketline.train.values import Ema, LrSchedule
 from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts
 
 CHOICES: dict[str, dict[str, Any]] = {
-    "ema off": {"ema": Ema.OFF},
-    "ema on the cpu": {"ema": Ema.CPU, "ema_every": 2},
-    "ema every few steps": {"ema_every": 2},
-    "a cosine, and biases that do not decay": {
-        "lr_schedule": LrSchedule.COSINE,
-        "lr_floor": 0.1,
-        "decaying": Decaying.MATRICES,
-    },
-    "min-SNR and timesteps by mode": {"min_snr_gamma": 5.0, "timestep_sampling": TimestepSampling.MODE, "timestep_max": 0.9},
+    "ema off": {"ema": "off"},
+    "ema on the cpu": {"ema": "0.9999:cpu:2"},
+    "ema every few steps": {"ema": "0.9999:2"},
+    "a cosine": {"lr_schedule": "cosine:0.1@5"},
+    "min-SNR and timesteps by mode": {"loss_weight": "min-snr:5", "timesteps": "mode", "timestep_range": "0:0.9"},
     "a flow's weights": {
         "objective": Objective.FLOW,
-        "flow_weighting": FlowWeighting.COSMAP,
-        "timestep_sampling": TimestepSampling.LOGIT_NORMAL,
+        "loss_weight": "cosmap",
+        "timesteps": "logit-normal",
     },
-    "wsd": {"lr_schedule": LrSchedule.WSD, "decay_steps": 3, "lr_floor": 0.1},
+    "wsd": {"lr_schedule": "wsd:3:0.1@5"},
+    "cosines": {"lr_schedule": "cosine-restarts:2@6"},
 }
 
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_run_in_two_parts_equals_one_to_the_bit(folder: Path, choice: str) -> None:
-    whole = config(folder, output_dir=folder / "whole", max_steps=6, accumulation=1, schedule_steps=5, **CHOICES[choice])
+    whole = config(folder, output_dir=folder / "whole", max_steps=6, accumulation=1, **CHOICES[choice])
     parts = train_in_two_parts(whole, 3)
     last = "checkpoints/step-00000006"
     for file in (whole.output_dir / last).glob("*/*.safetensors"):
@@ -51,22 +49,22 @@ def test_a_run_in_two_parts_equals_one_to_the_bit(folder: Path, choice: str) -> 
 
 
 def test_a_resume_keeps_the_horizon_of_the_run_that_it_continues(folder: Path) -> None:
-    first = config(folder, max_steps=4, log_every=1, warmup_steps=1, lr_schedule=LrSchedule.LINEAR)
+    first = config(folder, max_steps=4, log_every=1, warmup_steps=1, lr_schedule="linear")
     train(first, ALONE)
     longer = dataclasses.replace(first, max_steps=6, resume=True)
-    with pytest.raises(UsageError, match=r"rate is 0 from step 4 on: .* give --schedule-steps 6, or an --lr-floor"):
+    with pytest.raises(UsageError, match=r"rate is 0 from step 4 on: .* linear@6, or a floor above 0, as in linear:0.1@4"):
         train(longer, ALONE)
-    train(dataclasses.replace(longer, lr_floor=0.5), ALONE)
+    train(dataclasses.replace(longer, lr_schedule=LrSchedule.parse("linear:0.5", "it")), ALONE)
     rates = [float(str(line["lr"])) for line in read_metrics(folder / "run") if "lr" in line]
     assert rates == pytest.approx([1e-3, 1e-3, 2e-3 / 3, 1e-3 / 3, 5e-4, 5e-4])
 
 
 def test_without_an_average_no_folder_of_one_is_written_and_a_resume_may_begin_one(folder: Path) -> None:
-    plain = config(folder, max_steps=2, ema=Ema.OFF)
+    plain = config(folder, max_steps=2, ema=Ema())
     summary = train(plain, ALONE)
     assert sorted(path.name for path in summary.checkpoint.iterdir() if path.is_dir()) == ["scheduler", "unet"]
     assert "unet_ema" not in (summary.checkpoint / "README.md").read_text(encoding="utf-8")
-    summary = train(dataclasses.replace(plain, max_steps=3, resume=True, ema=Ema.DEVICE), ALONE)
+    summary = train(dataclasses.replace(plain, max_steps=3, resume=True, ema=Ema(decay=0.9999)), ALONE)
     assert sorted(path.name for path in summary.checkpoint.iterdir() if path.is_dir()) == ["scheduler", "unet", "unet_ema"]
 
 

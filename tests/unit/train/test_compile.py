@@ -216,7 +216,7 @@ def test_the_warm_up_says_which_bucket_is_next(tmp_path: Path) -> None:
 
 
 def test_the_warm_up_leaves_the_average_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --ema cpu, an exchange moves all weights between host and device, and changes no graph."""
+    """With --ema on the cpu, an exchange moves all weights between host and device, and changes no graph."""
     exchanged: list[int] = []
     monkeypatch.setattr(Average, "_exchange", lambda *_: exchanged.append(1))
     warm_up(make_training(tmp_path, accumulation=1), [make_batch(2)], validated=[make_batch(2), make_batch(2, height=12)])

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bucketline.train.config import Ema
 from bucketline.train.ema import Average, decay_at
+from bucketline.train.values import EmaPlace
 
-PLACES = pytest.mark.parametrize("place", [Ema.DEVICE, Ema.CPU])
+PLACES = pytest.mark.parametrize("place", EmaPlace)
 
 
 def averaged(model: nn.Linear, average: Average) -> torch.Tensor:
@@ -27,7 +27,7 @@ def test_the_decay_rises_with_the_steps_up_to_the_one_asked_for() -> None:
 
 
 @PLACES
-def test_the_average_follows_the_weights_by_the_decay(place: Ema) -> None:
+def test_the_average_follows_the_weights_by_the_decay(place: EmaPlace) -> None:
     model = nn.Linear(3, 2)
     average = Average(model, 0.5, place=place)
     before = averaged(model, average)
@@ -47,7 +47,7 @@ def test_the_average_follows_weights_that_were_given_new_memory() -> None:
 
 
 @PLACES
-def test_the_weights_are_the_same_bits_again_after_the_average_was_applied(place: Ema) -> None:
+def test_the_weights_are_the_same_bits_again_after_the_average_was_applied(place: EmaPlace) -> None:
     model = nn.Linear(3, 2)
     average = Average(model, 0.5, place=place)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_the_weights_are_the_same_bits_again_after_the_average_was_applied(place
 
 def test_weights_and_averages_are_exchanged_through_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Conv2d(5, 7, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    average = Average(model, 0.5, place=Ema.CPU)
+    average = Average(model, 0.5, place=EmaPlace.CPU)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 / 3)
@@ -92,7 +92,7 @@ class NoMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @PLACES
-def test_the_weights_come_back_though_memory_has_ended_meanwhile(place: Ema) -> None:
+def test_the_weights_come_back_though_memory_has_ended_meanwhile(place: EmaPlace) -> None:
     model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     average = Average(model, 0.5, place=place)
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_the_weights_come_back_though_memory_has_ended_meanwhile(place: Ema) -> 
 
 
 @PLACES
-def test_an_update_every_few_steps_has_the_decay_of_all_of_them(place: Ema) -> None:
+def test_an_update_every_few_steps_has_the_decay_of_all_of_them(place: EmaPlace) -> None:
     """Of weights that stand still, it is the same average; the host's is the device's to the bit."""
     model = nn.Linear(3, 2)
     each, third = Average(model, 0.9), Average(model, 0.9, place=place, every=3)
@@ -126,7 +126,7 @@ def test_an_update_every_few_steps_has_the_decay_of_all_of_them(place: Ema) -> N
 
 def test_without_an_average_the_weights_themselves_are_evaluated() -> None:
     model = nn.Linear(3, 2)
-    average = Average(model, 0.9, place=Ema.OFF)
+    average = Average(model, None)
     average.update(0)
     assert torch.equal(averaged(model, average), model.weight)
     assert average._averages == []

@@ -136,11 +136,18 @@ def test_the_models_own_weights_stand_still_beside_adapters(packed: Packed, tmp_
     assert followed == changed
 
 
-@pytest.mark.parametrize("family", [pytest.param("sd3", marks=pytest.mark.slow), "dit"])
-def test_a_run_of_adapters_resumes_to_the_last_bit(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "choice"),
+    [
+        pytest.param("sd3", {}, marks=pytest.mark.slow),
+        ("dit", {}),
+        ("dit", {"lora_dropout": 0.3, "dora": True, "recompute": 1.0}),
+    ],
+)
+def test_a_run_of_adapters_resumes_to_the_last_bit(family: str, choice: dict[str, Any], tmp_path: Path) -> None:
     """One family of each form that adapters are written in."""
     packed = pack_family(tmp_path, family)
-    more = {"lora_rank": 2, "learning_rate": 1e-2, "max_steps": 4}
+    more = {"lora_rank": 2, "learning_rate": 1e-2, "max_steps": 4, **choice}
     whole = train(packed.config(tmp_path / "whole", **more), ALONE).checkpoint
     train(packed.config(tmp_path / "parts", **{**more, "max_steps": 2}), ALONE)
     parts = train(packed.config(tmp_path / "parts", **more, resume=True), ALONE).checkpoint

@@ -12,11 +12,11 @@ import torch
 from bucketline.errors import UsageError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
-from bucketline.train.config import TimestepSampling
 from bucketline.train.data import mean_weight
 from bucketline.train.noise import NoisingOptions, squared_error
 from bucketline.train.step import loss_of
 from bucketline.train.trainer import train
+from bucketline.train.values import TimestepRange, Timesteps, TimestepSampling
 from tests.unit.train.test_step import make_training
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, make_batch, samples
 
@@ -28,20 +28,22 @@ KEYS = torch.arange(4000) * 7919 + 1
 
 @pytest.mark.parametrize("sampling", TimestepSampling)
 def test_timesteps_stay_in_their_range_and_fill_it(sampling: TimestepSampling) -> None:
-    drawn = NoisingOptions(timestep_sampling=sampling, timestep_min=0.25, timestep_max=0.75).draw(KEYS, 1000)
+    timesteps = Timesteps(name=sampling)
+    drawn = NoisingOptions(timesteps=timesteps, timestep_range=TimestepRange(low=0.25, high=0.75)).draw(KEYS, 1000)
     assert (int(drawn.min()), int(drawn.max())) >= (250, 700)
     assert int(drawn.min()) < 300
     assert int(drawn.max()) < 750
-    whole = NoisingOptions(timestep_sampling=sampling).draw(KEYS, 1000)
-    assert torch.equal(NoisingOptions(timestep_sampling=sampling, timestep_min=0.0, timestep_max=1.0).draw(KEYS, 1000), whole)
-    assert torch.equal(
-        NoisingOptions(timestep_sampling=sampling, timestep_min=0.5, timestep_max=1.0).draw(KEYS, 1000), 500 + whole // 2
-    )
+    whole = NoisingOptions(timesteps=timesteps).draw(KEYS, 1000)
+    for low, wanted in ((0.0, whole), (0.5, 500 + whole // 2)):
+        ranged = NoisingOptions(timesteps=timesteps, timestep_range=TimestepRange(low=low, high=1.0))
+        assert torch.equal(ranged.draw(KEYS, 1000), wanted)
 
 
 def test_a_range_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--timestep-min is 0\.8 and --timestep-max is 0\.2, expected shares of 0 to 1"):
-        config(tmp_path, timestep_min=0.8, timestep_max=0.2)
+    with pytest.raises(UsageError, match=r"--timestep-range is 0\.8:0\.2: low is 0\.8, expected less than high, 0\.2"):
+        config(tmp_path, timestep_range="0.8:0.2")
+    with pytest.raises(UsageError, match=r"--timestep-range is 0:2: high is 2\.0, expected 0 to 1"):
+        config(tmp_path, timestep_range="0:2")
 
 
 def test_each_stores_rows_have_its_weight(folder: Path) -> None:
@@ -99,7 +101,7 @@ def test_weights_count_by_the_rows_that_a_pass_reads(folder: Path) -> None:
 def test_a_run_with_weights_resumes_to_the_bit_and_records_them(folder: Path) -> None:
     add_to_store(folder / "other.store", samples({"train/128x128": 6}, prefix="other "))
     stores = (folder / "tiny.store", f"{folder}/other.store@0.25")
-    whole = config(folder, store=stores, output_dir=folder / "whole", max_steps=4, timestep_max=0.5)
+    whole = config(folder, store=stores, output_dir=folder / "whole", max_steps=4, timestep_range="0:0.5")
     train(whole, ALONE)
     parts = dataclasses.replace(whole, output_dir=folder / "parts", max_steps=2)
     train(parts, ALONE)

@@ -12,7 +12,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import LatentKind
-from bucketline.train.config import FlowWeighting, Objective, TimestepSampling
+from bucketline.train.config import Objective
 from bucketline.train.noise import (
     FlowSchedule,
     LatentScale,
@@ -23,6 +23,7 @@ from bucketline.train.noise import (
     min_snr_weight,
     sample_noise,
 )
+from bucketline.train.values import LossWeight, Timesteps, TimestepSampling, Weighting
 from tests.unit.train.tiny_run import make_batch
 
 if TYPE_CHECKING:
@@ -90,12 +91,12 @@ def test_a_held_out_samples_noise_does_not_depend_on_its_batch() -> None:
     ("density", "theirs"),
     [
         (
-            NoisingOptions(timestep_sampling=TimestepSampling.LOGIT_NORMAL, logit_mean=0.5, logit_std=1.5),
+            NoisingOptions(timesteps=Timesteps(name=TimestepSampling.LOGIT_NORMAL, mean=0.5, std=1.5)),
             {"weighting_scheme": "logit_normal", "logit_mean": 0.5, "logit_std": 1.5},
         ),
         *(
             (
-                NoisingOptions(timestep_sampling=TimestepSampling.MODE, mode_scale=scale),
+                NoisingOptions(timesteps=Timesteps(name=TimestepSampling.MODE, scale=scale)),
                 {"weighting_scheme": "mode", "mode_scale": scale},
             )
             for scale in (1.29, -0.8)
@@ -150,7 +151,8 @@ def test_a_held_out_samples_latent_is_drawn_the_same_each_time() -> None:
 
 def test_errors_are_weighted_where_that_is_asked_for_and_only_in_training() -> None:
     schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
-    prep = Prep(scale=SCALE, schedule=schedule, objective=Objective.EPSILON, options=NoisingOptions(min_snr_gamma=5.0))
+    options = NoisingOptions(loss_weight=LossWeight(name=Weighting.MIN_SNR, gamma=5.0))
+    prep = Prep(scale=SCALE, schedule=schedule, objective=Objective.EPSILON, options=options)
     noised = prep.for_training(make_batch(8))
     assert noised.weight is not None
     shares = schedule.at(noised.timesteps, 8, 8)
@@ -160,9 +162,8 @@ def test_errors_are_weighted_where_that_is_asked_for_and_only_in_training() -> N
 
 def test_a_flows_errors_are_weighted_by_the_noise_that_was_drawn() -> None:
     schedule = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=1)
-    prep = Prep(
-        scale=SCALE, schedule=schedule, objective=Objective.FLOW, options=NoisingOptions(flow_weighting=FlowWeighting.COSMAP)
-    )
+    options = NoisingOptions(loss_weight=LossWeight(name=Weighting.COSMAP))
+    prep = Prep(scale=SCALE, schedule=schedule, objective=Objective.FLOW, options=options)
     noised = prep.for_training(make_batch(8))
     wanted = compute_loss_weighting_for_sd3("cosmap", noised.timesteps / 1000)
     assert noised.weight is not None

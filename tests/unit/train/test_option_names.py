@@ -3,19 +3,55 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 
 from bucketline.help_screen import options_of
 from bucketline.train.config import TrainConfig
-from bucketline.train.option_names import ELSEWHERE
+from bucketline.train.option_names import ELSEWHERE, translated
 from tests.commands import BIN, spawn
+
+if TYPE_CHECKING:
+    from bucketline.typed_json import Json
 
 OURS = {word for one in options_of(TrainConfig) for word in one.words}
 
 
 def test_no_answer_is_for_an_option_that_the_trainer_has() -> None:
     assert not OURS & {*ELSEWHERE}
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ({"accum": 2, "seed": 0}, {"accumulation": 2, "seed": 0}),
+        ({"ema": "off", "ema_decay": 0.9999, "ema_every": 1}, {"ema": "off"}),
+        ({"ema": "cpu", "ema_decay": 0.999, "ema_every": 10}, {"ema": "0.999:cpu:10"}),
+        ({"ema_decay": 0.999}, {"ema": "0.999:device"}),
+        (
+            {"timestep_sampling": "logit_normal", "logit_mean": -0.5, "logit_std": 1.0, "mode_scale": 1.29},
+            {"timesteps": "logit-normal:-0.5,1"},
+        ),
+        ({"timestep_sampling": "mode", "logit_mean": 0.0, "logit_std": 1.0, "mode_scale": 0.5}, {"timesteps": "mode:0.5"}),
+        ({"timestep_sampling": "uniform", "logit_mean": 0.0}, {"timesteps": "uniform"}),
+        ({"timestep_min": 0.0, "timestep_max": 0.9}, {"timestep_range": "0:0.9"}),
+        ({"min_snr_gamma": 5.0, "flow_weighting": None}, {"loss_weight": "min-snr:5"}),
+        ({"min_snr_gamma": None, "flow_weighting": "sigma_sqrt"}, {"loss_weight": "sigma-sqrt"}),
+        ({"min_snr_gamma": None}, {"loss_weight": "none"}),
+        (
+            {"lr_schedule": "cosine", "lr_floor": 0.1, "schedule_steps": 20, "decay_steps": None},
+            {"lr_schedule": "cosine:0.1@20"},
+        ),
+        ({"lr_schedule": "wsd", "lr_floor": 0.1, "schedule_steps": 21}, {"lr_schedule": "wsd:5:0.1@21"}),
+        ({"lr_schedule": "wsd", "lr_floor": 0.0, "schedule_steps": 21}, {"lr_schedule": "wsd@21"}),
+        ({"lr_schedule": "constant", "lr_floor": 0.1, "schedule_steps": None}, {"lr_schedule": "constant"}),
+        ({"lr_schedule": "cosine:0.1@20", "ema": "0.9:cpu"}, {"lr_schedule": "cosine:0.1@20", "ema": "0.9:cpu"}),
+    ],
+)
+def test_options_that_an_older_version_recorded_are_spelt_as_today(then: dict[str, Json], now: dict[str, Json]) -> None:
+    assert translated(then) == now
+    assert {*now} <= {"seed", *TrainConfig.__dataclass_fields__}
 
 
 def test_the_options_that_answers_name_exist() -> None:

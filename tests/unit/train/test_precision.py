@@ -47,7 +47,7 @@ def test_auto_is_the_resumed_runs_or_bf16_where_a_gpu_has_it(
     before: str | None,
     meant: Precision,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: has_bf16 or including_emulation)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     assert resolved(config(tmp_path), start(before), device).precision is meant

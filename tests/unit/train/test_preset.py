@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import UsageError
-from bucketline.train.config import TimestepSampling, TrainConfig, parse
+from bucketline.train.config import TrainConfig, parse
 from bucketline.train.main import main
 from bucketline.train.preset import preset_names
+from bucketline.train.values import TimestepSampling
 from tests.commands import ROOT, spawn
 
 if TYPE_CHECKING:
@@ -74,8 +75,7 @@ model = "m"
 output_dir = "o"
 max-steps = 9
 batch = 2
-timestep-sampling = "logit_normal"
-logit-mean = -0.5
+timesteps = "logit-normal:-0.5,1"
 recompute = 1
 save-every = "None"
 """,
@@ -83,8 +83,8 @@ save-every = "None"
     )
     config = parse(["--preset", str(own)], "train")
     assert [str(store) for store in config.store] == ["a.store", "b.store:3@0.5"]
-    assert (config.max_steps, config.logit_mean) == (9, -0.5)
-    assert (config.timestep_sampling, config.save_every) == (TimestepSampling.LOGIT_NORMAL, None)
+    assert (config.max_steps, config.timesteps.mean) == (9, -0.5)
+    assert (config.timesteps.name, config.save_every) == (TimestepSampling.LOGIT_NORMAL, None)
     assert config.recompute == 1
 
 
@@ -103,7 +103,12 @@ save-every = "None"
         ("warmup-steps = 2.5", "has warmup-steps = 2.5, expected a whole number$"),
         ("batch-size = 2", "has 'batch-size', which is not an option; here it is --batch 8"),
         ('learning-rate = "fast"', "own.toml has learning-rate = 'fast', expected a number or \"None\"$"),
-        ('ema = "gpu"', 'has ema = \'gpu\', expected "off" or "device" or "cpu"'),
+        ('compile = "yes"', 'has compile = \'yes\', expected "auto" or "on" or "off"'),
+        (
+            'ema = "0.9:gpu"\nbatch = 1',
+            r"--ema is '0.9:gpu', expected off or DECAY.*, such as 0.9999:cpu:10",
+        ),
+        ("ema = 1.5\nbatch = 1", r"--ema is 1.5: decay is 1.5, expected 0 to 1"),
         ('export-dtype = "F8"', "has export-dtype = 'F8', expected \"fp32\" or"),
         ("track-with = [1, true]", r"has track-with = \[1, True\], expected a text, or a list of such$"),
         ('resume = "yes"', "has resume = 'yes', expected true or false"),

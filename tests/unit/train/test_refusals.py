@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bucketline.errors import BucketlineError, UsageError
-from bucketline.train.config import Ema, Precision, WeightDtype
+from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.refusals import refuse_early
 from bucketline.train.trainer import train
+from bucketline.train.values import Ema
 from tests.commands import ROOT, spawn
 from tests.kit import rewrite_manifest
 from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, as_arguments, config
@@ -60,8 +61,8 @@ CASES: dict[str, tuple[Callable[[TrainConfig], TrainConfig], str]] = {
         "a.store@0.5:3: the weight comes last: a.store:3@0.5",
     ),
     "options": (
-        lambda asked: dataclasses.replace(asked, optimizer="schedule-free", ema=Ema.OFF),
-        "leave out --ema off and --ema-every",
+        lambda asked: dataclasses.replace(asked, optimizer="schedule-free", ema=Ema()),
+        "at each step, and --ema is off: leave it out",
     ),
 }
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bucketline.train.config import Ema
 from bucketline.train.ema import Average
 from bucketline.train.optim import Options
 from bucketline.train.optimizers import rounded_adamw
 from bucketline.train.optimizers.rounded_adamw import make_bf16
 from bucketline.train.rounding import Rounding
 from bucketline.train.update import begin_step
+from bucketline.train.values import EmaPlace
 
 
 def rounded(values: torch.Tensor, rounding: Rounding, step: int) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_a_memory_layout_stays() -> None:
 def test_a_bf16_average_moves_by_less_than_its_last_bit_on_average() -> None:
     model = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     torch.nn.init.ones_(model.weight)
-    for place in (Ema.DEVICE, Ema.CPU):
+    for place in EmaPlace:
         average = Average(model, 0.999, place=place)
         with torch.no_grad():
             model.weight.fill_(2.0)

@@ -17,7 +17,7 @@ from bucketline.store.format.schema import TextEntry, column_entries
 from bucketline.store.format.text_block import TextSpec
 from bucketline.train import setup
 from bucketline.train.compile import share_cores_of_compiler
-from bucketline.train.config import FlowWeighting, Objective, Precision
+from bucketline.train.config import Objective, Precision
 from bucketline.train.models.load import load
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.recompute import recomputed
@@ -99,11 +99,12 @@ def test_a_second_token_column_is_refused_by_name(tmp_path: Path) -> None:
     [
         ({"shift": 2.0}, UsageError, r"--shift is 2\.0, .* or use --objective flow"),
         (
-            {"objective": Objective.FLOW, "min_snr_gamma": 5.0},
+            {"objective": Objective.FLOW, "loss_weight": "min-snr:5"},
             UsageError,
-            r"--min-snr-gamma is 5\.0, and the .* is a flow; use --flow-weighting",
+            r"--loss-weight is min-snr:5, and the objective is flow; use cosmap, sigma-sqrt or sigma-squared",
         ),
-        ({"flow_weighting": FlowWeighting.COSMAP}, UsageError, r"--flow-weighting is cosmap, and the objective is epsilon"),
+        ({"objective": Objective.FLOW, "noise_offset": 0.1}, UsageError, "--noise-offset is 0.1, and the objective is a flow"),
+        ({"loss_weight": "cosmap"}, UsageError, "--loss-weight is cosmap, and the objective is epsilon; use min-snr:GAMMA"),
         ({"lora_rank": 2, "lora_targets": "to_q,to_z"}, UsageError, r"--lora-targets has 'to_z', .* such as to_q,to_k"),
         ({"flip": 0.5}, UsageError, r"flip is 0\.5, .* has no latent_flipped"),
     ],
@@ -116,8 +117,8 @@ def test_what_does_not_suit_the_model_or_the_store_is_refused_before_training(
 
 
 def test_what_does_not_suit_the_models_objective_is_refused_before_there_is_a_run(folder: Path) -> None:
-    asked = config(folder, flow_weighting=FlowWeighting.COSMAP)
-    with pytest.raises(UsageError, match="--flow-weighting is cosmap"):
+    asked = config(folder, loss_weight="cosmap")
+    with pytest.raises(UsageError, match="--loss-weight is cosmap"):
         train(asked, ALONE)
     assert not asked.output_dir.exists()
 

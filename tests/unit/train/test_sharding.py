@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.errors import UsageError
 from bucketline.families.stable_diffusion import StableDiffusion
-from bucketline.train.config import Ema, Objective, Precision
+from bucketline.train.config import Objective, Precision
 from bucketline.train.ema import Average
 from bucketline.train.host_copy import HostMemory
 from bucketline.train.models.load import load
@@ -234,9 +234,9 @@ def test_a_sharded_step_gathers_the_root_and_reduces_the_norm_once(tmp_path: Pat
 def test_ranks_that_have_the_weights_are_not_sent_them_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(ranks: TrainRanks) -> None:
         _, model = load(tmp_path / "model", facts(), 0, on_meta=not ranks.is_main)
-        asked = config(tmp_path, ema=Ema.OFF)
+        asked = config(tmp_path, ema="off")
         weights = weights_of(StableDiffusion({}, facts()), adapters=False)
-        place_model(model, asked, ranks, CPU, weights, None, partial(Average, decay=0.9, place=Ema.OFF))
+        place_model(model, asked, ranks, CPU, weights, None, partial(Average, decay=None))
         sent: list[object] = []
         monkeypatch.setattr(distributed, "_sync_module_states", lambda **given: sent.append(given))
         wrapped = replicated(model, asked, CPU)

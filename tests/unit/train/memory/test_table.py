@@ -25,6 +25,7 @@ from bucketline.train.models.lora import add_adapters
 from bucketline.train.optim import OPTIMIZERS, average_of, make_optimizer
 from bucketline.train.parallel import separate_blocks
 from bucketline.train.recompute import recompute
+from bucketline.train.values import EmaPlace
 from tests.commands import ROOT
 from tests.family_models import PIPELINES, RECENT_PIPELINES, tiny_model
 from tests.unit.train.packed_families import FAMILIES as PACKED
@@ -92,12 +93,12 @@ def test_a_row_has_what_a_run_holds_after_a_step(tmp_path: Path, options: dict[s
     optimizer = make_optimizer(asked, model, compiled=False)
     optimizer.step()
     state = optimizer.state_dict()["state"]
-    average = average_of(asked, model, optimizer) or Average(model, 0.9, place=asked.ema)
+    average = average_of(asked, model, optimizer) or Average(model, asked.ema.decay)
     found = counting.memory(options)
     assert found.weights == back + num_bytes((*model.parameters(), *model.buffers()))
     assert found.gradients == num_bytes(parameter.grad for parameter in trained)
     assert found.moments == pytest.approx(num_bytes(value for entry in state.values() for value in entry.values()), rel=0.001)
-    on_device = [] if str(asked.ema) == "cpu" else average._averages
+    on_device = [] if asked.ema.place is EmaPlace.CPU else average._averages
     assert found.average == num_bytes(on_device)
 
 

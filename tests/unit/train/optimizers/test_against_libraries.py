@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bucketline.train.compile import graphs_compiled
-from bucketline.train.config import Decaying, Objective, TrainConfig
+from bucketline.train.config import Objective, TrainConfig
 from bucketline.train.ema import Average
 from bucketline.train.host_copy import HostMemory
 from bucketline.train.models.load import load
@@ -47,7 +47,6 @@ def make_training(folder: Path, name: str, **changes: Any) -> Training:
             "accumulation": 1,
             "clip_norm": None,
             "warmup_steps": 2,
-            "decaying": Decaying.MATRICES,
             "weight_decay": DECAY,
             **changes,
         },
@@ -72,11 +71,7 @@ def batches(num: int = STEPS) -> list[Batch]:
 
 
 def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    decays = [one for one in parameters if one.ndim > 1]
-    return [
-        {"params": decays, "weight_decay": DECAY},
-        {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
-    ]
+    return [{"params": parameters, "weight_decay": DECAY}]
 
 
 def plain_adamw(model: nn.Module) -> list[Any]:

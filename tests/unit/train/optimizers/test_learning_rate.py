@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ from torch import nn
 from transformers import get_wsd_schedule
 
 from bucketline.errors import UsageError
-from bucketline.train.config import Decaying, LrSchedule
-from bucketline.train.optim import decay_groups, learning_rate_at
+from bucketline.train.optim import learning_rate_at
+from bucketline.train.parallel import load_optimizer
 from tests.unit.train.tiny_run import config
 
 if TYPE_CHECKING:
@@ -47,44 +48,46 @@ def test_the_learning_rate_warms_up_and_never_asks_how_long_the_run_is(tmp_path:
     assert rates == [learning_rate_at(step, long) for step in range(6)]
 
 
-def test_cosine_and_linear_are_the_librarys(tmp_path: Path) -> None:
+def test_cosine_restarts_and_linear_are_the_librarys(tmp_path: Path) -> None:
+    restarts = functools.partial(optimization.get_cosine_with_hard_restarts_schedule_with_warmup, num_cycles=3)
     for schedule, theirs in (
-        (LrSchedule.COSINE, optimization.get_cosine_schedule_with_warmup),
-        (LrSchedule.LINEAR, optimization.get_linear_schedule_with_warmup),
+        ("cosine", optimization.get_cosine_schedule_with_warmup),
+        ("cosine-restarts:3", restarts),
+        ("linear", optimization.get_linear_schedule_with_warmup),
     ):
         own = [learning_rate_at(step, asked(tmp_path, lr_schedule=schedule)) for step in range(STEPS)]
         assert own == pytest.approx(library(theirs, WARM, STEPS), abs=1e-12)
 
 
 def test_wsd_is_the_librarys(tmp_path: Path) -> None:
-    own = [learning_rate_at(step, asked(tmp_path, lr_schedule=LrSchedule.WSD, decay_steps=6)) for step in range(STEPS)]
+    own = [learning_rate_at(step, asked(tmp_path, lr_schedule="wsd:6")) for step in range(STEPS)]
     theirs = library(get_wsd_schedule, WARM, 6, num_stable_steps=STEPS - WARM - 6, decay_type="linear")
     assert own == pytest.approx(theirs, abs=1e-12)
-    fifth = [learning_rate_at(step, asked(tmp_path, lr_schedule=LrSchedule.WSD)) for step in range(STEPS)]
+    fifth = [learning_rate_at(step, asked(tmp_path, lr_schedule="wsd")) for step in range(STEPS)]
     assert fifth[WARM - 1 : STEPS - 4] == [1.0] * (STEPS - WARM - 3)
     assert fifth[STEPS - 4 :] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
 @pytest.mark.parametrize("warm", [0, 1, WARM, STEPS - 1, STEPS, 2 * STEPS])
-@pytest.mark.parametrize("schedule", LrSchedule)
-def test_every_step_of_a_run_has_a_rate_above_0(tmp_path: Path, schedule: LrSchedule, warm: int) -> None:
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "cosine-restarts:3", "linear", "wsd"])
+def test_every_step_of_a_run_has_a_rate_above_0(tmp_path: Path, schedule: str, warm: int) -> None:
     """A step at rate 0 costs as much as any other and changes nothing: not the first of a warm-up, nor a schedule's last."""
     for steps in (1, 2, STEPS):
         run = asked(tmp_path, lr_schedule=schedule, max_steps=steps, warmup_steps=warm)
         assert min(learning_rate_at(step, run) for step in range(steps)) > 0
 
 
-@pytest.mark.parametrize("schedule", [LrSchedule.COSINE, LrSchedule.LINEAR, LrSchedule.WSD])
-def test_steps_after_a_schedule_that_ends_at_0_are_refused(tmp_path: Path, schedule: LrSchedule) -> None:
-    message = "the learning rate is 0 from step 20 on: these steps would change nothing; give --schedule-steps 21, or"
+@pytest.mark.parametrize("schedule", ["cosine", "cosine-restarts:2", "linear", "wsd:3"])
+def test_steps_after_a_schedule_that_ends_at_0_are_refused(tmp_path: Path, schedule: str) -> None:
+    message = f"the learning rate is 0 from step 20 on: these steps would change nothing; give --lr-schedule {schedule}@21, or"
     with pytest.raises(UsageError, match=message):
-        asked(tmp_path, lr_schedule=schedule, schedule_steps=STEPS, max_steps=STEPS + 1)
-    asked(tmp_path, lr_schedule=schedule, schedule_steps=STEPS, max_steps=STEPS + 1, lr_floor=0.1)
+        asked(tmp_path, lr_schedule=f"{schedule}@{STEPS}", max_steps=STEPS + 1)
+    asked(tmp_path, lr_schedule=f"{schedule}:0.1@{STEPS}", max_steps=STEPS + 1)
 
 
-@pytest.mark.parametrize("schedule", [LrSchedule.COSINE, LrSchedule.LINEAR, LrSchedule.WSD])
-def test_the_horizon_decides_and_not_how_long_the_run_is(tmp_path: Path, schedule: LrSchedule) -> None:
-    short = asked(tmp_path, lr_schedule=schedule, schedule_steps=STEPS, max_steps=5, lr_floor=0.1)
+@pytest.mark.parametrize("schedule", ["cosine", "cosine-restarts:2", "linear", "wsd:3"])
+def test_the_horizon_decides_and_not_how_long_the_run_is(tmp_path: Path, schedule: str) -> None:
+    short = asked(tmp_path, lr_schedule=f"{schedule}:0.1@{STEPS}", max_steps=5)
     long = replace(short, max_steps=500)
     rates = [learning_rate_at(step, long) for step in range(2 * STEPS)]
     assert rates == [learning_rate_at(step, short) for step in range(2 * STEPS)]
@@ -93,17 +96,28 @@ def test_the_horizon_decides_and_not_how_long_the_run_is(tmp_path: Path, schedul
     assert min(rates[WARM:]) == pytest.approx(0.1)
 
 
-def test_steps_of_a_decay_without_one_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--decay-steps is 5, and --lr-schedule is cosine, expected wsd"):
-        asked(tmp_path, lr_schedule=LrSchedule.COSINE, decay_steps=5)
+@pytest.mark.parametrize("schedule", ["cosine:6:0.1", "constant:0.1", "wsd:0.1", "cosine@0", "cosine-restarts", "wsd::0.1"])
+def test_what_a_schedule_does_not_take_is_refused(tmp_path: Path, schedule: str) -> None:
+    with pytest.raises(UsageError, match=f"^--lr-schedule is .?{schedule}"):
+        asked(tmp_path, lr_schedule=schedule)
 
 
-def test_biases_and_norms_are_left_out_of_the_decay_and_every_weight_is_in_one_group() -> None:
+def test_a_state_of_an_optimizer_in_which_only_matrices_decayed_is_continued() -> None:
+    """Older versions had two groups then, matrices first; now there is one."""
+
+    def stepped(*groups: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, number + 1.0)
+        optimizer.step()
+        return optimizer
+
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Linear(4, 4))
-    every = list(model.parameters())
-    (whole,) = decay_groups(every, Decaying.ALL, 0.1)
-    assert (whole["params"], whole["weight_decay"]) == (every, 0.1)
-    decaying, others = decay_groups(every, Decaying.MATRICES, 0.1)
-    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert [id(one) for one in decaying["params"]] == [id(model[0].weight), id(model[2].weight)]
-    assert len(decaying["params"]) + len(others["params"]) == len(every)
+    every = [*model.parameters()]
+    before = stepped([one for one in every if one.ndim > 1], [one for one in every if one.ndim <= 1])
+    now = torch.optim.AdamW(every)
+    load_optimizer(now, before.state_dict())
+    for parameter in every:
+        assert all(torch.equal(value, now.state[parameter][name]) for name, value in before.state[parameter].items())
+    with pytest.raises(ValueError, match="has a different number of parameters"):
+        load_optimizer(torch.optim.AdamW(every[:2]), torch.optim.AdamW(every[:3]).state_dict())

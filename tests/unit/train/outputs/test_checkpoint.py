@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from bucketline.typed_json import Json
+
 
 @dataclass(kw_only=True)
 class Trained:
@@ -100,8 +102,9 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
 
 
 def test_options_have_their_names_of_now_in_a_state_of_the_last_version(tmp_path: Path) -> None:
-    kept = dataclasses.replace(state(1), config={"accum": 2, "seed": 0, "pictures_every": None})
-    assert read_state(save(tmp_path, parts(), kept, keep=1)).config == {"accumulation": 2, "seed": 0, "images_every": None}
+    then: dict[str, Json] = {"accum": 2, "seed": 0, "pictures_every": None, "ema_decay": 0.999}
+    now = {"accumulation": 2, "seed": 0, "images_every": None, "ema": "0.999:device"}
+    assert read_state(save(tmp_path, parts(), dataclasses.replace(state(1), config=then), keep=1)).config == now
 
 
 def test_the_newest_few_stay(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from bucketline.errors import UsageError
 from bucketline.train.commands.export_model import ExportModel
-from bucketline.train.config import Ema, Objective
+from bucketline.train.config import Objective
 from bucketline.train.noise import load_schedule
 from bucketline.train.outputs.hub import HubUploads
 from bucketline.train.trainer import train
@@ -68,7 +68,7 @@ def test_exports_are_the_averages_of_their_steps_in_the_dtype_and_all_stay(folde
 
 
 def test_an_export_without_a_checkpoint_or_an_average_has_the_last_weights(folder: Path) -> None:
-    asked = config(folder, export_every=3, max_steps=6, export_dtype="fp32", ema=Ema.OFF)
+    asked = config(folder, export_every=3, max_steps=6, export_dtype="fp32", ema="off")
     train(asked, ALONE)
     assert steps_of(asked.output_dir / "checkpoints") == [6]
     assert steps_of(asked.output_dir / "exports") == [3, 6]
@@ -115,7 +115,7 @@ def test_a_finished_run_is_on_the_hub_and_a_resumed_one_adds_a_commit(folder: Pa
 def test_training_goes_on_from_a_checkpoint_or_an_export_with_the_objective_of_its_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = config(folder, objective=Objective.V_PREDICTION, max_steps=1, export_every=1, ema=Ema.OFF)
+    asked = config(folder, objective=Objective.V_PREDICTION, max_steps=1, export_every=1, ema="off")
     saved = train(asked, ALONE).checkpoint
     export, exported = asked.output_dir / "exports" / saved.name, folder / "exported"
     ExportModel(folder=asked.output_dir, output=exported, last=True).run()

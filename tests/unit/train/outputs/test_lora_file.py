@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.errors import BucketlineError, ModelError, UsageError
-from bucketline.train.config import Ema
-from bucketline.train.models.lora import Layers, layers_by_word
+from bucketline.train.models.lora import ADAPTER, Layers, bare_name, layers_by_word
 from bucketline.train.outputs.lora_file import start_from
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.outputs.weights import KOHYA_FILE, LORA_FILE, PEFT_FILE, Adapters
@@ -290,9 +289,7 @@ def test_a_file_that_does_not_fit_is_refused_with_what_to_do(
 
 @pytest.mark.slow
 def test_a_run_begins_where_the_files_run_ended_and_resumes_to_the_bit_without_it(folder: Path) -> None:
-    first = config(
-        folder, output_dir=folder / "first", max_steps=3, lora_rank=2, lora_alpha=4.0, ema=Ema.OFF, learning_rate=0.1
-    )
+    first = config(folder, output_dir=folder / "first", max_steps=3, lora_rank=2, lora_alpha=4.0, ema="off", learning_rate=0.1)
     summary = train(first, ALONE)
     file = summary.checkpoint / "lora" / KOHYA_FILE
     whole = dataclasses.replace(first, output_dir=folder / "whole", lora_from=file, lora_alpha=None, max_steps=4, log_every=1)
@@ -310,3 +307,36 @@ def test_a_run_begins_where_the_files_run_ended_and_resumes_to_the_bit_without_i
 def test_a_file_to_start_from_needs_a_rank(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"--lora-from is \S+, but --lora-rank is not given; add one, such as 16"):
         config(folder, lora_from=folder / "lora.safetensors")
+
+
+@pytest.mark.parametrize(("family", "word"), [("sd", Layers.ALL), ("pixart_sigma", Layers.ATTENTION)])
+def test_a_checkpoint_names_the_layers_with_adapters(family: str, word: Layers, tmp_path: Path) -> None:
+    """A resumed run adapts these, also if the default is another by now."""
+    model = adapted(family, word=word)
+    written(model, family, tmp_path / "lora")
+    weights = Adapters(part="unet" if family == "sd" else "transformer", pipeline=pipeline_of(family))
+    ends = weights.layers(tmp_path)  # which peft shortens if they are many
+    names = {bare_name(name) for name, _ in model.named_modules() if ADAPTER not in name}
+    assert {name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)} == set(layers_by_word(model, word))
+
+
+def test_kohyas_file_has_the_magnitudes_of_dora_as_other_tools_read_them(tmp_path: Path) -> None:
+    """With one for each output: the weight, divided by its norm over each output's inputs, is multiplied by them."""
+    torch.manual_seed(5)
+    model = tiny_model("sd")
+    layers = layers_by_word(model, Layers.ALL)
+    inject_adapter_in_model(LoraConfig(r=2, lora_alpha=6.0, target_modules=layers, use_dora=True), model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.add_(torch.rand(parameter.shape))
+    found = load_file(written(model, "sd", tmp_path / "lora") / KOHYA_FILE)
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            own = f"lora_unet_{name.replace('.', '_')}"
+            up, down, scale = (found[f"{own}.{end}"] for end in ("lora_up.weight", "lora_down.weight", "dora_scale"))
+            before = module.base_layer.weight
+            changed = before + (found[f"{own}.alpha"] / 2) * (up.flatten(1) @ down.flatten(1)).view(before.shape)
+            norm = changed.flatten(1).norm(dim=1).view(-1, *(1 for _ in before.shape[1:]))
+            module.merge()
+            torch.testing.assert_close(module.base_layer.weight, changed * (scale / norm), rtol=1e-4, atol=1e-5)

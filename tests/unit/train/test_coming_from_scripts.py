@@ -1,0 +1,173 @@
+"""docs/training.md, *Coming from diffusers' scripts*: each setting that gives theirs, against their formulas written out."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel, SD3Transformer2DModel, optimization
+
+from bucketline.families.flux import Flux
+from bucketline.families.sd3 import Sd3
+from bucketline.help_screen import options_of
+from bucketline.loader.plan.rng import Purpose, normal
+from bucketline.train.config import Objective, TrainConfig
+from bucketline.train.models.lora import adapted_layers
+from bucketline.train.noise import FlowSchedule, LatentScale, NoisingOptions, Prep, load_schedule, squared_error, weighted
+from bucketline.train.optim import learning_rate_at
+from bucketline.train.option_names import ELSEWHERE
+from bucketline.train.values import LossWeight, Timesteps
+from tests.commands import ROOT
+from tests.family_models import tiny_model
+from tests.unit.train.tiny_run import config, facts, make_batch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU = torch.device("cpu")
+KEYS = torch.arange(4000) * 7919 + 1
+ALIKE = {"--learning-rate", "--noise-offset", "--lora-alpha", "--lora-dropout"}  # called the same
+
+
+def rows() -> list[list[str]]:
+    """Return the cells of the table."""
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    table = text[text.index("| theirs | ours |") :].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table]
+
+
+@pytest.mark.parametrize("cells", rows(), ids=lambda cells: cells[0])
+def test_a_command_line_with_their_option_is_answered_with_the_one_in_the_table(cells: list[str]) -> None:
+    known = {word for one in options_of(TrainConfig) for word in one.words}
+    theirs, ours = (re.findall(r"--[a-z0-9_-]+", cell) for cell in cells[:2])
+    assert ours
+    assert {*ours, *re.findall(r"--[a-z0-9-]+(?= )", cells[-1].partition(" for ")[0])} <= known
+    for option in (one.replace("_", "-") for one in theirs):
+        if option in known:
+            assert option in ALIKE, "the table says which of ours it is"
+            assert option in ours
+        else:
+            assert any(one in ELSEWHERE[option] for one in ours), ELSEWHERE[option]
+
+
+@pytest.mark.parametrize("given", re.findall(r"`((?:--[a-z-]+ [^`\s]+ ?)+)`", " ".join(cells[-1] for cells in rows())))
+def test_the_settings_of_the_table_are_options(given: str, tmp_path: Path) -> None:
+    words = given.split()
+    pairs = [(name[2:].replace("-", "_"), value) for name, value in zip(words[::2], words[1::2], strict=True)]
+    if any("_" in word for word in words):
+        return  # theirs
+    asked: dict[str, Any] = {}
+    for name, value in pairs:
+        kind = TrainConfig.__dataclass_fields__[name].type
+        number = float(value) if "float" in str(kind) else int(value) if "int" in str(kind) else value
+        asked[name] = (*asked.get(name, ()), number) if "tuple" in str(kind) else number
+    config(tmp_path, **asked)
+
+
+def scripts_sigmas(u: torch.Tensor, shift: float) -> torch.Tensor:
+    """Return the noise at the timesteps that the scripts take for draws in [0, 1)."""
+    kind: Any = FlowMatchEulerDiscreteScheduler
+    scheduler = kind(shift=shift)  # whose timesteps fall
+    found: torch.Tensor = scheduler.sigmas[(u * 1000).long()]
+    return found
+
+
+def test_a_logit_mean_has_the_other_sign() -> None:
+    """Theirs draws an index into timesteps that fall: u near 1 has little noise."""
+    z = normal(KEYS, Purpose.TIMESTEP, (1,)).squeeze(1).double()
+    theirs = scripts_sigmas(torch.sigmoid(0.5 + 1.0 * -z), shift=3.0)  # -z is as likely as z
+    drawn = NoisingOptions(timesteps=Timesteps.parse("logit-normal:-0.5,1", "--timesteps")).draw(KEYS, 1000)
+    ours = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2).at(drawn, 8, 8).noise.flatten()
+    torch.testing.assert_close(ours, theirs)
+    assert float(theirs.mean()) < float(scripts_sigmas(torch.sigmoid(-0.5 + z), shift=3.0).mean())
+
+
+def test_fluxs_noise_is_theirs_without_a_shift(tmp_path: Path) -> None:
+    path = tmp_path / "scheduler" / "scheduler_config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(Flux.scheduler), encoding="utf-8")
+    kind: Any = FlowMatchEulerDiscreteScheduler
+    theirs = kind.from_config(Flux.scheduler).sigmas.flip(0)  # the script reads them as they are
+    torch.testing.assert_close(theirs, torch.arange(1, 1001) / 1000)
+    noise = load_schedule(tmp_path, CPU, shift=1.0, patch_size=2).noise
+    torch.testing.assert_close(noise.at(torch.arange(1000), 128, 128).noise.flatten(), theirs)
+    own = load_schedule(tmp_path, CPU, patch_size=2).noise
+    by_size = math.exp(1.15) / (math.exp(1.15) + 1 / theirs - 1)  # of 4096 tokens, as the pipeline draws 1024 px
+    torch.testing.assert_close(own.at(torch.arange(1000), 128, 128).noise.flatten(), by_size)
+
+
+@pytest.mark.parametrize(("scheme", "setting"), [("logit_normal", "sigma-squared"), ("sigma_sqrt", "none")])
+def test_sd3s_loss_is_theirs_of_preconditioned_outputs(scheme: str, setting: str) -> None:
+    schedule = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2)
+    options = NoisingOptions(loss_weight=LossWeight.parse(setting, "--loss-weight"))
+    batch = make_batch(8)
+    scale = LatentScale(scale=1.0, shift=0.0)
+    noised = Prep(scale=scale, schedule=schedule, objective=Objective.FLOW, options=options).for_training(batch)
+    prediction = torch.randn(noised.noisy.shape, generator=torch.Generator().manual_seed(0))
+    ours = weighted(squared_error(prediction, noised.target), noised.weight)
+    model_input, noisy_model_input = batch.latents.float(), noised.noisy
+    sigmas = (noised.timesteps / 1000).view(-1, 1, 1, 1)
+    model_pred = prediction * (-sigmas) + noisy_model_input
+    weighting = sigmas**-2.0 if scheme == "sigma_sqrt" else torch.ones_like(sigmas)
+    theirs = (weighting * (model_pred - model_input) ** 2).reshape(len(ours), -1).mean(1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_rate_of_a_warm_up_is_theirs_one_step_later(tmp_path: Path, accumulation: int) -> None:
+    asked = config(tmp_path, warmup_steps=500, learning_rate=1e-4, max_steps=2000, accumulation=accumulation)
+    theirs = [1e-4 * min(1.0, step / 500) for step in range(2001)]  # get_constant_schedule_with_warmup
+    assert [learning_rate_at(step, asked) for step in range(2000)] == pytest.approx(theirs[1:])
+    assert scripts_rates("constant_with_warmup", 2001) == pytest.approx(theirs)
+    plain = config(tmp_path, warmup_steps=0, learning_rate=1e-4, max_steps=2000)
+    assert [learning_rate_at(step, plain) for step in range(5)] == scripts_rates("constant", 5) == [1e-4] * 5
+
+
+def scripts_rates(name: str, steps: int) -> list[float]:
+    """Return the rates of the scripts' `get_scheduler`."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-4)
+    schedule = optimization.get_scheduler(name, optimizer, num_warmup_steps=500, num_training_steps=2000)
+    rates = []
+    for _ in range(steps):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize("prior", [1.0, 0.5])
+def test_a_priors_loss_is_theirs_by_a_factor_with_which_the_clip_norm_makes_the_same_gradients(prior: float) -> None:
+    """`tests/unit/train/test_learning.py` has the loss; the gradients follow it, and a clipped one has its direction only."""
+    theirs = torch.tensor([3.0, -4.0]) * (1 + prior)  # of their sum of means
+    ours, clip = theirs / (1 + prior), round(1 / (1 + prior), 3)
+    clipped = [one * min(1.0, norm / float(one.norm())) for one, norm in ((theirs, 1.0), (ours, clip))]
+    torch.testing.assert_close(clipped[1] * (1 + prior), clipped[0], rtol=1e-3, atol=0)
+
+
+FLUX_SCRIPT = (
+    *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj"),
+    *("attn.to_add_out", "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+)
+SD3_SCRIPT = (
+    *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out", "attn.to_k", "attn.to_out.0", "attn.to_q"),
+    "attn.to_v",
+)
+
+
+def test_the_layers_that_get_an_adapter_are_the_scripts() -> None:
+    def matched(model: torch.nn.Module, ends: Any) -> set[str]:
+        return {name for name, _ in model.named_modules() if any(name.endswith(f".{end}") for end in ends)}
+
+    flux: Any = tiny_model("flux")
+    changed = {"dual_attention_layers": (0,), "_use_default_values": []}
+    sd35: Any = SD3Transformer2DModel.from_config({**tiny_model("sd3").config, **changed})
+    for model, kind, script in ((flux, Flux, FLUX_SCRIPT), (sd35, Sd3, SD3_SCRIPT)):
+        assert isinstance(model, FluxTransformer2DModel | SD3Transformer2DModel)
+        found = matched(model, adapted_layers(model, kind(dict(model.config), facts()), None))
+        assert found
+        assert found == matched(model, script)
+    assert any(".attn2." in name for name, _ in sd35.named_modules())

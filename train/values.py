@@ -1,0 +1,138 @@
+"""The values of training's options that have several parts: each is a word on the command line and in a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from bucketline.option_value import OptionValue
+
+MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would be the same timestep
+_A_NUMBER = "a number", lambda _: True
+_ABOVE_0 = "a number above 0", lambda value: value > 0
+_A_SHARE = "0 to 1", lambda value: 0 <= value <= 1
+_BELOW_1 = "0 to below 1", lambda value: 0 <= value < 1
+_1_OR_MORE = "1 or more", lambda value: value >= 1
+
+TimestepSampling = StrEnum("TimestepSampling", {"UNIFORM": "uniform", "LOGIT_NORMAL": "logit-normal", "MODE": "mode"})
+"""The distribution of training timesteps."""
+Weighting = StrEnum(
+    "Weighting",
+    {"NONE": "none", "MIN_SNR": "min-snr", "COSMAP": "cosmap", "SIGMA_SQRT": "sigma-sqrt", "SIGMA_SQUARED": "sigma-squared"},
+)
+"""The weight of each sample in the loss, by its noise."""
+Course = StrEnum(
+    "Course",
+    {"CONSTANT": "constant", "COSINE": "cosine", "RESTARTS": "cosine-restarts", "LINEAR": "linear", "WSD": "wsd"},
+)
+"""The course of the learning rate after the warm-up."""
+EmaPlace = StrEnum("EmaPlace", ["DEVICE", "CPU"])
+"""The place of the moving average of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timesteps(OptionValue):
+    """A distribution of training timesteps.
+
+    Source: Esser et al. 2024 (arXiv 2403.03206), equations 19 and 20.
+    """
+
+    FORMS = ("uniform", "logit-normal[:MEAN,STD]", "mode[:SCALE]")
+    EXAMPLE = "logit-normal:0,1"
+    LIMITS: ClassVar = {
+        "mean": _A_NUMBER,
+        "std": _ABOVE_0,
+        "scale": (f"-1 to {MAX_MODE_SCALE}", lambda value: -1 <= value <= MAX_MODE_SCALE),
+    }
+
+    name: TimestepSampling = TimestepSampling.UNIFORM
+    mean: float = 0.0  # above 0 favours noisier timesteps
+    std: float = 1.0
+    scale: float = 1.29  # above 0 favours timesteps in the middle, below 0 those at both ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimestepRange(OptionValue):
+    """The lowest and highest timestep to train, as shares of all; 0 is the least noise."""
+
+    FORMS = ("LOW:HIGH",)
+    EXAMPLE = "0.2:0.9"
+    LIMITS: ClassVar = {"low": _A_SHARE, "high": _A_SHARE}
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def fault(self) -> str | None:
+        """Return that the range is empty, if it is."""
+        return None if self.low < self.high else f"low is {self.low}, expected less than high, {self.high}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossWeight(OptionValue):
+    """The weight of each sample in the loss, by its noise."""
+
+    FORMS = ("none", "min-snr:GAMMA", "cosmap", "sigma-sqrt", "sigma-squared")
+    EXAMPLE = "min-snr:5"
+    LIMITS: ClassVar = {"gamma": _ABOVE_0}
+
+    name: Weighting = Weighting.NONE
+    gamma: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrSchedule(OptionValue):
+    """The course of the learning rate after the warm-up, down to its floor.
+
+    Source: cosine, with and without restarts: Loshchilov and Hutter 2017 (arXiv 1608.03983); wsd, warm-up, stable, decay: Hu et
+    al. 2024 (arXiv 2404.06395).
+    """
+
+    FORMS = (
+        *("constant", "cosine[:FLOOR][@END]", "cosine-restarts:CYCLES[:FLOOR][@END]", "linear[:FLOOR][@END]"),
+        "wsd[:STEPS[:FLOOR]][@END]",
+    )
+    EXAMPLE = "cosine:0.1@20000"
+    METAVAR = "constant|cosine|cosine-restarts:CYCLES|linear|wsd[:STEPS]"
+    LIMITS: ClassVar = {"floor": _A_SHARE, "cycles": _1_OR_MORE, "steps": _1_OR_MORE, "end": _1_OR_MORE}
+
+    name: Course = Course.CONSTANT
+    floor: float = 0.0  # of the learning rate, as a share
+    cycles: int | None = None  # of a cosine, each from the whole rate
+    steps: int | None = None  # in which wsd falls; None: a fifth of those up to the end
+    end: int | None = None  # step from which the rate stays at its floor; None: that of the resumed run, else the run's last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Betas(OptionValue):
+    """AdamW's shares of the moments that each step keeps, and what is added to the root of the second."""
+
+    FORMS = ("BETA1,BETA2[,EPS]",)
+    EXAMPLE = "0.9,0.999"
+    LIMITS: ClassVar = {"beta1": _BELOW_1, "beta2": _BELOW_1, "eps": _ABOVE_0}
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    @property
+    def pair(self) -> tuple[float, float]:
+        """Both betas, as torch takes them."""
+        return self.beta1, self.beta2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ema(OptionValue):
+    """The moving average of the weights: its decay, its place, and the optimizer steps between two updates."""
+
+    FORMS = ("off", "DECAY[:PLACE][:EVERY]")
+    EXAMPLE = "0.9999:cpu:10"
+    LIMITS: ClassVar = {"decay": _A_SHARE, "every": _1_OR_MORE}
+
+    decay: float | None = None  # None: there is no average
+    place: EmaPlace | None = None  # None: not chosen, which is the device
+    every: int = 1
+
+
+UNIFORM, WHOLE_RANGE, UNWEIGHTED = Timesteps(), TimestepRange(), LossWeight()
+CONSTANT_RATE, ADAMS_BETAS, USUAL_EMA = LrSchedule(), Betas(), Ema(decay=0.9999)
