@@ -23,7 +23,8 @@ _TRIGGER, _TEMPLATES = "rules.captions.trigger_word", "rules.captions.templates"
 _TAGS = tuple(f"rules.captions.{name}" for name in ("shuffle_tags", "keep_tokens", "shuffle_seed"))
 PLAIN_FAMILY = "transformers"
 """The family of captions that are stored as the last hidden state of a model's only text encoder."""
-_FIXED_LENGTH = ("sd", "sdxl", "class_labels")  # families without `--max-tokens`
+FIXED_LENGTH = frozenset({"class_labels", "ernie_image", "prx", "qwenimage21", "sd", "sdxl"})
+"""The families without `--max-tokens`: none of their encoders has an open length."""
 FIELDS: dict[str, tuple[str, ...]] = {
     "--grid": ("rules.grid",),
     "--crop": ("rules.crop",),
@@ -69,7 +70,7 @@ def pack_options(made: Mapping[str, Json]) -> dict[str, Json]:
     }
     family, length = recorded.get(f"{_TEXT}.family"), recorded.get(f"{_TEXT}.max_tokens")
     first = recorded.get(f"{_PARTS[0]}.max_tokens")
-    if not isinstance(length, int) or family in _FIXED_LENGTH:
+    if not isinstance(length, int) or family in FIXED_LENGTH:
         found.pop("--max-tokens", None)
     elif family == "sd3" and isinstance(first, int):
         found["--max-tokens"] = length - first  # the T5's tokens follow the CLIPs', even if zeros stand for the T5

@@ -36,6 +36,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "outputs/hub.py",
             "outputs/lora_file.py",
             "outputs/model_card.py",
+            "outputs/pipeline_folder.py",
             "outputs/single_file.py",
         ),
         "report": ("commands/report.py", "report"),

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.pack_options import FIELDS, as_arguments, pack_options
+from bucketline.families.registry import FAMILIES
+from bucketline.pack_options import FIELDS, FIXED_LENGTH, as_arguments, pack_options
 from tests.commands import ROOT
 
 if TYPE_CHECKING:
@@ -59,6 +60,12 @@ def test_rules_of_captions_that_do_nothing_are_left_out_and_zeros_of_other_optio
         *("--caption-template", "{caption}"),
         *("--caption-template", "a {caption}"),
     ]
+
+
+def test_families_without_an_open_length_take_none_again() -> None:
+    """With it, a second pack and `ingest prompts` of their stores would be refused."""
+    of_ours = {one.name for one in FAMILIES if one.__module__.startswith("bucketline.")}
+    assert of_ours & {one.name for one in FAMILIES if not any(part.is_open for part in one.parts)} == FIXED_LENGTH
 
 
 def test_the_format_names_no_option_that_sets_a_rule() -> None:

@@ -13,21 +13,26 @@ from bucketline.command_line import human_bytes, print_json
 
 @dataclass(frozen=True, kw_only=True)
 class ExportModel:
-    """Write a run's weights as one .safetensors checkpoint in the original key layout, or as a folder in diffusers' layout.
+    """Write a run's weights as one .safetensors file in the original key layout, as a folder, or as a whole pipeline.
 
     A file has the names, the VAE and the text encoders of the checkpoint that the run began from (or of --like), and the
     trained UNet or transformer: Stable Diffusion 1 to 3, SDXL and Flux. diffusers' `from_single_file` reads it back to the same
     tensors. A folder has only the trained weights, of any model or LoRA, for `from_pretrained`, `load_lora_weights` or peft.
+    With --pipeline it has the model's other parts too, for `DiffusionPipeline.from_pretrained`.
 
-    Example: bucketline export-model runs/a photos.safetensors --like v1-5-pruned-emaonly.safetensors
+    Example: bucketline export-model runs/a photos-model --pipeline --dtype bf16
     """
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of a run, whose newest complete checkpoint is taken, or of one checkpoint."""
     output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
     """The .safetensors file or the folder to write; must not exist yet."""
-    like: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Checkpoint of the same architecture to take the names and the other parts from; default: the run's own --model."""
+    like: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Model of the same architecture to take a file's names and the other parts from; default: the run's own --model."""
+    pipeline: bool = False
+    """Write a folder with the other parts of the model, too: weights as hard links where they can be, other files copied."""
+    fuse: bool = False
+    """Add a LoRA run's adapters to the weights of the pipeline."""
     last: bool = False
     """Write the last weights instead of their moving average."""
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
@@ -41,7 +46,15 @@ class ExportModel:
         with extra_named("train"):
             from bucketline.train.outputs.export import export_model
 
-            num_bytes = export_model(self.folder, self.output, like=self.like, last=self.last, dtype=self.dtype)
+            num_bytes = export_model(
+                self.folder,
+                self.output,
+                like=self.like,
+                last=self.last,
+                dtype=self.dtype,
+                pipeline=self.pipeline,
+                fuse=self.fuse,
+            )
         if self.json:
             print_json({"output": str(self.output), "num_bytes": num_bytes})
         else:

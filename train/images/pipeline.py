@@ -56,6 +56,15 @@ def _draw_by_pipeline(training: Training, model: nn.Module, scheduler: Any, vae:
     pipeline = family.pipeline({family.folder: model, "scheduler": scheduler, "vae": vaes.stand_in(vae)}, index)
     pipeline.check_inputs = lambda *_args, **_more: None  # of sizes for a VAE that divides by 8, whatever this one does
     pipeline.set_progress_bar_config(disable=True)
+    given, batches = call_of(training, vae, one)
+    # In the precision of training; steps, and guidance between predictions, in 32 bits.
+    with training.autocast, model.register_forward_hook(_in_32_bits):
+        family.draw(pipeline, given, *batches)
+
+
+def call_of(training: Training, vae: nn.Module, one: DrawingBatch) -> tuple[dict[str, Any], list[Batch]]:
+    """Return the arguments of a pipeline's call that draws a batch, and the batches whose embeddings `Family.draw` adds."""
+    family = training.family
     height, width = (side * vaes.px_per_latent(vae) for side in one.noise.shape[2:])
     batches = [one.batch]
     if one.negative is not None and family.is_guided(one.guidance):
@@ -72,9 +81,7 @@ def _draw_by_pipeline(training: Training, model: nn.Module, scheduler: Any, vae:
         family.guidance_argument: one.guidance if family.is_told_guidance or len(batches) > 1 else family.no_guidance,
         **family.call_options,
     }
-    # In the precision of training; steps, and guidance between predictions, in 32 bits.
-    with training.autocast, model.register_forward_hook(_in_32_bits):
-        family.draw(pipeline, given, *batches)
+    return given, batches
 
 
 def _draw_by_steps(

@@ -115,6 +115,21 @@ def load(
     return family, model.requires_grad_(requires_grad=True).train()
 
 
+def read_model(model_folder: Path, file: ModelFile | None = None) -> nn.Module:
+    """Read the weights of a model, in 32 bits, which no store is compared with; `file`: as of `load`.
+
+    Raises:
+        ModelError: if there are none, or they do not fit.
+    """
+    folder, _, family = _read_config(model_folder)
+    if file is not None:
+        found: nn.Module = file.load(folder.name)
+        return found
+    if not (weights := weight_files(folder)):
+        raise ModelError(f"{folder} has no weights; name the model that the adapters were trained on")
+    return _from_weights(getattr(diffusers, family.model_class), folder, weights, torch.float32)
+
+
 def checked(model_folder: Path, store: StoreFacts, file: ModelFile | None = None) -> tuple[Path, dict[str, Json], Family]:
     """Return the folder of a model's configuration, the configuration as it is, and the family, checked against the store.
 
@@ -140,6 +155,15 @@ def config_of(model_folder: Path) -> dict[str, Json]:
     """
     _, config, family = _read_config(model_folder)
     return {**config, "_class_name": family.model_class}
+
+
+def family_of(model_folder: Path) -> type[Family]:
+    """Return the family of a model.
+
+    Raises:
+        ModelError: as `config_of`.
+    """
+    return _read_config(model_folder)[2]
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -1,5 +1,7 @@
 """Exports: weights and their card in one folder that diffusers or peft opens and that a hub takes, or weights as one file.
 
+A whole pipeline has the files that `pipeline_folder.py` writes as well.
+
 exports/step-00000120/
     README.md         the model card
     unet/             the weights as diffusers loads them; or transformer/; of adapters, their files without a folder
@@ -12,37 +14,39 @@ import json
 import secrets
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from bucketline.dtype_names import choice_of
-from bucketline.errors import StateError, TrainError, UsageError
+from bucketline.errors import ModelError, StateError, TrainError, UsageError
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.atomic_write import move_durably
 from bucketline.files.disk_space import failed_write
 from bucketline.model_file import PICKLED, SUFFIX, converter, file_tensors, single_file
 from bucketline.torch_dtypes import TORCH_DTYPES
+from bucketline.train.config import Objective
+from bucketline.train.models.load import config_of, family_of, locate, read_model
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
+from bucketline.train.noise import load_schedule
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.lora_file import read_tensors
+from bucketline.train.outputs.model_card import pipeline_card
+from bucketline.train.outputs.pipeline_folder import fused, other_parts, write_parts
 from bucketline.train.outputs.single_file import in_original_layout
-from bucketline.train.outputs.weights import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE, save_tensors
+from bucketline.train.outputs.weights import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE, save_tensors, weights_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from bucketline.train.outputs.weights import Weights
     from bucketline.typed_json import Json
 
 _PARTS = ("unet", "transformer", ADAPTERS)
-
-
-def weights_folder(folder: str) -> str:
-    """Return where in an export the weights are that are in a checkpoint's `folder`."""
-    part = folder.removesuffix(AVERAGE_SUFFIX)
-    return "." if part == ADAPTERS else part
 
 
 def write_export(folder: Path, weights: Weights, config: str, tensors: dict[str, Tensor], *, dtype: str, card: str) -> None:
@@ -55,25 +59,44 @@ def write_export(folder: Path, weights: Weights, config: str, tensors: dict[str,
         weights.write(aside / weights_folder(weights.folder), config, _in_dtype(tensors, dtype))
 
 
-def export_model(run: Path, output: Path, *, like: Path | None = None, last: bool = False, dtype: str) -> int:
+def export_model(
+    run: Path,
+    output: Path,
+    *,
+    like: Path | None = None,
+    last: bool = False,
+    dtype: str,
+    pipeline: bool = False,
+    fuse: bool = False,
+) -> int:
     """Write the averaged (or the `last`) weights of a run's newest checkpoint, or of a checkpoint's folder; return their bytes.
 
-    `output`: a `.safetensors` file in the original key layout, or a folder, an export without a card. `like`: a single file of
-    the same architecture, which gives a file's names, VAE and text encoders; None: the file that the run began from.
+    `output`: a `.safetensors` file in the original key layout, or a folder: an export without a card, or a whole `pipeline`.
+    `fuse`: add adapters to the weights of the pipeline's model. `like`: a model of the same architecture, which gives a file's
+    names and the parts that were not trained; None: the one that the run began from.
 
     Raises:
-        UsageError: if `output` exists or is of another kind; for a file, if the run trained adapters or began from a folder.
+        UsageError: if `output` exists or is of another kind, or the options do not suit the run.
         TrainError, StateError, ModelError, StoreError: if the checkpoint, `like` or the output is not as it has to be.
     """
     is_file = output.suffix == SUFFIX
     if output.suffix in PICKLED:
         raise UsageError(f"{output}: weights are written as safetensors; name a file that ends in {SUFFIX}, or a folder")
     refuse_existing(output, "file" if is_file else "folder")
-    if like is not None and not is_file:
-        raise UsageError(f"--like is {like}, and it is for one file; name an output that ends in {SUFFIX}")
+    if pipeline and is_file:
+        raise UsageError(f"--pipeline writes a folder, and {output} ends in {SUFFIX}; name a folder, or leave out --pipeline")
+    if fuse and not pipeline:
+        raise UsageError("--fuse adds adapters to the weights of a whole pipeline; use it with --pipeline")
+    if like is not None and not (is_file or pipeline):
+        raise UsageError(
+            f"--like is {like}, and it is for one file or a whole pipeline; name an output that ends in {SUFFIX}, or add "
+            "--pipeline"
+        )
     weights = _saved_weights(run, last=last)
     if is_file:
         _write_file(weights, output, like, dtype)
+    elif pipeline:
+        _write_pipeline(weights, output, like, dtype, fuse=fuse)
     else:
         _write_folder(weights, output, dtype)
     return sum(path.stat().st_size for path in (output, *output.rglob("*")) if path.is_file())
@@ -108,6 +131,61 @@ def _write_folder(weights: Path, output: Path, dtype: str) -> None:
         except (OSError, SafetensorError) as error:
             said = failed_write(aside, error)
             raise TrainError(f"{output} cannot be written: {said}; make room or choose another place") from error
+
+
+def _write_pipeline(weights: Path, output: Path, like: Path | None, dtype: str, *, fuse: bool) -> None:
+    has_adapters = weights.name.startswith(ADAPTERS)
+    if has_adapters and not fuse:
+        raise UsageError(
+            f"{weights} has only adapters, which load_lora_weights adds to the pipeline that they were trained on; leave out "
+            "--pipeline to export them as they are, or use --fuse with it to write a pipeline whose weights include them"
+        )
+    if fuse and not has_adapters:
+        raise UsageError(f"--fuse is for adapters, and {weights} has all weights of the model; leave it out")
+    saved = checkpoint.read_state(weights.parent)
+    given = Path(str(saved.config["model"]))
+    asked = saved.config.get("model_config")
+    own, file = locate(given, None if asked is None else str(asked))
+    if file is not None and like is None:
+        raise UsageError(
+            f"the run began from {given}, one file; name a folder in diffusers' layout with the other parts by --like, or an "
+            f"output that ends in {SUFFIX} to write one file"
+        )
+    model = like or own
+    family = family_of(model)
+    parts = other_parts(model, family.folder)
+    if has_adapters:
+        trained, config = fused(weights, read_model(own, file)).state_dict(), config_of(own)
+    else:
+        trained, config = load_file(weights / MODEL_FILE), json.loads((weights / "config.json").read_text(encoding="utf-8"))
+    if (kind := str(config["_class_name"])) != family.model_class:
+        raise ModelError(f"{model} has a {family.model_class}, expected a {kind}, as the run has trained")
+    kept = "moving average of the weights" if weights.name.endswith(AVERAGE_SUFFIX) else "last weights"
+    kept += ", with the trained adapters added" if has_adapters else ""
+    card = pipeline_card((weights.parent / checkpoint.CARD).read_text(encoding="utf-8"), given, family, dtype=dtype, kept=kept)
+    with staged_folder(output) as aside:
+        try:
+            write_parts(aside, parts, family.folder, kind, _schedule(weights, own, saved.config))
+            save_tensors(_in_dtype(trained, dtype), aside / family.folder / MODEL_FILE, {"format": "pt"})
+            (aside / family.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            (aside / checkpoint.CARD).write_text(card, encoding="utf-8")
+        except (OSError, SafetensorError) as error:
+            said = failed_write(aside, error)
+            raise TrainError(f"{output} cannot be written: {said}; make room or choose another place") from error
+
+
+def _schedule(weights: Path, model: Path, options: Mapping[str, Json]) -> dict[str, Any]:
+    """Return the trained noise schedule: as saved with a whole model, or that of the model with a run's `options`."""
+    if (saved := weights.parent / SCHEDULER).exists():
+        found: dict[str, Any] = json.loads(saved.read_text(encoding="utf-8"))
+        return found
+    objective, shift = options.get("objective"), options.get("shift")
+    return load_schedule(
+        model,
+        torch.device("cpu"),
+        objective=None if objective is None else Objective(str(objective)),
+        shift=None if shift is None else float(str(shift)),
+    ).config
 
 
 def _write_file(weights: Path, output: Path, like: Path | None, dtype: str) -> None:

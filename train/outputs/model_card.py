@@ -1,25 +1,37 @@
-"""The model card, stored next to the weights: the training data, the configuration and how to load the model."""
+"""The model card, stored next to the weights: fields for hubs, the training data, the configuration, how to load the model."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+
+from bucketline.dtype_names import choice_of
 from bucketline.loader.history import StoreId
-from bucketline.train.outputs.checkpoint import folder_of_step
-from bucketline.train.outputs.export import weights_folder
+from bucketline.torch_dtypes import TORCH_DTYPES
+from bucketline.train.outputs.checkpoint import CARD, folder_of_step
 from bucketline.train.outputs.run_dir import config_as_json, versions
-from bucketline.train.outputs.weights import average_folder
+from bucketline.train.outputs.weights import Adapters, average_folder, weights_folder
 from bucketline.train.parallel import plain_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
+    from bucketline.families.family import Family
     from bucketline.loader import WeightedStore
     from bucketline.train.outputs.weights import Weights
     from bucketline.train.step import Training
     from bucketline.train.validation import ValidationResult
+
+
+_LOADING, _DATA = "## Load it\n", "## Data\n"
+_CACHED = "models--"  # how huggingface_hub's cache begins the name of a model's folder, with -- for each /
+_OURS = "bucketline"  # a tag
+_LICENSE = ("license", "license_name", "license_link")
 
 
 def model_card(
@@ -58,24 +70,20 @@ def model_card(
         if has_average:
             where += f" This is the moving average; `{weights.folder}` has the last weights."
     score = "" if validation is None else f"Validation loss {validation.loss:.4f} ({validation.zero_loss:.4f} predicts zero).\n"
-    return f"""---
-library_name: diffusers
----
-
+    fields = card_fields(config.model, training.family, adapters=isinstance(weights, Adapters))
+    return f"""{fields}
 # {config.output_dir.name}
 
 `{plain_class(model).__name__}`, {steps_done} optimizer steps from `{config.model.name}`, trained with Bucketline.
 {score}
-## Load it
-
+{_LOADING}
 From {where}
 
 ```python
 {weights.example(model, folder)}
 ```
 
-## Data
-
+{_DATA}
 {_table(stores)}
 The digest is the manifest's, which holds the digest of every file of the store.
 
@@ -88,6 +96,62 @@ The digest is the manifest's, which holds the digest of every file of the store.
 ## Versions
 
 {_table([{"package": name, "version": version} for name, version in versions().items()])}"""
+
+
+def pipeline_card(card: str, model: Path, family: type[Family], *, dtype: str, kept: str) -> str:
+    """Return the card of a whole pipeline, from the card of the checkpoint that has its trained weights.
+
+    `model`: which the run began from. `kept`: which of the run's weights it has.
+    """
+    kind = TORCH_DTYPES[choice_of(dtype, TORCH_DTYPES) or dtype]
+    precision = "" if kind is torch.float32 else f", torch_dtype={kind}"
+    example = "\n".join(
+        [
+            *(["import torch"] if precision else []),
+            "from diffusers import DiffusionPipeline",
+            "",
+            f'pipeline = DiffusionPipeline.from_pretrained("."{precision})',
+        ]
+    )
+    loading = f"From this folder, a whole pipeline. Its {family.folder} has the {kept}, in {dtype}."
+    head = ModelCard(card, ignore_metadata_errors=True).text.partition(_LOADING)[0].strip()
+    rest = card.partition(_DATA)[2]
+    fields = card_fields(model, family, adapters=False)
+    return f"{fields}\n{head}\n\n{_LOADING}\n{loading}\n\n```python\n{example}\n```\n\n{_DATA}{rest}"
+
+
+def card_fields(model: Path, family: Family | type[Family], *, adapters: bool) -> str:
+    """Return the fields of a card that hubs index, as YAML between its fences.
+
+    `model`: which the run began from. huggingface_hub's cache has its name on a hub, or if it is a run's, that run's card; its
+    own card has the licence. Data sets are left out: a store does not know their names on a hub.
+    """
+    found = _card_of(model)
+    base = found.get("base_model") if _OURS in (found.get("tags") or ()) else _name_on_hub(model)
+    fields: dict[str, Any] = {name: found[name] for name in _LICENSE if found.get(name)}
+    if base is not None:
+        fields |= {"base_model": base, "base_model_relation": "adapter" if adapters else "finetune"}
+    if family.parts:  # of classes there is no such task
+        fields |= {"pipeline_tag": "text-to-image"}
+    tags = ["diffusers-training", family.name.replace("_", "-"), *(["lora"] if adapters else []), _OURS]
+    library = "diffusers" if family.has_lora_loader or not adapters else "peft"
+    return f"---\n{ModelCardData(library_name=library, tags=tags, **fields).to_yaml()}\n---\n"
+
+
+def _card_of(model: Path) -> dict[str, Any]:
+    """Return the fields of a model's own card; none if it has none, as a single file that was not taken from a hub."""
+    folder = model if _name_on_hub(model) is None or model.is_dir() else model.parent
+    try:
+        found = dict(vars(ModelCard((folder / CARD).read_text(encoding="utf-8")).data))
+    except Exception:  # noqa: BLE001 - a card that cannot be read, or whose fields are not YAML, has none for ours
+        return {}
+    return found
+
+
+def _name_on_hub(model: Path) -> str | None:
+    """Return the name of a model in huggingface_hub's cache; None for any other."""
+    cached = (part.removeprefix(_CACHED) for part in model.absolute().parts if part.startswith(_CACHED))
+    return next((name.replace("--", "/") for name in cached), None)
 
 
 def _table(rows: Iterable[Mapping[str, object]]) -> str:

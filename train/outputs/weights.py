@@ -160,6 +160,12 @@ def average_folder(weights: Weights) -> str:
     return weights.folder + AVERAGE_SUFFIX
 
 
+def weights_folder(folder: str) -> str:
+    """Return where in an export the weights are that are in a checkpoint's `folder`."""
+    part = folder.removesuffix(AVERAGE_SUFFIX)
+    return "." if part == ADAPTERS else part
+
+
 def weights_of(family: Family, *, adapters: bool, scheduler: Mapping[str, Any] | None = None) -> Weights:
     """Return which weights of a model a checkpoint holds; `scheduler`: the configuration to write with a whole model."""
     if adapters:

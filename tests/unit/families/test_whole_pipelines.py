@@ -1,0 +1,91 @@
+"""A run as a whole pipeline, of each family: diffusers opens the folder, and draws what the run has drawn."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from bucketline.train.images.pipeline import call_of, guidance_of
+from bucketline.train.images.prompts import load_prompts, prompt_batches
+from bucketline.train.noise import FlowSchedule
+from bucketline.train.outputs.export import export_model
+from tests.commands import call
+from tests.family_models import open_pipeline
+from tests.unit.families.test_outputs import run, trainer_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from bucketline.train.images.prompts import DrawingBatch
+    from bucketline.train.trainer import Trainer
+    from tests.unit.families.packed import Packed
+
+
+class Recorded:
+    """A pipeline whose last call's images are kept."""
+
+    def __init__(self, pipeline: Any) -> None:
+        vars(self).update(pipeline=pipeline, images=None)
+
+    def __call__(self, **given: Any) -> None:
+        vars(self)["images"] = self.pipeline(**given).images
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pipeline, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.pipeline, name, value)
+
+
+def drawn_by(pipeline: Any, trainer: Trainer, one: DrawingBatch) -> np.ndarray:
+    """Return the images, [B, H, W, 3] uint8, that a pipeline draws of a batch's embeddings and noise."""
+    from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+
+    pipeline.check_inputs = lambda *_args, **_more: None  # of sizes for a VAE that divides by 8
+    pipeline.set_progress_bar_config(disable=True)
+    if isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
+        assert isinstance(trainer.schedule.noise, FlowSchedule)
+    elif isinstance(trainer.schedule.noise, FlowSchedule):  # the sampler of a run's images, as docs/training.md has it
+        pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(trainer.schedule.config)
+    else:
+        options: dict[str, Any] = {"timestep_spacing": "trailing", "set_alpha_to_one": True, "clip_sample": False}
+        pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, **options)
+    given, batches = call_of(trainer.training, pipeline.vae, one)
+    recorded = Recorded(pipeline)
+    trainer.training.family.draw(recorded, {**given, "output_type": "np"}, *batches)
+    return np.asarray(recorded.images * 255).round().astype(np.uint8)[..., :3]  # without the opacity
+
+
+def most_apart(images: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> int:
+    """Return the largest difference between a value of an image and of its other one."""
+    return max(int(np.abs(one.astype(int) - other.astype(int)).max()) for one, other in zip(images, others, strict=True))
+
+
+def test_diffusers_opens_a_run_as_a_pipeline_and_draws_its_images(packed: Packed, tmp_path: Path) -> None:
+    copied = replace(packed, store=shutil.copytree(packed.store, tmp_path / "store"))
+    (tmp_path / "prompts.txt").write_text("a red cat\na blue dog of the house\n", encoding="utf-8")
+    call("ingest", "prompts", tmp_path / "prompts.txt", copied.store, "--model", packed.model).done()
+    steps = {"num_images": 2, "image_steps": 2, "learning_rate": 1e-1}
+    with trainer_of(copied, tmp_path / "run", **steps) as trainer:
+        run(trainer)
+        export_model(tmp_path / "run", tmp_path / "pipeline", last=True, dtype="F32", pipeline=True)
+        pipeline = open_pipeline(tmp_path / "pipeline", packed.form)
+        assert type(pipeline) is type(open_pipeline(packed.model, packed.form))
+        family, shares = trainer.training.family, trainer.loader.shares
+        prompts = load_prompts(trainer.config, shares, family)
+        guidance, device = guidance_of(trainer.training), trainer.loader.device
+        batches = prompt_batches(prompts, family.most_drawn or 2, guidance, device, family)
+        before = open_pipeline(packed.model, packed.form)
+        found, untrained = [], []
+        for one in batches:
+            found += list(drawn_by(pipeline, trainer, one))
+            untrained += list(drawn_by(before, trainer, one))
+    own = [np.asarray(Image.open(tmp_path / "run" / "images" / "step-00000002" / f"{n:02}.png")) for n in (1, 2)]
+    assert [image.shape for image in found] == [image.shape for image in own]
+    assert most_apart(found, own) <= 1  # where halves are rounded
+    assert most_apart(untrained, own) > 1
