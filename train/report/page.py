@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted, human_number
 from bucketline.pages.charts import COLOURS, Line, lines
-from bucketline.pages.page import Finding, document, percent
-from bucketline.train.report.read_run import by_timestep, flat, frames_of, run_differences, spread, texts_of
+from bucketline.pages.page import Card, Finding, document, percent
+from bucketline.train.report.read_run import by_timestep, flat, frames_of, newest_images, run_differences, spread, texts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,6 +55,7 @@ def page_of(runs: Sequence[ReportedRun]) -> tuple[bytes, list[Finding]]:
         speed=_charts(runs, SPEED),
         steps=steps,
         images=[(run, frames, _places(frames, steps), _texts(run)) for run, frames in drawn],
+        own_sizes=[(run, [_card(*one) for one in newest_images(run)]) for run in runs],
         differences=[(name, *values) for name, values in run_differences(runs)] if not is_one else [],
         flat=flat,
     )
@@ -149,6 +150,14 @@ def _places(frames: Iterable[int], steps: Sequence[int]) -> dict[int | None, str
     """Return the places of the slider at which a run's sheet of each step is the newest one; None: before the first."""
     newest = [max((step for step in frames if step <= chosen), default=None) for chosen in steps]
     return {step: " ".join(str(at) for at, own in enumerate(newest) if own == step) for step in (None, *frames)}
+
+
+def _card(image: bytes, width_px: int, height_px: int, entry: Mapping[str, object]) -> Card:
+    """Return an image with what it is of."""
+    named = (("negative prompt", "negative_prompt"), ("seed", "seed"), ("guidance", "guidance"))
+    notes = [f"{what} {entry[field]}" for what, field in named if entry.get(field) not in (None, "")]
+    title = f"{entry.get('id', '')} {height_px}x{width_px}".strip()
+    return Card(title=title, images=(image,), notes=notes, captions=[str(entry.get("caption", ""))])
 
 
 def _texts(run: ReportedRun) -> tuple[Sequence[str], Sequence[tuple[object, ...]]] | None:

@@ -22,8 +22,10 @@ log = logging.getLogger(__name__)
 
 _MAX_BYTES = 1 << 30  # of a metrics file
 MAX_FRAMES = 12  # contact sheets of a run that a page shows
+MAX_IMAGES, IMAGE_PX = 16, 2048  # newest images of a run that a page shows at their own size, and their longest side
 MAX_TEXTS = 1000  # captions or prompts of a sheet
 FRAME_PX = 1000  # longest side of a sheet on the page
+_FOLDER = re.compile(r"step-\d+")
 _STEP = re.compile(r"step-(\d+)\.png")
 
 T = TypeVar("T")
@@ -165,16 +167,32 @@ def frames_of(run: ReportedRun) -> dict[int, bytes]:
     if (last := run.path / IMAGES).is_file():
         done = run.status.get("step")
         found[int(done) if isinstance(done, int) else 1 + max(found, default=0)] = last
-    frames = {step: _frame(found[step]) for step in spread(sorted(found), MAX_FRAMES)}
-    return {step: frame for step, frame in frames.items() if frame is not None}
+    frames = {step: _shown(found[step], FRAME_PX) for step in spread(sorted(found), MAX_FRAMES)}
+    return {step: frame[0] for step, frame in frames.items() if frame is not None}
 
 
-def _frame(path: Path) -> bytes | None:
+def newest_images(run: ReportedRun) -> list[tuple[bytes, int, int, Mapping[str, Any]]]:
+    """Return the newest images of a run as JPEGs of their own size, with width and height in px and what they are of.
+
+    There are at most MAX_IMAGES. One that cannot be read is left out, with a warning.
+    """
+    folders = [path for path in (run.path / IMAGES_FOLDER).glob("step-*") if path.is_dir() and _FOLDER.fullmatch(path.name)]
+    if not folders:
+        return []
+    newest = max(folders, key=lambda path: int(path.name.removeprefix("step-")))
+    paths = sorted(path for path in newest.glob("*.png") if path.stem.isdecimal())[:MAX_IMAGES]
+    entries = dict(enumerate(texts_of(run), 1))
+    shown = [(entries.get(int(path.stem), {}), _shown(path, IMAGE_PX)) for path in paths]
+    return [(*image, entry) for entry, image in shown if image is not None]
+
+
+def _shown(path: Path, longest: int) -> tuple[bytes, int, int] | None:
+    """Return an image as a JPEG of a longest side, and the width and the height of its file in px."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
-            return jpeg(image.convert("RGB"), FRAME_PX)
+            return jpeg(image.convert("RGB"), longest), *image.size
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         log.warning("%s is not shown, it cannot be read as an image: %s", path, error)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import html
 import io
@@ -95,6 +96,34 @@ def test_the_prompts_of_a_grid_are_on_the_page_in_full(tmp_path: Path) -> None:
     assert "|sample|caption|1|cats/a.png|a cat|" in page()
     (run / "images.json").write_text("[{")
     assert "a cat" not in page()
+
+
+def test_the_newest_images_are_on_the_page_at_their_own_sizes_with_what_they_are_of(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    sizes = {"step-00000010": [(64, 64)], "step-00000030": [(1024, 768), (64, 96), (3000, 1500)]}
+    for step, each in sizes.items():
+        (run / "images" / step).mkdir(parents=True)
+        for number, size in enumerate(each, 1):
+            Image.new("RGB", size).save(run / "images" / step / f"{number:02}.png")
+    (run / "images" / "step-00000030" / "04.png").write_bytes(b"cut")
+    grid(run / "images.png", 30)
+    entries = [
+        {"id": "default/1", "caption": "a red <barn>", "negative_prompt": "rain", "seed": 7, "guidance": 4.0},
+        {"id": "default/2", "caption": "snow", "negative_prompt": "", "seed": 0, "guidance": None},
+    ]
+    (run / "images.json").write_text(json.dumps(entries))
+    page = page_of([read_reported_run(run)])[0].decode()
+    figures = [one for one in re.findall(r"<figure>.*?</figure>", page, re.DOTALL) if "data:image/jpeg" in one]
+    found = []
+    for one in figures:
+        (data,) = re.findall(r"data:image/jpeg;base64,([^\"]+)", one)
+        with Image.open(io.BytesIO(base64.b64decode(data))) as image:
+            found.append((image.size, re.findall(r"<(?:b|span)[^>]*>([^<]*)<", one)))
+    assert found == [
+        ((1024, 768), ["default/1 768x1024", "negative prompt rain", "seed 7", "guidance 4.0", "a red &lt;barn&gt;"]),
+        ((64, 96), ["default/2 96x64", "seed 0", "snow"]),
+        ((2048, 1024), ["1500x3000", ""]),
+    ]
 
 
 def test_a_good_run_has_no_finding(tmp_path: Path) -> None:
