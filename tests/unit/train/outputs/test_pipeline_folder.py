@@ -46,7 +46,7 @@ def sd_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Packed, Path]:
 
 def export(run: Path, output: Path, **options: Any) -> Any:
     """Export a pipeline and open it."""
-    export_model(run, output, **{"dtype": "F32", "pipeline": True, **options})
+    export_model(run, output, **{"dtype": "fp32", "pipeline": True, **options})
     return DiffusionPipeline.from_pretrained(output, local_files_only=True)
 
 
