@@ -49,6 +49,7 @@ from bucketline.train.parallel import (
     first_of_each_machine_first,
     from_rank_zero,
 )
+from bucketline.train.preset import preset_names
 from bucketline.train.recompute import recompute
 from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place_model, shard_ranks_of
 from bucketline.train.step import Training
@@ -82,6 +83,8 @@ _FREE = {
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
 
+_OF_ADAPTERS = "-lora"  # how a preset's name ends
+_FAMILY_OF_PRESET = {"dit": "class_labels"}  # of another name; pixart_alpha and pixart_sigma share pixart
 BEFORE: dict[str, Json] = {"guidance": 3.5, "weights": "fp32"}
 """Values that were fixed before there was an option."""
 
@@ -116,8 +119,24 @@ def refuse_model(config: TrainConfig) -> None:
     folder, file = locate(config.model, config.model_config)
     store = open_shares([parse_stores(config.store)[0].path], config.remote())[0].store
     _, _, family = checked(folder, facts_of(store, ()), file)  # its buckets are checked later, once their rows are known
+    _refuse_other_preset(config, family)
     refuse_other_configs(folder, store.manifest.encoders)
     _schedule_of(config, folder, family, torch.device("cpu"))
+
+
+def _refuse_other_preset(config: TrainConfig, family: Family) -> None:
+    """Check that a preset of ours is the one for the model's family, if there is one; a resumed run keeps what it has."""
+    kinds = {} if config.resume else {name: name.removesuffix(_OF_ADAPTERS) for name in preset_names()}
+    families = {one: _FAMILY_OF_PRESET.get(one, one) for one in kinds.values()}
+    own = next((one for one, of in families.items() if family.name == of or family.name.startswith(f"{of}_")), None)
+    for given in filter(kinds.get, [config.preset or ""]):
+        if own not in (None, kinds[given]):
+            of_adapters = f"{own}{_OF_ADAPTERS}"
+            better = of_adapters if given.endswith(_OF_ADAPTERS) and of_adapters in kinds else own
+            raise UsageError(
+                f"the preset {given} is for a model of the family {kinds[given]}, and {config.model} is a {family.model_class} "
+                f"of {own}; use the preset {better}, or make {given} your own by `bucketline train presets {given} > own.toml`"
+            )
 
 
 def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,7 @@ from bucketline.train.models.load import load
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.recompute import recomputed
 from bucketline.train.refusals import refuse_unread_columns
-from bucketline.train.setup import latent_scale, start_processes
+from bucketline.train.setup import latent_scale, refuse_model, start_processes
 from bucketline.train.trainer import Trainer, train
 from tests.kit import TEXT, rewrite_manifest
 from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, config, make_training_store
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.train.config import TrainConfig
+    from tests.unit.train.packed_families import Packed
 
 CPU = torch.device("cpu")
 
@@ -121,6 +123,29 @@ def test_what_does_not_suit_the_models_objective_is_refused_before_there_is_a_ru
     with pytest.raises(UsageError, match="--loss-weight is cosmap"):
         train(asked, ALONE)
     assert not asked.output_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("preset", "better"),
+    [("sdxl-lora", "sd-lora"), ("sdxl", "sd"), ("flux-lora", "sd-lora"), ("dit", "sd"), ("sd-lora", None), ("sd", None)],
+)
+def test_a_preset_of_another_family_than_the_models_is_refused_with_that_of_its_own(
+    folder: Path, preset: str, better: str | None
+) -> None:
+    asked = config(folder, preset=preset)
+    if better is None:
+        refuse_model(asked)
+        return
+    own = preset.removesuffix("-lora")
+    message = rf"the preset {preset} is for .* {own}, and .*model is a UNet2DConditionModel of sd; use the preset {better},"
+    with pytest.raises(UsageError, match=message):
+        refuse_model(asked)
+    refuse_model(replace(asked, resume=True))
+
+
+def test_each_preset_is_taken_for_the_model_of_its_family(packed: Packed) -> None:
+    own = {"dit": "dit", "pixart_alpha": "pixart", "pixart_sigma": "pixart"}.get(packed.family, packed.family)
+    refuse_model(packed.config(packed.store.parent / "unused", preset=own))
 
 
 @pytest.mark.parametrize(
