@@ -8,7 +8,7 @@ import sys
 from bucketline import __version__
 from bucketline.command_line import commands, guarded, run_one_of
 
-_USAGE = """usage: bucketline {ingest,store,loader,train,export-model} …
+_USAGE = """usage: bucketline {ingest,store,loader,train,export-model,completion} …
 
   ingest        pack images and captions into a store
   store         inspect, verify, export and change a store
@@ -17,10 +17,17 @@ _USAGE = """usage: bucketline {ingest,store,loader,train,export-model} …
                 train presets: options to start from; train report RUN…: a page about runs;
                 train memory: the memory of models, by choice
   export-model  write a run's weights as one .safetensors file that other tools open
+  completion    make a shell complete commands and options: eval "$(bucketline completion bash)"
 
 Run `bucketline NAME --help` for the options of a command.
 """
-COMMANDS = commands("bucketline", {"export-model": "bucketline.train.commands.export_model:ExportModel"})
+COMMANDS = commands(
+    "bucketline",
+    {
+        "export-model": "bucketline.train.commands.export_model:ExportModel",
+        "completion": "bucketline.completion:Completion",
+    },
+)
 
 
 def main() -> int:
@@ -40,15 +47,23 @@ def _run() -> int:
         return 0
     if name in COMMANDS:
         return run_one_of("bucketline", "", COMMANDS, [name, *rest])
-    if name == "--version":
-        print(__version__)
-        return 0
-    if name in ("-h", "--help"):
-        print(_USAGE, end="")
+    if name in ("--version", "--complete", "-h", "--help"):
+        print(_answer(name, rest), end="")
         return 0
     problem = f"there is no command {name!r}" if name else "no command is given"
     print(f"error: {problem}\n\n{_USAGE}", end="", file=sys.stderr)
     return 2
+
+
+def _answer(name: str, rest: list[str]) -> str:
+    """Return the version, the help, or to a shell's script what may stand for a command line's last word."""
+    if name == "--version":
+        return f"{__version__}\n"
+    if name != "--complete":
+        return _USAGE
+    from bucketline.completion import candidates
+
+    return "".join(f"{word}\t{about}\n" for word, about in candidates(rest))
 
 
 if __name__ == "__main__":

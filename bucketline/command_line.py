@@ -15,7 +15,6 @@ import re
 import socket
 import sys
 from dataclasses import dataclass, is_dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 _C = TypeVar("_C")
 _MAX_SHOWN_BUCKETS = 16
-_SHELLS = ("bash", "zsh", "tcsh", "fish")  # for which tyro makes completions
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -93,9 +91,6 @@ def parse_options(
     refuse_unknown(command, args)
     import tyro
 
-    for option, shell in pairwise(args):
-        if option == "--tyro-print-completion" and shell not in _SHELLS:
-            raise UsageError(f"{option} is {shell}, expected {', '.join(_SHELLS)}")
     settings = (tyro.conf.EnumChoicesFromValues, *(settings or (tyro.conf.FlagCreatePairsOff,)))
     words = with_known_words(command, with_values(command, [*from_file, *args]))
     with _option_values():

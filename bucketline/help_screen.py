@@ -60,6 +60,11 @@ class Option:
         return [word for word in names.split(",") if word.startswith("-")]
 
     @property
+    def takes_value(self) -> bool:
+        """True if a value follows its name."""
+        return " " in self.typed.rpartition(", ")[2]
+
+    @property
     def leads(self) -> bool:
         """True if help begins with it: what is required, and what is given by place."""
         return self.is_required or not (self.words or self.is_in_file)
@@ -212,7 +217,7 @@ def command_help(prog: str, command: type, asked: str = "") -> str:
     Raises:
         UsageError: if there is no section of that name.
     """
-    options, sections = options_of(command), _sections(command)
+    options, sections = options_of(command), sections_of(command)
     leading = sorted((one for one in options if one.leads), key=lambda one: not one.is_required)
     about = inspect.getdoc(command) or ""
     if asked == ALL:
@@ -269,8 +274,6 @@ def refuse_unknown(command: type, args: Sequence[str]) -> None:
         name = word.partition("=")[0].replace("_", "-")
         if name == "--":
             return
-        if name.startswith("--tyro-"):  # tyro's own: completion for shells
-            continue
         whole = name.partition(".")[0]  # of an option that is a dataclass itself
         if name.startswith("--") and not {whole, f"--{name.removeprefix('--no-').removeprefix('--')}"} & known_both:
             field = name.removeprefix("--no-").removeprefix("--").replace("-", "_")
@@ -281,7 +284,7 @@ def refuse_unknown(command: type, args: Sequence[str]) -> None:
             raise UsageError(f"there is no option {name}{answer}")
 
 
-def _sections(command: type) -> dict[str, str]:
+def sections_of(command: type) -> dict[str, str]:
     """Return a command's sections in the order of their classes, storage last, with what is said of each."""
     declared = [vars(one).get("SECTION", "") for one in command.__mro__ if vars(one).get("__annotations__")]
     found = {name: about for name, _, about in (text.partition(": ") for text in reversed(declared))}

@@ -64,3 +64,8 @@ def __getattr__(name: str) -> object:
 
     with extra_named("loader"):
         return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """Return the module's names with all public ones, also those that were not used yet."""
+    return sorted({*globals(), *__all__})

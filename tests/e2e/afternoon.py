@@ -73,6 +73,8 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--bill [a-z]+=.*$", rf"{PLAN} --window 4096 --world-size 1@1 --cache-bytes 1GiB \g<0>"),
         (r"^--columns NAME,NAME$", "loader plan --help"),
         (r"^--run RUN$", "loader plan --help"),
+        (r"^--(token-file|certificate|at tcp://0\.0\.0\.0:9401)$", "loader serve --help"),
+        (r"^loader stats tcp://HOST:PORT$", "loader stats --help"),
         (r"^--certificate cert\.pem key\.pem$", "loader serve --help"),
         (r"^--metrics 127\.0\.0\.1:9400$", "loader serve photos.store --at unix:service.sock --metrics 127.0.0.1:0"),
         (r"^loader serve s3://bucket/photos\.store$", f"loader serve {URL} --at unix:PATH"),
@@ -116,6 +118,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^bucketline train report$", "bucketline train report --help"),
     ),
     "docs/operations.md": (
+        (r"^bucketline completion fish \| source$", "bucketline completion fish"),
         (r"loader seen --run runs/a", "loader seen --run runs/told"),
         (r"export-model runs/a photos-model", "export-model runs/whole again-model"),
         (r"^ingest pack$", f"ingest pack photos photos.store --model {SD} --val-fraction 0.02"),  # the same, after a repair

@@ -233,14 +233,6 @@ def test_what_only_a_file_sets_is_apart_in_the_help_and_refused_on_the_command_l
         parse_options(WithMore, ["--seldom=1"], "loader more")
 
 
-def test_completion_is_printed_for_a_shell_and_another_word_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_options(Theirs, ["--tyro-print-completion", "bash"], "loader theirs")
-    assert "loader theirs" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="--tyro-print-completion is nosh, expected bash, zsh, tcsh, fish"):
-        parse_options(Theirs, ["--tyro-print-completion", "nosh"], "loader theirs")
-
-
 def test_the_trainers_help_names_its_other_commands_and_how_several_processes_start() -> None:
     shown = " ".join(spawn([*COMMANDS["python -m bucketline.train"], "--help", "all"]).out.split())
     for said in ("bucketline train presets", "bucketline train memory", "bucketline train report"):
