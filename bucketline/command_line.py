@@ -73,24 +73,18 @@ def parse_options(
     `from_file`: what a file gives, spelt as on a command line; it may have options that a command line lacks (`ONLY_IN_FILE`).
 
     Raises:
-        UsageError: if an option is unknown or invalid.
-        SystemExit: after `--help`, and if an argument is missing or not of its type.
+        UsageError: if an option is unknown or invalid, or an argument is missing.
+        SystemExit: after `--help`, and if tyro refuses what was not refused before.
     """
-    from bucketline.help_screen import (
-        asked_for_help,
-        command_help,
-        given_fields,
-        refuse_unknown,
-        with_known_words,
-        with_values,
-    )
+    from bucketline.argument_check import refuse_wrong
+    from bucketline.help_screen import asked_for_help, command_help, given_fields, with_known_words, with_values
 
     if (asked := asked_for_help(args)) is not None:
         print(command_help(prog, command, asked), end="")
         raise SystemExit(0)
-    refuse_unknown(command, args)
     import tyro
 
+    refuse_wrong(command, args, prog, from_file=from_file, appends=tyro.conf.UseAppendAction in settings)
     settings = (tyro.conf.EnumChoicesFromValues, *(settings or (tyro.conf.FlagCreatePairsOff,)))
     words = with_known_words(command, with_values(command, [*from_file, *args]))
     with _option_values():

@@ -41,8 +41,16 @@ _bucketline() {
 compdef _bucketline bucketline ingest store loader
 """,
     "fish": r"""
+function __bucketline
+    set -l found (bucketline --complete (commandline -opc) (commandline -ct) 2>/dev/null)
+    if test (count $found) -gt 0
+        printf '%s\n' $found
+    else
+        __fish_complete_path (commandline -ct)
+    end
+end
 for program in bucketline ingest store loader
-    complete -c $program -a "(bucketline --complete (commandline -opc) (commandline -ct) 2>/dev/null)"
+    complete -c $program -f -a "(__bucketline)"
 end
 """,
 }
@@ -122,7 +130,7 @@ def _of_command(command: type, rest: Sequence[str], word: str) -> Iterator[tuple
     name, is_given, _ = word.partition("=")
     if last in HELP:
         yield from [*((one, about) for one, about in sections_of(command).items() if one), (ALL, "everything, in full")]
-    elif (valued := by_word.get(last)) is not None and valued.takes_value:
+    elif (valued := by_word.get(last)) is not None and valued.value:
         yield from _values(valued)
     elif is_given and (valued := by_word.get(name)) is not None:
         yield from ((f"{name}={value}", about) for value, about in _values(valued))

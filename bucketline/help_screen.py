@@ -52,6 +52,8 @@ class Option:
     is_in_file: bool = False  # and not on the command line
     file: str = ""  # the kind of file that sets it
     choices: tuple[str, ...] = ()  # words that it takes; (): others as well
+    number: type[int | float] | None = None  # its values are numbers of this type
+    is_many: bool = False  # it takes several values, one after the other
 
     @property
     def words(self) -> list[str]:
@@ -60,9 +62,9 @@ class Option:
         return [word for word in names.split(",") if word.startswith("-")]
 
     @property
-    def takes_value(self) -> bool:
-        """True if a value follows its name."""
-        return " " in self.typed.rpartition(", ")[2]
+    def value(self) -> str:
+        """Return what stands for its value after its name; "" of a flag."""
+        return self.typed.rpartition(", ")[2].partition(" ")[2]
 
     @property
     def leads(self) -> bool:
@@ -117,7 +119,17 @@ def _option(field: Any, hint: Any, owner: type, texts: dict[str, str]) -> Option
         is_required=not has_default,
         is_in_file=is_in_file,
         choices=_choices(kind),
+        number=None if not {*_inner(kind)} - {NoneType} <= {int, float} else float if float in _inner(kind) else int,
+        is_many=get_origin(kind) in (tuple, list) and not any(str(one) == "UseAppendAction" for one in extras),
     )
+
+
+def _inner(kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a type
+    """Return the types that a value of a type may have: those of a union, or of a tuple's items."""
+    if get_origin(kind) is Literal or not get_args(kind):
+        return (kind,)
+    inner = get_args(kind)[:1] if hasattr(kind, "__metadata__") else get_args(kind)
+    return tuple(found for one in inner if one is not Ellipsis for found in _inner(one))
 
 
 @cache
