@@ -15,6 +15,7 @@ from bucketline.train.compile import compile_blocks
 from bucketline.train.config import Objective
 from bucketline.train.ema import Average
 from bucketline.train.memory.activations import BatchSizes, example_batch, norms_in_32_bits
+from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.memory.table import built, run_of
 from bucketline.train.noise import FlowSchedule, LatentScale, NoiseSchedule, Prep
 from bucketline.train.optim import average_of, kind_of, make_optimizer
@@ -28,6 +29,49 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Batch
 
+NARROW: dict[str, dict[str, Any]] = {
+    "sd": {
+        **PUBLISHED_MODELS["SD 1.5"],
+        "block_out_channels": [32, 64, 64, 64],
+        "layers_per_block": 1,
+        "cross_attention_dim": 64,
+    },
+    "sdxl": {
+        **PUBLISHED_MODELS["SDXL"],
+        "layers_per_block": 1,
+        "transformer_layers_per_block": [1, 2, 3],
+        "block_out_channels": [32, 64, 128],
+        "attention_head_dim": [1, 2, 4],
+        "cross_attention_dim": 64,
+    },
+    "dit": {**PUBLISHED_MODELS["DiT-XL/2"], "num_layers": 4, "num_attention_heads": 2},
+    "pixart": {
+        **PUBLISHED_MODELS["PixArt-Σ"],
+        "num_layers": 4,
+        "num_attention_heads": 2,
+        "cross_attention_dim": 144,
+        "caption_channels": 256,
+        "sample_size": 16,
+    },
+    "sd3": {
+        **PUBLISHED_MODELS["SD 3.5 large"],
+        "num_layers": 3,
+        "num_attention_heads": 2,
+        "caption_projection_dim": 128,
+        "joint_attention_dim": 256,
+        "pooled_projection_dim": 128,
+        "sample_size": 16,
+        "pos_embed_max_size": 16,
+    },
+    "flux": {
+        **PUBLISHED_MODELS["FLUX.1-dev"],
+        "num_layers": 2,
+        "num_single_layers": 4,
+        "num_attention_heads": 1,
+        "joint_attention_dim": 64,
+    },
+}
+"""Published models with few layers, as narrow as a CPU trains in seconds."""
 STEPS = 3  # the first makes the optimizer's state, and a compiled one compiles
 
 

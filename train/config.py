@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
 
 import tyro
 
-from bucketline.command_line import parse_options
+from bucketline.command_line import parse_bytes, parse_options
 from bucketline.errors import UsageError
 from bucketline.help_screen import ALONE, ONLY_IN_FILE, asked_for_help
 from bucketline.loader.commands.batch_options import BatchOptions
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from bucketline.loader.service.address import ServiceAddress
 
 IN_PROCESS = "none"  # value of --service: read in threads of this process
+MEMORY_OFF = "off"  # value of --memory and --base
 
 
 Precision = StrEnum("Precision", ["AUTO", "FP32", "BF16", "FP8"])
@@ -117,10 +118,10 @@ class OptimizerOptions:
 
     SECTION = "optimizer: optimizer, learning rate, EMA"
 
-    optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = "adamw"
+    optimizer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Optimizer: adamw, also with moments in bf16 or 8 bits; adafactor; muon (adamw outside the blocks' matrices); prodigy,
     which finds its rate; schedule-free; or that of a package that you installed. The extra `optimizers` has the libraries of
-    adamw-8bit, prodigy and schedule-free."""
+    adamw-8bit, prodigy and schedule-free. None: adamw, or what --memory chooses."""
     learning_rate: float | None = None
     """Learning rate after the warm-up; None: 1e-4; for adafactor 0.01, relative to a weight's size; for prodigy 1, a factor."""
     lr_schedule: LrSchedule = CONSTANT_RATE
@@ -150,6 +151,10 @@ class MemoryOptions:
 
     SECTION = "memory: precision, compilation, what saves memory"
 
+    memory: str | None = None
+    """Memory of each device that the run may take, such as 24GiB. If it needs more, what costs least is chosen of these, unless
+    it is given: --recompute, the EMA on the cpu, --optimizer adamw-bf16 or adamw-8bit; of a LoRA run --recompute, --base,
+    --offload-blocks. None: all that a GPU has; on a CPU, off. off: choose nothing."""
     precision: Precision = Precision.AUTO
     """Compute precision: fp32 (on a GPU with products in TF32), or bf16 autocast over 32-bit weights. With bf16 and LoRA, the
     frozen weights are bf16 too. fp8: bf16, but the blocks' linear layers multiply in 8 bits; for full models on an H100 or
@@ -160,16 +165,16 @@ class MemoryOptions:
     adamw-8bit."""
     compile: Compile = Compile.AUTO
     """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""
-    base: Base | None = None
-    """Format of the frozen weights next to LoRA adapters, in the blocks' linear layers: 8 bits, or 4 (nf4); None: the precision
-    of training. Needs the extra `quantised`."""
+    base: Base | Literal["off"] | None = None
+    """Format of the frozen weights next to LoRA adapters, in the blocks' linear layers: 8 bits, or 4 (nf4); off: the precision
+    of training; None: off, or what --memory chooses. Needs the extra `quantised`."""
     recompute: float | None = None
     """Share of the blocks' activations to recompute in the backward pass instead of storing them, 0 to 1; 1 takes about a third
     more time. Between, compiled blocks recompute the operations that cost least; without --compile, this share of the blocks
-    is recomputed. None: 0."""
-    offload_blocks: int = 0
+    is recomputed. None: 0, or what --memory chooses."""
+    offload_blocks: int | None = None
     """Blocks of a LoRA run's frozen base that wait in host memory and are copied to the device ahead of their use; as many as
-    there are at most. Needs --recompute 1."""
+    there are at most. They are recomputed. None: 0, or what --memory chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,27 +416,29 @@ class TrainConfig(
             )
 
     def _expect_memory(self) -> None:
+        if self.memory not in (None, MEMORY_OFF):
+            parse_bytes(self.memory, "--memory")
         shard_ranks(self.sharding)
         if self.keep_gathered and self.sharding == DDP:
             raise UsageError("keep_gathered is for --sharding fsdp, and --sharding is ddp, which gathers nothing")
         for name in ("lora_alpha", "lora_targets", "lora_from", "lora_dropout", "dora", "base"):
-            if self.lora_rank is None and (value := getattr(self, name)) not in (None, 0.0, False):
+            if self.lora_rank is None and (value := getattr(self, name)) not in (None, MEMORY_OFF, 0.0, False):
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
         for name in ("base", "lora_from", "offload_blocks"):
-            if self.dora and (value := getattr(self, name)):
+            if self.dora and (value := getattr(self, name)) not in (None, MEMORY_OFF, 0):
                 raise UsageError(f"--dora is set with {self._named(name)} {value}, expected plain LoRA: leave one of them out")
         if self.dora and self.sharding != DDP:
             raise UsageError(f"--dora is set with --sharding {self.sharding}, expected ddp: it needs a layer's whole weight")
         needed = (
             (self.lora_rank is not None, "--lora-rank", "only frozen blocks can wait"),
-            (self.recompute == 1, "--recompute 1", "a backward pass that does not recompute keeps them all"),
+            (self.recompute in (None, 1), "--recompute 1", "a backward pass that does not recompute keeps them all"),
         )
         if self.offload_blocks and (missing := [(option, why) for is_given, option, why in needed if not is_given]):
             options, reasons = (" and ".join(words) for words in zip(*missing, strict=True))
             raise UsageError(f"--offload-blocks is {self.offload_blocks}, expected {options} with it: {reasons}")
         if self.offload_blocks and self.sharding != DDP:
             raise UsageError(f"--offload-blocks is {self.offload_blocks} with --sharding {self.sharding}, expected ddp")
-        if self.base is not None and self.sharding != DDP:
+        if self.base not in (None, MEMORY_OFF) and self.sharding != DDP:
             raise UsageError(
                 f"--base is {self.base} with --sharding {self.sharding}, expected ddp: a quantised base is not sharded"
             )

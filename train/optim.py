@@ -70,7 +70,7 @@ def kind_of(config: TrainConfig) -> OptimizerKind:
         UsageError: if there is none of its name, or its package cannot be imported.
     """
     try:
-        return OPTIMIZERS[config.optimizer]
+        return OPTIMIZERS[config.optimizer or "adamw"]
     except KeyError:
         raise UsageError(
             f"--optimizer is {config.optimizer!r:.80}, expected {', '.join(OPTIMIZERS)}; another package's is known once that "

@@ -29,9 +29,10 @@ from bucketline.train.compile import (
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import IN_PROCESS, Compile, Objective, Precision, TrainConfig, WeightDtype
+from bucketline.train.config import IN_PROCESS, Base, Compile, Objective, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import mean_weight, open_loader
 from bucketline.train.ema import Average
+from bucketline.train.memory.dial import with_recorded
 from bucketline.train.models.encoder_check import refuse_other_configs, refuse_other_encoders
 from bucketline.train.models.load import checked, facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
@@ -76,7 +77,7 @@ _FREE = {
     *("store", "model", "model_config", "preset", "lora_from", "output_dir", "max_steps", "epochs", "resume", "new_plan"),
     "follow",
     *("service", "service_token", "service_certificate", "window", "threads", "prefetch_bytes", "verify", "track_with"),
-    *("offload_blocks", "recompute"),
+    *("memory", "offload_blocks", "recompute"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     *("sharding", "keep_gathered", "image_guidance", "image_prompts"),
     *("export_every", "export_dtype", "push_to_hub"),
@@ -144,6 +145,8 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
 
     On a GPU, let fp32 use TF32, and cuDNN search for its fastest convolutions.
     """
+    if start.state is not None:
+        config = with_recorded(config, start.state.config)
     if config.learning_rate is None:
         config = replace(config, learning_rate=kind_of(config).learning_rate)
     if config.ema.decay is not None and config.ema.place is None:
@@ -268,7 +271,7 @@ def _load_model(
         from bucketline.train.lowbit.float8 import use_float8
 
         log.info("%d linear layers compute in 8-bit floats", use_float8(model))
-    if config.base is not None:
+    if isinstance(config.base, Base):
         from bucketline.train.lowbit.frozen_base import quantise_base
 
         quantise_base(model, config.base, device)

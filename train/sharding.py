@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
+from bucketline.train.config import Base
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import fail_together, from_rank_zero, placed, separate_blocks
@@ -97,7 +98,7 @@ def fill_from_rank_zero(own: dict[str, Tensor], whole: dict[str, Tensor]) -> Non
 
 def loads_alone(config: TrainConfig) -> bool:
     """Return True if every rank reads the whole model: quantised and offloaded weights are not sent."""
-    return config.base is not None or bool(config.offload_blocks)
+    return isinstance(config.base, Base) or bool(config.offload_blocks)
 
 
 def layout_on(device: torch.device) -> torch.memory_format:

@@ -13,23 +13,13 @@ from bucketline.train.memory.activations import BatchSizes
 from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.memory.table import CountedModel, run_of
 from tests.gpu.material import DEVICE, ON_GPU, tell
-from tests.step_memory import measured_steps
+from tests.step_memory import NARROW, measured_steps
 
 FEW_LAYERS: dict[str, dict[str, Any]] = {
     "sdxl": {**PUBLISHED_MODELS["SDXL"], "layers_per_block": 1, "transformer_layers_per_block": [1, 2, 3]},
     "flux": {**PUBLISHED_MODELS["FLUX.1-dev"], "num_layers": 2, "num_single_layers": 4},
 }
 """Models of the published widths with few layers."""
-NARROW: dict[str, dict[str, Any]] = {
-    "sdxl": {
-        **FEW_LAYERS["sdxl"],
-        "block_out_channels": [32, 64, 128],
-        "attention_head_dim": [1, 2, 4],
-        "cross_attention_dim": 64,
-    },
-    "flux": {**FEW_LAYERS["flux"], "num_attention_heads": 1, "joint_attention_dim": 64},
-}
-"""The same, as narrow as a CPU trains in seconds."""
 WITHIN = 0.15
 CHOICES: tuple[dict[str, Any], ...] = (
     {},

@@ -30,16 +30,24 @@ class TrainMemory:
     """Model folders in diffusers' layout; none: published models."""
     lora_rank: int = DOCUMENTED_RANK
     """Rank of the adapters."""
+    memory: str | None = None
+    """Print instead what a run with this --memory chooses, such as 24GiB, and what it needs then."""
+    images: int = 1
+    """With --memory: images of a micro-batch."""
 
     def run(self) -> int:
         from bucketline.extras import extra_named
 
         with extra_named("train"):
+            from bucketline.train.memory.dial import as_table
             from bucketline.train.memory.published import PUBLISHED_MODELS
             from bucketline.train.memory.table import as_tables
             from bucketline.train.models.load import config_of
 
             configs = {name: config_of(folder) for name, folder in _names(self.models).items()}
+            if self.memory is not None:
+                print(as_table(configs or PUBLISHED_MODELS, self.memory, self.lora_rank, self.images))
+                return 0
             print(as_tables(configs or PUBLISHED_MODELS, self.lora_rank))
         return 0
 

@@ -137,7 +137,7 @@ class CountedModel:
         own = {id(parameter) for parameter in trained}
         held = sum(one.nbytes for one in (*model.parameters(), *model.buffers()) if id(one) not in own)
         # two of the blocks that wait are there: the one that runs and the next
-        held -= sum(sorted(map(frozen_bytes, offloaded(model, asked.offload_blocks)))[:-2])
+        held -= sum(sorted(map(frozen_bytes, offloaded(model, asked.offload_blocks or 0)))[:-2])
         share = 1 if asked.sharding == DDP else ranks
         weights = sum(parameter.nbytes for parameter in trained) // share
         moments = self._optimizer_bytes(asked)[0] // share
@@ -234,7 +234,7 @@ def built(config: Mapping[str, Json], asked: TrainConfig, device: torch.device) 
         torch.nn.Module.to(model, dtype=torch.bfloat16)
     if asked.lora_rank is not None:
         add_adapters(model, family, asked)
-    if asked.base is not None:
+    if isinstance(asked.base, Base):
         from bucketline.train.lowbit.frozen_base import quantise_base
 
         quantise_base(model, asked.base, device)
@@ -278,30 +278,31 @@ def as_tables(configs: Mapping[str, Mapping[str, Json]], rank: int) -> str:
     plain = [model.made(run_of({}))[1] for model in models.values()]
     sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e9 for model in plain]
     images = [f"{8 * latent_size(model.made(run_of({}))[0])} px" for model in models.values()]
-    fixed = [(label(row), [_gb(model.memory(row).total) for model in models.values()]) for row in choices(rank)]
-    moving = [(label(row), [_gb(model.activations(row)) for model in models.values()]) for row in savings(rank)]
+    fixed = [(label(row), [in_gb(model.memory(row).total) for model in models.values()]) for row in choices(rank)]
+    moving = [(label(row), [in_gb(model.activations(row)) for model in models.values()]) for row in savings(rank)]
     return "\n\n".join(
         (
-            _table(
+            table_of(
                 "GB without activations",
                 models,
                 [("10^9 weights", [f"{size:.2{'f' if size >= 0.1 else 'g'}}" for size in sizes]), *fixed],
             ),
-            _table("GB of activations an image", models, [("image", images), *moving]),
+            table_of("GB of activations an image", models, [("image", images), *moving]),
         )
     )
 
 
-def _gb(num_bytes: int) -> str:
+def in_gb(num_bytes: int) -> str:
     """Return bytes in GB of 10^9: with a decimal, small numbers with two digits.
 
-    >>> _gb(2_345_000_000), _gb(48_200_000), _gb(0)
+    >>> in_gb(2_345_000_000), in_gb(48_200_000), in_gb(0)
     ('2.3', '0.048', '0')
     """
     return f"{num_bytes / 1e9:.1f}" if num_bytes >= 10**8 else f"{num_bytes / 1e9:.2g}"
 
 
-def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+def table_of(title: str, columns: Iterable[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """Return a table in Markdown; a row is its name and a cell for each column."""
     names = list(columns)
     lines = [f"| {title} | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     return "\n".join((*lines, *(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows)))

@@ -14,7 +14,7 @@ from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import FAMILIES, family_of_model
 from bucketline.train.commands.memory import DOCUMENTED_RANK, TrainMemory
-from bucketline.train.config import Precision, WeightDtype
+from bucketline.train.config import Base, Precision, WeightDtype
 from bucketline.train.ema import Average
 from bucketline.train.lowbit.frozen_base import quantise_base
 from bucketline.train.lowbit.offload import frozen_bytes, offload_blocks
@@ -73,7 +73,7 @@ def real(made: torch.nn.Module, asked: TrainConfig) -> tuple[Family, torch.nn.Mo
         torch.nn.Module.to(made, torch.bfloat16)
     if asked.lora_rank is not None:
         add_adapters(made, family, asked)
-    if asked.base is not None:
+    if isinstance(asked.base, Base):
         quantise_base(made, asked.base, CPU)
     return family, made
 
@@ -86,7 +86,7 @@ def test_a_row_has_what_a_run_holds_after_a_step(tmp_path: Path, options: dict[s
     asked = config(tmp_path, **{"precision": Precision.BF16, "learning_rate": 0.0, **options})
     _, model = real(kind.from_config(SMALL), asked)
     back = sum(sorted(map(frozen_bytes, separate_blocks(model)))[-2:]) if asked.offload_blocks else 0
-    offload_blocks(model, asked.offload_blocks, CPU, torch.contiguous_format)
+    offload_blocks(model, asked.offload_blocks or 0, CPU, torch.contiguous_format)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)

@@ -1,0 +1,274 @@
+"""`--memory`: options that save memory, chosen in order of cost until the count of a run fits."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.command_line import human_bytes, parse_bytes
+from bucketline.errors import BucketlineError, UsageError
+from bucketline.store.format.columns import LATENT
+from bucketline.train.config import MEMORY_OFF, Base, Compile, Ema, TrainConfig
+from bucketline.train.memory.activations import BatchSizes, usual_sizes
+from bucketline.train.memory.table import EVERY_BLOCK, CountedModel, in_gb, label, run_of, table_of
+from bucketline.train.models.load import config_of, locate
+from bucketline.train.optim import kind_of
+from bucketline.train.parallel import from_rank_zero
+from bucketline.train.sharding import is_sharded, shard_ranks_of
+from bucketline.train.spelling import DDP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from bucketline.loader import Loader
+    from bucketline.train.parallel import TrainRanks
+    from bucketline.typed_json import Json
+
+log = logging.getLogger(__name__)
+
+SPARE = 0.05  # of the memory, for the driver, the workspaces of libraries, and gaps between tensors
+LEAST_COMPILED = 0.5  # of what uncompiled blocks take in passing, if they are compiled: the compiler chooses what to recompute
+EMA_EVERY = 10
+PROPOSED_RANK = 16
+_Options = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """Options that save memory, in addition to those before them, and what they cost."""
+
+    options: _Options
+    price: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The first savings with which a run fits; if it fits with none, all of them."""
+
+    options: _Options  # in place of the configuration's
+    savings: tuple[Saving, ...]
+    need: int  # bytes on each device
+    plain: int  # without any savings
+    fits: bool
+
+    def __str__(self) -> str:
+        """Return the choice and its price."""
+        if not self.savings:
+            return f"{human_bytes(self.need)} are needed, so nothing is saved"
+        last: dict[str, Saving] = {name: one for one in self.savings for name in one.options}
+        taken = [one for one in self.savings if one in last.values()]
+        chosen = "; ".join(f"{label(one.options).strip('`')}: {one.price}" for one in taken)
+        return f"{human_bytes(self.plain)} are needed, and {human_bytes(self.need)} with {chosen}"
+
+
+def decided(config: TrainConfig) -> TrainConfig:
+    """Return a configuration whose open options have the values of a run that has memory enough."""
+    recomputed = 1.0 if config.offload_blocks else 0.0
+    return replace(
+        config,
+        recompute=recomputed if config.recompute is None else config.recompute,
+        optimizer=config.optimizer or "adamw",
+        base=None if config.base == MEMORY_OFF else config.base,
+        offload_blocks=config.offload_blocks or 0,
+    )
+
+
+def with_recorded(config: TrainConfig, recorded: Mapping[str, Json]) -> TrainConfig:
+    """Return a resumed run's configuration with what its first part chose, unless an option or another --memory is given."""
+    taken: _Options = {}
+    if config.optimizer is None:  # whose state the checkpoint has
+        taken["optimizer"] = recorded.get("optimizer", "adamw")
+    if config.memory in (None, recorded.get("memory")):
+        taken |= {name: recorded.get(name) for name in ("recompute", "offload_blocks") if getattr(config, name) is None}
+        if config.base is None and config.lora_rank is not None:
+            taken["base"] = Base(str(found)) if (found := recorded.get("base")) else MEMORY_OFF
+        if (
+            config.ema is Ema.DEVICE
+            and config.ema_every == 1
+            and recorded.get("ema") == Ema.CPU
+            and recorded.get("ema_every") == EMA_EVERY
+        ):
+            taken |= {"ema": Ema.CPU, "ema_every": EMA_EVERY}
+    return replace(config, **taken)
+
+
+def fitted(
+    config: TrainConfig, ranks: TrainRanks, loader: Loader, recorded: Mapping[str, Json] | None, say: Callable[[str], None]
+) -> TrainConfig:
+    """Return the configuration with the options that its memory asks for; tell `say` which, and why.
+
+    `recorded`: the options of a resumed run's first part. Nothing is counted if no memory is known, that is on a CPU without
+    --memory, nor if the first part had the same.
+
+    Raises:
+        UsageError: if the run does not fit into --memory; the message has the nearest that does.
+    """
+    memory = memory_of(config, loader.device)
+    if memory is None or (recorded is not None and config.memory in (None, recorded.get("memory"))):
+        return decided(config)
+    sharing = shard_ranks_of(config, ranks) if is_sharded(config, ranks) else ranks.world_size
+    choice = from_rank_zero(ranks, lambda: _counted_choice(config, sharing, loader, memory))
+    if choice is None:
+        return decided(config)
+    say(f"memory: {human_bytes(memory)}; {choice}")
+    return replace(decided(config), **choice.options)
+
+
+def memory_of(config: TrainConfig, device: torch.device) -> int | None:
+    """Return the bytes of each device that a run may take; None: it takes what there is."""
+    if config.memory == MEMORY_OFF:
+        return None
+    if config.memory is not None:
+        return parse_bytes(config.memory, "--memory")
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
+def _counted_choice(config: TrainConfig, ranks: int, loader: Loader, memory: int) -> Choice | None:
+    try:
+        counting, sizes = CountedModel(config_of(locate(config.model, config.model_config)[0])), sizes_of(loader)
+        compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and loader.device.type == "cuda")
+        choice = choose(config, counting, sizes, memory, ranks=ranks, compiled=compiled and config.memory is None)
+    except Exception as error:
+        if config.memory is not None and isinstance(error, BucketlineError):
+            raise
+        log.warning("memory is not counted, so nothing is saved: %s: %s", type(error).__name__, f"{error!s:.300}")
+        return None
+    if choice.fits:
+        return choice
+    least = counting.held(replace(decided(config), **choice.options), ranks).total
+    if config.memory is not None or least > memory:
+        raise UsageError(refusal(config, counting, sizes, memory, choice, ranks=ranks))
+    log.warning("%s", refusal(config, counting, sizes, memory, choice, ranks=ranks))
+    return choice
+
+
+def sizes_of(loader: Loader) -> BatchSizes:
+    """Return the sizes of a micro-batch of the bucket that needs most."""
+
+    def latents(bucket: Any) -> tuple[int, ...]:  # noqa: ANN401 - of a store or of several
+        return loader.config.rows_of(bucket), *bucket.spec.column(LATENT).shape
+
+    images, _, height, width = max((latents(bucket) for bucket in loader.rows.buckets("train")), key=math.prod)
+    encoder = loader.shares[0].store.manifest.encoders.get("text_encoder")
+    tokens = encoder.get("max_tokens") if isinstance(encoder, dict) else None
+    return BatchSizes(images=images, height=height, width=width, tokens=tokens if isinstance(tokens, int) else None)
+
+
+def choose(
+    config: TrainConfig, counting: CountedModel, sizes: BatchSizes, memory: int, *, ranks: int = 1, compiled: bool = False
+) -> Choice:
+    """Return the savings with which a run fits into so many bytes, the cheapest first.
+
+    `compiled`: blocks are compiled, and the memory is what there is: nothing is saved if the run may fit as it is.
+    """
+    savings, steps = list(savings_of(config, ranks)), [_Options()]
+    for saving in savings:
+        steps.append({**steps[-1], **saving.options})
+    runs = [replace(decided(config), **options) for options in steps]
+    room = memory * (1 - SPARE)
+
+    def need(number: int) -> int:
+        return counting.need(runs[number], sizes, ranks)
+
+    plain = need(0)
+    held = counting.held(runs[0], ranks).total
+    if (plain if not compiled else held + LEAST_COMPILED * (plain - held)) <= room:
+        return Choice(options={}, savings=(), need=plain, plain=plain, fits=True)
+    found = _first(len(runs), sum("recompute" in saving.options for saving in savings), lambda number: need(number) <= room)
+    last = len(runs) - 1 if found is None else found
+    return Choice(options=steps[last], savings=tuple(savings[:last]), need=need(last), plain=plain, fits=found is not None)
+
+
+def _first(count: int, recomputing: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the first number from 1 on that fits; up to `recomputing`, the more is recomputed, the less is needed.
+
+    >>> _first(8, 4, lambda number: number >= 3), _first(8, 4, lambda number: number >= 6), _first(3, 0, lambda _: False)
+    (3, 6, None)
+    """
+    if recomputing and fits(recomputing):
+        low, high = 1, recomputing
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle + 1, high)
+        return low
+    return next((number for number in range(recomputing + 1, count) if fits(number)), None)
+
+
+def savings_of(config: TrainConfig, ranks: int = 1) -> Iterator[Saving]:
+    """Yield what saves memory, in order of cost; an option that is given is not changed."""
+    has_torchao, is_whole = importlib.util.find_spec("torchao") is not None, config.sharding == DDP or ranks == 1
+    if config.recompute is None and not config.offload_blocks:
+        for share in (0.25, 0.5, 0.75, 1.0):
+            yield Saving(options={"recompute": share}, price=f"up to {share / 3:.0%} more time, and the same losses")
+    if config.lora_rank is None:
+        if config.ema is Ema.DEVICE and config.ema_every == 1 and kind_of(config).average is None:
+            yield Saving(
+                options={"ema": Ema.CPU, "ema_every": EMA_EVERY},
+                price=f"the average moves every {EMA_EVERY} steps, by a copy of the weights to the host",
+            )
+        if config.optimizer is None and not config.resume:
+            yield Saving(options={"optimizer": "adamw-bf16"}, price="moments are rounded to bf16")
+            if has_torchao and is_whole:
+                yield Saving(options={"optimizer": "adamw-8bit"}, price="moments have 8 bits")
+        return
+    if not is_whole:
+        return
+    if config.base is None and has_torchao:
+        yield Saving(options={"base": Base.INT8}, price="frozen weights have 8 bits")
+        yield Saving(options={"base": Base.NF4}, price="frozen weights have 4 bits")
+    if config.offload_blocks is None and config.recompute in (None, 1):
+        yield Saving(
+            options={"offload_blocks": EVERY_BLOCK}, price="frozen weights wait in host memory and are copied for each use"
+        )
+
+
+def refusal(
+    config: TrainConfig, counting: CountedModel, sizes: BatchSizes, memory: int, choice: Choice, *, ranks: int = 1
+) -> str:
+    """Return that a run does not fit, with the nearest that does."""
+    run, room = replace(decided(config), **choice.options), memory * (1 - SPARE)
+
+    def fits(one: TrainConfig, images: int) -> bool:
+        return counting.need(one, replace(sizes, images=images), ranks) <= room
+
+    ways: list[str] = []
+    if sizes.images > 1 and fits(run, 1):
+        low, high = 1, sizes.images - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(run, middle) else (low, middle - 1)
+        ways.append(f"--batch {low}")
+    elif config.lora_rank is None:
+        adapters = replace(config, lora_rank=PROPOSED_RANK, optimizer=None, recompute=None)
+        if (other := choose(adapters, counting, sizes, memory, ranks=ranks)).fits:
+            more = f" with {label(other.options).strip('`')}" if other.options else ""
+            ways.append(f"--lora-rank {PROPOSED_RANK}{more}")
+    ways.append(f"--memory {math.ceil(choice.need / (1 - SPARE) / (1 << 30) * 10) / 10:g}GiB")
+    saved = f", with {label(choice.options).strip('`')}" if choice.options else ""
+    given = f"--memory is {config.memory}" if config.memory else f"the device has {human_bytes(memory)}"
+    return (
+        f"{given}, and the run needs {human_bytes(choice.need)} for a batch of {sizes.images} with latents of "
+        f"{sizes.height} by {sizes.width}{saved}; {SPARE:.0%} of the memory stay free; what fits: {' or '.join(ways)}"
+    )
+
+
+def as_table(configs: Mapping[str, Mapping[str, Json]], memory: str, rank: int, images: int) -> str:
+    """Return in Markdown what runs choose in so much memory, and the GB of 10^9 bytes that they need then.
+
+    A column for each model; in full and with adapters of `rank`, with batches of so many images of the model's own size.
+    """
+    room = parse_bytes(memory, "--memory")
+    counted = [CountedModel(config) for config in configs.values()]
+    rows: list[tuple[str, list[str]]] = []
+    for given in ({}, {"lora_rank": rank}):
+        asked = run_of(given)
+        found = [choose(asked, one, usual_sizes(one.made(asked)[0], images), room) for one in counted]
+        rows.append((label(given), [in_gb(one.plain) for one in found]))
+        rows.append(("chosen", [label(one.options) if one.options else "nothing" for one in found]))
+        rows.append(("then", [in_gb(one.need) if one.fits else f"{in_gb(one.need)}: does not fit" for one in found]))
+    return table_of(f"GB, of {memory}, for a batch of {images}", configs, rows)
