@@ -32,7 +32,7 @@ from bucketline.train.compile import (
 from bucketline.train.config import IN_PROCESS, Base, Compile, Objective, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import mean_weight, open_loader
 from bucketline.train.ema import Average
-from bucketline.train.memory.dial import with_recorded
+from bucketline.train.memory_choice import with_recorded
 from bucketline.train.models.encoder_check import refuse_other_configs, refuse_other_encoders
 from bucketline.train.models.load import checked, facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters

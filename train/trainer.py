@@ -19,7 +19,7 @@ from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER, LOSS_CURVE
 from bucketline.loader.history import StoreId
 from bucketline.train import data
 from bucketline.train.compile import mark
-from bucketline.train.memory.dial import fitted
+from bucketline.train.memory_choice import decided, memory_to_fit
 from bucketline.train.outputs import checkpoint, run_dir
 from bucketline.train.outputs.checkpoint import Start, expect_finite_weights, folder_of_step
 from bucketline.train.outputs.metrics import WindowRecorder, cut_back
@@ -165,7 +165,12 @@ class Trainer:
 
             given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
         recorded = None if start.state is None else start.state.config
-        self.config = config = fitted(config, ranks, self.loader, recorded, self._progress.say)
+        if (memory := memory_to_fit(config, recorded, self._device)) is None:
+            self.config = config = decided(config)
+        else:
+            from bucketline.train.memory.dial import fitted
+
+            self.config = config = fitted(config, ranks, self.loader, memory, self._progress.say)
         self.training, self.schedule, self._weights = build(config, ranks, start, self.loader)
         self._prompts: tuple[StoredPrompt, ...] = ()
         if config.num_images:

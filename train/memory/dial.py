@@ -8,14 +8,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from bucketline.command_line import human_bytes, parse_bytes
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.store.format.columns import LATENT
-from bucketline.train.config import MEMORY_OFF, Base, Compile, Ema, TrainConfig
+from bucketline.train.config import Base, Compile, Ema, TrainConfig
 from bucketline.train.memory.activations import BatchSizes, usual_sizes
 from bucketline.train.memory.table import EVERY_BLOCK, CountedModel, in_gb, label, run_of, table_of
+from bucketline.train.memory_choice import EMA_EVERY, decided
 from bucketline.train.models.load import config_of, locate
 from bucketline.train.optim import kind_of
 from bucketline.train.parallel import from_rank_zero
@@ -33,7 +32,6 @@ log = logging.getLogger(__name__)
 
 SPARE = 0.05  # of the memory, for the driver, the workspaces of libraries, and gaps between tensors
 LEAST_COMPILED = 0.5  # of what uncompiled blocks take in passing, if they are compiled: the compiler chooses what to recompute
-EMA_EVERY = 10
 PROPOSED_RANK = 16
 _Options = dict[str, Any]
 
@@ -66,51 +64,12 @@ class Choice:
         return f"{human_bytes(self.plain)} are needed, and {human_bytes(self.need)} with {chosen}"
 
 
-def decided(config: TrainConfig) -> TrainConfig:
-    """Return a configuration whose open options have the values of a run that has memory enough."""
-    recomputed = 1.0 if config.offload_blocks else 0.0
-    return replace(
-        config,
-        recompute=recomputed if config.recompute is None else config.recompute,
-        optimizer=config.optimizer or "adamw",
-        base=None if config.base == MEMORY_OFF else config.base,
-        offload_blocks=config.offload_blocks or 0,
-    )
-
-
-def with_recorded(config: TrainConfig, recorded: Mapping[str, Json]) -> TrainConfig:
-    """Return a resumed run's configuration with what its first part chose, unless an option or another --memory is given."""
-    taken: _Options = {}
-    if config.optimizer is None:  # whose state the checkpoint has
-        taken["optimizer"] = recorded.get("optimizer", "adamw")
-    if config.memory in (None, recorded.get("memory")):
-        taken |= {name: recorded.get(name) for name in ("recompute", "offload_blocks") if getattr(config, name) is None}
-        if config.base is None and config.lora_rank is not None:
-            taken["base"] = Base(str(found)) if (found := recorded.get("base")) else MEMORY_OFF
-        if (
-            config.ema is Ema.DEVICE
-            and config.ema_every == 1
-            and recorded.get("ema") == Ema.CPU
-            and recorded.get("ema_every") == EMA_EVERY
-        ):
-            taken |= {"ema": Ema.CPU, "ema_every": EMA_EVERY}
-    return replace(config, **taken)
-
-
-def fitted(
-    config: TrainConfig, ranks: TrainRanks, loader: Loader, recorded: Mapping[str, Json] | None, say: Callable[[str], None]
-) -> TrainConfig:
-    """Return the configuration with the options that its memory asks for; tell `say` which, and why.
-
-    `recorded`: the options of a resumed run's first part. Nothing is counted if no memory is known, that is on a CPU without
-    --memory, nor if the first part had the same.
+def fitted(config: TrainConfig, ranks: TrainRanks, loader: Loader, memory: int, say: Callable[[str], None]) -> TrainConfig:
+    """Return the configuration with the options that a memory of so many bytes needs; tell `say` which, and why.
 
     Raises:
         UsageError: if the run does not fit into --memory; the message has the nearest that does.
     """
-    memory = memory_of(config, loader.device)
-    if memory is None or (recorded is not None and config.memory in (None, recorded.get("memory"))):
-        return decided(config)
     sharing = shard_ranks_of(config, ranks) if is_sharded(config, ranks) else ranks.world_size
     choice = from_rank_zero(ranks, lambda: _counted_choice(config, sharing, loader, memory))
     if choice is None:
@@ -119,18 +78,9 @@ def fitted(
     return replace(decided(config), **choice.options)
 
 
-def memory_of(config: TrainConfig, device: torch.device) -> int | None:
-    """Return the bytes of each device that a run may take; None: it takes what there is."""
-    if config.memory == MEMORY_OFF:
-        return None
-    if config.memory is not None:
-        return parse_bytes(config.memory, "--memory")
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
-
-
 def _counted_choice(config: TrainConfig, ranks: int, loader: Loader, memory: int) -> Choice | None:
     try:
-        counting, sizes = CountedModel(config_of(locate(config.model, config.model_config)[0])), sizes_of(loader)
+        counting, sizes = CountedModel(config_of(locate(config.model, config.model_config)[0])), largest_batch(loader)
         compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and loader.device.type == "cuda")
         choice = choose(config, counting, sizes, memory, ranks=ranks, compiled=compiled and config.memory is None)
     except Exception as error:
@@ -147,7 +97,7 @@ def _counted_choice(config: TrainConfig, ranks: int, loader: Loader, memory: int
     return choice
 
 
-def sizes_of(loader: Loader) -> BatchSizes:
+def largest_batch(loader: Loader) -> BatchSizes:
     """Return the sizes of a micro-batch of the bucket that needs most."""
 
     def latents(bucket: Any) -> tuple[int, ...]:  # noqa: ANN401 - of a store or of several

@@ -1,0 +1,67 @@
+"""Options that save memory, before the dial `--memory` chooses: those that are given, and those of a run's first part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.command_line import parse_bytes
+from bucketline.train.config import MEMORY_OFF, Base, Ema, TrainConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bucketline.typed_json import Json
+
+EMA_EVERY = 10  # steps between updates of an average that was moved to the host
+
+
+def decided(config: TrainConfig) -> TrainConfig:
+    """Return a configuration whose open options have the values of a run that has memory enough."""
+    recomputed = 1.0 if config.offload_blocks else 0.0
+    return replace(
+        config,
+        recompute=recomputed if config.recompute is None else config.recompute,
+        optimizer=config.optimizer or "adamw",
+        base=None if config.base == MEMORY_OFF else config.base,
+        offload_blocks=config.offload_blocks or 0,
+    )
+
+
+def with_recorded(config: TrainConfig, recorded: Mapping[str, Json]) -> TrainConfig:
+    """Return a resumed run's configuration with what its first part chose, unless an option or another --memory is given."""
+    taken: dict[str, Any] = {}
+    if config.optimizer is None:  # whose state the checkpoint has
+        taken["optimizer"] = recorded.get("optimizer", "adamw")
+    if config.memory in (None, recorded.get("memory")):
+        taken |= {name: recorded.get(name) for name in ("recompute", "offload_blocks") if getattr(config, name) is None}
+        if config.base is None and config.lora_rank is not None:
+            taken["base"] = Base(str(found)) if (found := recorded.get("base")) else MEMORY_OFF
+        if (
+            config.ema is Ema.DEVICE
+            and config.ema_every == 1
+            and recorded.get("ema") == Ema.CPU
+            and recorded.get("ema_every") == EMA_EVERY
+        ):
+            taken |= {"ema": Ema.CPU, "ema_every": EMA_EVERY}
+    return replace(config, **taken)
+
+
+def memory_to_fit(config: TrainConfig, recorded: Mapping[str, Json] | None, device: torch.device) -> int | None:
+    """Return the bytes of each device into which a run is to be fitted; None: nothing is counted.
+
+    `recorded`: the options of a resumed run's first part, which was fitted already if its memory was the same.
+    """
+    is_fitted = recorded is not None and config.memory in (None, recorded.get("memory"))
+    return None if is_fitted else memory_of(config, device)
+
+
+def memory_of(config: TrainConfig, device: torch.device) -> int | None:
+    """Return the bytes of each device that a run may take; None: it takes what there is."""
+    if config.memory == MEMORY_OFF:
+        return None
+    if config.memory is not None:
+        return parse_bytes(config.memory, "--memory")
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
