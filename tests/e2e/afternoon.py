@@ -93,8 +93,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
     ),
     "docs/training.md": (
-        (r"^(--recompute 1 )?--offload-blocks 20$", "--lora-rank 16 --recompute 1 --offload-blocks 20"),
-        (r"^--base int8$", "--lora-rank 16 --base int8"),
+        (r"^(--recompute 1 )?--(base int8|offload-blocks \d+)$", r"--lora-rank 16 \g<0>"),
         (r"^bucketline train report$", "bucketline train report --help"),
         (r"--max-steps 1000$", FEWER),
         (r"step-00001000", "step-00000002"),
@@ -106,7 +105,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"--validate-every 1000 --images-every 5000", "--validate-every 1 --images-every 2"),
         (r"torchrun -m bucketline.train", f"torchrun -m bucketline.train {TRAIN}/fourth"),
         (r"torchrun … train/main.py", f"torchrun --nproc_per_node 2 train/main.py {TRAIN}/fifth"),
-        (r"^bucketline train memory( FOLDER…)?$", "bucketline train memory --help"),
+        (r"^bucketline train memory( FOLDER…| --memory 24GiB)?$", "bucketline train memory --help"),
         (r"bucketline train …", f"bucketline train {TRAIN}/sixth"),
         (r"^ingest pack data\.toml data$", f"ingest pack data.toml data --model {SD}"),
         (r"^--resume( --new-plan)?$", rf"bucketline train {TRAIN}/sixth --max-steps 3 --resume\1"),
