@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 DDP, OF_A_MACHINE = "ddp", "machine"
 EXPORTS = "exports"
+_USUAL_MINUTES = 30.0  # between checkpoints, also if a run was recorded before that was an option
 _SHARDING = re.compile(rf"fsdp(?::({OF_A_MACHINE}|[0-9]+))?")
 _REPOSITORY = re.compile(rf"((?:[\w.-]+/)?[\w.-]+)(:{EXPORTS})?")
 
@@ -79,7 +80,7 @@ def as_words(options: Mapping[str, Json]) -> dict[str, Json]:
     {'sharding': 'fsdp:machine', 'save_every': '4,30m'}
     """
     given = dict(options)
-    steps, minutes = given.pop("checkpoint_every", None), given.pop("checkpoint_minutes", None)
+    steps, minutes = given.pop("checkpoint_every", None), given.pop("checkpoint_minutes", _USUAL_MINUTES)
     if "checkpoint_every" in options:
         times = [str(steps)] * (steps is not None) + ([f"{minutes:g}m"] if isinstance(minutes, float | int) else [])
         given["save_every"] = ",".join(times) or None

@@ -217,11 +217,22 @@ def test_a_pack_adopts_what_a_killed_one_left() -> None:
     verify("more.store", ALL_MORE)
 
 
+OPTIONS_NOW = {
+    "--accum ": "--accumulation ",
+    "--batch-size ": "--batch ",
+    "--checkpoint-every 4": "--save-every 4,30m",
+    "--val-timesteps 2": "--preset few.toml",
+    "--min-snr-gamma 5": "--loss-weight min-snr:5",
+}
+"""Options of version 0.1.0 as they are spelt today."""
+
+
 def train(like: str, output: str, max_steps: int, *options: str, store: str = "photos.store") -> None:
     """Run the trainer with the options that version 0.1.0 was given, by their names of today."""
     given = TRAIN[like].replace("photos.store", store)
-    for old, new in (("--accum ", "--accumulation "), ("--min-snr-gamma 5", "--loss-weight min-snr:5")):
-        given = given.replace(old, new)
+    for then, now in OPTIONS_NOW.items():
+        given = given.replace(then, now)
+    Path("few.toml").write_text("val_timesteps = 2\n", encoding="utf-8")
     train_main([*given.split(), "--num-images", "0", "--output-dir", output, "--max-steps", str(max_steps), *options])
 
 
