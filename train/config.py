@@ -242,9 +242,9 @@ class MachineOptions:
     service: str = IN_PROCESS
     """Reader of the stores: none (threads of this process), auto (a process per rank), or a `loader serve`: unix:PATH (or PATH)
     of this machine's, which all of its ranks share, or tcp://HOST:PORT, or several, with commas. The batches are identical."""
-    service_token: Path | None = None
+    service_token: Path | None = field(default=None, metadata=ONLY_IN_FILE)
     """File with the token of a --service tcp://…, readable by its owner only."""
-    service_certificate: Path | None = None
+    service_certificate: Path | None = field(default=None, metadata=ONLY_IN_FILE)
     """With TLS: file (PEM) with the certificates to trust of a --service tcp://…."""
 
 

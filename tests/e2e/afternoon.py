@@ -390,9 +390,10 @@ def fault_of_option(page: str, option: str) -> str | None:
         return None
     try:
         if trains:
-            size = [] if "--batch-" in option else ["--batch", "1"]
+            size = [] if "--batch" in option else ["--batch", "1"]
             given = [] if "--store" in option else ["--store", "a.store"]
-            parse([*given, "--model", "m", "--output-dir", "o", "--max-steps", "1", *size, *words], "train")
+            length = [] if "--epochs" in option else ["--max-steps", "1"]
+            parse([*given, "--model", "m", "--output-dir", "o", *length, *size, *words], "train")
         else:
             words += ["--engine", "ray"] if "--workers" in asked else []
             parse_options(Pack, ["photos", "a.store", "--model", "m", *words], "pack")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,6 @@ from tests.kit import CAPTIONS, TOKEN_WIDTH, Sample, add_samples, caption_of, ma
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
     from bucketline.typed_json import Json
 
@@ -152,7 +152,7 @@ def as_arguments(asked: TrainConfig) -> list[str]:
     for name, field in TrainConfig.__dataclass_fields__.items():
         option, value = "--" + name.replace("_", "-"), getattr(asked, name)
         if field.metadata.get("only_in_file"):
-            in_file |= {} if value == field.default else {name: value}
+            in_file |= {} if value == field.default else {name: str(value) if isinstance(value, Path) else value}
             continue
         if isinstance(value, bool):
             arguments += [option] if value else []
