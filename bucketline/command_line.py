@@ -77,7 +77,7 @@ def parse_options(
         SystemExit: after `--help`, and if tyro refuses what was not refused before.
     """
     from bucketline.argument_check import refuse_wrong
-    from bucketline.help_screen import asked_for_help, command_help, given_fields, with_known_words, with_values
+    from bucketline.help_screen import asked_for_help, command_help, given_fields, joined_repeats, with_known_words, with_values
 
     if (asked := asked_for_help(args)) is not None:
         print(command_help(prog, command, asked), end="")
@@ -87,6 +87,8 @@ def parse_options(
     refuse_wrong(command, args, prog, from_file=from_file, appends=tyro.conf.UseAppendAction in settings)
     settings = (tyro.conf.EnumChoicesFromValues, *(settings or (tyro.conf.FlagCreatePairsOff,)))
     words = with_known_words(command, with_values(command, [*from_file, *args]))
+    if tyro.conf.UseAppendAction not in settings:
+        words = joined_repeats(command, words)
     with _option_values():
         options = tyro.cli(command, prog=prog, args=words, config=settings)
     complete = getattr(command, "complete", None)

@@ -32,6 +32,10 @@ HELP = ("-h", "--help")
 ALL = "all"
 ALONE = "alone"
 """Key of a field's metadata: the value that its option stands for without one (`--prune`, `--prune=0.5`)."""
+METAVAR = "metavar"
+"""Key of a field's metadata: what stands for the option's value in its help, in code that does not import tyro."""
+REPEATS = "repeats"
+"""Key of a field's metadata: the option may be given several times, each with one value."""
 ONLY_IN_FILE = {"only_in_file": True}
 """Metadata of a field that only a run file sets: few runs need another value than its default."""
 _FEW = 16  # a command with so many options or fewer shows all of them on its first screen
@@ -95,7 +99,7 @@ def options_of(command: type) -> tuple[Option, ...]:
 
 def _option(field: Any, hint: Any, owner: type, texts: dict[str, str]) -> Option:  # noqa: ANN401 - a dataclass's field, a type
     kind, extras = (get_args(hint)[0], get_args(hint)[1:]) if hasattr(hint, "__metadata__") else (hint, ())
-    metavar = next((found for one in extras if (found := getattr(one, "metavar", None))), None)
+    metavar = next((found for one in extras if (found := getattr(one, "metavar", None))), field.metadata.get(METAVAR))
     has_default = field.default is not MISSING or field.default_factory is not MISSING
     alias = "".join(f"{name}, " for one in extras for name in getattr(one, "aliases", None) or ())
     told = next((found for one in extras if (found := getattr(one, "help", None))), "")
@@ -120,7 +124,9 @@ def _option(field: Any, hint: Any, owner: type, texts: dict[str, str]) -> Option
         is_in_file=is_in_file,
         choices=_choices(kind),
         number=None if not {*_inner(kind)} - {NoneType} <= {int, float} else float if float in _inner(kind) else int,
-        is_many=get_origin(kind) in (tuple, list) and not any(str(one) == "UseAppendAction" for one in extras),
+        is_many=get_origin(kind) in (tuple, list)
+        and REPEATS not in field.metadata
+        and not any(str(one) == "UseAppendAction" for one in extras),
     )
 
 
@@ -269,9 +275,29 @@ def given_fields(command: type, args: Sequence[str]) -> frozenset[str]:
 
 def with_values(command: type, args: Sequence[str]) -> list[str]:
     """Return a command line in which each option that may stand without a value (`ALONE`) has one."""
-    alone = {field.name: field.metadata[ALONE] for field in fields(command) if ALONE in field.metadata}
-    values = {word: alone[one.field] for one in options_of(command) if one.field in alone for word in one.words}
+    values = _by_word(command, ALONE)
     return [f"{word}={values[word]}" if word in values else word for word in args]
+
+
+def joined_repeats(command: type, args: Sequence[str]) -> list[str]:
+    """Return a command line in which each option that is given several times (`REPEATS`) is given once, with all values."""
+    repeats, rest, taken = _by_word(command, REPEATS), list[str](), dict[str, list[str]]()
+    words = iter(args)
+    for word in words:
+        name, is_joined, value = word.partition("=")
+        name = name.replace("_", "-")
+        if name not in repeats:
+            rest.append(word)
+            continue
+        taken.setdefault(name, []).append(value if is_joined else next(words))
+    end = rest.index("--") if "--" in rest else len(rest)
+    return [*rest[:end], *(word for name, values in taken.items() for word in (name, *values)), *rest[end:]]
+
+
+def _by_word(command: type, key: str) -> dict[str, Any]:
+    """Return the metadata of this key by the words of its option."""
+    found = {field.name: field.metadata[key] for field in fields(command) if key in field.metadata}
+    return {word: found[one.field] for one in options_of(command) if one.field in found for word in one.words}
 
 
 def refuse_unknown(command: type, args: Sequence[str]) -> None:

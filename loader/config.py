@@ -219,9 +219,9 @@ class LoaderConfig(ReadOptions):
         prefetch_bytes: Limit on prefetched batches, in bytes, used up only once the caller had to wait; at least two batches.
         cache: Folder that caches stores in object storage. None: BUCKETLINE_CACHE, or the user's cache directory.
         cache_bytes: Size of that cache, all of its stores together, such as "500GiB". None: 80 % of the free space.
-        endpoint: Address of an S3-compatible service.
+        endpoint: Address of an S3-compatible service. None: BUCKETLINE_ENDPOINT, or that of the URL's kind.
         store_option: "KEY=VALUE" pairs for the client of object storage, such as "region=eu-central-1".
-        deadline: Seconds after which an unanswered request to object storage fails.
+        deadline: Seconds after which an unanswered request to object storage fails. None: BUCKETLINE_DEADLINE, or 60.
     """
 
     batch_size: int | None = None

@@ -100,11 +100,22 @@ def answer_to(wrong: WrongLine, folder: Path) -> LineAnswer:
     home = folder.parent / "home"
     home.mkdir(exist_ok=True)
     before = _files(folder.parent)
-    environment = {"PATH": f"{BIN}:/usr/bin:/bin", "HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    environment = {
+        "PATH": f"{BIN}:/usr/bin:/bin",
+        "HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "100",
+    }
     output = folder.parent / "output"
     with output.open("wb") as file:
         process = subprocess.Popen(
-            shlex.split(wrong.line), cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            shlex.split(wrong.line),
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
         )
         watch = signal.signal(signal.SIGALRM, lambda *_: process.kill())
         signal.alarm(_LONGEST_S)
@@ -114,7 +125,9 @@ def answer_to(wrong: WrongLine, folder: Path) -> LineAnswer:
             signal.alarm(0)
             signal.signal(signal.SIGALRM, watch)
         process.returncode = os.waitstatus_to_exitcode(status)
-    message = output.read_text(encoding="utf-8").strip().replace(f"{folder}/", "").replace(str(folder), ".").replace(str(home), "~")
+    message = (
+        output.read_text(encoding="utf-8").strip().replace(f"{folder}/", "").replace(str(folder), ".").replace(str(home), "~")
+    )
     output.unlink()
     for pattern, instead in _CHANGING:
         message = pattern.sub(instead, message)

@@ -38,8 +38,6 @@ class Peek(PlannedOptions):
     """Probability of a horizontal flip; requires a store packed with --flip."""
     preview_factors: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """RGB factors that `ingest previews --save-factors` wrote, for a VAE that has no published ones."""
-    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
-    """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
     json: bool = False
     """Print the ids and captions as one JSON object."""
 

@@ -48,8 +48,6 @@ class SeenCommand(RemoteArguments):
     """List every sample of the run's split: how often, and at which steps first and last."""
     never: bool = False
     """List the samples of the run's split that were not seen."""
-    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
-    """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
     json: bool = False
     """Print one JSON object; with --all or --never, JSON Lines."""
 

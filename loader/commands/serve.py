@@ -50,8 +50,6 @@ class Serve(RemoteArguments):
     """Seconds between statistics reports. A last report is printed at exit."""
     json: bool = False
     """Print statistics on stdout, one JSON object per line, instead of as text on stderr."""
-    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
-    """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
 
     def run(self) -> int:
         import sys

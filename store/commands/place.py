@@ -73,15 +73,6 @@ StoreUrl = Annotated[Path | str, _place("URL")]
 class StorageArguments(ObjectArguments):
     """Options that reach object storage, as every command shows them."""
 
-    SECTION = "storage: how to reach object storage, and what to cache"
-
-    endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
-    """Of a URL: address of an S3-compatible server. Default: that of the URL's kind, or AWS_ENDPOINT_URL."""
-    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
-    """Of a URL: option of the client, such as region=eu-central-1 or skip_signature=true. Repeatable."""
-    deadline: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
-    """Of a URL: time until object storage that does not answer is an error."""
-
     def objects(self, url: Path | str) -> ObjectFolder:
         """Return the folder at a URL; see `objects_at`."""
         return objects_at(url, self.remote())
@@ -99,13 +90,6 @@ class ChangingArguments(StorageArguments):
 @dataclass(frozen=True, kw_only=True)
 class ReadingArguments(StorageArguments, RemoteArguments):
     """Options that reach a store in object storage, and say where to keep what is read of it."""
-
-    SECTION = "storage: how to reach object storage, and what to cache"
-
-    cache: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Of a store's URL: keep what is read in this folder. Default: BUCKETLINE_CACHE, or bucketline in the user's cache."""
-    cache_bytes: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
-    """Of a store's URL: how much that folder may hold, such as 500GiB. Default: 80 % of the disk's free space."""
 
     def open_store(self, place: Path | str) -> Store:
         """Return the store at a path or URL, at its newest generation; raises what `Store.open` does."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bucketline.command_line import parse_bytes
 from bucketline.errors import UsageError
+from bucketline.help_screen import METAVAR, REPEATS
 from bucketline.option_types import check_fields, expect
 from bucketline.store.remote.urls import RemoteOptions
 
@@ -18,12 +19,14 @@ class ObjectArguments:
 
     SECTION = "storage: how to reach object storage, and what to cache"
 
-    endpoint: str | None = None
-    """Address of an S3-compatible server, such as https://minio.example.com:9000; None: that of the URL's kind."""
-    store_option: tuple[str, ...] = ()
-    """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
-    deadline: float = 60.0
-    """Seconds until object storage that does not answer is an error."""
+    endpoint: str | None = field(default=None, metadata={METAVAR: "URL"})
+    """Of a URL: address of an S3-compatible server, such as https://minio.example.com:9000. Default: BUCKETLINE_ENDPOINT, or
+    AWS_ENDPOINT_URL, or that of the URL's kind."""
+    store_option: tuple[str, ...] = field(default=(), metadata={METAVAR: "KEY=VALUE", REPEATS: True})
+    """Of a URL: option of the client, such as region=eu-central-1 or skip_signature=true. Repeatable. Secrets: by the
+    environment. Default: BUCKETLINE_STORE_OPTION, to which these are added."""
+    deadline: float | None = field(default=None, metadata={METAVAR: "SECONDS"})
+    """Of a URL: time until object storage that does not answer is an error. Default: BUCKETLINE_DEADLINE, or 60."""
 
     def __post_init__(self) -> None:
         """Validate the options.
@@ -32,7 +35,7 @@ class ObjectArguments:
             UsageError: if one is invalid.
         """
         check_fields(self, ObjectArguments, self._named)
-        if not (math.isfinite(self.deadline) and self.deadline > 0):
+        if self.deadline is not None and not (math.isfinite(self.deadline) and self.deadline > 0):
             raise UsageError(f"{self._named('deadline')} is {self.deadline}, expected seconds above 0")
         self.remote()
 
@@ -42,7 +45,8 @@ class ObjectArguments:
         Raises:
             UsageError: if one is invalid.
         """
-        return RemoteOptions(endpoint=self.endpoint, options=tuple(self.store_option), deadline_s=self.deadline)
+        usual = RemoteOptions(endpoint=self.endpoint, options=tuple(self.store_option))
+        return usual if self.deadline is None else replace(usual, deadline_s=self.deadline)
 
     @staticmethod
     def _named(field: str) -> str:
@@ -56,10 +60,11 @@ class RemoteArguments(ObjectArguments):
 
     SECTION = "storage: how to reach object storage, and what to cache"
 
-    cache: str | None = None
-    """Folder that caches stores in object storage; None: BUCKETLINE_CACHE, or bucketline in the user's cache directory."""
-    cache_bytes: str | None = None
-    """Size of the cache, all of its stores together, such as 500GiB; None: 80 % of the disk's free space."""
+    cache: str | None = field(default=None, metadata={METAVAR: "FOLDER"})
+    """Of a store's URL: keep what is read in this folder. Default: BUCKETLINE_CACHE, or bucketline in the user's cache."""
+    cache_bytes: str | None = field(default=None, metadata={METAVAR: "SIZE"})
+    """Of a store's URL: how much that folder may hold, all stores together, such as 500GiB. Default: BUCKETLINE_CACHE_BYTES, or
+    80 % of the disk's free space."""
 
     def remote(self) -> RemoteOptions:
         """Return the options as a store takes them.

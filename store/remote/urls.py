@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import urllib.parse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from bucketline.command_line import default_cache
+from bucketline.command_line import default_cache, parse_bytes
 from bucketline.errors import UsageError
 from bucketline.files.redact import has_password, redacted, without_userinfo
 
@@ -24,6 +25,7 @@ SCHEMES: dict[str, Kind] = {
     "file": "file",
     "memory": "memory",
 }
+DEADLINE_S = 60.0
 KNOWN = "s3://, gs://, az://, https:// (read only), file://"
 NEAR = {"gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "wasb": "az", "s3a": "s3", "s3n": "s3"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -33,21 +35,50 @@ _ONE_SLASH = re.compile(r"(s3|gs|az|https?|file|memory):/(?!/)(.*)", re.IGNORECA
 _SECRET = re.compile(r"secret|password|token|bearer|credential|(access|account|master|storage|customer)_key|^sas|proxy_url")
 
 
+def _deadline_s() -> float:
+    text = os.environ.get("BUCKETLINE_DEADLINE")
+    try:
+        seconds = float(text) if text else DEADLINE_S
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"BUCKETLINE_DEADLINE is {text!r}, expected seconds above 0")
+    return seconds
+
+
+def _store_options() -> tuple[str, ...]:
+    text = os.environ.get("BUCKETLINE_STORE_OPTION", "")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"BUCKETLINE_STORE_OPTION cannot be split into KEY=VALUE: {error}") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
     """How to reach a store in object storage, and where to keep what is read of it.
 
+    What is left out is taken from BUCKETLINE_ENDPOINT, BUCKETLINE_STORE_OPTION (KEY=VALUE, separated by spaces, before
+    `options`), BUCKETLINE_CACHE, BUCKETLINE_CACHE_BYTES and BUCKETLINE_DEADLINE (seconds).
+
     Raises:
-        UsageError: if an option is not KEY=VALUE, or is a secret, which belongs in the environment.
+        UsageError: if an option is not KEY=VALUE, or is a secret, which belongs in variables of its own.
     """
 
     endpoint: str | None = None  # of an S3-compatible server; None: that of the URL's kind, or what the environment says
     options: tuple[str, ...] = ()  # KEY=VALUE of the client: region=…, skip_signature=true, virtual_hosted_style_request=true
     cache: Path | None = None  # the cache's folder; None: the usual one
     cache_bytes: int | None = None  # of all stores in the cache together
-    deadline_s: float = 60.0  # a store that does not answer is an error after this time
+    deadline_s: float = field(default_factory=_deadline_s)  # a store that does not answer is an error after this time
 
     def __post_init__(self) -> None:
+        if self.endpoint is None:
+            object.__setattr__(self, "endpoint", os.environ.get("BUCKETLINE_ENDPOINT") or None)
+        if self.cache_bytes is None and (size := os.environ.get("BUCKETLINE_CACHE_BYTES")):
+            object.__setattr__(self, "cache_bytes", parse_bytes(size, "BUCKETLINE_CACHE_BYTES"))
+        usual = _store_options()
+        if usual and self.options[: len(usual)] != usual:  # a copy has them
+            object.__setattr__(self, "options", (*usual, *self.options))
         for option in self.options:
             key, equals, _ = option.partition("=")
             if not equals or not key.strip():

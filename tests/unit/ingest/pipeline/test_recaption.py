@@ -56,7 +56,11 @@ def test_without_rules_the_manifest_says_nothing_of_them(source: Path, tmp_path:
 @pytest.mark.parametrize(
     ("first", "then", "words"),
     [
-        ((), RULES, "no --caption-template, this run has --caption-template '{caption} of the house'"),
+        (
+            (),
+            RULES,
+            "no --caption-template, this run has --caption-template dog --caption-template '{caption} of the house'",
+        ),
         (
             ("--caption-template", "dog"),
             ("--caption-template", "cat"),
