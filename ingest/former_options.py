@@ -21,3 +21,4 @@ FORMER_OPTIONS = {
     "--cpus-per-worker": "--workers 2:8@8cpu has it",
 }
 """The answer to each of them."""
+FORMER_OPTIONS_OF_IMPORT = {"--split-by": _HELD_OUT}

@@ -20,13 +20,13 @@ class ObjectArguments:
     SECTION = "storage: how to reach object storage, and what to cache"
 
     endpoint: str | None = field(default=None, metadata={METAVAR: "URL"})
-    """Of a URL: address of an S3-compatible server, such as https://minio.example.com:9000. Default: BUCKETLINE_ENDPOINT, or
+    """Address of an S3-compatible server, for s3:// URLs, such as https://minio.example.com:9000. Default: BUCKETLINE_ENDPOINT, or
     AWS_ENDPOINT_URL, or that of the URL's kind."""
     store_option: tuple[str, ...] = field(default=(), metadata={METAVAR: "KEY=VALUE", REPEATS: True})
-    """Of a URL: option of the client, such as region=eu-central-1 or skip_signature=true. Repeatable. Secrets: by the
-    environment. Default: BUCKETLINE_STORE_OPTION, to which these are added."""
+    """Option of the client of object storage, such as region=eu-central-1 or skip_signature=true. Repeatable. Secrets: by
+    the environment. Default: BUCKETLINE_STORE_OPTION, to which these are added."""
     deadline: float | None = field(default=None, metadata={METAVAR: "SECONDS"})
-    """Of a URL: time until object storage that does not answer is an error. Default: BUCKETLINE_DEADLINE, or 60."""
+    """Time until object storage that does not answer is an error. Default: BUCKETLINE_DEADLINE, or 60."""
 
     def __post_init__(self) -> None:
         """Validate the options.
@@ -61,9 +61,9 @@ class RemoteArguments(ObjectArguments):
     SECTION = "storage: how to reach object storage, and what to cache"
 
     cache: str | None = field(default=None, metadata={METAVAR: "FOLDER"})
-    """Of a store's URL: keep what is read in this folder. Default: BUCKETLINE_CACHE, or bucketline in the user's cache."""
+    """Folder that keeps what is read of stores at URLs. Default: BUCKETLINE_CACHE, or bucketline in the user's cache."""
     cache_bytes: str | None = field(default=None, metadata={METAVAR: "SIZE"})
-    """Of a store's URL: how much that folder may hold, all stores together, such as 500GiB. Default: BUCKETLINE_CACHE_BYTES, or
+    """Most bytes that this folder keeps, of all stores together, such as 500GiB. Default: BUCKETLINE_CACHE_BYTES, or
     80 % of the disk's free space."""
 
     def remote(self) -> RemoteOptions:

@@ -19,6 +19,7 @@ from bucketline.store import Store
 from bucketline.store.report.collect import collect_facts
 from tests.commands import call
 from tests.kinds_of_images import BACKGROUND, ImageCase, Refused, images, refused
+from tests.models import in_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GRID = "48x64,64x48,48x48"
-RULES = ("--grid", GRID, "--min-size-px", 16, "--max-upscale", 2, "--dtype", "F32")
+RULES = ("--grid", GRID, "--min-size-px", 16, "--dtype", "F32")
 TOLERANCE = 0.005  # of the largest value of a latent; most are within a millionth
 TOLERANCE_OF_ROUNDING = 0.03  # where the colour engine and its arithmetic in floats may round to levels next to each other
 APART = 0.1  # what another image's latent differs by at the least, so that the tolerance means something
@@ -41,6 +42,7 @@ class Run:
     taken: dict[str, ImageCase]
     rejected: dict[str, Reason]
     photos: Path
+    source: Path  # a data set file of them, with their rules
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +61,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
     (photos / "odd_caption.txt").write_bytes("café".encode("latin-1"))
     rejected |= {"pipe.png": Reason.UNREADABLE, "dangling.jpg": Reason.UNREADABLE, "odd_caption.png": Reason.CAPTION}
     colour = "#{:02x}{:02x}{:02x}".format(*BACKGROUND)
-    ran = call("ingest", "pack", photos, store, "--model", model, *RULES, "--background", colour, "--json").done()
-    return Run(store=store, report=ran.json, taken=taken, rejected=rejected, photos=photos)
+    source = in_file(folder / "kinds.toml", photos, max_upscale=2.0, background=colour)
+    ran = call("ingest", "pack", source, store, "--model", model, *RULES, "--json").done()
+    return Run(store=store, report=ran.json, taken=taken, rejected=rejected, photos=photos, source=source)
 
 
 def test_every_image_is_accounted_for_and_only_what_should_be_is_refused(run: Run) -> None:
@@ -82,7 +85,7 @@ def test_every_reject_has_its_reason_and_a_detail(run: Run) -> None:
 
 
 def test_a_full_scan_foretells_every_reject_and_every_bucket(run: Run, model: Path) -> None:
-    ran = call("ingest", "scan", run.photos, "--model", model, *RULES, "--full", "--json").done()
+    ran = call("ingest", "scan", run.source, "--model", model, *RULES, "--full", "--json").done()
     same = ("found", "rejected", "rejected_by_reason", "enlarged", "crop_loss", "without_caption")
     assert {name: ran.json[name] for name in same} == {name: run.report[name] for name in same}
     assert [(reject["id"], reject["reason"], reject["detail"]) for reject in ran.json["rejects"]] == rejects_of(run)
@@ -92,7 +95,7 @@ def test_a_full_scan_foretells_every_reject_and_every_bucket(run: Run, model: Pa
 
 
 def test_a_scan_of_headers_refuses_nothing_that_is_packed_and_gives_the_same_reasons(run: Run) -> None:
-    ran = call("ingest", "scan", run.photos, *RULES, "--json").done()
+    ran = call("ingest", "scan", run.source, *RULES, "--json").done()
     foretold = {(reject["id"], reject["reason"], reject["detail"]) for reject in ran.json["rejects"]}
     assert len(foretold) > len(run.rejected) // 2
     assert foretold <= set(rejects_of(run))
@@ -101,8 +104,8 @@ def test_a_scan_of_headers_refuses_nothing_that_is_packed_and_gives_the_same_rea
 
 
 def test_a_dry_run_counts_as_a_scan_of_headers(run: Run, model: Path, tmp_path: Path) -> None:
-    dry = call("ingest", "pack", run.photos, tmp_path / "none", "--model", model, *RULES, "--dry-run", "--json")
-    scanned = call("ingest", "scan", run.photos, "--model", model, *RULES, "--json")
+    dry = call("ingest", "pack", run.source, tmp_path / "none", "--model", model, *RULES, "--dry-run", "--json")
+    scanned = call("ingest", "scan", run.source, "--model", model, *RULES, "--json")
     assert (dry.code, scanned.code) == (0, 0), dry.err + scanned.err
     assert {name: dry.json[name] for name in ("found", "rejected", "rejected_by_reason")} == {
         name: scanned.json[name] for name in ("found", "rejected", "rejected_by_reason")
