@@ -20,8 +20,8 @@ class ObjectArguments:
     SECTION = "storage: how to reach object storage, and what to cache"
 
     endpoint: str | None = field(default=None, metadata={METAVAR: "URL"})
-    """Address of an S3-compatible server, for s3:// URLs, such as https://minio.example.com:9000. Default: BUCKETLINE_ENDPOINT, or
-    AWS_ENDPOINT_URL, or that of the URL's kind."""
+    """Address of an S3-compatible server, for s3:// URLs, such as https://minio.example.com:9000. Default:
+    BUCKETLINE_ENDPOINT, or AWS_ENDPOINT_URL, or that of the URL's kind."""
     store_option: tuple[str, ...] = field(default=(), metadata={METAVAR: "KEY=VALUE", REPEATS: True})
     """Option of the client of object storage, such as region=eu-central-1 or skip_signature=true. Repeatable. Secrets: by
     the environment. Default: BUCKETLINE_STORE_OPTION, to which these are added."""

@@ -81,6 +81,16 @@ def test_packing_again_packs_nothing_and_new_repeats_need_no_encoding(folder: Pa
     assert [one.repeats for one in parse_stores([f"{folder / 'data'}:2"])] == [2, 10]
 
 
+def test_the_rules_that_each_store_keeps_are_printed_before_it_is_packed(folder: Path, model: Path) -> None:
+    pack(folder, model, "--flip").done()
+    ran = call("ingest", "pack", folder / "data.toml", folder / "data", "--model", model).done()
+    lines = ran.out.splitlines()
+    for name, repeats in (("photos", 1), ("dogs", 3)):
+        (at,) = [n for n, line in enumerate(lines) if line.startswith(f"{name}: as the store was packed: ")]
+        assert {"--grid 16x24,24x16", "--flip", "--min-size-px 8"} <= {*lines[at].partition("packed: ")[2].split(", ")}
+        assert lines[at + 1].startswith(f"{name} x {repeats}: ")
+
+
 def test_a_source_that_was_removed_from_the_file_is_no_longer_read_and_its_store_is_named(folder: Path, model: Path) -> None:
     good(pack(folder, model, "--json"))
     (folder / "data.toml").write_text('[[source]]\npath = "dogs"\n', encoding="utf-8")
