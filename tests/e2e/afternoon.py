@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PAGES = (
     *("README.md", "docs/packing.md", "docs/loader.md", "docs/training.md", "docs/reports.md", "docs/operations.md"),
-    "docs/object-storage.md",
+    *("docs/object-storage.md", "docs/ten-runs.md"),
 )
 
 SD, SDXL = "path/to/stable-diffusion-v1-5", "path/to/sdxl"  # folders of tiny models, under the names that the pages use
@@ -116,6 +116,13 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^loader plan$", "loader plan --help"),
         (r"^bucketline train report$", "bucketline train report --help"),
     ),
+    "docs/ten-runs.md": (
+        (r" &$", ""),  # a service continues in the background anyway, and a pack of a few images ends at once
+        (r"unix:/run/user/1000/photos\.sock", "unix:service.sock"),
+        (r"--max-steps (2000|1000)", "--max-steps 2"),
+        (r"--batch 8", "--batch 2"),
+        (r"--follow=10000", "--follow=1"),
+    ),
     "docs/operations.md": (
         (r"^bucketline completion fish \| source$", "bucketline completion fish"),
         (r"loader seen --run runs/a", "loader seen --run runs/told"),
@@ -170,6 +177,7 @@ EXIT_CODES = {
 BEFORE: dict[str, Callable[[Path], None] | str] = {
     r".*--store sdxl\.store.*": f"ingest pack photos sdxl.store --model {SDXL} --val-fraction 0.3",
     r"(loader serve|bucketline train .*--store) file://.*": f"store push photos.store {URL}",
+    r"bucketline train .*--store scans\.store.*": f"ingest pack scans scans.store --model {SD} --val-fraction 0.02",
     r"ingest prompts prompts\.txt .*": lambda folder: write_prompts(folder / "prompts.txt"),
     r"loader seen --run runs/told --id .*": f"bucketline train {TRAIN}/told",
     r"loader seen .* --ids withdrawn\.txt": lambda folder: write_ids(folder / "withdrawn.txt"),
