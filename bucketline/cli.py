@@ -8,6 +8,7 @@ import sys
 from bucketline import __version__
 from bucketline.command_line import commands, guarded, run_one_of
 
+_NAMES = ("ingest", "store", "loader", "train", "export-model", "completion")
 _USAGE = """usage: bucketline {ingest,store,loader,train,export-model,completion} …
 
   ingest        pack images and captions into a store
@@ -50,7 +51,9 @@ def _run() -> int:
     if name in ("--version", "--complete", "-h", "--help"):
         print(_answer(name, rest), end="")
         return 0
-    problem = f"there is no command {name!r}" if name else "no command is given"
+    from bucketline.help_screen import suggestion
+
+    problem = f"there is no command {name!r}{suggestion(name, _NAMES)}" if name else "no command is given"
     print(f"error: {problem}\n\n{_USAGE}", end="", file=sys.stderr)
     return 2
 

@@ -265,8 +265,8 @@ def parse_bytes(text: str, option: str) -> int:
     return num_bytes
 
 
-def duration_s(text: str) -> float:
-    """Return a duration in seconds.
+def duration_s(text: str, option: str = "") -> float:
+    """Return a duration in seconds; the error names `option`.
 
     >>> duration_s("90m")
     5400.0
@@ -276,7 +276,9 @@ def duration_s(text: str) -> float:
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
     if match is None:
-        raise UsageError(f"{text!r} is not a duration; expected a number and s, m, h or d, such as 24h, 90m, 7d or 0s")
+        raise UsageError(
+            f"{option} {text!r} is not a duration; expected a number and s, m, h or d, such as 24h, 90m, 7d or 0s".lstrip()
+        )
     return float(match[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]
 
 

@@ -14,6 +14,7 @@ from bucketline.errors import UsageError
 from bucketline.help_screen import ALONE, ONLY_IN_FILE
 from bucketline.ingest.former_options import FORMER_OPTIONS
 from bucketline.ingest.held_out import HeldOut
+from bucketline.ingest.images.bucket_grid import refuse_other_form
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
 from bucketline.ingest.rules import PRUNE, Check, Phases, prune_limit, reject_limit
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
@@ -277,7 +278,7 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
         refuse_below(1, batch_size=self.batch_size, shard_size_mib=self.shard_size_mib)
         parse_background(self.background)
         if self.max_captions > 1 << 12:
-            raise UsageError(f"max_captions is {self.max_captions}, expected 4096 or fewer")
+            raise UsageError(f"--max-captions is {self.max_captions}, expected 4096 or fewer")
         reject_limit(self.max_rejects)
         if self.prune is not None:
             prune_limit(self.prune)
@@ -305,7 +306,7 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     @property
     def publish_every_s(self) -> float | None:
         """The time between generations during packing; None if there are none."""
-        return None if self.publish_every is None else duration_s(self.publish_every)
+        return None if self.publish_every is None else duration_s(self.publish_every, "--publish-every")
 
     @property
     def vae_dtype(self) -> str:
@@ -363,6 +364,8 @@ class ScanConfig(RulesOptions, SourceArguments):
 def _check_shared(options: PackConfig | ScanConfig) -> None:
     """Check the options that both commands have; raise UsageError if one is out of range."""
     SourceOptions.__post_init__(options)
+    if options.grid is not None:
+        refuse_other_form(options.grid)
     _ = options.held_out
     refuse_below(1, min_size_px=options.min_size_px, max_captions=options.max_captions, max_tokens=options.max_tokens)
     upscale_limit(options.max_upscale)

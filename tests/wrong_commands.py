@@ -47,7 +47,7 @@ class WrongLine:
 
 @dataclass(frozen=True, kw_only=True)
 class LineAnswer:
-    """What a command line came to."""
+    """The outcome of a command line."""
 
     wrong: WrongLine
     code: int
@@ -150,11 +150,11 @@ def _files(folder: Path) -> dict[str, object]:
     }
 
 
-_LINES_HEAD = """{} command lines as users type them wrongly, each with the answer, the CPU seconds of its process, and what it left
-behind. `python -m tests.mistakes --write` makes this page by running them next to a small store (`photos.store`, of `photos`), a model
-(`sd15`), one without a VAE (`no-vae`), a run (`runs/a`) and a store that lost a shard (`broken.store`); a test runs them again and
-holds answers, leavings and a limit of {} CPU seconds. An answer goes to stderr; its exit code is 2 if the request makes no sense, and 1
-if it met a failure. The seconds were measured on 2 cores that others used as well.
+_LINES_HEAD = """{} command lines as users type them wrongly, each with the answer, the CPU seconds of its process, and what it
+left behind. `python -m tests.mistakes --write` makes this page by running them next to a small store (`photos.store`, of
+`photos`), a model (`sd15`), one without a VAE (`no-vae`), a run (`runs/a`) and a store that lost a shard (`broken.store`). A
+test runs them again and holds the answers, what is left, and a limit of {} CPU seconds. An answer goes to stderr; its exit code
+is 2 if the request makes no sense, and 1 if it met a failure. The seconds were measured on 2 cores that others used as well.
 
 In all: the median is {:.2f} CPU seconds, the most {:.2f}{}; {} left anything behind.
 """

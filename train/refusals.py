@@ -10,9 +10,12 @@ import numpy as np
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.files.paths import Overlap, overlap
-from bucketline.files.run_marker import is_run
+from bucketline.files.redact import redacted
+from bucketline.files.run_marker import CHECKPOINTS, is_run
 from bucketline.loader.mixture import open_shares, parse_stores
+from bucketline.model_file import single_file
 from bucketline.store import Store
+from bucketline.store.format.columns import FLIPPED
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.train.optim import refuse_combinations
 
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from bucketline.train.config import TrainConfig
 
 IDS_OF_A_BUCKET = 4
+DENOISERS = ("unet", "transformer")  # folders of a model
+STORED_CAPTIONS = "captions"  # instead of prompts, in --image-prompts
 BESIDE_A_RUN = (".log", ".out", ".err", ".tmp")
 """Suffixes allowed in a folder before its run starts: logs of a shell or scheduler, temporary files that a full disk left."""
 
@@ -35,14 +40,88 @@ def refuse_early(config: TrainConfig, world_size: int) -> None:
     """
     refuse_combinations(config, world_size)
     if config.resume:
+        refuse_taken(config)
         return  # its stores are at the generations of its checkpoint, which has passed all this
     paths = [one.path for one in parse_stores(config.store)]
     local = [path for path in paths if isinstance(path, Path)]
     if config.wait_rows is not None and not all((path / MANIFEST).exists() for path in local):
         return  # they are waited for
     refuse_place(config)
+    refuse_taken(config)
+    if single_file(config.model) is None:
+        refuse_no_model(config.model)
+    if config.lora_from is not None:
+        _refuse_other_file(config.lora_from)
     if len(local) == len(paths):
-        refuse_stores(open_shares(local))
+        shares = open_shares(local)
+        refuse_stores(shares)
+        _refuse_flip(config, shares)
+        refuse_unknown_sets(config.image_prompts, shares)
+
+
+def refuse_taken(config: TrainConfig) -> None:
+    """Reject a new run where there is one that has a checkpoint, and a resume where there is no run.
+
+    Raises:
+        UsageError: if it is so.
+    """
+    output = config.output_dir
+    if not config.resume and any((output / CHECKPOINTS).glob("step-*")):
+        raise UsageError(f"{output} already has a run; continue it with --resume, or choose another --output-dir")
+    if config.resume and not is_run(output) and not (output / CHECKPOINTS).exists():
+        raise UsageError(f"there is no run in {output}; give the --output-dir of one, or leave out --resume to begin one there")
+
+
+def refuse_no_model(folder: Path) -> None:
+    """Reject a folder without a denoiser.
+
+    Raises:
+        ModelError: if it has neither of the two that a model may have.
+    """
+    if not any((folder / name / "config.json").exists() for name in DENOISERS):
+        raise ModelError(
+            f"{folder} {'is a file' if folder.is_file() else 'has neither unet/config.json nor transformer/config.json'}; "
+            "--model must be a folder in diffusers' layout with one of them (a configuration without weights starts at random)"
+        )
+
+
+def refuse_unknown_sets(names: Sequence[str], shares: Sequence[WeightedStore]) -> None:
+    """Reject the name of a set of prompts that no store has.
+
+    Raises:
+        UsageError: if there is one.
+    """
+    from bucketline.store.prompts.prompt_sets import is_set_name, read_set
+
+    for name in () if STORED_CAPTIONS in names else filter(is_set_name, names):
+        if not any(read_set(share.store.folder, share.store.manifest, name) for share in shares):
+            where = ", ".join(redacted(str(share.store.place)) for share in shares)
+            raise UsageError(
+                f"--image-prompts {name}: {where} has no such set of prompts; `ingest prompts` writes one; a text of one word "
+                "can be drawn from a file"
+            )
+
+
+def _refuse_flip(config: TrainConfig, shares: Sequence[WeightedStore]) -> None:
+    for store in [share.store for share in shares] if config.flip else ():
+        for bucket in store.buckets("train"):
+            if FLIPPED not in {column.name for column in bucket.columns}:
+                raise UsageError(
+                    f"--flip is {config.flip}, and {store.place} has no {FLIPPED} in {bucket.name}; expected 0, or a store "
+                    "that was packed with --flip"
+                )
+
+
+def _refuse_other_file(path: Path) -> None:
+    """Reject a file that cannot be one of safetensors, by its first bytes."""
+    try:
+        with path.open("rb") as file:
+            size, begin = int.from_bytes(file.read(8), "little"), file.read(1)
+            reason = "" if begin == b"{" and size <= path.stat().st_size - 8 else "it does not begin with a header"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason:
+        raise ModelError(f"--lora-from {path} cannot be read as a .safetensors file of adapters: {reason}")
 
 
 def refuse_place(config: TrainConfig) -> None:

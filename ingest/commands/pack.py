@@ -54,6 +54,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             return exit_code_of(stop)
 
     def _pack(self) -> int:
+        _refuse_model_without_vae(self.model)
         from bucketline.ingest.pack import pack_images
 
         summary = pack_images(self, **torchrun_ranks())
@@ -159,6 +160,17 @@ def _what_is_kept(stop: KeyboardInterrupt) -> str:
     if isinstance(stop, Stopped) and stop.num_encoded:
         return f"all encoded images are committed ({counted(stop.num_encoded, 'image')}); rerun the command to continue"
     return "nothing had been encoded yet; rerun the command"
+
+
+def _refuse_model_without_vae(model: str | None) -> None:
+    """Check a folder on this disk, before what takes seconds is imported; what else a model lacks is found later."""
+    from pathlib import Path
+
+    folder = Path(model or "")
+    if model and folder.is_dir() and not any(folder.glob("vae*")):
+        from bucketline.ingest.encoders.model_folder import open_model
+
+        open_model(model).part("vae")
 
 
 def _print_summary(summary: PackResult, config: PackConfig) -> None:

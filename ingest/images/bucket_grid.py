@@ -16,6 +16,7 @@ MAX_SIDE_PX = 1 << 14
 MAX_BUCKETS = 1024
 MAX_TOKENS = 1 << 20
 MAX_ASPECT = 4  # the longer side over the shorter, in `area` and `tokens` grids
+_FORM = re.compile(r"sd15|sdxl|square:\d+|area:\d+(:\d+)?|tokens:\d+(:\d+)?|\d+x\d+(,\d+x\d+)*")
 FORMS = "sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX] or a list such as 256x192,192x256"
 
 
@@ -72,6 +73,16 @@ SDXL_SIZES = tuple(
 )
 
 
+def refuse_other_form(text: str) -> None:
+    """Check the form of a grid's text, which needs no model.
+
+    Raises:
+        UsageError: if it is none.
+    """
+    if not _FORM.fullmatch(text):
+        raise UsageError(f"--grid {text!r} is not a grid; expected {FORMS}")
+
+
 def parse_grid(text: str, *, step_px: int, align_px: int, token_px: int | None = None) -> Grid:
     """Return the grid that one of `FORMS` describes.
 
@@ -90,6 +101,7 @@ def parse_grid(text: str, *, step_px: int, align_px: int, token_px: int | None =
     Raises:
         UsageError: naming what was found and what is expected.
     """
+    refuse_other_form(text)
     if text == "sd15":
         sizes: Iterable[Size] = _area_sizes(512, 64)
         name = text
@@ -111,11 +123,9 @@ def parse_grid(text: str, *, step_px: int, align_px: int, token_px: int | None =
             raise UsageError(f"--grid {text}: a token of {side} px must cover a multiple of {align_px} px with this VAE")
         sizes = _token_sizes(text, int(match[1]), side)
         name = f"tokens:{match[1]}:{side}"
-    elif re.fullmatch(r"\d+x\d+(,\d+x\d+)*", text):
+    else:
         sizes = [Size(*map(int, size.split("x"))) for size in text.split(",")]
         name = text
-    else:
-        raise UsageError(f"--grid {text!r} is not a grid; expected {FORMS}")
     ordered = tuple(sorted(set(sizes)))
     _check(text, ordered, align_px)
     return Grid(name=name, sizes=ordered)

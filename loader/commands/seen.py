@@ -61,10 +61,11 @@ class SeenCommand(RemoteArguments):
 
     def run(self) -> int:
         from bucketline.loader.recorded_run import read_run
-        from bucketline.loader.seen import Seen
 
         assert self.of_run is not None
         run = read_run(self.of_run, "--run")
+        from bucketline.loader.seen import Seen
+
         seen = Seen(run, self.stores, run.reached(self.remote()))
         if self.all or self.never:
             self._print_all(seen)

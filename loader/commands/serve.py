@@ -100,7 +100,10 @@ class Serve(RemoteArguments):
     def _addresses(self) -> tuple[Path | None, str | None]:
         """Return the path of the unix socket and the `HOST:PORT` of TCP, None if there is none, after checking all options."""
         from bucketline.errors import UsageError
-        from bucketline.loader.service.address import listening_at
+        from bucketline.loader.mixture import open_shares
+        from bucketline.loader.service.address import address_of, is_loopback, listening_at
+        from bucketline.loader.service.sockets import refuse_file
+        from bucketline.store.remote.urls import is_url
 
         if not self.stores:
             raise UsageError("no store is given; name one or more")
@@ -120,6 +123,15 @@ class Serve(RemoteArguments):
                 )
         if len(self.certificate) > 2:
             raise UsageError(f"--certificate has {len(self.certificate)} files, expected the chain, and its key if apart")
+        if addresses and self.token_file is None and not is_loopback(address_of(addresses[0])[0]):
+            raise UsageError(
+                f"--at tcp://{addresses[0]} can be reached from other machines; give --token-file FILE, which clients must "
+                "have too"
+            )
+        for path in sockets:
+            refuse_file(path)
+        if local := [one for one in self.stores if not is_url(one)]:
+            open_shares(local)  # here, since the service takes seconds to import
         return sockets[0] if sockets else None, addresses[0] if addresses else None
 
     def _security(self, address: str) -> Security:

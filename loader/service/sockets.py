@@ -144,13 +144,25 @@ def _is_at(path: Path, identity: tuple[int, int]) -> bool:
     return False
 
 
-def _remove_stale(path: Path) -> None:
+def refuse_file(path: Path) -> bool:
+    """Return True if there is a socket at a path, False if there is nothing.
+
+    Raises:
+        UsageError: if something else is there, or its folder cannot be used.
+    """
+    _check_folder(path.parent)
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
-        return
+        return False
     if not stat.S_ISSOCK(mode):
         raise UsageError(f"{path} exists and is not a socket; name a path that does not exist")
+    return True
+
+
+def _remove_stale(path: Path) -> None:
+    if not refuse_file(path):
+        return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(5.0)
         try:

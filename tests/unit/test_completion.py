@@ -40,7 +40,7 @@ def completed(*words: str) -> list[str]:
         (("bucketline", "loader", "p"), ["plan", "peek"]),
         (("bucketline", "loader", "plan", "--ru"), ["--run"]),
         (("bucketline", "train", "re"), ["report"]),
-        (("bucketline", "train", "--sharding", "="), ["ddp", "fsdp", "hsdp"]),  # bash takes `--sharding=` for two words
+        (("bucketline", "train", "--precision", "="), ["auto", "fp32", "bf16", "fp8"]),  # `--precision=`, as bash splits it
         (("loader", "serve", "photos"), []),  # a file's name
     ],
 )
@@ -68,8 +68,8 @@ def test_every_command_and_option_is_completed() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["bucketline", "train", "--sharding=f"], ["--sharding=fsdp"]),
-        (["bucketline", "train", "--sharding", "=", "f"], ["fsdp"]),
+        (["bucketline", "train", "--precision=b"], ["--precision=bf16"]),
+        (["bucketline", "train", "--precision", "=", "b"], ["bf16"]),
         (["/usr/bin/store", "ver"], ["verify", "version"]),
         (["bucketline", "completion", ""], ["bash", "zsh", "fish"]),
         (["bucketline", "train", "report", "--no-such", ""], []),

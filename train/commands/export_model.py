@@ -41,8 +41,13 @@ class ExportModel:
     """Print one JSON object."""
 
     def run(self) -> int:
+        from bucketline.errors import StateError
         from bucketline.extras import extra_named
+        from bucketline.files.atomic_folder import refuse_existing
 
+        refuse_existing(self.output, "file" if self.output.suffix == ".safetensors" else "folder")
+        if not self.folder.is_dir():
+            raise StateError(f"{self.folder} is not a folder; name a run's folder or one of its checkpoints")
         with extra_named("train"):
             from bucketline.train.outputs.export import export_model
 

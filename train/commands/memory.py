@@ -37,7 +37,10 @@ class TrainMemory:
 
     def run(self) -> int:
         from bucketline.extras import extra_named
+        from bucketline.train.refusals import refuse_no_model
 
+        for folder in self.models:
+            refuse_no_model(folder)
         with extra_named("train"):
             from bucketline.train.memory.dial import as_table
             from bucketline.train.memory.published import PUBLISHED_MODELS

@@ -16,6 +16,7 @@ from bucketline.loader import Batch
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import CLASS_LABELS, LATENT
 from bucketline.torch_dtypes import TORCH_DTYPES
+from bucketline.train.refusals import STORED_CAPTIONS, refuse_unknown_sets
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from bucketline.train.config import TrainConfig
     from bucketline.train.images.given_prompts import GivenPrompts
     from bucketline.typed_json import Json
-
-_CAPTIONS = "captions"  # instead of a set's name: draw stored captions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,20 +74,15 @@ def load_prompts(
         UsageError: if no store has a set that --image-prompts names, or the model cannot draw a prompt's size.
         StoreError: if a set is damaged or cannot be read, or other encoders made it.
     """
-    if _CAPTIONS in config.image_prompts:
+    if STORED_CAPTIONS in config.image_prompts:
         return ()
     from bucketline.store.prompts.prompt_file import decode_prompts
     from bucketline.store.prompts.prompt_sets import DEFAULT, is_set_name, read_set
 
+    refuse_unknown_sets(config.image_prompts, shares)
     found: list[StoredPrompt] = []
     for name in filter(is_set_name, config.image_prompts or (DEFAULT,)):
         sets = [(share.store, read_set(share.store.folder, share.store.manifest, name)) for share in shares]
-        if config.image_prompts and not any(one for _, one in sets):
-            where = ", ".join(redacted(str(share.store.place)) for share in shares)
-            raise UsageError(
-                f"--image-prompts {name}: {where} has no such set of prompts; `ingest prompts` writes one; a text of one word "
-                "can be drawn from a file"
-            )
         for store, one in sets:
             if one is not None:
                 found += _new(_prompts_of(store, name, one, family), found)

@@ -23,7 +23,7 @@ from bucketline.families.registry import (
 )
 from bucketline.model_file import INDEX, ModelFile, open_model_file, refuse_config_without_file, single_file
 from bucketline.store.format.columns import LATENT
-from bucketline.train.refusals import store_channels
+from bucketline.train.refusals import DENOISERS, refuse_no_model, store_channels
 from bucketline.weight_files import DIFFUSERS, variant_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
-_FOLDERS = ("unet", "transformer")
 _PARTS = re.compile(r"-\d{5}-of-\d{5}")  # in the name of a file that has some of the weights
 
 
@@ -207,7 +206,8 @@ def _check_captions(family: Family, path: Path, pipeline: Json) -> None:
 
 def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family]]:
     """Return the folder of a model's configuration, the configuration as it is, and the family."""
-    for name in _FOLDERS:
+    refuse_no_model(model_folder)
+    for name in DENOISERS:
         path = model_folder / name / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -227,10 +227,7 @@ def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family
             f"{path}: _class_name is {kind!r:.80}, expected one of {', '.join(sorted(classes.values()))}"
             f"{nearest(kind, classes)}; name a model of one of these"
         )
-    raise ModelError(
-        f"{model_folder} has neither unet/config.json nor transformer/config.json; --model must be a folder in diffusers' "
-        "layout with one of them (a configuration without weights starts at random)"
-    )
+    raise AssertionError("one of them was there")  # a moment ago
 
 
 def read_index(model_folder: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from safetensors import SafetensorError
 from bucketline.errors import StateError, TrainError
 from bucketline.files.atomic_write import sync_folder
 from bucketline.files.disk_space import failed_write
+from bucketline.files.run_marker import CHECKPOINTS
 from bucketline.loader.history import StoreId  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import parallel
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VERSION = 3
-CHECKPOINTS = "checkpoints"
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,})")
 ASIDE_SUFFIX = ".partial"
 DAMAGED_SUFFIX = ".damaged"

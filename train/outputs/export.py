@@ -25,6 +25,7 @@ from bucketline.errors import ModelError, StateError, TrainError, UsageError
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.atomic_write import move_durably
 from bucketline.files.disk_space import failed_write
+from bucketline.files.run_marker import CHECKPOINTS
 from bucketline.model_file import PICKLED, SUFFIX, converter, file_tensors, single_file
 from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.train.config import Objective
@@ -104,7 +105,7 @@ def export_model(
 
 def _saved_weights(run: Path, *, last: bool) -> Path:
     """Return the folder of the averaged (or the `last`) weights in a run's newest complete checkpoint, or in a checkpoint."""
-    folder = checkpoint.last_whole(run) if (run / checkpoint.CHECKPOINTS).is_dir() else run
+    folder = checkpoint.last_whole(run) if (run / CHECKPOINTS).is_dir() else run
     if (wrong := checkpoint.damage(folder)) is not None:
         raise StateError(f"{folder} is not a whole checkpoint ({wrong}); name a run's folder or one of its checkpoints")
     part = next(name for name in _PARTS if (folder / name).is_dir())

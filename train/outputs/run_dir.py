@@ -19,14 +19,14 @@ import torch.distributed as dist
 from bucketline.errors import BucketlineError, LockedError, NoLocksError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.locks import FileLock
-from bucketline.files.run_marker import CONFIG, METRICS, STATUS, is_run
+from bucketline.files.run_marker import CONFIG, METRICS, STATUS
 from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import redacted_store
 from bucketline.option_value import OptionValue
 from bucketline.train.outputs import checkpoint, metrics
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.parallel import OtherRankFailedError
-from bucketline.train.refusals import refuse_place
+from bucketline.train.refusals import refuse_place, refuse_taken
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -54,13 +54,12 @@ def find_start(config: TrainConfig) -> Start:
     output = config.output_dir
     if not config.resume:
         refuse_place(config)
-        is_begun = any((output / checkpoint.CHECKPOINTS).glob("step-*"))
-        if is_begun or metrics.has_steps(output):
-            on = "continue it with --resume" if is_begun else "it ended before its first checkpoint: remove the folder"
+        refuse_taken(config)
+        if metrics.has_steps(output):
+            on = "it ended before its first checkpoint: remove the folder"
             raise UsageError(f"{output} already has a run; {on}, or choose another --output-dir")
         return Start(checkpoint=None, state=None)
-    if not is_run(output) and not (output / checkpoint.CHECKPOINTS).exists():
-        raise UsageError(f"there is no run in {output}; give the --output-dir of one, or leave out --resume to begin one there")
+    refuse_taken(config)
     folder = checkpoint.last_whole(output)
     state = checkpoint.read_state(folder)
     if config.max_steps is not None and state.steps_done > config.max_steps:

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
+from bucketline.files import run_marker
 from bucketline.files.run_marker import METRICS
 from bucketline.train.host_copy import HostMemory
 from bucketline.train.outputs import checkpoint
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 class Output(StrEnum):
     """A kind of output of a step, and its folder in the run's."""
 
-    CHECKPOINT = checkpoint.CHECKPOINTS
+    CHECKPOINT = run_marker.CHECKPOINTS
     EXPORT = "exports"
 
 

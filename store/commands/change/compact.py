@@ -51,7 +51,7 @@ class Compact(ChangingArguments):
         from bucketline.store.change.compact import compact
         from bucketline.store.commands.progress import byte_progress
 
-        older_than_s = duration_s(self.older_than or OLDER_THAN)
+        older_than_s = duration_s(self.older_than or OLDER_THAN, "--older-than")
         gc_older_than_s, shard_bytes, dry_run = older_than_s if self.gc else None, self.shard_size_mib << 20, self.dry_run
         with byte_progress("compact") as on_bytes:
             place = self.path_or_objects(self.store)
