@@ -67,8 +67,9 @@ class Option:
 
     @property
     def value(self) -> str:
-        """Return what stands for its value after its name; "" of a flag."""
-        return self.typed.rpartition(", ")[2].partition(" ")[2]
+        """Return what stands for its value after its name; "" of a flag, also of one that takes a value."""
+        value = self.typed.rpartition(", ")[2].partition(" ")[2]
+        return "" if value.startswith("[") else value
 
     @property
     def leads(self) -> bool:

@@ -1,8 +1,9 @@
-"""Checks of the types of what a program passes: each refusal says what was given and what is expected."""
+"""Options as fields of a dataclass: their metadata, and checks of the types that a program passes."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import fields
 from enum import StrEnum
 from numbers import Integral, Real
 from pathlib import PurePath
@@ -11,7 +12,29 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from bucketline.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterator
+
+
+class OnResume(StrEnum):
+    """The answer of a resumed run to another value of an option than the checkpoint's."""
+
+    FREE = "free"  # takes it
+    WARN = "warn"  # takes it and logs both values
+    FIXED = "fixed"  # refuses it, with both values
+
+
+RESUME_FREE, RESUME_FIXED = {"resume": OnResume.FREE}, {"resume": OnResume.FIXED}
+"""The `metadata` of an option's field; one without them is OnResume.WARN."""
+DECIDES_NOTHING = {"decides": False}
+"""The `metadata` of a field of LoaderConfig that by itself does not decide what is delivered: a state resumes with another."""
+
+COMMAND_LINE_ONLY = {"command_line_only": True}
+"""The `metadata` of a field that no run file has."""
+
+
+def options_on_resume(options: type, kind: OnResume) -> Iterator[str]:
+    """Yield the names of the fields that a resumed run treats so."""
+    return (one.name for one in fields(options) if one.metadata.get("resume", OnResume.WARN) is kind)
 
 
 def expect(item: str, value: object, kind: Any, expected: str) -> None:  # noqa: ANN401 - as `isinstance` takes it

@@ -71,6 +71,8 @@ def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911,
         inner = [option for option in options if option is not type(None)]
         if inner == [int, float]:
             inner = [type(value)] if type(value) is float else [int]
+        if inner == [str, Path]:
+            inner = [str]
         return _decode(inner[0], value, at) if len(inner) == 1 else _shallow(value, at, _MAX_DEPTH)  # Json: any parsed value
     if origin in (tuple, list):
         items = _expect(value, list, at)
@@ -89,6 +91,10 @@ def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911,
         if text not in set(hint):
             raise TypedJsonError(f"{at} is {text!r}, expected one of {', '.join(hint)}")
         return hint(text)
+    if origin is Literal:
+        if value not in get_args(hint):
+            raise TypedJsonError(f"{at} is {_short(value)}, expected one of {', '.join(get_args(hint))}")
+        return value
     if hint is float and type(value) is int:
         return float(value)
     if hint is int and not 0 <= _expect(value, int, at) < MAX_INT:

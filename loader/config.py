@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from bucketline.errors import UsageError
 from bucketline.help_screen import ONLY_IN_FILE
-from bucketline.option_types import check_fields
+from bucketline.option_types import DECIDES_NOTHING, RESUME_FIXED, RESUME_FREE, check_fields
 from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:
@@ -85,11 +85,11 @@ class OrderOptions(RemoteArguments):
     SECTION = "batches: size and order of the batches"
     ELSEWHERE = NOT_OPTIONS
 
-    accumulation: int = 1
+    accumulation: int = field(default=1, metadata=DECIDES_NOTHING)
     """Gradient accumulation: micro-batches per optimizer step, all from one bucket."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=RESUME_FIXED)
     """Seed of the sample order and, in training, of every other random draw."""
-    window: int | None = None
+    window: int | None = field(default=None, metadata=RESUME_FREE)
     """Rows that are mixed at a time, of a few shards that each machine reads in one go: for slow disks and object storage.
     Default: all rows; of a URL whose store --cache-bytes does not hold, as many as fit. 0: the stored order.
     On resume, the saved number."""
@@ -145,16 +145,16 @@ class ReadOptions(OrderOptions):
 
     SECTION = "reading: captions, flips, checksums, prefetching"
 
-    caption_dropout: float = 0.0
+    caption_dropout: float = field(default=0.0, metadata=RESUME_FIXED)
     """Probability of replacing a caption with the empty one (the null class in a class-conditional store)."""
-    flip: float = 0.0
+    flip: float = field(default=0.0, metadata=RESUME_FIXED)
     """Probability of a horizontal flip; requires a store packed with --flip."""
-    verify: bool = False
+    verify: bool = field(default=False, metadata=RESUME_FREE | DECIDES_NOTHING)
     """Verify the checksum of every row and caption that is read; the first mismatch ends the run."""
     # two overlap one's Python with the other's copying (`bench/cases/hot.py`)
-    threads: int = field(default=1, metadata=ONLY_IN_FILE)
+    threads: int = field(default=1, metadata=ONLY_IN_FILE | RESUME_FREE | DECIDES_NOTHING)
     """Prefetch threads."""
-    prefetch_bytes: int = field(default=PREFETCH_BYTES, metadata=ONLY_IN_FILE)
+    prefetch_bytes: int = field(default=PREFETCH_BYTES, metadata=ONLY_IN_FILE | RESUME_FREE | DECIDES_NOTHING)
     """Limit on prefetched batches per rank, in bytes, used up only once the caller had to wait; at least two batches."""
 
     def __post_init__(self) -> None:
@@ -166,18 +166,9 @@ class ReadOptions(OrderOptions):
         self._expect_share("caption_dropout", "flip")
 
 
-# A state resumes only if every other field has the same value, because each of those decides what is delivered. The four
-# batch fields and the accumulation matter through the global batch, which a state holds. The rest affect only how and how
-# long batches are delivered, and which columns of the same rows.
-_DECIDE_NOTHING_ALONE = frozenset(
-    {
-        *("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation"),
-        *("epochs", "rewind", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "ragged", "text", "row_weights"),
-        *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
-    }
-)
-
-
+# A state resumes only if every field that decides has the same value. The four batch fields and the accumulation matter by the
+# global batch, which a state holds. The others that decide nothing affect only how and how long batches are delivered, and
+# which columns of the same rows.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderConfig(ReadOptions):
     """Size, order and captions of the batches that a loader delivers. Set one of the three sizes; the rest has defaults.
@@ -224,22 +215,22 @@ class LoaderConfig(ReadOptions):
         deadline: Seconds after which an unanswered request to object storage fails. None: BUCKETLINE_DEADLINE, or 60.
     """
 
-    batch_size: int | None = None
-    batch_pixels: int | None = None
-    batch_tokens: int | None = None
-    batch_multiple: int = 1
+    batch_size: int | None = field(default=None, metadata=DECIDES_NOTHING)
+    batch_pixels: int | None = field(default=None, metadata=DECIDES_NOTHING)
+    batch_tokens: int | None = field(default=None, metadata=DECIDES_NOTHING)
+    batch_multiple: int = field(default=1, metadata=DECIDES_NOTHING)
     split: str = "train"
     remainder: RemainderWord = Remainder.CARRY
-    epochs: int | None = None
-    rewind: bool = False
+    epochs: int | None = field(default=None, metadata=DECIDES_NOTHING)
+    rewind: bool = field(default=False, metadata=DECIDES_NOTHING)
     lanes: int | None = None
-    plain_reads: bool = False
-    columns: tuple[str, ...] = ("target",)
-    ragged: tuple[str, ...] = ()
+    plain_reads: bool = field(default=False, metadata=DECIDES_NOTHING)
+    columns: tuple[str, ...] = field(default=("target",), metadata=DECIDES_NOTHING)
+    ragged: tuple[str, ...] = field(default=(), metadata=DECIDES_NOTHING)
     pad_to: int | None = None
     pad_multiple: int | None = None
-    row_weights: tuple[float, ...] = ()
-    text: TextFormWord = TextForm.DEQUANTISED
+    row_weights: tuple[float, ...] = field(default=(), metadata=DECIDES_NOTHING)
+    text: TextFormWord = field(default=TextForm.DEQUANTISED, metadata=DECIDES_NOTHING)
 
     def __post_init__(self) -> None:
         ReadOptions.__post_init__(self)
@@ -308,7 +299,7 @@ class LoaderConfig(ReadOptions):
     def deciding(self) -> dict[str, Json]:
         """Return the fields that decide what is delivered, besides the global batch, as JSON values."""
         values: dict[str, Json] = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in _DECIDE_NOTHING_ALONE
+            one.name: getattr(self, one.name) for one in fields(self) if one.metadata.get("decides", True)
         }
         if not self.window:
             del values["lanes"]

@@ -10,18 +10,20 @@ import time
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from bucketline.command_line import parse_bytes, parse_options
 from bucketline.errors import UsageError
-from bucketline.help_screen import ALONE, ONLY_IN_FILE, asked_for_help
+from bucketline.files.atomic_write import write_or_explain
+from bucketline.help_screen import ALONE, ONLY_IN_FILE, asked_for_help, given_fields, refuse_unknown
 from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import ReadOptions
+from bucketline.option_types import COMMAND_LINE_ONLY, RESUME_FIXED, RESUME_FREE
 from bucketline.option_value import parse_values
 from bucketline.train.option_names import ELSEWHERE
-from bucketline.train.preset import preset_options
+from bucketline.train.run_file import as_run_file, from_files, taken_apart, with_places, words_of_values
 from bucketline.train.spelling import DDP, EXPORTS, repository_of, save_times, shard_ranks
 from bucketline.train.values import (
     ADAMS_BETAS,
@@ -41,7 +43,7 @@ from bucketline.train.values import (
 from bucketline.weight_format import WeightFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from bucketline.loader.service.address import ServiceAddress
 
@@ -70,18 +72,18 @@ class MethodOptions:
 
     SECTION = "method: the whole model or LoRA, and which layers"
 
-    lora_rank: int | None = None
+    lora_rank: int | None = field(default=None, metadata=RESUME_FIXED)
     """Train only LoRA adapters of this rank; None: train the full model."""
     lora_alpha: float | None = None
     """LoRA alpha: the adapters' output is scaled by alpha ÷ rank; None: alpha = rank."""
-    lora_targets: str | None = None
+    lora_targets: str | None = field(default=None, metadata=RESUME_FIXED)
     """Layers that get an adapter: attention, attention+mlp, all (every linear layer and convolution of the blocks), or
     comma-separated ends of names; None: as in diffusers' scripts, attention, for Flux and PixArt also feed-forward layers."""
     lora_dropout: float = 0.0
     """Share of the inputs of each adapter that are set to 0 in training, 0 to 1."""
-    dora: bool = False
+    dora: bool = field(default=False, metadata=RESUME_FIXED)
     """Train a magnitude of each output next to the adapters' direction: DoRA (Liu et al. 2024). About a third more time."""
-    lora_from: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    lora_from: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = field(default=None, metadata=RESUME_FREE)
     """Start from the adapters of this .safetensors file, of rank --lora-rank, by the names of diffusers, peft or kohya; they
     keep their strength, whatever their alpha."""
 
@@ -118,7 +120,7 @@ class OptimizerOptions:
 
     SECTION = "optimizer: optimizer, learning rate, EMA"
 
-    optimizer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    optimizer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = field(default=None, metadata=RESUME_FIXED)
     """Optimizer: adamw, also with moments in bf16 or 8 bits; adafactor; muon (adamw outside the blocks' matrices); prodigy,
     which finds its rate; schedule-free; or that of a package that you installed. The extra `optimizers` has the libraries of
     adamw-8bit, prodigy and schedule-free. None: adamw, or what --memory chooses."""
@@ -151,7 +153,7 @@ class MemoryOptions:
 
     SECTION = "memory: precision, compilation, what saves memory"
 
-    memory: str | None = None
+    memory: str | None = field(default=None, metadata=RESUME_FREE)
     """Memory of each device that the run may take, such as 24GiB. If it needs more, what costs least is chosen of these, unless
     it is given: --recompute, the EMA on the cpu, --optimizer adamw-bf16 or adamw-8bit; of a LoRA run --recompute, --base,
     --offload-blocks. None: all that a GPU has; on a CPU, off. off: choose nothing."""
@@ -168,11 +170,11 @@ class MemoryOptions:
     base: Base | Literal["off"] | None = None
     """Format of the frozen weights next to LoRA adapters, in the blocks' linear layers: 8 bits, or 4 (nf4); off: the precision
     of training; None: off, or what --memory chooses. Needs the extra `quantised`."""
-    recompute: float | None = None
+    recompute: float | None = field(default=None, metadata=RESUME_FREE)
     """Share of the blocks' activations to recompute in the backward pass instead of storing them, 0 to 1; 1 takes about a third
     more time. Between, compiled blocks recompute the operations that cost least; without --compile, this share of the blocks
     is recomputed. None: 0, or what --memory chooses."""
-    offload_blocks: int | None = None
+    offload_blocks: int | None = field(default=None, metadata=RESUME_FREE)
     """Blocks of a LoRA run's frozen base that wait in host memory and are copied to the device ahead of their use; as many as
     there are at most. They are recomputed. None: 0, or what --memory chooses."""
 
@@ -187,11 +189,11 @@ class SavingOptions:
     """Steps or time between checkpoints, or both: 1000, 30m, or 1000,30m. None: only the last one."""
     keep: int = 2
     """Number of newest checkpoints to keep."""
-    export_every: int | None = None
+    export_every: int | None = field(default=None, metadata=RESUME_FREE)
     """Optimizer steps between exports: only the weights, averaged if there is an average, in exports/; None: none."""
-    export_dtype: Literal["fp32", "fp16", "bf16"] = field(default="bf16", metadata=ONLY_IN_FILE)
+    export_dtype: Literal["fp32", "fp16", "bf16"] = field(default="bf16", metadata=ONLY_IN_FILE | RESUME_FREE)
     """Data type of the exported weights."""
-    push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="USER/NAME")] = None
+    push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="USER/NAME")] = field(default=None, metadata=RESUME_FREE)
     """Hugging Face repository to upload the last step's export and card to, with your own token; made private if it does not
     exist. user/name:exports: each export of --export-every as well, as a commit. A failed upload never ends the run."""
 
@@ -211,18 +213,18 @@ class WatchingOptions:
     num_images: int = 4
     """Images to generate at the end from stored captions of held-out samples (of training samples if there are none); 0: none.
     If the store has prompts, all of these instead."""
-    image_prompts: tuple[Annotated[str, tyro.conf.arg(metavar="TEXT|FILE|SET")], ...] = ()
+    image_prompts: tuple[Annotated[str, tyro.conf.arg(metavar="TEXT|FILE|SET")], ...] = field(default=(), metadata=RESUME_FREE)
     """Prompt to draw: a text; a file with one per line, as `ingest prompts` takes it; or a set of the store, by the name that
     `ingest prompts --name` gave it. May be repeated. Texts are encoded once, before training, with the model's text encoders.
     None: the set `default`, where a store has it. `captions`: stored captions, even so."""
     image_steps: int = field(default=50, metadata=ONLY_IN_FILE)
     """Sampler steps per image: DDIM, or Euler for flow models."""
-    image_guidance: float | None = field(default=None, metadata=ONLY_IN_FILE)
+    image_guidance: float | None = field(default=None, metadata=ONLY_IN_FILE | RESUME_FREE)
     """Classifier-free guidance of the images, away from the prediction for the empty caption, or a guidance-distilled model's
     guidance input; 1: none; None: as the model's pipeline."""
     images_every: int | None = None
     """Optimizer steps between images in images/; None: only at the end."""
-    track_with: tuple[str, ...] = ()
+    track_with: tuple[str, ...] = field(default=(), metadata=RESUME_FREE)
     """Accelerate tracker that also receives the lines of metrics.jsonl, such as tensorboard or wandb; may be repeated."""
 
 
@@ -232,19 +234,19 @@ class MachineOptions:
 
     SECTION = "machines: several GPUs and machines"
 
-    sharding: Annotated[str, tyro.conf.arg(metavar="ddp|fsdp[:RANKS]")] = DDP
+    sharding: Annotated[str, tyro.conf.arg(metavar="ddp|fsdp[:RANKS]")] = field(default=DDP, metadata=RESUME_FREE)
     """Multi-process strategy: ddp keeps a full copy per process; fsdp shards the model over all processes, for models too large
     for one GPU; fsdp:8 over 8 of them, a divisor of all, so that there are several copies (HSDP); fsdp:machine over those of a
     machine."""
-    keep_gathered: bool = field(default=False, metadata=ONLY_IN_FILE)
+    keep_gathered: bool = field(default=False, metadata=ONLY_IN_FILE | RESUME_FREE)
     """With fsdp: keep a block's gathered weights from the forward pass for the backward pass. Half the gathering, and
     every GPU holds all of the model's weights once, in the compute precision."""
-    service: str = IN_PROCESS
+    service: str = field(default=IN_PROCESS, metadata=RESUME_FREE)
     """Reader of the stores: none (threads of this process), auto (a process per rank), or a `loader serve`: unix:PATH (or PATH)
     of this machine's, which all of its ranks share, or tcp://HOST:PORT, or several, with commas. The batches are identical."""
-    service_token: Path | None = field(default=None, metadata=ONLY_IN_FILE)
+    service_token: Path | None = field(default=None, metadata=ONLY_IN_FILE | RESUME_FREE)
     """File with the token of a --service tcp://…, readable by its owner only."""
-    service_certificate: Path | None = field(default=None, metadata=ONLY_IN_FILE)
+    service_certificate: Path | None = field(default=None, metadata=ONLY_IN_FILE | RESUME_FREE)
     """With TLS: file (PEM) with the certificates to trust of a --service tcp://…."""
 
 
@@ -262,6 +264,8 @@ class TrainConfig(
 ):
     """Train a latent-diffusion model on the batches of a store.
 
+    A preset or a run file gives options, too: `bucketline train sdxl-lora --store …`, `bucketline train run.toml`.
+
     Other commands: `bucketline train presets`, `bucketline train memory`, `bucketline train report`; each has its own --help.
     Several processes: `torchrun --nproc_per_node N -m bucketline.train` with the same options.
 
@@ -270,49 +274,46 @@ class TrainConfig(
 
     SECTION = "run: resuming, following, repeating"
     FIRST = (
-        *(
-            "max_steps",
-            "epochs",
-            "batch",
-            "learning_rate",
-            "lora_rank",
-            "precision",
-            "seed",
-            "save_every",
-            "validate_every",
-        ),
+        *("max_steps", "epochs", "batch", "learning_rate", "lora_rank", "precision", "seed", "save_every", "validate_every"),
         *("images_every", "resume"),
     )
     ELSEWHERE = ELSEWHERE
 
-    store: tuple[Annotated[str | Path, tyro.conf.arg(metavar="STORE")], ...]
+    store: tuple[Annotated[str | Path, tyro.conf.arg(metavar="STORE")], ...] = field(metadata=RESUME_FREE)
     """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass,
     `photos.store:0.5` reads half of them, others in each. `photos.store@0.5` has half the weight in the loss; only the ratio
     of the stores' weights counts. Less than the others' suits images that only keep what the model knows (prior preservation).
     Also its URL in object storage (s3://bucket/photos.store), after `store push`.
     Also a folder that `ingest pack` made from a data set file: all its stores, with their repeats.
     Repeat the option to mix several stores in one order; they must share encoders and packing rules."""
-    model: Path
+    model: Path = field(metadata=RESUME_FREE)
     """Model folder in diffusers' layout: unet/ or transformer/, scheduler/, and vae/ for the images; or one .safetensors
     checkpoint. The model's config decides the family; without weights, training starts from a random initialization."""
-    output_dir: Path
-    """Output folder: metrics.jsonl, status.json, config.json, README.md, checkpoints/, loss.png, images.png and images.json.
-    Use a separate folder, never one with images or inside a store."""
-    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
-    """Options of a preset, by its name (`bucketline train presets` lists them), or of a TOML file of your own; those on the
-    command line override them."""
-    model_config: str | None = None
+    output_dir: Path = field(metadata=RESUME_FREE)
+    """Output folder: metrics.jsonl, status.json, config.json, run.toml, README.md, checkpoints/, loss.png, images.png and
+    images.json. Use a separate folder, never one with images or inside a store."""
+    model_config: str | None = field(default=None, metadata=RESUME_FREE)
     """Folder or hub model with the configuration of a .safetensors --model; None: the inferred one in the hub's cache."""
-    max_steps: int | None = None
+    max_steps: int | None = field(default=None, metadata=RESUME_FREE)
     """Total optimizer steps, including those before a resume."""
-    epochs: float | None = None
+    epochs: float | None = field(default=None, metadata=RESUME_FREE)
     """Instead of --max-steps: passes over the stores' rows, with their repeats, also 0.5. The steps are computed from the plan
     and recorded."""
-    resume: bool = False
-    """Resume from the newest checkpoint in --output-dir. It continues on the store generation that it was planned on."""
-    new_plan: bool = False
+    files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PRESET|FILE …")] = field(
+        default=(), metadata=COMMAND_LINE_ONLY | RESUME_FREE
+    )
+    """Presets and run files (TOML): the names that `bucketline train presets` lists, and paths. Of an option in several of
+    these, the last one counts, and those on the command line override all."""
+    write: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = field(default=None, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
+    """Write all options to a run file, each with its explanation, and train nothing; `bucketline train FILE` runs it."""
+    resume: Annotated[bool, tyro.conf.arg(metavar="[RUN]")] = field(default=False, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
+    """Resume the run in the folder RUN: from its newest checkpoint, with its options, on its stores' generations. Options given
+    next to it override its own. Without RUN: the run in --output-dir, with the options given."""
+    new_plan: bool = field(default=False, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
     """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
-    follow: Annotated[int | Path | None, tyro.conf.arg(metavar="ROWS|RUN")] = field(default=None, metadata={ALONE: "1"})
+    follow: Annotated[int | Path | None, tyro.conf.arg(metavar="ROWS|RUN")] = field(
+        default=None, metadata={ALONE: "1"} | RESUME_FREE
+    )
     """Take up newer generations of the stores while training, as `ingest pack --publish-every` publishes them, and start as
     soon as the stores have so many training rows; without a number, 1. RUN, the folder of a run or a checkpoint: take them up
     at the steps at which that run did, which repeats it."""
@@ -456,30 +457,55 @@ def _is_above_0(value: float) -> bool:
     return value > 0
 
 
-def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
-    """Return the configuration that a command line and its preset give; of an option given twice, the later value counts.
+def parse(arguments: Sequence[str], prog: str, commands: Collection[str] = ()) -> TrainConfig:
+    """Return the configuration that a command line, its presets and run files, and the run that it resumes give.
+
+    `commands`: the trainer's other commands, which may have been meant by a word that is not a preset.
 
     Raises:
-        UsageError: if an option is invalid, or the preset is.
+        UsageError: if an option is invalid, or a file is; of a value in a file, the message has the place.
         SystemExit: if the command line cannot be parsed, or contains `--help`.
     """
-    # flags come in pairs (`--verify`, `--no-verify`), so that the command line can override those of a script
-    from_file = [] if asked_for_help(arguments) is not None else preset_options(arguments, get_type_hints(TrainConfig))
-    return parse_options(TrainConfig, arguments, prog, tyro.conf.UseAppendAction, from_file=from_file)
+    # flags come in pairs (`--verify`, `--no-verify`), so that the command line can override those of a file
+    if asked_for_help(arguments) is not None:
+        return parse_options(TrainConfig, arguments, prog)
+    refuse_unknown(TrainConfig, arguments)
+    line = taken_apart(TrainConfig, arguments)
+    values = from_files(TrainConfig, line, commands)
+    try:
+        config = parse_options(TrainConfig, line.options, prog, tyro.conf.UseAppendAction, from_file=words_of_values(values))
+    except UsageError as error:
+        raise with_places(error, values) from error
+    return replace(config, files=tuple(line.files))
 
 
-def parse_on(rank: int, arguments: Sequence[str], prog: str) -> TrainConfig:
+def write_run_file(path: Path, config: TrainConfig, arguments: Sequence[str]) -> None:
+    """Write the options of a command line to a run file, the given ones set and the others commented out.
+
+    Raises:
+        UsageError: if the file exists.
+        StoreError: if it cannot be written.
+    """
+    if path.exists():
+        raise UsageError(f"--write is {path}, which exists; choose another path, or remove it")
+    line = taken_apart(TrainConfig, arguments)
+    given = given_fields(TrainConfig, line.options) | from_files(TrainConfig, line).keys()
+    text = as_run_file(config, f"A training run, in {config.output_dir}.", given)
+    write_or_explain(path, text.encode(errors="backslashreplace"))
+
+
+def parse_on(rank: int, arguments: Sequence[str], prog: str, commands: Collection[str] = ()) -> TrainConfig:
     """Return what `parse` does; of several ranks, only the first prints the help and what is wrong.
 
     Raises:
-        UsageError: if an option is invalid, or the preset is; only on the first rank.
+        UsageError: if an option is invalid, or a file is; only on the first rank.
         SystemExit: if the command line cannot be parsed, or contains `--help`; on other ranks also instead of a UsageError.
     """
     if rank == 0:
-        return parse(arguments, prog)
+        return parse(arguments, prog, commands)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            return parse(arguments, prog)
+            return parse(arguments, prog, commands)
     except (UsageError, SystemExit) as end:
         if isinstance(end, SystemExit) and not end.code:
             raise

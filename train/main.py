@@ -23,16 +23,21 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     from bucketline.command_line import hide_warnings_of_torchao, print_error, run_one_of, torchrun_ranks
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
-    from bucketline.train.config import parse_on
+    from bucketline.train.commands import COMMANDS, DESCRIPTION
+    from bucketline.train.config import parse_on, write_run_file
 
     given_args = sys.argv[1:] if args is None else args
     try:
-        if given_args and not given_args[0].startswith("-"):
-            from bucketline.train.commands import COMMANDS, DESCRIPTION
-
+        commands = [] if not given_args or given_args[0].startswith("-") else [*COMMANDS, "version"]
+        if given_args and given_args[0] in commands:
             sys.exit(run_one_of(prog, DESCRIPTION, COMMANDS, given_args))
         given = torchrun_ranks()
-        config = parse_on(given["rank"], given_args, prog)
+        config = parse_on(given["rank"], given_args, prog, commands)
+        if config.write is not None:
+            if given["rank"] == 0:
+                write_run_file(config.write, config, given_args)
+                print(f"{config.write}: run it by `bucketline train {config.write}`")
+            return
         if given["rank"] == 0:
             from bucketline.train.refusals import refuse_early
 

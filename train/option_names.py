@@ -57,7 +57,6 @@ _OURS = {
     "num-images": ("num-validation-images", "num-pictures"),
     "track-with": ("report-to", "log-with"),
     "log-every": ("logging-steps",),
-    "preset": ("config", "config-file", "config-path"),
     "sharding": ("fsdp", "strategy", "zero-stage"),
 }
 _IN_FILE = {
@@ -70,6 +69,9 @@ _IN_FILE = {
 }
 """Other programs' names of what only a run file sets."""
 _ELSEWHERE = {
+    "name a preset or a run file without an option: `bucketline train sdxl-lora …`, `bucketline train run.toml`": (
+        *("preset", "config", "config-file", "config-path"),
+    ),
     "the sizes are the store's, packed by `ingest pack --grid`": (
         *("resolution", "size", "width", "height", "enable-bucket", "min-bucket-reso", "max-bucket-reso", "bucket-reso-steps"),
         *("bucket-no-upscale", "aspect-ratio-bucketing"),
@@ -153,6 +155,9 @@ _RENAMED = {
     "pictures_every": "images_every",
 }
 
+_BEFORE: dict[str, Json] = {"guidance": 3.5, "weights": "fp32"}
+"""Values that were fixed before there was an option."""
+
 
 _PARTS_BEFORE = (
     *("ema_decay", "ema_every", "timestep_sampling", "logit_mean", "logit_std", "mode_scale", "timestep_min", "timestep_max"),
@@ -164,9 +169,9 @@ def translated(recorded: Mapping[str, Json]) -> dict[str, Json]:
     """Return the options that a run or its checkpoint has recorded, also of an earlier version, by the names of this one.
 
     >>> translated({"accum": 2, "batch_size": None, "batch_pixels": 1 << 22, "batch_multiple": 8, "activation_memory": 0.75})
-    {'accumulation': 2, 'recompute': 0.25, 'batch': '4MP/8'}
+    {'guidance': 3.5, 'weights': 'fp32', 'accumulation': 2, 'recompute': 0.25, 'batch': '4MP/8'}
     """
-    options = {_RENAMED.get(name, name): value for name, value in recorded.items()}
+    options = _BEFORE | {_RENAMED.get(name, name): value for name, value in recorded.items()}
     stored, is_recomputed = options.pop("activation_memory", None), options.pop("gradient_checkpointing", False)
     if isinstance(stored, float | int):
         options["recompute"] = 1.0 if is_recomputed else 1.0 - stored

@@ -20,6 +20,7 @@ from bucketline.command_line import counted, torchrun_ranks
 from bucketline.errors import PlanError, UsageError
 from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import open_shares, parse_stores
+from bucketline.option_types import OnResume, options_on_resume
 from bucketline.store.format.columns import LATENT
 from bucketline.train.compile import (
     compile_blocks,
@@ -42,7 +43,7 @@ from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.metrics import Scale
 from bucketline.train.outputs.progress import TRACKED, expect_trackers
 from bucketline.train.outputs.run_dir import config_as_json
-from bucketline.train.outputs.weights import LORA_FILE, PEFT_FILE, Adapters, average_folder, weights_of
+from bucketline.train.outputs.weights import Adapters, weights_of
 from bucketline.train.parallel import (
     DISK_TIME,
     TrainRanks,
@@ -50,14 +51,14 @@ from bucketline.train.parallel import (
     first_of_each_machine_first,
     from_rank_zero,
 )
-from bucketline.train.preset import preset_names
 from bucketline.train.recompute import recompute
+from bucketline.train.run_file import preset_names
 from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place_model, shard_ranks_of
 from bucketline.train.step import Training
 from bucketline.train.values import Course, Ema, EmaPlace, LrSchedule, Weighting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import nn
@@ -68,26 +69,12 @@ if TYPE_CHECKING:
     from bucketline.train.noise import ModelSchedule
     from bucketline.train.outputs.checkpoint import Start
     from bucketline.train.outputs.weights import Weights
-    from bucketline.typed_json import Json
 
 log = logging.getLogger(__name__)
 
 GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's default of 25 MB faster than NCCL starts a call
-_FREE = {
-    *("store", "model", "model_config", "preset", "lora_from", "output_dir", "max_steps", "epochs", "resume", "new_plan"),
-    "follow",
-    *("service", "service_token", "service_certificate", "window", "threads", "prefetch_bytes", "verify", "track_with"),
-    *("memory", "offload_blocks", "recompute"),
-    *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
-    *("sharding", "keep_gathered", "image_guidance", "image_prompts"),
-    *("export_every", "export_dtype", "push_to_hub"),
-}
-"""Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
-
 _OF_ADAPTERS = "-lora"  # how a preset's name ends
 _FAMILY_OF_PRESET = {"dit": "class_labels"}  # of another name; pixart_alpha and pixart_sigma share pixart
-BEFORE: dict[str, Json] = {"guidance": 3.5, "weights": "fp32"}
-"""Values that were fixed before there was an option."""
 
 
 def start_processes(config: TrainConfig) -> Accelerator:
@@ -130,7 +117,7 @@ def _refuse_other_preset(config: TrainConfig, family: Family) -> None:
     kinds = {} if config.resume else {name: name.removesuffix(_OF_ADAPTERS) for name in preset_names()}
     families = {one: _FAMILY_OF_PRESET.get(one, one) for one in kinds.values()}
     own = next((one for one, of in families.items() if family.name == of or family.name.startswith(f"{of}_")), None)
-    for given in filter(kinds.get, [config.preset or ""]):
+    for given in filter(kinds.get, config.files):
         if own not in (None, kinds[given]):
             of_adapters = f"{own}{_OF_ADAPTERS}"
             better = of_adapters if given.endswith(_OF_ADAPTERS) and of_adapters in kinds else own
@@ -222,7 +209,6 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
     average = place_model(model, config, ranks, device, weights, start.checkpoint, average_of_model)
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
-        expect_same_optimizer(config, start.state.config, start.checkpoint, weights)
         checkpoint.load_saved_optimizer(start.checkpoint, optimizer, kind_of(config).state)
     training = Training(
         config=config,
@@ -334,24 +320,6 @@ def latent_scale(store: Store, device: torch.device, family: Family | type[Famil
     return LatentScale.of(family.scaling(vae), device)
 
 
-def expect_same_optimizer(config: TrainConfig, before: Mapping[str, object], checkpoint: Path, weights: Weights) -> None:
-    """Check that the optimizer is the one that wrote a checkpoint, which has such weights.
-
-    Raises:
-        UsageError: if it is another; the message names both.
-    """
-    if (name := before.get("optimizer", "adamw")) != config.optimizer:
-        begun = f"--model {checkpoint}"
-        if isinstance(weights, Adapters):
-            average = checkpoint / average_folder(weights)
-            folder = average if average.is_dir() else checkpoint / weights.folder
-            begun = f"--lora-from {folder / (LORA_FILE if weights.pipeline else PEFT_FILE)}"
-        raise UsageError(
-            f"--optimizer is {config.optimizer}, and {checkpoint} has the state of {name}: give --optimizer {name}, or begin a "
-            f"new run from its weights, in another --output-dir, with {begun}"
-        )
-
-
 def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> None:
     """Log a start at random, a new plan, the options that a resume changes, and buckets too small for their batch."""
     config = training.config
@@ -380,9 +348,9 @@ def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> Non
     if start.state.config.get("decaying") == "matrices":
         log.warning("--decaying was matrices before, which is no longer an option: biases and norms decay as well now")
     present = config_as_json(config)
-    free = _FREE if training.family.is_told_guidance else _FREE | {"guidance"}
-    for name, value in (BEFORE | start.state.config).items():
-        if name not in free and name in present and present[name] != value:
+    told = {*options_on_resume(TrainConfig, OnResume.WARN)} - (set() if training.family.is_told_guidance else {"guidance"})
+    for name, value in start.state.config.items():
+        if name in told and present[name] != value:
             log.warning("--%s was %s before and is now %s", name.replace("_", "-"), value, present[name])
 
 

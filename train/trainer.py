@@ -75,7 +75,7 @@ class TrainSummary:
         """Return the lines for stdout."""
         done = counted(self.steps_done, "step")
         if self.stopped_by:
-            lines = [f"stopped by {self.stopped_by} after {done}; continue with --resume"]
+            lines = [f"stopped by {self.stopped_by} after {done}; continue with --resume {self.checkpoint.parent.parent}"]
         elif self.steps_before == self.steps_done:
             lines = [f"already at step {self.steps_done}: nothing to train; a larger --max-steps trains on"]
         else:
@@ -143,7 +143,8 @@ class Trainer:
             BucketlineError: if a part is missing or two parts do not match; the message names them.
         """
         self._device = accelerator.device
-        self.config = config = resolved(config, start, self._device)
+        self._given, self.config = config, resolved(config, start, self._device)
+        config = self.config
         self.ranks, self._accelerator = ranks, accelerator
         self._progress = progress or ProgressLine(max_steps=config.max_steps, talks=False)
         self.loader = data.open_loader(config, ranks, data.open_stores(config, ranks, start), self._device)
@@ -218,7 +219,7 @@ class Trainer:
 
     def _open_log(self) -> dict[int, ValidationResult | None]:
         """Truncate the metrics to the start, and open them; return the validations that remain."""
-        run_dir.write_config(self.config, self.loader.shares, self.ranks.world_size)
+        run_dir.write_config(self.config, self._given, self.loader.shares, self.ranks.world_size)
         validated = cut_back(self.config, self.steps_done, self._recorder.state())
         self._log = RunLog(self.config, self._accelerator, self._progress)
         return dict.fromkeys(validated)

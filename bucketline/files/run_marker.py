@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 STATUS = "status.json"  # written first in a run's folder and never removed
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints
+RUN_FILE = "run.toml"  # the options of CONFIG, to be run again
 IMAGES, IMAGES_FOLDER = "images.png", "images"  # the last contact sheet, and what is drawn along the run
 LOSS_CURVE = "loss.png"
 _FIELDS = frozenset(("state", "step", "reason"))  # of the status

@@ -24,7 +24,6 @@ _UNITS = {
     "ktok": ("batch_tokens", 1 << 10),
 }
 """Field of `LoaderConfig` that a unit sets, and what one unit counts of it."""
-_LOADER_FIELDS = frozenset(field.name for field in fields(LoaderConfig))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class BatchOptions(OrderOptions):
 
     def for_loader(self, **others: object) -> LoaderConfig:
         """Return a loader's configuration with the options that both have, and with the `others`."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name in _LOADER_FIELDS}
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name in LoaderConfig.__dataclass_fields__}
         return LoaderConfig(**{**own, **self.sizes(), **others})
 
 

@@ -28,8 +28,8 @@ def train(store: Path, model: Path, output: Path, *more: object) -> Path:
     asked: dict[str, object] = {"--store": store, "--model": model, "--output-dir": output, "--batch": 2, "--max-steps": 3}
     few = output.with_name(f"{output.name}.toml")
     few.write_text("image_steps = 2\n", encoding="utf-8")
-    asked |= {"--warmup-steps": 0, "--learning-rate": 1e-2, "--ema": "off", "--num-images": 1, "--preset": few}
-    given = [str(part) for pair in asked.items() for part in pair]
+    asked |= {"--warmup-steps": 0, "--learning-rate": 1e-2, "--ema": "off", "--num-images": 1}
+    given = [str(few), *(str(part) for pair in asked.items() for part in pair)]
     trainer.main([*given, "--caption-dropout", "0.5", *map(str, more)])
     (found,) = output.glob("checkpoints/*3")
     return found

@@ -73,7 +73,7 @@ def cli(preset: str = "") -> None:
         "--log-every 5 --save-every 20 --validate-every 30 --learning-rate 1e-3"
     )
     if preset:
-        options += f" --preset {preset} --lora-targets all"
+        options += f" {preset} --lora-targets all"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     done = subprocess.run([*launcher, "train/main.py", *options.split()], capture_output=True, text=True, check=False)
     metrics = folder / "run" / "metrics.jsonl"

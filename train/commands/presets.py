@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from bucketline.train.preset import preset_names, read_preset
+from bucketline.train.run_file import preset_names, read_run_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class TrainPresets:
 
     def run(self) -> int:
         if self.name is not None:
-            print(read_preset(self.name), end="")
+            print(read_run_file(self.name), end="")
             return 0
         for name in preset_names():
-            print(f"{name:12} {read_preset(name).partition(chr(10))[0].removeprefix('# ')}")
+            print(f"{name:12} {read_run_file(name).partition(chr(10))[0].removeprefix('# ')}")
         return 0

@@ -8,7 +8,7 @@ import json
 import logging
 import platform
 import subprocess
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -19,14 +19,18 @@ import torch.distributed as dist
 from bucketline.errors import BucketlineError, LockedError, NoLocksError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.locks import FileLock
-from bucketline.files.run_marker import CONFIG, METRICS, STATUS
+from bucketline.files.run_marker import CONFIG, METRICS, RUN_FILE, STATUS
+from bucketline.loader.config import LoaderConfig
 from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import redacted_store
+from bucketline.option_types import OnResume, options_on_resume
 from bucketline.option_value import OptionValue
 from bucketline.train.outputs import checkpoint, metrics
 from bucketline.train.outputs.checkpoint import Start
+from bucketline.train.outputs.weights import LORA_FILE, PEFT_FILE
 from bucketline.train.parallel import OtherRankFailedError
 from bucketline.train.refusals import refuse_place, refuse_taken
+from bucketline.train.run_file import as_run_file
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader import WeightedStore
     from bucketline.train.config import TrainConfig
+    from bucketline.train.outputs.checkpoint import RunState
     from bucketline.train.parallel import TrainRanks
     from bucketline.typed_json import Json
 
@@ -47,7 +52,8 @@ def find_start(config: TrainConfig) -> Start:
 
     Raises:
         UsageError: if the folder holds a run (without `--resume`), none (with it) or foreign files, or is inside or around a
-            store or in the folder of its images; if the checkpoint is past `--max-steps`, or has other adapters.
+            store or in the folder of its images; if the checkpoint is past `--max-steps`, or was trained with another
+            value of an option that is fixed.
         TrainError: if the run has no complete checkpoint.
         StoreError: if a store cannot be opened.
     """
@@ -66,16 +72,40 @@ def find_start(config: TrainConfig) -> Start:
         raise UsageError(
             f"--max-steps is {config.max_steps}, and {folder} is already at step {state.steps_done}; use that many or more"
         )
-    for name in ("lora_rank", "lora_targets", "dora"):  # compared before a model is loaded that the adapters do not fit
-        before, now = state.config.get(name) or None, getattr(config, name) or None
-        if before != now:
-            option = "--" + name.replace("_", "-")
-            remedy = f"leave out {option}" if before is None else f"use {option} {before}".removesuffix(" True")
-            raise UsageError(
-                f"{option} is {now}, and {folder} was trained with {before}; {remedy}, "
-                "or start a new run in another --output-dir"
-            )
+    refuse_changes(config, state, folder)
     return Start(checkpoint=folder, state=state, takes_new_plan=config.new_plan)
+
+
+def refuse_changes(config: TrainConfig, state: RunState, folder: Path) -> None:
+    """Compare the options that a resume may not change, before a model is loaded. A new plan may have another seed, or flips.
+
+    Raises:
+        UsageError: if one differs from the state's, which the checkpoint `folder` has; the message names both values.
+    """
+    present = config_as_json(config)
+    defaults = {one.name: one.default for one in fields(config)}
+    for name in options_on_resume(type(config), OnResume.FIXED):
+        before = state.config.get(name, defaults[name])
+        if before == present[name] or (config.new_plan and name in LoaderConfig.__dataclass_fields__):
+            continue
+        option = "--" + name.replace("_", "-")
+        remedy = (
+            f"use {option} {before}".removesuffix(" True")
+            if before is not None and before is not False
+            else f"leave out {option}"
+        )
+        begun = _begun_from(folder) if name == "optimizer" else ""
+        raise UsageError(
+            f"{option} is {present[name]}, and {folder} was trained with {before}; {remedy}, "
+            f"or start a new run{begun} in another --output-dir"
+        )
+
+
+def _begun_from(folder: Path) -> str:
+    """Return the option that starts a run from a checkpoint's weights, averaged if it has an average."""
+    files = [folder / f"lora{average}" / name for average in ("_ema", "") for name in (LORA_FILE, PEFT_FILE)]
+    adapters = [file for file in files if file.exists()]
+    return f" from its weights, with {f'--lora-from {adapters[0]}' if adapters else f'--model {folder}'},"
 
 
 def take(config: TrainConfig, start: Start) -> bytes:
@@ -160,8 +190,11 @@ class RunLock:
             self._lock.release()
 
 
-def write_config(config: TrainConfig, shares: Sequence[WeightedStore], world_size: int) -> None:
-    """Write `config.json`: the resolved configuration, versions, commit, stores and encoders."""
+def write_config(config: TrainConfig, given: TrainConfig, shares: Sequence[WeightedStore], world_size: int) -> None:
+    """Write `config.json`: the resolved configuration, versions, commit, stores and encoders; and `run.toml`, to run it again.
+
+    `given`: the configuration before it was resolved.
+    """
     document: dict[str, Json] = {
         "config": config_as_json(config),
         "world_size": world_size,
@@ -171,6 +204,14 @@ def write_config(config: TrainConfig, shares: Sequence[WeightedStore], world_siz
         "encoders": shares[0].store.manifest.encoders,
     }
     write_durably(config.output_dir / CONFIG, json.dumps(document, indent=1).encode() + b"\n")
+    derived = {
+        one.name: f"chosen by the run; given: {getattr(given, one.name)}"
+        for one in fields(config)
+        if getattr(config, one.name) != getattr(given, one.name)
+    }
+    shown = replace(config, store=tuple(redacted_store(str(path)) for path in config.store))
+    again = as_run_file(shown, f"The run in {config.output_dir}, with all options as they were resolved.", derived=derived)
+    write_durably(config.output_dir / RUN_FILE, again.encode(errors="backslashreplace"))
 
 
 @cache

@@ -133,9 +133,10 @@ def test_a_run_that_ends_after_a_checkpoint_is_told_to_resume(folder: Path) -> N
             {"lora_rank": 2},
             r"--lora-targets is None, .* was trained with to_q,to_k; use --lora-targets to_q,to_k",
         ),
+        ({"seed": 1}, {"seed": 2}, r"--seed is 2, .*step-00000001 was trained with 1; use --seed 1, or start a new run"),
     ],
 )
-def test_a_resume_with_other_adapters_names_the_option_that_differs(
+def test_a_resume_with_another_value_of_a_fixed_option_names_both(
     before: dict[str, object], now: dict[str, object], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(config(folder, max_steps=1, **before), ALONE)

@@ -132,7 +132,7 @@ def test_what_does_not_suit_the_models_objective_is_refused_before_there_is_a_ru
 def test_a_preset_of_another_family_than_the_models_is_refused_with_that_of_its_own(
     folder: Path, preset: str, better: str | None
 ) -> None:
-    asked = config(folder, preset=preset)
+    asked = config(folder, files=(preset,))
     if better is None:
         refuse_model(asked)
         return
@@ -145,7 +145,7 @@ def test_a_preset_of_another_family_than_the_models_is_refused_with_that_of_its_
 
 def test_each_preset_is_taken_for_the_model_of_its_family(packed: Packed) -> None:
     own = {"dit": "dit", "pixart_alpha": "pixart", "pixart_sigma": "pixart"}.get(packed.family, packed.family)
-    refuse_model(packed.config(packed.store.parent / "unused", preset=own))
+    refuse_model(packed.config(packed.store.parent / "unused", files=(own,)))
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,8 @@ def as_arguments(asked: TrainConfig) -> list[str]:
     in_file: dict[str, Json] = {}
     for name, field in TrainConfig.__dataclass_fields__.items():
         option, value = "--" + name.replace("_", "-"), getattr(asked, name)
+        if name in ("files", "write"):
+            continue
         if field.metadata.get("only_in_file"):
             in_file |= {} if value == field.default else {name: str(value) if isinstance(value, Path) else value}
             continue
@@ -163,7 +165,7 @@ def as_arguments(asked: TrainConfig) -> list[str]:
     if in_file:
         path = asked.output_dir.with_name(f"{asked.output_dir.name}-options.toml")
         path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in in_file.items()), encoding="utf-8")
-        arguments += ["--preset", str(path)]
+        arguments.append(str(path))
     return arguments
 
 

@@ -1,0 +1,322 @@
+"""Run files: the options of a training run in TOML, by the sections of the help; presets are such files.
+
+A file's values are those of the command line. They come from the folder of a run to be resumed, from files and from the command
+line; each of these overrides those before it. Relative paths are relative to the current folder, also in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+import tomllib
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from enum import StrEnum
+from itertools import chain
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+from bucketline.dtype_names import choice_of
+from bucketline.errors import UsageError
+from bucketline.files.run_marker import CONFIG
+from bucketline.help_screen import HELP, given_fields, options_of, sections_of, suggestion
+from bucketline.option_types import COMMAND_LINE_ONLY
+from bucketline.train.option_names import ELSEWHERE, translated
+from bucketline.typed_json import TypedJsonError, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from bucketline.help_screen import Option
+
+_PRESETS = Path(__file__).parent / "presets"
+_SUFFIX = ".toml"
+_WIDTH = 110
+_INSTEAD = {"max_steps": "epochs", "epochs": "max_steps"}
+"""Options of which one takes the place of the other."""
+_NONE = "None"  # TOML has no value for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """The value of an option in a file, as TOML has it, and the place for messages: the file and its section."""
+
+    value: object
+    place: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypedLine:
+    """A command line, taken apart."""
+
+    files: list[str] = field(default_factory=list)  # presets and run files, in order
+    run: str | None = None  # folder of --resume RUN
+    options: list[str] = field(default_factory=list)  # the rest, with a bare --resume
+
+
+def preset_names() -> list[str]:
+    """Return the names of the presets that come with the package."""
+    return sorted(path.stem for path in _PRESETS.glob(f"*{_SUFFIX}"))
+
+
+def read_run_file(given: str, commands: Collection[str] = ()) -> str:
+    """Return the text of a preset, given by its name, or of a run file, given by its path.
+
+    `commands`: other words that may have been meant.
+
+    Raises:
+        UsageError: if there is none; the message names those that exist, or the reason.
+    """
+    is_path = "/" in given or given.endswith(_SUFFIX)
+    if not is_path and given not in preset_names():
+        raise UsageError(
+            f"there is no preset {given!r:.80}{suggestion(given, [*preset_names(), *commands])}; expected "
+            f"{', '.join(preset_names())}, or the path of a {_SUFFIX} file"
+            + (f"; the commands are {', '.join(commands)}" if commands else "")
+        )
+    path = Path(given) if is_path else _PRESETS / f"{given}{_SUFFIX}"
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"the run file {path} cannot be read: {reason}") from error
+
+
+def taken_apart(options: type, arguments: Sequence[str]) -> TypedLine:
+    """Return a command line's files, the run that it resumes, and its options. `--resume` takes a RUN or none.
+
+    >>> from bucketline.train.config import TrainConfig
+    >>> line = taken_apart(TrainConfig, ["mine.toml", "--resume", "runs/a", "--max-steps", "9"])
+    >>> line.files, line.run, line.options
+    (['mine.toml'], 'runs/a', ['--resume', '--output-dir=runs/a', '--max-steps', '9'])
+    """
+    flags = {word.replace("--no-", "--") for one in options_of(options) if " " not in one.typed for word in one.words}
+    words, files, rest, run = list(arguments), [], [], None
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if name == "--":
+            files += words
+            break
+        if not word.startswith("-"):
+            files.append(word)
+        elif name == "--resume":
+            if not equals and words and not words[0].startswith("-"):
+                value = words.pop(0)
+            run = value or run
+            rest.append(name)
+            rest += [f"--output-dir={value}"] if value else []
+        elif equals or name.replace("--no-", "--") in flags or name in HELP:
+            rest.append(word)
+        else:
+            rest += [word, *words[:1]]
+            del words[:1]
+    if run is not None:
+        dirs = [_value_of(rest, at) for at, word in enumerate(rest) if _name(word) == "--output-dir"]
+        if other := next((one for one in dirs if one is not None and Path(one) != Path(run)), None):
+            raise UsageError(
+                f"--resume is {run} and --output-dir is {other}; a run continues in its folder: leave one of them out"
+            )
+    return TypedLine(files=files, run=run, options=rest)
+
+
+def _name(word: str) -> str:
+    return word.partition("=")[0].replace("_", "-")
+
+
+def _value_of(words: Sequence[str], at: int) -> str | None:
+    _, equals, value = words[at].partition("=")
+    return value if equals else next(iter(words[at + 1 : at + 2]), None)
+
+
+def values_of_file(options: type, given: str, commands: Collection[str] = ()) -> dict[str, Value]:
+    """Return what a run file or a preset gives, by the names of the fields.
+
+    Raises:
+        UsageError: if it is not there or not TOML, or has an option or a section that is unknown, misplaced or of another type.
+    """
+    try:
+        document = tomllib.loads(read_run_file(given, commands))
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{given} is not TOML: {error}") from error
+    known = {one.field: one for one in options_of(options)}
+    sections = [*filter(None, sections_of(options))]
+    found: dict[str, Value] = {}
+    for top, entries in document.items():
+        if isinstance(entries, dict) and top not in sections:
+            nearest = suggestion(top, sections)
+            raise UsageError(
+                f"{given} has the section [{top:.80}], which does not exist{nearest}; expected {', '.join(sections)}"
+            )
+        section = top if isinstance(entries, dict) else None
+        for name, value in (entries if isinstance(entries, dict) else {top: entries}).items():
+            option = _known_option(options, known, given, section, name)
+            place = f"{given}, [{option.section}]"
+            if option.field in found:
+                raise UsageError(f"{place} has {option.field} twice")
+            found[option.field] = Value(value=_checked(options, option.field, value, f"{place} {option.field}"), place=place)
+    return found
+
+
+def _known_option(options: type, known: Mapping[str, Option], given: str, section: str | None, name: str) -> Option:
+    """Return the option that a name in a file means.
+
+    Raises:
+        UsageError: if there is none, or it belongs to another section, or is for the command line only.
+    """
+    place = given if section is None else f"{given}, [{section}]"
+    if (option := known.get(name.replace("-", "_"))) is None:
+        typed = "--" + name.replace("_", "-")
+        spelt = {one.replace("_", "-"): found for one, found in known.items()}
+        nearest = suggestion(name, [*spelt])
+        near = next((found for one, found in spelt.items() if f"'{one}'" in nearest), None)
+        answer = f"; did you mean {near.field!r}, of [{near.section}]?" if near else ""
+        answer = f"; {ELSEWHERE[typed]}" if typed in ELSEWHERE else answer
+        raise UsageError(f"{place} has {name!r:.80}, which is not an option{answer}")
+    if section is not None and option.section != section:
+        raise UsageError(f"{place} has {name}, which belongs to [{option.section}]")
+    if _is_command_line_only(options, option.field):
+        raise UsageError(f"{place} has {name}, which is for the command line only")
+    return option
+
+
+def _is_command_line_only(options: type, name: str) -> bool:
+    return any(one.name == name and COMMAND_LINE_ONLY.items() <= one.metadata.items() for one in fields(options))
+
+
+def _checked(options: type, name: str, value: object, item: str) -> object:
+    """Return the value of an option in a file, whose type fits: of one that may be given several times, as a list.
+
+    Raises:
+        UsageError: if it does not fit.
+    """
+    hint: Any = get_type_hints(options)[name]
+    if get_origin(hint) is tuple and not isinstance(value, list):
+        value = [value]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value == _NONE and NoneType in get_args(hint):
+        return value
+    kinds = (hint, *get_args(hint))
+    if is_number and str in kinds:  # `batch = 8`, of an option that also takes words
+        value = str(value)
+    if isinstance(value, str) and (found := choice_of(value, [*chain.from_iterable(map(_choices, kinds))])) is not None:
+        return found
+    if any(is_dataclass(kind) for kind in kinds) and (is_number or isinstance(value, str)):
+        return str(value)  # a value of several parts is spelt as on the command line, which checks it
+    try:
+        decode(hint, value, item)
+    except TypedJsonError as error:
+        raise UsageError(str(error)) from error
+    return value
+
+
+def _choices(kind: Any) -> Sequence[str]:  # noqa: ANN401 - a type
+    """Return the words that a type takes; none if it is not a choice."""
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return [*kind]
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def values_of_run(options: type, folder: str) -> dict[str, Value]:
+    """Return the options with which a run was started, also by an earlier version.
+
+    Raises:
+        UsageError: if the folder is not a run's.
+    """
+    path = Path(folder) / CONFIG
+    try:
+        recorded = json.loads(path.read_bytes())["config"]
+        values = translated(recorded)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"there is no run in {folder} to resume: {path} cannot be read ({reason}); name the folder of one, "
+            "or leave out --resume to begin one there"
+        ) from error
+    known = {one.name: one for one in fields(options) if not _is_command_line_only(options, one.name)}
+    return {
+        name: Value(value=_NONE if value is None else value, place=str(path))
+        for name, value in values.items()
+        if name in known and (value is not None or known[name].default is not None) and name != "output_dir"
+    }
+
+
+def words_of_values(values: Mapping[str, Value]) -> list[str]:
+    """Return options as a command line spells them.
+
+    >>> words_of_values({"seed": Value(value=3, place=""), "verify": Value(value=False, place="")})
+    ['--seed=3', '--no-verify']
+    """
+    words = []
+    for name, one in values.items():
+        spelt = name.replace("_", "-")
+        if isinstance(one.value, bool):
+            words.append(f"--{spelt}" if one.value else f"--no-{spelt}")
+        else:
+            words += [f"--{spelt}={each}" for each in (one.value if isinstance(one.value, list) else [one.value])]
+    return words
+
+
+def from_files(options: type, line: TypedLine, commands: Collection[str] = ()) -> dict[str, Value]:
+    """Return what a resumed run and the files of a command line give, without what the command line itself gives.
+
+    Raises:
+        UsageError: if one cannot be read, or has an option that is unknown or of another type.
+    """
+    values = {} if line.run is None else values_of_run(options, line.run)
+    for given in line.files:
+        own = values_of_file(options, given, commands)
+        values = _without(values, own) | own
+    return _without(values, given_fields(options, line.options))
+
+
+def _without(values: Mapping[str, Value], later: Collection[str]) -> dict[str, Value]:
+    """Return the values of options that those given later do not override."""
+    replaced = {*later, *(_INSTEAD[name] for name in later if name in _INSTEAD)}
+    return {name: value for name, value in values.items() if name not in replaced}
+
+
+def with_places(error: UsageError, values: Mapping[str, Value]) -> UsageError:
+    """Return a refusal with the places of the options that it names, where files have given them."""
+    named = [name for word in re.findall(r"--([a-z][a-z-]*)", str(error)) if (name := word.replace("-", "_")) in values]
+    places = [f"--{name.replace('_', '-')} is set in {values[name].place}" for name in dict.fromkeys(named)]
+    return UsageError(f"{error} ({'; '.join(places)})") if places else error
+
+
+def as_run_file(config: object, title: str, given: Collection[str] = (), derived: Mapping[str, str] | None = None) -> str:
+    """Return a run file of these options: each with a line of explanation, those that have their default commented out.
+
+    `given`: fields to set even so; `derived`: the reason for the value of a field that was not given.
+    """
+    options: type = type(config)
+    defaults = {one.name: one.default for one in fields(config)}  # type: ignore[arg-type]
+    lines = [f"# {title}", "# bucketline train FILE runs it; options on the command line override it."]
+    for section, about in sections_of(options).items():
+        own = [one for one in options_of(options) if one.section == section and not _is_command_line_only(options, one.field)]
+        lines += ["", f"[{section}]  # {about}"] if own else []
+        for one in own:
+            value, default = getattr(config, one.field), defaults[one.field]
+            is_set = value != default or one.field in given
+            reason = (derived or {}).get(one.field)
+            lines += [f"# {line}" for text in (one.text, reason) for line in textwrap.wrap(text or "", _WIDTH)]
+            lines.append(
+                f"{'' if is_set else '# '}{one.field} = {_in_toml(value if is_set or default is MISSING else default)}"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _in_toml(value: object) -> str:
+    """Return a value as TOML has it.
+
+    >>> _in_toml(("a.store", Path("b"))), _in_toml(None), _in_toml(1e-05)
+    ('["a.store", "b"]', '"None"', '1e-05')
+    """
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_in_toml, value))}]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
