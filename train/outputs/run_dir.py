@@ -86,7 +86,8 @@ def refuse_changes(config: TrainConfig, state: RunState, folder: Path) -> None:
     defaults = {one.name: one.default for one in fields(config)}
     for name in options_on_resume(type(config), OnResume.FIXED):
         before = state.config.get(name, defaults[name])
-        if before == present[name] or (config.new_plan and name in LoaderConfig.__dataclass_fields__):
+        is_open = name == "optimizer" and config.optimizer is None  # the checkpoint's is taken
+        if is_open or before == present[name] or (config.new_plan and name in LoaderConfig.__dataclass_fields__):
             continue
         option = "--" + name.replace("_", "-")
         remedy = (
