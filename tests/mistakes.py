@@ -1,8 +1,8 @@
-"""Mistakes that users of the store's and the loader's API make, and the answers: `python -m tests.mistakes [--write]`.
+"""Mistakes that users of the API and of the commands make, and the answers: `python -m tests.mistakes [--write]`.
 
 Each is a few lines of code over small stores. The answer is the exception's message; it says what was given (`item`, `found`),
 what was `expected`, and the `remedy`: phrases of these are listed with the mistake, and a test looks for each. `--write` makes
-`docs/mistakes.md`.
+`docs/mistakes.md`, and of the wrong command lines in `tests/wrong_commands.py` `docs/wrong-commands.md`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import bucketline.loader
 import bucketline.store
 from bucketline.store import Column, RaggedGroup, RowColumn, Store, StoreWriter
 from tests.commands import ROOT
+from tests.wrong_commands import COMMANDS_PAGE, line_answers, lines_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,17 +187,22 @@ def _escaped(message: str) -> str:
 def main() -> int:
     """Print each mistake with its answer, and what an answer lacks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="make docs/mistakes.md")
+    parser.add_argument("--write", action="store_true", help="make docs/mistakes.md and docs/wrong-commands.md")
     arguments = parser.parse_args()
     every = list(answers())
     for number, answer in enumerate(every, 1):
         lacks = f"\n     LACKS {', '.join(answer.missing)}" if answer.missing else ""
         code = answer.mistake.code.strip().replace("\n", "\n     ")
         print(f"{number:3}. {code}\n     {answer.kind}: {answer.message}{lacks}")
+    lines = list(line_answers())
+    for line in lines:
+        cost = f"{line.cpu_s:.2f} CPU s, left {line.left or 'nothing'}"
+        print(f"$ {line.wrong.line}\n  {line.message}\n  exit code {line.code}, {cost}")
     num_good = sum(not answer.missing for answer in every)
     print(f"{num_good} of {len(every)} answers have all four parts")
     if arguments.write:
         PAGE.write_text(page_of(every), encoding="utf-8")
+        COMMANDS_PAGE.write_text(lines_page(lines), encoding="utf-8")
     return 0 if num_good == len(every) else 1
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.errors import ModelError, UsageError
+from bucketline.command_line import counted
+from bucketline.errors import ModelError, StateError, UsageError
 from bucketline.files.paths import Overlap, overlap
 from bucketline.files.redact import redacted
 from bucketline.files.run_marker import CHECKPOINTS, is_run
 from bucketline.loader.mixture import open_shares, parse_stores
+from bucketline.loader.recorded_run import read_run
 from bucketline.model_file import single_file
 from bucketline.store import Store
 from bucketline.store.format.columns import FLIPPED
@@ -41,6 +44,7 @@ def refuse_early(config: TrainConfig, world_size: int) -> None:
     refuse_combinations(config, world_size)
     if config.resume:
         refuse_taken(config)
+        _refuse_other_batch(config, world_size)
         return  # its stores are at the generations of its checkpoint, which has passed all this
     paths = [one.path for one in parse_stores(config.store)]
     local = [path for path in paths if isinstance(path, Path)]
@@ -72,6 +76,26 @@ def refuse_taken(config: TrainConfig) -> None:
         raise UsageError(f"there is no run in {output}; give the --output-dir of one, or leave out --resume to begin one there")
 
 
+def _refuse_other_batch(config: TrainConfig, world_size: int) -> None:
+    """Check the rows of a step against those of the run that is resumed, if both are given as rows."""
+    if config.new_plan:
+        return
+    try:
+        state = read_run(config.output_dir).state
+    except StateError:
+        return  # of an older checkpoint, if the newest is damaged; what is wrong is said when it is read
+    before, now = state.batch.get("batch_size"), config.sizes().get("batch_size")
+    if not isinstance(before, int) or now is None:
+        return
+    steps = (before, state.accumulation, state.world_size), (now, config.accumulation, world_size)
+    if math.prod(steps[0]) != math.prod(steps[1]):
+        was, given = (f"--batch {rows} --accumulation {times} on {counted(ranks, 'rank')}" for rows, times, ranks in steps)
+        raise UsageError(
+            f"{given} is {math.prod(steps[1])} rows a step, and {config.output_dir} was trained with {was}, "
+            f"{math.prod(steps[0])} rows a step; give the same number, or continue with --new-plan"
+        )
+
+
 def refuse_no_model(folder: Path) -> None:
     """Reject a folder without a denoiser.
 
@@ -79,9 +103,10 @@ def refuse_no_model(folder: Path) -> None:
         ModelError: if it has neither of the two that a model may have.
     """
     if not any((folder / name / "config.json").exists() for name in DENOISERS):
+        kind = "is a file" if folder.is_file() else "has neither unet/config.json nor transformer/config.json"
         raise ModelError(
-            f"{folder} {'is a file' if folder.is_file() else 'has neither unet/config.json nor transformer/config.json'}; "
-            "--model must be a folder in diffusers' layout with one of them (a configuration without weights starts at random)"
+            f"{folder} {kind}; --model must be a folder in diffusers' layout with one of unet/ and transformer/ (a "
+            "configuration without weights starts at random), or a .safetensors file"
         )
 
 
