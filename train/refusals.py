@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bucketline.train.config import TrainConfig
 
 IDS_OF_A_BUCKET = 4
-DENOISERS = ("unet", "transformer")  # folders of a model
+DENOISER_FOLDERS = ("unet", "transformer")  # folders of a model
 STORED_CAPTIONS = "captions"  # instead of prompts, in --image-prompts
 BESIDE_A_RUN = (".log", ".out", ".err", ".tmp")
 """Suffixes allowed in a folder before its run starts: logs of a shell or scheduler, temporary files that a full disk left."""
@@ -102,7 +102,7 @@ def refuse_no_model(folder: Path) -> None:
     Raises:
         ModelError: if it has neither of the two that a model may have.
     """
-    if not any((folder / name / "config.json").exists() for name in DENOISERS):
+    if not any((folder / name / "config.json").exists() for name in DENOISER_FOLDERS):
         kind = "is a file" if folder.is_file() else "has neither unet/config.json nor transformer/config.json"
         raise ModelError(
             f"{folder} {kind}; --model must be a folder in diffusers' layout with one of unet/ and transformer/ (a "

@@ -23,7 +23,7 @@ from bucketline.families.registry import (
 )
 from bucketline.model_file import INDEX, ModelFile, open_model_file, refuse_config_without_file, single_file
 from bucketline.store.format.columns import LATENT
-from bucketline.train.refusals import DENOISERS, refuse_no_model, store_channels
+from bucketline.train.refusals import DENOISER_FOLDERS, refuse_no_model, store_channels
 from bucketline.weight_files import DIFFUSERS, variant_of
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _check_captions(family: Family, path: Path, pipeline: Json) -> None:
 def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family]]:
     """Return the folder of a model's configuration, the configuration as it is, and the family."""
     refuse_no_model(model_folder)
-    for name in DENOISERS:
+    for name in DENOISER_FOLDERS:
         path = model_folder / name / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
