@@ -79,7 +79,7 @@ def test_options_of_the_file_hold_unless_the_command_line_gives_others(folder: P
     place.write_text(
         """
         source = {path = "photos", captions_from = ".cap", caption = "a photo", split = "val"}
-        rules = {grid = "sd15", val_fraction = 0.2, flip = true, crop = "random", background = "black"}
+        rules = {grid = "sd15", val_fraction = 0.2, flip = true, crop = "Random", dtype = "bf16", background = "black"}
         encoding = {phases = "two", batch_size = 3, decode_threads = 2}
         """,
         encoding="utf-8",
@@ -91,6 +91,7 @@ def test_options_of_the_file_hold_unless_the_command_line_gives_others(folder: P
         *(Crop.RANDOM, "black"),
     )
     assert (asked.phases, asked.batch_size, asked.decode_threads) == (Phases.TWO, 3, 2)
+    assert asked.dtype == "BF16"
     assert asked.left_out >= {"text_dtype", "min_size_px"}
     assert not asked.left_out & {"grid", "val_fraction", "flip", "crop", "background"}
     scanned = parse_options(Scan, [str(place)], "scan")
