@@ -49,13 +49,14 @@ FEWER = "--max-steps 2 --num-images 1"
 MEANT: dict[str, tuple[tuple[str, str], ...]] = {
     "README.md": ((r"^loader seen --run CHECKPOINT .*$", "loader seen --help"),),
     "docs/packing.md": (
+        (r"^(store info )?--rules$", "store info photos.store --rules"),
         (r"workers=8", "workers=0"),  # a block is not a file that workers can import; examples/parallel_write.py is
         (r"ingest pack SOURCE STORE --model MODEL", f"ingest pack {PACK}"),
         (r"pack photos photos\.store", "pack photos packed.store"),
         (r"ingest pack …", f"ingest pack {PACK}"),
         (r"ingest pack --crop random", f"ingest pack photos random.store --model {SD} --crop random"),
         (r"--grid …", "--grid square:64"),
-        (r"^--(workers|gpus-per-worker|cpus-per-worker|ray-address) [A-Z:]+$", "ingest pack --help"),
+        (r"^--(workers|engine) .*$", "ingest pack --help"),
         (r"^--(name|size)$", "ingest prompts --help"),
         (r"SOURCE", "photos"),
         (r"ingest scan \.(\w+)$", r"ingest scan photos/some.\1"),  # `photos/some.jsonl` (`.csv`, `.parquet`)
@@ -461,7 +462,8 @@ def prepare(folder: Path) -> None:
         table.writerows(rows)
     shutil.copytree(folder / "scans", folder / "my dog")
     guide = (ROOT / "docs" / "packing.md").read_text(encoding="utf-8")
-    (folder / "data.toml").write_text("".join(re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)), encoding="utf-8")
+    several = [text for text in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL) if "[[source]]" in text]
+    (folder / "data.toml").write_text("".join(several), encoding="utf-8")
     (folder / "tars").mkdir()
     for n in range(13):
         with tarfile.open(folder / "tars" / f"{n:03d}.tar", "w") as tar:
@@ -485,6 +487,10 @@ def write_tables(folder: Path) -> None:
     pq.write_table(pa.table({"file_name": names, "text": ["a cat"] * 3}), folder / "photos" / "some.parquet")
     rows = {"image": [str(folder / "photos" / name) for name in names], "text": ["a cat"] * 3}
     datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).save_to_disk(str(folder / "dataset"))
+    (folder / "hub" / "data").mkdir(parents=True)
+    images = [{"bytes": (folder / "photos" / f"{n}/{n}.jpg").read_bytes(), "path": None} for n in range(3)]
+    table = pa.table({"image": images, "text": [f"photograph {n}" for n in range(3)]})
+    pq.write_table(table, folder / "hub" / "data" / "train-00000-of-00004.parquet")
 
 
 def main() -> None:
