@@ -121,7 +121,8 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
     "docs/ten-runs.md": (
         (r" &$", ""),  # a service continues in the background anyway, and a pack of a few images ends at once
         (r"unix:/run/user/1000/photos\.sock", "unix:service.sock"),
-        (r"--max-steps (2000|1000)", "--max-steps 2"),
+        (r"--max-steps (2000|1000)\b", "--max-steps 2"),
+        (r"fsdp:8", "fsdp:2"),
         (r"--batch 8", "--batch 2"),
         (r"--follow=10000", "--follow=1"),
     ),
