@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.command_line import parse_bytes
-from bucketline.train.config import MEMORY_OFF, Base, Ema, TrainConfig
+from bucketline.train.config import MEMORY_OFF, Base, TrainConfig
+from bucketline.train.values import Ema, EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,6 +28,7 @@ def decided(config: TrainConfig) -> TrainConfig:
         optimizer=config.optimizer or "adamw",
         base=None if config.base == MEMORY_OFF else config.base,
         offload_blocks=config.offload_blocks or 0,
+        ema=config.ema if config.ema.decay is None else replace(config.ema, place=config.ema.place or EmaPlace.DEVICE),
     )
 
 
@@ -39,13 +41,9 @@ def with_recorded(config: TrainConfig, recorded: Mapping[str, Json]) -> TrainCon
         taken |= {name: recorded.get(name) for name in ("recompute", "offload_blocks") if getattr(config, name) is None}
         if config.base is None and config.lora_rank is not None:
             taken["base"] = Base(str(found)) if (found := recorded.get("base")) else MEMORY_OFF
-        if (
-            config.ema is Ema.DEVICE
-            and config.ema_every == 1
-            and recorded.get("ema") == Ema.CPU
-            and recorded.get("ema_every") == EMA_EVERY
-        ):
-            taken |= {"ema": Ema.CPU, "ema_every": EMA_EVERY}
+        before = Ema.parse(str(recorded.get("ema", config.ema)), "--ema")
+        if config.ema.place is None and replace(config.ema, place=before.place, every=before.every) == before:
+            taken["ema"] = before
     return replace(config, **taken)
 
 

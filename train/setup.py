@@ -136,8 +136,6 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
         config = with_recorded(config, start.state.config)
     if config.learning_rate is None:
         config = replace(config, learning_rate=kind_of(config).learning_rate)
-    if config.ema.decay is not None and config.ema.place is None:
-        config = replace(config, ema=replace(config.ema, place=EmaPlace.DEVICE))
     if config.precision is Precision.AUTO:
         before = None if start.state is None else start.state.config.get("precision")
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.command_line import human_bytes, parse_bytes
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.store.format.columns import LATENT
-from bucketline.train.config import Base, Compile, Ema, TrainConfig
+from bucketline.train.config import Base, Compile, TrainConfig
 from bucketline.train.memory.activations import BatchSizes, usual_sizes
 from bucketline.train.memory.table import EVERY_BLOCK, CountedModel, in_gb, label, run_of, table_of
 from bucketline.train.memory_choice import EMA_EVERY, decided
@@ -20,6 +20,7 @@ from bucketline.train.optim import kind_of
 from bucketline.train.parallel import from_rank_zero
 from bucketline.train.sharding import is_sharded, shard_ranks_of
 from bucketline.train.spelling import DDP
+from bucketline.train.values import EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -156,17 +157,18 @@ def savings_of(config: TrainConfig, ranks: int = 1) -> Iterator[Saving]:
         for share in (0.25, 0.5, 0.75, 1.0):
             yield Saving(options={"recompute": share}, price=f"up to {share / 3:.0%} more time, and the same losses")
     if config.lora_rank is None:
-        if config.ema is Ema.DEVICE and config.ema_every == 1 and kind_of(config).average is None:
+        if config.ema.decay is not None and config.ema.place is None and kind_of(config).average is None:
+            every = EMA_EVERY if config.ema.every == 1 else config.ema.every
             yield Saving(
-                options={"ema": Ema.CPU, "ema_every": EMA_EVERY},
-                price=f"the average moves every {EMA_EVERY} steps, by a copy of the weights to the host",
+                options={"ema": replace(config.ema, place=EmaPlace.CPU, every=every)},
+                price=f"the average moves every {every} steps, by a copy of the weights to the host",
             )
         if config.optimizer is None and not config.resume:
             yield Saving(options={"optimizer": "adamw-bf16"}, price="moments are rounded to bf16")
             if has_torchao and is_whole:
                 yield Saving(options={"optimizer": "adamw-8bit"}, price="moments have 8 bits")
         return
-    if not is_whole:
+    if not is_whole or config.dora:
         return
     if config.base is None and has_torchao:
         yield Saving(options={"base": Base.INT8}, price="frozen weights have 8 bits")

@@ -209,7 +209,7 @@ class CountedModel:
 
 
 def _what_is_made(asked: TrainConfig) -> tuple[Any, ...]:
-    return asked.lora_rank, asked.lora_targets, asked.base, asked.weights, asked.precision
+    return asked.lora_rank, asked.lora_targets, asked.dora, asked.lora_dropout, asked.base, asked.weights, asked.precision
 
 
 def run_of(options: _Options) -> TrainConfig:

@@ -12,13 +12,14 @@ import torch
 
 from bucketline.errors import UsageError
 from bucketline.train.commands.memory import TrainMemory
-from bucketline.train.config import Base, Ema
+from bucketline.train.config import Base
 from bucketline.train.memory.activations import BatchSizes
 from bucketline.train.memory.dial import SPARE, Choice, choose, refusal, savings_of
 from bucketline.train.memory.table import CountedModel, label, run_of
 from bucketline.train.memory_choice import decided, memory_of
 from bucketline.train.outputs import checkpoint
 from bucketline.train.trainer import train
+from bucketline.train.values import Ema, EmaPlace
 from tests.step_memory import NARROW, measured_steps
 from tests.unit.train.tiny_run import ALONE, config
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 SIZES = BatchSizes(images=8, height=16, width=16, tokens=32)
 WITHIN = 0.15
-WHOLE = ("--recompute 0.25", "--recompute 0.5", "--recompute 0.75", "--recompute 1", "--ema cpu --ema-every 10")
+WHOLE = ("--recompute 0.25", "--recompute 0.5", "--recompute 0.75", "--recompute 1", "--ema 0.9999:cpu:10")
 MOMENTS = ("--optimizer adamw-bf16", "--optimizer adamw-8bit")
 ADAPTERS = (*WHOLE[:4], "--base int8", "--base nf4", "--offload-blocks 99")
 
@@ -69,8 +70,8 @@ def test_what_saves_memory_is_tried_in_order_of_cost() -> None:
     ("given", "left"),
     [
         ({"recompute": 0.0}, (WHOLE[4], *MOMENTS)),
-        ({"ema": Ema.OFF}, (*WHOLE[:4], *MOMENTS)),
-        ({"ema": Ema.CPU}, (*WHOLE[:4], *MOMENTS)),
+        ({"ema": Ema()}, (*WHOLE[:4], *MOMENTS)),
+        ({"ema": Ema(decay=0.99, place=EmaPlace.CPU)}, (*WHOLE[:4], *MOMENTS)),
         ({"optimizer": "adamw"}, WHOLE),
         ({"optimizer": "muon", "recompute": 0.5}, (WHOLE[4],)),
         ({"lora_rank": 8, "base": "off"}, (*ADAPTERS[:4], ADAPTERS[6])),
@@ -130,13 +131,13 @@ def refused(asked: TrainConfig, counting: CountedModel, sizes: BatchSizes, memor
 
 def test_a_refusal_has_the_largest_batch_that_fits(counting: CountedModel) -> None:
     asked = run_of({"memory": "1GiB", "optimizer": "adamw"})
-    least = dataclasses.replace(decided(asked), recompute=1.0, ema=Ema.CPU, ema_every=10)
+    least = dataclasses.replace(decided(asked), recompute=1.0, ema=Ema(decay=0.9999, place=EmaPlace.CPU, every=10))
     needs = {images: counting.need(least, dataclasses.replace(SIZES, images=images)) for images in (63, 64, 1024)}
     assert needs[64] > needs[63]
     said, _ = refused(asked, counting, dataclasses.replace(SIZES, images=1024), room_for(needs[63]))
     assert re.search(
         r"^--memory is 1GiB, and the run needs [\d.]+ MiB for a batch of 1024 with latents of 16 by 16, with --recompute 1 "
-        r"--ema cpu --ema-every 10; 5% of the memory stay free; what fits: --batch 63 or --memory [\d.]+GiB$",
+        r"--ema 0.9999:cpu:10; 5% of the memory stay free; what fits: --batch 63 or --memory [\d.]+GiB$",
         said,
     )
     gigabytes = float(re.findall(r"([\d.]+)GiB$", said)[0])
