@@ -83,6 +83,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "docs/object-storage.md": (
         (r"^--work FOLDER$", "ingest pack --help"),
+        (r"^--cache FOLDER$", "store info --help"),
         (r"^--cache-bytes \w+$", rf"{PLAN} --window 4096 --world-size 2@2 \g<0>"),
         (r"^--(split|bucket|ids .*)$", "store pull --help"),
         (r"--model FOLDER", f"--model {SD} --val-fraction 0.02"),
