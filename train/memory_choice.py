@@ -42,7 +42,8 @@ def with_recorded(config: TrainConfig, recorded: Mapping[str, Json]) -> TrainCon
         if config.base is None and config.lora_rank is not None:
             taken["base"] = Base(str(found)) if (found := recorded.get("base")) else MEMORY_OFF
         before = Ema.parse(str(recorded.get("ema", config.ema)), "--ema")
-        if config.ema.place is None and replace(config.ema, place=before.place, every=before.every) == before:
+        is_open = config.ema.decay is not None and config.ema.place is None
+        if is_open and replace(config.ema, place=before.place, every=before.every) == before:
             taken["ema"] = before
     return replace(config, **taken)
 

@@ -221,7 +221,7 @@ OPTIONS_NOW = {
     "--accum ": "--accumulation ",
     "--batch-size ": "--batch ",
     "--checkpoint-every 4": "--save-every 4,30m",
-    "--val-timesteps 2": "--preset few.toml",
+    "--val-timesteps 2": "",  # in a file now
     "--min-snr-gamma 5": "--loss-weight min-snr:5",
 }
 """Options of version 0.1.0 as they are spelt today."""
@@ -233,7 +233,9 @@ def train(like: str, output: str, max_steps: int, *options: str, store: str = "p
     for then, now in OPTIONS_NOW.items():
         given = given.replace(then, now)
     Path("few.toml").write_text("val_timesteps = 2\n", encoding="utf-8")
-    train_main([*given.split(), "--num-images", "0", "--output-dir", output, "--max-steps", str(max_steps), *options])
+    train_main(
+        ["few.toml", *given.split(), "--num-images", "0", "--output-dir", output, "--max-steps", str(max_steps), *options]
+    )
 
 
 @pytest.mark.slow
