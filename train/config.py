@@ -274,7 +274,7 @@ class TrainConfig(
 
     SECTION = "run: resuming, following, repeating"
     FIRST = (
-        *("max_steps", "epochs", "batch", "learning_rate", "lora_rank", "precision", "seed", "save_every", "validate_every"),
+        *("max_steps", "epochs", "batch", "learning_rate", "lora_rank", "memory", "seed", "save_every", "validate_every"),
         *("images_every", "resume"),
     )
     ELSEWHERE = ELSEWHERE
