@@ -44,7 +44,7 @@ def test_a_run_from_a_file_and_one_resumed_by_its_folder_equal_the_typed_one(
     trainer("run.toml").done()
     assert losses(tmp_path / "filed") == losses(tmp_path / "typed")
 
-    parts = [*typed, "--output-dir", "parts", "--schedule-steps", "5"]
+    parts = [*typed, "--output-dir", "parts", "--lr-schedule", "cosine@5"]
     trainer(*parts, "--max-steps", "2").done()
     trainer("--resume", "parts", "--seed", "1").fails("--seed is 1", "was trained with 0; use --seed 0", code=2)
     assert "step 2: nothing to train" in trainer("--resume", "parts").done().out
@@ -60,7 +60,7 @@ def test_a_run_from_a_file_and_one_resumed_by_its_folder_equal_the_typed_one(
     assert losses(tmp_path / "parts") == losses(tmp_path / "typed")
 
     resolved = tomllib.loads((tmp_path / "parts" / "run.toml").read_text(encoding="utf-8"))
-    assert resolved["optimizer"]["schedule_steps"] == 5
+    assert resolved["optimizer"]["lr_schedule"] == "cosine@5"
     assert resolved["run"] == {"store": ["tiny.store"], "model": "model", "output_dir": "parts", "max_steps": 5}
     trainer("typed/run.toml", "--output-dir", "again").done()
     assert losses(tmp_path / "again") == losses(tmp_path / "typed")
