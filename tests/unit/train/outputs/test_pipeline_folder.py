@@ -147,14 +147,14 @@ def test_classes_of_a_dit_are_in_its_pipeline(tmp_path: Path) -> None:
     assert pipeline([1], guidance_scale=1.0, num_inference_steps=2, output_type="np").images.shape == (1, 16, 16, 3)
 
 
-@pytest.mark.parametrize("family", ["sd", "dit"])
-def test_adapters_are_added_to_the_weights_when_told_so(family: str, tmp_path: Path) -> None:
-    """One family of each form that adapters are written in."""
+@pytest.mark.parametrize(("family", "dora"), [("sd", False), ("sd", True), ("dit", False)])
+def test_adapters_are_added_to_the_weights_when_told_so(family: str, tmp_path: Path, *, dora: bool) -> None:
+    """One family of each form that adapters are written in, and DoRA, which scales the weights as well."""
     from peft import PeftModel
 
     packed = pack_family(tmp_path, family)
     run, output = tmp_path / "run", tmp_path / "pipeline"
-    train(packed.config(run, lora_rank=2, lora_alpha=6.0, lora_targets="all", learning_rate=1e-2), ALONE)
+    train(packed.config(run, lora_rank=2, lora_alpha=6.0, lora_targets="all", dora=dora, learning_rate=1e-2), ALONE)
     with pytest.raises(UsageError, match=r"lora_ema has only adapters, which load_lora_weights adds .*--fuse"):
         export_model(run, output, dtype="F32", pipeline=True)
     found = getattr(export(run, output, fuse=True), packed.part).state_dict()
