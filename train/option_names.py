@@ -155,7 +155,7 @@ _RENAMED = {
     "pictures_every": "images_every",
 }
 
-_BEFORE: dict[str, Json] = {"guidance": 3.5, "weights": "fp32"}
+_BEFORE: dict[str, Json] = {"guidance": 3.5, "weights": "fp32", "optimizer": "adamw"}
 """Values that were fixed before there was an option."""
 
 
@@ -169,7 +169,7 @@ def translated(recorded: Mapping[str, Json]) -> dict[str, Json]:
     """Return the options that a run or its checkpoint has recorded, also of an earlier version, by the names of this one.
 
     >>> translated({"accum": 2, "batch_size": None, "batch_pixels": 1 << 22, "batch_multiple": 8, "activation_memory": 0.75})
-    {'guidance': 3.5, 'weights': 'fp32', 'accumulation': 2, 'recompute': 0.25, 'batch': '4MP/8'}
+    {'guidance': 3.5, 'weights': 'fp32', 'optimizer': 'adamw', 'accumulation': 2, 'recompute': 0.25, 'batch': '4MP/8'}
     """
     options = _BEFORE | {_RENAMED.get(name, name): value for name, value in recorded.items()}
     stored, is_recomputed = options.pop("activation_memory", None), options.pop("gradient_checkpointing", False)
