@@ -81,7 +81,7 @@ class MethodOptions:
     comma-separated ends of names; None: as in diffusers' scripts, attention, for Flux and PixArt also feed-forward layers."""
     lora_dropout: float = 0.0
     """Share of the inputs of each adapter that are set to 0 in training, 0 to 1."""
-    dora: bool = field(default=False, metadata=RESUME_FIXED)
+    dora: bool = field(default=False, metadata=ONLY_IN_FILE | RESUME_FIXED)
     """Train a magnitude of each output next to the adapters' direction: DoRA (Liu et al. 2024). About a third more time."""
     lora_from: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = field(default=None, metadata=RESUME_FREE)
     """Start from the adapters of this .safetensors file, of rank --lora-rank, by the names of diffusers, peft or kohya; they
@@ -106,7 +106,7 @@ class ObjectiveOptions:
     noise_offset: float = 0.0
     """Add this much of a number drawn for each channel of a sample to its noise, for very dark and bright images; 0.05 is
     usual (crosslabs.org, "Diffusion with offset noise"). Epsilon and v objectives only."""
-    guidance: float = 1.0
+    guidance: float = field(default=1.0, metadata=ONLY_IN_FILE)
     """Guidance input in training of a guidance-distilled model (FLUX.1-dev): stored images have none, which is 1."""
     loss_weight: LossWeight = UNWEIGHTED
     """Loss weighting by noise: min-snr (Hang et al. 2023; 5 in the paper) for epsilon and v objectives; for a flow cosmap,
@@ -427,9 +427,9 @@ class TrainConfig(
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
         for name in ("base", "lora_from", "offload_blocks"):
             if self.dora and (value := getattr(self, name)) not in (None, MEMORY_OFF, 0):
-                raise UsageError(f"--dora is set with {self._named(name)} {value}, expected plain LoRA: leave one of them out")
+                raise UsageError(f"dora is set with {self._named(name)} {value}, expected plain LoRA: leave one of them out")
         if self.dora and self.sharding != DDP:
-            raise UsageError(f"--dora is set with --sharding {self.sharding}, expected ddp: it needs a layer's whole weight")
+            raise UsageError(f"dora is set with --sharding {self.sharding}, expected ddp: it needs a layer's whole weight")
         needed = (
             (self.lora_rank is not None, "--lora-rank", "only frozen blocks can wait"),
             (self.recompute in (None, 1), "--recompute 1", "a backward pass that does not recompute keeps them all"),
