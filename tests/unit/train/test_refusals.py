@@ -94,7 +94,9 @@ def test_what_only_a_run_can_know_is_left_to_it(folder: Path) -> None:
     with pytest.raises(UsageError, match="give --precision bf16 as well"):
         refuse_early(config(folder, **plain, precision=Precision.FP32), 1)
     refuse_early(config(folder, store=("later.store",), follow=1), 1)
-    refuse_early(without_channels(config(folder, resume=True)), 1)
+    resumed = without_channels(config(folder, resume=True))
+    (resumed.output_dir / "checkpoints").mkdir(parents=True)
+    refuse_early(resumed, 1)
 
 
 def test_neither_torch_nor_diffusers_is_imported_for_it(folder: Path) -> None:
