@@ -27,7 +27,6 @@ _OURS = {
     "lora-rank": ("rank", "network-dim", "lora-dim", "lora-r"),
     "lora-alpha": ("network-alpha",),
     "lora-targets": ("lora-layers", "network-args", "target-modules", "layer-filter"),
-    "dora": ("use-dora", "dora-wd"),
     "lora-dropout": ("network-dropout",),
     "lora-from": ("network-weights", "init-lora"),
     "warmup-steps": ("lr-warmup-steps", "learning-rate-warmup-steps"),
@@ -40,7 +39,6 @@ _OURS = {
     "shift": ("discrete-flow-shift", "flow-shift", "timestep-shift"),
     "timesteps": ("timestep-sampling", "timestep-type"),
     "loss-weight": ("flow-weighting",),
-    "guidance": ("guidance-scale",),
     "caption-dropout": ("proportion-empty-prompts", "caption-dropout-rate", "caption-dropout-probability", "uncond-p"),
     "offload-blocks": ("blocks-to-swap", "block-swap", "layer-offload-fraction"),
     "base": ("fp8-base", "quantize", "quantize-base", "base-model-precision", "bnb-4bit"),
@@ -60,6 +58,8 @@ _OURS = {
     "sharding": ("fsdp", "strategy", "zero-stage"),
 }
 _IN_FILE = {
+    "dora": ("use-dora", "dora-wd"),
+    "guidance": ("guidance-scale",),
     "export_dtype": ("save-precision", "save-dtype", "output-dtype"),
     "image_steps": ("num-inference-steps", "sample-steps", "picture-steps"),
     "image_guidance": ("validation-guidance", "picture-guidance"),

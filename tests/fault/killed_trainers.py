@@ -102,7 +102,8 @@ def _is_over(process: Apart) -> bool:
 
 
 def _is_saving(output: Path) -> bool:
-    from bucketline.train.outputs.checkpoint import CHECKPOINT_NAME, CHECKPOINTS
+    from bucketline.files.run_marker import CHECKPOINTS
+    from bucketline.train.outputs.checkpoint import CHECKPOINT_NAME
 
     return any(not CHECKPOINT_NAME.fullmatch(path.name) for path in (output / CHECKPOINTS).glob("*"))
 
