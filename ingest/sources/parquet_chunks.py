@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
 MAX_CHUNK_BYTES = 256 << 20  # of a column in a row group, uncompressed, or
 MAX_MEAN_BYTES = 1 << 10  # of a value on average: a million captions of 300 bytes are usual
@@ -17,26 +17,36 @@ def why_too_large(file: Any, source: Any, columns: Collection[str]) -> str | Non
     Args:
         file: a `pyarrow.parquet.ParquetFile`.
         source: what it was opened from.
-        columns: names of columns of texts or small values, lists of these included.
+        columns: names of columns of texts or small values, lists of these included; `image.path` is a field of a struct.
 
     Raises:
         OSError: if the description of one of the columns is damaged.
     """
+    for _, chunk in column_chunks(file, source, columns):
+        name, size = chunk.path_in_schema.partition(".")[0], chunk.total_uncompressed_size
+        if size > max(MAX_CHUNK_BYTES, MAX_MEAN_BYTES * chunk.num_values):
+            return (
+                f"its column {name:.80} has {size} bytes in the {chunk.num_values} values of a row group; at most "
+                f"{MAX_CHUNK_BYTES}, or {MAX_MEAN_BYTES} a value, are read. Shorten the longest, or use smaller row groups"
+            )
+    return None
+
+
+def column_chunks(file: Any, source: Any, columns: Collection[str]) -> Iterator[tuple[int, Any]]:  # noqa: ANN401 - as above
+    """Yield the number of each row group with the description of each of these columns in it, as `why_too_large` takes them.
+
+    Raises:
+        OSError: if a description is damaged.
+    """
     import pyarrow.parquet as pq
 
     metadata = file.metadata
-    numbers = [n for n in range(metadata.num_columns) if metadata.schema.column(n).path.partition(".")[0] in columns]
+    paths = [metadata.schema.column(n).path for n in range(metadata.num_columns)]
+    numbers = [n for n, path in enumerate(paths) if path in columns or path.partition(".")[0] in columns]
     # `column` below ends the process if a description is damaged. A reader of no rows needs the same descriptions, but
     # raises an error, and it reads nothing.
     checks = pq.ParquetFile(source, metadata=metadata, pre_buffer=False).reader
     for group in range(metadata.num_row_groups):
         list(checks.iter_batches(0, row_groups=[group], column_indices=numbers, use_threads=False))
         for number in numbers:
-            chunk = metadata.row_group(group).column(number)
-            name, size = chunk.path_in_schema.partition(".")[0], chunk.total_uncompressed_size
-            if size > max(MAX_CHUNK_BYTES, MAX_MEAN_BYTES * chunk.num_values):
-                return (
-                    f"its column {name:.80} has {size} bytes in the {chunk.num_values} values of a row group; at most "
-                    f"{MAX_CHUNK_BYTES}, or {MAX_MEAN_BYTES} a value, are read. Shorten the longest, or use smaller row groups"
-                )
-    return None
+            yield group, metadata.row_group(group).column(number)

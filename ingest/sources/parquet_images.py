@@ -18,7 +18,7 @@ from bucketline.ingest.sources.captions.caption_text import CaptionNames, as_tex
 from bucketline.ingest.sources.captions.metadata_table import FILE_NAME
 from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.parquet_chunks import why_too_large
+from bucketline.ingest.sources.parquet_chunks import column_chunks, why_too_large
 from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp, note_place
 from bucketline.ingest.sources.splits import VAL, plan_splits, splits_in_words
 from bucketline.store.format.sample_record import storable_mtime_ns
@@ -41,7 +41,7 @@ def has_images(path: Path) -> bool:
         try:
             schema = pq.read_schema(path)
             return FILE_NAME not in schema.names and bool(_image_columns(schema))
-        except (OSError, pa.ArrowException):
+        except (OSError, pa.ArrowException, UnicodeDecodeError):
             return False
     except ImportError:
         return False
@@ -125,18 +125,18 @@ class ParquetSource:
                 if tried.is_asked_for:
                     raise SourceError(f"{path} has no column {tried.columns[0]} (--captions-from); it has {', '.join(there)}")
                 listing.notes.append(f"{path} has no captions: it has only {', '.join(there)}; --captions-from selects another")
-            elif why := why_too_large(file, path, {text}):
+            wanted = [f"{column}.path", *([] if text is None else [text])]
+            if why := why_too_large(file, path, wanted):
                 raise SourceError(f"{path}: {why}")
             mtime_ns, found = storable_mtime_ns(path.stat().st_mtime_ns), list[tuple[str | None, object, tuple[int, ...]]]()
-            for group in range(file.metadata.num_row_groups):
-                size = _group_bytes(file, group, column)
+            for group, chunk in column_chunks(file, path, {f"{column}.bytes"}):
+                size = chunk.total_uncompressed_size
                 if size > _MAX_GROUP_BYTES:
                     raise SourceError(
                         f"{path}: the images of a row group have {size} bytes, at most {_MAX_GROUP_BYTES} are read; "
                         "write it with smaller row groups"
                     )
                 mean = size // max(1, file.metadata.row_group(group).num_rows)
-                wanted = [f"{column}.path", *([] if text is None else [text])]
                 row = 0
                 for batch in file.iter_batches(_ROWS, row_groups=[group], columns=wanted, use_threads=False):
                     own = batch.column(column).field("path").to_pylist()
@@ -212,8 +212,3 @@ def _split_name(path: Path) -> str:
     """Return the split that a file's name has: `train` of train-00000-of-00004.parquet; "" if it has none."""
     found = _PART.fullmatch(path.stem)
     return found[1] if found else ""
-
-
-def _group_bytes(file: Any, group: int, column: str) -> int:  # noqa: ANN401 - a pyarrow.parquet.ParquetFile
-    chunks = (file.metadata.row_group(group).column(n) for n in range(file.metadata.num_columns))
-    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == f"{column}.bytes")

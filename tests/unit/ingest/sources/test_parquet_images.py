@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -16,13 +17,36 @@ from bucketline.ingest.sources.parquet_images import ParquetSource
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
 from bucketline.ingest.sources.tar.tar_source import TarSource
 from bucketline.store import Store
-from tests.commands import call
+from tests.commands import call, spawn
 from tests.kit import by_id
 from tests.models import SMALL, in_file, png, write_images, write_model
 from tests.unit.ingest.test_rules import write_tars
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+_DAMAGED = """
+import struct, sys
+from pathlib import Path
+from bucketline.errors import SourceError
+from bucketline.ingest.sources.parquet_images import ParquetSource, has_images
+
+path, refused = Path(sys.argv[1]), 0
+whole = path.read_bytes()
+(length,) = struct.unpack("<I", whole[-8:-4])
+for at in range(len(whole) - 8 - length, len(whole) - 8):
+    for value in (0, 2, 25, 255):
+        path.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+        if not has_images(path):
+            refused += 1
+            continue
+        try:
+            source = ParquetSource(files=(path,))
+            list(source.in_turn(source.listing().items))
+        except SourceError:
+            refused += 1
+print("refused", refused)
+"""
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -135,3 +159,10 @@ def test_a_folder_of_tars_is_a_source_of_tars(tmp_path: Path, model: Path) -> No
     write(tmp_path / "tars" / "more" / "some.parquet", pictures(2))
     with pytest.raises(SourceError, match=r"has no image files, but tars \(.*\) and Parquet files with images"):
         open_source(str(tmp_path / "tars"))
+
+
+def test_a_damaged_footer_is_an_error_and_does_not_end_the_process(tmp_path: Path) -> None:
+    path = write(tmp_path / "some.parquet", [b"an image", b"another"], names=["a", "b"], text=["x", "y"], score=[0.5, 1.0])
+    ran = spawn([sys.executable, "-c", _DAMAGED, path])
+    assert ran.code == 0, ran.err
+    assert int(ran.out.split()[-1]) > 100
