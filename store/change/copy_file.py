@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError
-from bucketline.store.format.hashing import READ_BYTES, file_digest
+from bucketline.files.copy_bytes import copy_some
+from bucketline.store.format.hashing import file_digest
 from bucketline.store.shard.sidecar import open_listed
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest_entries import FileEntry
 
 _CHUNK_BYTES = 64 << 20  # per system call; progress is reported after each
-_CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
 def copy_file(source: Path, target: Path, expected: FileEntry, on_bytes: Callable[[int], None]) -> None:
@@ -29,23 +28,9 @@ def copy_file(source: Path, target: Path, expected: FileEntry, on_bytes: Callabl
     """
     with open_listed(source, expected.num_bytes) as reading, target.open("xb", buffering=0) as writing:
         left = expected.num_bytes
-        while left and (count := _copy_some(reading, writing.fileno(), min(left, _CHUNK_BYTES))):
+        while left and (count := copy_some(reading, writing.fileno(), min(left, _CHUNK_BYTES))):
             left -= count
             on_bytes(count)
         os.fsync(writing.fileno())
     if file_digest(target) != (expected.num_bytes, expected.digest):
         raise CorruptError(f"{source} is damaged: its digest is not the manifest's; run `store verify`")
-
-
-def _copy_some(source: int, target: int, num_bytes: int) -> int:
-    """Copy bytes from the descriptors' current positions. Return their number, 0 at the end of the source."""
-    try:
-        return os.copy_file_range(source, target, num_bytes)
-    except OSError as error:
-        if error.errno not in _CANNOT:
-            raise
-    data = memoryview(os.read(source, min(num_bytes, READ_BYTES)))
-    done = 0
-    while done < len(data):
-        done += os.write(target, data[done:])
-    return len(data)

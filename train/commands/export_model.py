@@ -30,7 +30,7 @@ class ExportModel:
     like: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
     """Model of the same architecture to take a file's names and the other parts from; default: the run's own --model."""
     pipeline: bool = False
-    """Write a folder with the other parts of the model, too: weights as hard links where they can be, other files copied."""
+    """Write a folder with copies of the other parts of the model, too."""
     fuse: bool = False
     """Add a LoRA run's adapters to the weights of the pipeline."""
     last: bool = False

@@ -5,22 +5,21 @@ OUTPUT/
     model_index.json                    the model's, with the classes of the trained part and of the scheduler
     unet/                               the trained weights; or transformer/
     scheduler/                          the model's own, with the objective and the shift of the run
-    vae/, text_encoder/, tokenizer/ …   the model's: weights are hard links where they can be, other files are copied
+    vae/, text_encoder/, tokenizer/ …   the model's, copied
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
 from bucketline.errors import ModelError, StateError
+from bucketline.files.copy_bytes import copy_some
 from bucketline.model_file import INDEX
 from bucketline.train.noise import FLOW_CLASS
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_COPY_BYTES = 64 << 20  # per system call
 _SCHEDULER_PART = "scheduler"
 _BASES = DIFFUSERS + TRANSFORMERS
 _ADVICE = "name the folder of the whole model by --like, or leave out --pipeline to export only the trained weights"
@@ -201,22 +201,18 @@ def write_parts(folder: Path, parts: PipelineParts, trained: str, kind: str, sch
     for name, source in parts.files.items():
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        _link_or_copy(source, place)
+        _copy(source, place)
 
 
-def _link_or_copy(source: Path, place: Path) -> None:
-    """Make a file of weights a hard link, else a copy; copy others, which people edit.
+def _copy(source: Path, place: Path) -> None:
+    """Copy a file; the copy takes no space where the file system can share blocks, as Btrfs and XFS do.
 
-    A symbolic link would be uploaded as nothing, and break when the model moves.
+    A hard link would change the model's file with the export's, which tools overwrite in place (`cp`, `torch.save`); a symbolic
+    link would be uploaded as nothing, and break when the model moves.
     """
-    if _WEIGHTS.fullmatch(source.name):
-        try:
-            os.link(source.resolve(), place)
-        except OSError:  # another file system, or one without hard links, or a file of another user
+    with source.open("rb", buffering=0) as reading, place.open("xb", buffering=0) as writing:
+        while copy_some(reading.fileno(), writing.fileno(), _COPY_BYTES):
             pass
-        else:
-            return
-    shutil.copyfile(source, place)
 
 
 def _as_json(document: Mapping[str, Any]) -> str:

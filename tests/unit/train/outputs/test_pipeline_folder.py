@@ -6,7 +6,6 @@ That diffusers draws a run's images by them is tested for each family in tests/u
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -54,39 +53,32 @@ def last_checkpoint(run: Path) -> Path:
     return max((run / "checkpoints").iterdir())
 
 
-def test_weights_of_other_parts_are_hard_links_and_files_that_people_edit_are_copies(
+def test_other_parts_are_files_of_their_own(
     sd_run: tuple[Packed, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Also those of a model in a hub's cache, whose files are links: a file that is overwritten in place changes no other."""
     packed, run = sd_run
+    model, blobs = shutil.copytree(packed.model, tmp_path / "snapshot"), tmp_path / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate([path for path in model.rglob("*") if path.is_file()]):
+        path.rename(blobs / str(number))
+        path.symlink_to(blobs / str(number))
     output = tmp_path / "pipeline"
-    assert ExportModel(folder=run, output=output, pipeline=True, json=True).run() == 0
+    assert ExportModel(folder=run, output=output, like=model, pipeline=True, json=True).run() == 0
     files = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
     own = {path.relative_to(packed.model).as_posix() for path in packed.model.rglob("*") if path.is_file()}
     assert files == own | {"README.md"}
     assert not [path for path in output.rglob("*") if path.is_symlink()]
-    shared = {name for name in files & own if (output / name).samefile(packed.model / name)}
-    assert shared == {f"vae/{WEIGHTS}", "text_encoder/model.safetensors"}
     num_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     assert json.loads(capsys.readouterr().out) == {"output": str(output), "num_bytes": num_bytes}
+    for name in (f"vae/{WEIGHTS}", "text_encoder/model.safetensors"):
+        assert (output / name).read_bytes() == (packed.model / name).read_bytes()
     averaged = load_file(last_checkpoint(run) / "unet_ema" / WEIGHTS)
     found = DiffusionPipeline.from_pretrained(output, local_files_only=True).unet.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in averaged.items())
-
-
-def test_where_no_hard_link_can_be_made_files_are_copied(
-    sd_run: tuple[Packed, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As between two file systems, which a test cannot count on."""
-
-    def link(*_: object) -> None:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "link", link)
-    packed, run = sd_run
-    assert type(export(run, tmp_path / "copied")).__name__ == "StableDiffusionPipeline"
-    name = f"vae/{WEIGHTS}"
-    assert (tmp_path / "copied" / name).read_bytes() == (packed.model / name).read_bytes()
-    assert not (tmp_path / "copied" / name).samefile(packed.model / name)
+    for name in files:
+        (output / name).write_bytes(b"overwritten")
+    assert b"overwritten" not in [path.read_bytes() for path in blobs.iterdir()]
 
 
 def test_of_several_sets_of_weights_the_one_that_is_read_gets_plain_names(sd_run: tuple[Packed, Path], tmp_path: Path) -> None:
