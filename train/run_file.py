@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from bucketline.dtype_names import choice_of
 from bucketline.errors import UsageError
 from bucketline.files.run_marker import CONFIG
-from bucketline.help_screen import HELP, given_fields, options_of, sections_of, suggestion
+from bucketline.help_screen import ALONE, HELP, given_fields, options_of, sections_of, suggestion
 from bucketline.option_types import COMMAND_LINE_ONLY
 from bucketline.train.option_names import ELSEWHERE, translated
 from bucketline.typed_json import TypedJsonError, decode
@@ -77,7 +77,7 @@ def read_run_file(given: str, commands: Collection[str] = ()) -> str:
         )
     path = Path(given) if is_path else _PRESETS / f"{given}{_SUFFIX}"
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a mark
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"the run file {path} cannot be read: {reason}") from error
@@ -139,7 +139,7 @@ def values_of_file(options: type, given: str, commands: Collection[str] = ()) ->
     """
     try:
         document = tomllib.loads(read_run_file(given, commands))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{given} is not TOML: {error}") from error
     known = {one.field: one for one in options_of(options)}
     sections = [*filter(None, sections_of(options))]
@@ -199,6 +199,11 @@ def _checked(options: type, name: str, value: object, item: str) -> object:
     if value == _NONE and NoneType in get_args(hint):
         return value
     kinds = (hint, *get_args(hint))
+    is_alone = value is True and any(one.name == name and ALONE in one.metadata for one in fields(options))
+    is_of_several = len({*get_args(hint)} - {NoneType}) > 1  # of which `decode` takes any value
+    if is_of_several and isinstance(value, bool) and not is_alone:
+        expected = ", ".join(chain.from_iterable(map(_choices, kinds)))
+        raise UsageError(f"{item} is {value}, expected {expected or 'another value, or leave it out'}")
     if is_number and str in kinds:  # `batch = 8`, of an option that also takes words
         value = str(value)
     if isinstance(value, str) and (found := choice_of(value, [*chain.from_iterable(map(_choices, kinds))])) is not None:

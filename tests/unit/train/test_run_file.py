@@ -124,6 +124,9 @@ save-every = "None"
         ('verify = "yes"', "verify is 'yes', expected bool"),
         ("batch = 1\nema = 1.5", r"--ema is 1.5: decay is 1.5, expected .*\(--ema is set in .*own\.toml, \[optimizer\]\)$"),
         ("seed = ", "is not TOML: Invalid value"),
+        pytest.param(f"seed = {'[' * 3000}", "is not TOML: maximum recursion", id="deep"),
+        ("base = true", r"\[memory\] base is True, expected int8, fp8, nf4, off$"),
+        ("follow = false", r"\[run\] follow is False, expected another value, or leave it out$"),
         ("batch = 1\nlora_alpha = 1", r"--lora-alpha is 1.*\(--lora-alpha is set in .*own\.toml, \[method\]\)$"),
     ],
 )
@@ -235,3 +238,9 @@ def test_a_run_is_resumed_by_its_folder_and_options_next_to_it_win(tmp_path: Pat
         parse(["--resume", str(run), "--ema", "2"], "train")
     bare = configured("--resume", "--batch", "2")
     assert (bare.resume, str(bare.output_dir), bare.batch) == (True, "o", "2")
+
+
+def test_a_run_file_of_a_windows_editor_is_read(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_bytes(b"\xef\xbb\xbfbatch = 1\r\nseed = 4\r\n")
+    assert configured(str(own)).seed == 4
