@@ -95,7 +95,10 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
     ),
     "docs/training.md": (
-        (r"^(--recompute 1 )?--(base int8|offload-blocks \d+)$", r"--lora-rank 16 \g<0>"),
+        (r"^(--recompute 1 )?--(base int8|offload-blocks \d+|lora-dropout 0\.1)$", r"--lora-rank 16 \g<0>"),
+        (r"MEAN,STD", "0,1"),
+        (r"mode:SCALE", "mode:1.29"),
+        (r"^bucketline train$", "bucketline train --help"),  # the command's name within a sentence
         (r"^bucketline train report$", "bucketline train report --help"),
         (r"--max-steps 1000$", FEWER),
         (r"step-00001000", "step-00000002"),
@@ -120,6 +123,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^bucketline train report$", "bucketline train report --help"),
     ),
     "docs/ten-runs.md": (
+        (r"s3://bucket/photos\.store", "file://$PWD/bucket/ten.store"),  # that of docs/object-storage.md has gone its own way
         (r" &$", ""),  # a service continues in the background anyway, and a pack of a few images ends at once
         (r"unix:/run/user/1000/photos\.sock", "unix:service.sock"),
         (r"--max-steps (2000|1000)\b", "--max-steps 2"),
@@ -130,7 +134,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
     "docs/operations.md": (
         (r"^bucketline completion fish \| source$", "bucketline completion fish"),
         (r"loader seen --run runs/a", "loader seen --run runs/told"),
-        (r"export-model runs/a photos-model", "export-model runs/whole again-model"),
+        (r"export-model runs/a photos-model", "export-model runs/exported again-model"),
         (r"^ingest pack$", f"ingest pack photos photos.store --model {SD} --val-fraction 0.02"),  # the same, after a repair
         (r"^--dry-run$", "store repair photos.store --dry-run"),
         (r"^--older-than 0s$", "store compact photos.store --gc --older-than 0s"),
@@ -180,6 +184,7 @@ EXIT_CODES = {
 # What must be there before a command, by a function below or by commands.
 BEFORE: dict[str, Callable[[Path], None] | str] = {
     r".*--store sdxl\.store.*": f"ingest pack photos sdxl.store --model {SDXL} --val-fraction 0.3",
+    r"bucketline train .*--store \S+/ten\.store.*": "store push photos.store file://$PWD/bucket/ten.store",
     r"(loader serve|bucketline train .*--store) file://.*": f"store push photos.store {URL}",
     r"bucketline train .*--store scans\.store.*": f"ingest pack scans scans.store --model {SD} --val-fraction 0.02",
     r"ingest prompts prompts\.txt .*": lambda folder: write_prompts(folder / "prompts.txt"),
@@ -187,6 +192,7 @@ BEFORE: dict[str, Callable[[Path], None] | str] = {
     r"loader seen .* --ids withdrawn\.txt": lambda folder: write_ids(folder / "withdrawn.txt"),
     r"loader seen --run runs/told --ids held-out\.txt .*": lambda folder: write_ids(folder / "held-out.txt"),
     r"bucketline export-model runs/whole .*": f"bucketline train {TRAIN}/whole",
+    r"bucketline export-model runs/exported .*": f"bucketline train {TRAIN}/exported",
     r"store repair photos\.store$": lambda folder: cut_short(folder / "photos.store"),
     r"store restore photos\.store \$.*": "store drop photos.store 1/1.jpg",
     r"store drop lost\.store.*": "store merge lost.store photos.store",
@@ -380,12 +386,16 @@ def python(words: list[str]) -> None:
 
 
 def fault_of_option(page: str, option: str) -> str | None:
-    """Return what is wrong with an option of a page: an unknown name, or a value that its command's parser refuses."""
+    """Return what is wrong with an option of a page: an unknown name, or a value that its command's parser refuses.
+
+    Options of diffusers' scripts, in the table for those who come from them, must have an answer in the trainer.
+    """
     from bucketline.command_line import parse_options
     from bucketline.ingest.commands.pack import Pack
     from bucketline.ingest.commands.scan import Scan
     from bucketline.train.commands.export_model import ExportModel
     from bucketline.train.config import TrainConfig, parse
+    from bucketline.train.option_names import ELSEWHERE
 
     trains = page == "docs/training.md"
     exported, known = (
@@ -396,6 +406,9 @@ def fault_of_option(page: str, option: str) -> str | None:
     asked = {word.partition("=")[0] for word in words if word.startswith("--")}
     if trains and asked <= exported - known:
         return None
+    if trains and all("_" in word or word == "--rank" for word in asked):
+        unanswered = {word for word in asked if word.replace("_", "-") not in known | set(ELSEWHERE)}
+        return f"{option}: bucketline train has no answer to {', '.join(sorted(unanswered))}" if unanswered else None
     if unknown := asked - known - (exported if trains else option_names(TrainConfig) if len(words) == 1 else set()):
         return f"{option}: {'bucketline train' if trains else 'ingest'} has no {', '.join(sorted(unknown))}"
     if len(words) == 1:

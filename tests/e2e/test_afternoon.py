@@ -39,7 +39,12 @@ def test_a_command_that_nobody_tries_is_a_fault(text: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("page", "option"),
-    [("docs/packing.md", "--no-such"), ("docs/packing.md", "--latents median"), ("docs/training.md", "--sharding cake")],
+    [
+        ("docs/packing.md", "--no-such"),
+        ("docs/packing.md", "--latents median"),
+        ("docs/training.md", "--sharding cake"),
+        ("docs/training.md", "--no_such_option"),
+    ],
 )
 def test_an_option_that_no_parser_accepts_is_a_fault(page: str, option: str) -> None:
     assert option.split(maxsplit=1)[0] in str(afternoon.fault_of_option(page, option))
