@@ -17,7 +17,7 @@ _USAGE = """usage: bucketline {ingest,store,loader,train,export-model,completion
   train         train a model on a store; several processes: `torchrun --nproc_per_node N -m bucketline.train`;
                 train presets: options to start from; train report RUN…: a page about runs;
                 train memory: the memory of models, by choice
-  export-model  write a run's weights as one .safetensors file that other tools open
+  export-model  write a run's weights as one .safetensors file, a folder, or a whole pipeline
   completion    make a shell complete commands and options: eval "$(bucketline completion bash)"
 
 Run `bucketline NAME --help` for the options of a command.
