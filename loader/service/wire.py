@@ -116,7 +116,8 @@ def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None)
     if fd is not None:
         sent = socket.send_fds(sock, [data], [fd])
         data = data[sent:]
-    sock.sendall(data)
+    if data:  # sending nothing to a client that has gone is an error, too
+        sock.sendall(data)
 
 
 def receive(sock: socket.socket, timeout_s: float, *, with_fd: bool = False) -> tuple[dict[str, Any], list[int]]:

@@ -47,7 +47,14 @@ def named(requirements: list[str]) -> set[str]:
 def imported(folder: str) -> set[str]:
     """Return the libraries that a folder's code imports, but for the standard library's and our own."""
     if folder == "bucketline":  # these are imported only by folders whose extra has torch, or diffusers as well
-        with_torch = ("allocator.py", "fingerprint.py", "model_file.py", "quantised_linear.py", "torch_dtypes.py")
+        with_torch = (
+            "allocator.py",
+            "attention.py",
+            "fingerprint.py",
+            "model_file.py",
+            "quantised_linear.py",
+            "torch_dtypes.py",
+        )
         paths = {path for path in (ROOT / folder).glob("*.py") if path.name not in with_torch}
     else:
         paths = {*(ROOT / folder).rglob("*.py")}

@@ -100,7 +100,7 @@ def _encode(config: TrainConfig, store: Store, file: Path, output: Path) -> None
     if store.source is not None:
         options += [] if config.endpoint is None else ["--endpoint", config.endpoint]
         options += [f"--store-option={one}" for one in config.store_option]
-    command = [sys.executable, "-m", "bucketline.ingest", "prompts", str(file), str(store.place), *options]
+    command = [sys.executable, "-P", "-m", "bucketline.ingest", "prompts", str(file), str(store.place), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
         said = [line.removeprefix(_PREFIX) for line in done.stderr.splitlines() if line.startswith(_PREFIX)]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from bucketline.dtype_names import dtype_name
 from bucketline.errors import CorruptError, FingerprintError, UsageError
 from bucketline.store import Column, Store, read_manifest
 from bucketline.store.change.compact import compact
@@ -182,10 +183,8 @@ def test_a_merge_of_other_text_dtypes_says_which_one_to_pack_with(made: Store, t
     with store_writer(tmp_path / "f16", encoders=encoders):
         pass
     dtype = made.manifest.text.tokens["tokens"].dtype
-    words = (
-        rf"stored_dtype = {dtype}, .* with F16; .* pack one of the sources again with the other's: --text-dtype {dtype} or F16"
-    )
-    with pytest.raises(FingerprintError, match=words):
+    choice = rf"pack one of the sources again with the other's: --text-dtype {dtype_name(dtype)} or fp16"
+    with pytest.raises(FingerprintError, match=rf"stored_dtype = {dtype}, .* with F16; .* {choice}"):
         merge(tmp_path / "out", [made.path, tmp_path / "f16"])
 
 

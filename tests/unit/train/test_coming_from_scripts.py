@@ -44,14 +44,16 @@ def rows() -> list[list[str]]:
 def test_a_command_line_with_their_option_is_answered_with_the_one_in_the_table(cells: list[str]) -> None:
     known = {word for one in options_of(TrainConfig) for word in one.words}
     theirs, ours = (re.findall(r"--[a-z0-9_-]+", cell) for cell in cells[:2])
-    assert ours
+    in_file = re.findall(r"`([a-z_]+)` \(run file\)", cells[1])
+    assert {*in_file} <= {*TrainConfig.__dataclass_fields__}
+    assert ours or in_file
     assert {*ours, *re.findall(r"--[a-z0-9-]+(?= )", cells[-1].partition(" for ")[0])} <= known
     for option in (one.replace("_", "-") for one in theirs):
         if option in known:
             assert option in ALIKE, "the table says which of ours it is"
             assert option in ours
         else:
-            assert any(one in ELSEWHERE[option] for one in ours), ELSEWHERE[option]
+            assert any(one in ELSEWHERE[option] for one in (*ours, *in_file)), ELSEWHERE[option]
 
 
 @pytest.mark.parametrize("given", re.findall(r"`((?:--[a-z-]+ [^`\s]+ ?)+)`", " ".join(cells[-1] for cells in rows())))

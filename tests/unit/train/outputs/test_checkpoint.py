@@ -29,6 +29,12 @@ from tests.commands import spawn
 from tests.kit import flip_bit, tree
 from tests.unit.train.tiny_run import UNET
 
+BEFORE: dict[str, Json] = {
+    "guidance": 3.5,
+    "weights": "fp32",
+    "optimizer": "adamw",
+}  # of a state from before there were these options
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -98,12 +104,12 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
             assert torch.equal(tensor, loaded.model.state_dict()[name])
     before, after = saved.optimizer.state_dict()["state"], loaded.optimizer.state_dict()["state"]
     assert all(torch.equal(before[i][name], after[i][name]) for i in before for name in before[i])
-    assert read_state(folder) == state(5)
+    assert read_state(folder) == dataclasses.replace(state(5), config={**BEFORE, **state(5).config})
 
 
 def test_options_have_their_names_of_now_in_a_state_of_the_last_version(tmp_path: Path) -> None:
     then: dict[str, Json] = {"accum": 2, "seed": 0, "pictures_every": None, "ema_decay": 0.999}
-    now = {"accumulation": 2, "seed": 0, "images_every": None, "ema": "0.999:device"}
+    now = {**BEFORE, "accumulation": 2, "seed": 0, "images_every": None, "ema": "0.999:device"}
     assert read_state(save(tmp_path, parts(), dataclasses.replace(state(1), config=then), keep=1)).config == now
 
 
