@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from bucketline.command_line import duration_s
 from bucketline.dtype_names import dtype_name
 from bucketline.errors import UsageError
+from bucketline.files.redact import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,7 +70,7 @@ def repository_of(text: str) -> tuple[str, bool]:
     """
     match = _REPOSITORY.fullmatch(text)
     if match is None:
-        raise UsageError(f"--push-to-hub is {text:.80}, expected the name of a repository, such as user/name")
+        raise UsageError(f"--push-to-hub is {redacted(text):.80}, expected the name of a repository, such as user/name")
     return match[1], match[2] is not None
 
 

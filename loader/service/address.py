@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+from bucketline.files.redact import redacted
 from bucketline.loader.service.sockets import UNIX, checked_path
 from bucketline.option_types import expect
 
@@ -32,8 +33,9 @@ def address_of(text: str) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]") or _LOOPBACK
     is_port = port.isascii() and port.isdigit() and len(port) <= len(str(_MAX_PORT)) and int(port) <= _MAX_PORT
     if not is_port or not _is_host(host):
+        place = text.rpartition("@")[2]  # what stands before it may be a token
         raise UsageError(
-            f"{text:.200} is not an address, expected HOST:PORT with a port up to {_MAX_PORT}, such as {_LOOPBACK}:9400 or "
+            f"{place:.200} is not an address, expected HOST:PORT with a port up to {_MAX_PORT}, such as {_LOOPBACK}:9400 or "
             "[::1]:9400"
         )
     return host, int(port)
@@ -46,7 +48,7 @@ def listening_at(text: str) -> tuple[Path | None, str]:
         UsageError: if it is neither `unix:PATH` (or only the path) nor `tcp://HOST:PORT`.
     """
     if text in ("", UNIX, AUTO) or _OTHER.match(text):
-        raise UsageError(f"--at is {text!r:.200}, expected unix:PATH or tcp://HOST:PORT")
+        raise UsageError(f"--at is {redacted(text)!r:.200}, expected unix:PATH or tcp://HOST:PORT")
     if text.startswith(_TCP):
         address_of(text.removeprefix(_TCP))
         return None, text.removeprefix(_TCP)
@@ -99,19 +101,19 @@ class ServiceAddress:
         expect("service", self.where, str | os.PathLike, expected)
         text = os.fspath(self.where)
         if text in ("", UNIX) or _OTHER.match(text):
-            raise UsageError(f"service is {text!r:.200}, expected {expected}")
+            raise UsageError(f"service is {redacted(text)!r:.200}, expected {expected}")
         if not self.deadline_s > 0:
             raise UsageError(f"deadline_s is {self.deadline_s}, expected seconds above 0")
         if text.startswith(_TCP):
             names = [one.strip().removeprefix(_TCP) for one in text.split(",")]
             servers = tuple(address_of(one) for one in names if one)
             if not servers or not all(port for _, port in servers):
-                raise UsageError(f"service is {text}, expected {expected}")
+                raise UsageError(f"service is {redacted(text)}, expected {expected}")
             object.__setattr__(self, "servers", servers)
             return
         if self.token is not None or self.certificate is not None:
             raise UsageError(
-                f"service is {text} with a token or a certificate, which only tcp://HOST:PORT takes; leave them out"
+                f"service is {redacted(text)} with a token or a certificate, which only tcp://HOST:PORT takes; leave them out"
             )
         if text != AUTO:
             object.__setattr__(self, "path", checked_path(text))

@@ -268,6 +268,8 @@ def test_no_server_is_an_error_within_the_deadline_that_says_how_to_start_one(to
     [
         ("tcp://", {}, "service is tcp://, expected a `loader serve`"),
         ("tcp://x", {}, "x is not an address, expected HOST:PORT"),
+        ("tcp://me:secret@x", {}, "^x is not an address, expected HOST:PORT"),
+        ("http://me:secret@x", {}, "service is 'http://x', expected"),
         ("tcp://1", {"deadline_s": 0}, "deadline_s is 0, expected seconds above 0"),
         ("tcp://a..b:1", {}, r"a\.\.b:1 is not an address, expected HOST:PORT"),
         ("tcp://::1", {}, "::1 is not an address, expected HOST:PORT"),

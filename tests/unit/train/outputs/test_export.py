@@ -192,6 +192,7 @@ def test_a_signal_ends_the_wait_for_an_upload(tmp_path: Path, hub: Hub, caplog: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"push_to_hub": "https://me:secret@host/a"}, "--push-to-hub is https://host/a, expected the name of a repository"),
         ({"push_to_hub": "me/photos:exports"}, "--push-to-hub is me/photos:exports, and --export-every is not given"),
         ({"push_to_hub": "a/b/c"}, "--push-to-hub is a/b/c, expected the name of a repository"),
         ({"export_every": 0}, "--export-every is 0"),
