@@ -203,7 +203,7 @@ class RayOptions:
     """Pack with workers of a Ray cluster, each of which packs one slice of the source after another: of the cluster at ADDRESS,
     of the one that `ray:auto` finds, or of one started on this machine for this run. Default: in this process, or in the ranks
     that torchrun started."""
-    workers: Annotated[str | None, tyro.conf.arg(metavar="[[MIN:]MAX][@Ggpu,Ccpu]")] = None
+    workers: Annotated[str | None, tyro.conf.arg(metavar="N|MIN:MAX[@Ggpu,Ccpu]")] = None
     """Of --engine ray: 2:8@1gpu begins with 2 workers and uses up to 8, with 1 GPU each; @1gpu,8cpu says only what each takes.
     Default: as many as the cluster has room for, at least 1; a GPU each if it has any, unless --device is cpu; its CPUs for
     each of its GPUs, or 1. A worker decodes with as many threads as it has CPUs."""
