@@ -44,7 +44,8 @@ def refuse_early(config: TrainConfig, world_size: int) -> None:
     refuse_combinations(config, world_size)
     if config.resume:
         refuse_taken(config)
-        _refuse_other_batch(config, world_size)
+        if world_size == 1:  # several ranks refuse it together: one that ended by itself would leave the others waiting
+            _refuse_other_batch(config)
         return  # its stores are at the generations of its checkpoint, which has passed all this
     paths = [one.path for one in parse_stores(config.store)]
     local = [path for path in paths if isinstance(path, Path)]
@@ -76,7 +77,7 @@ def refuse_taken(config: TrainConfig) -> None:
         raise UsageError(f"there is no run in {output}; give the --output-dir of one, or leave out --resume to begin one there")
 
 
-def _refuse_other_batch(config: TrainConfig, world_size: int) -> None:
+def _refuse_other_batch(config: TrainConfig) -> None:
     """Check the rows of a step against those of the run that is resumed, if both are given as rows."""
     if config.new_plan:
         return
@@ -87,7 +88,7 @@ def _refuse_other_batch(config: TrainConfig, world_size: int) -> None:
     before, now = state.batch.get("batch_size"), config.sizes().get("batch_size")
     if not isinstance(before, int) or now is None:
         return
-    steps = (before, state.accumulation, state.world_size), (now, config.accumulation, world_size)
+    steps = (before, state.accumulation, state.world_size), (now, config.accumulation, 1)
     if math.prod(steps[0]) != math.prod(steps[1]):
         was, given = (f"--batch {rows} --accumulation {times} on {counted(ranks, 'rank')}" for rows, times, ranks in steps)
         raise UsageError(

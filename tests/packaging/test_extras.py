@@ -55,7 +55,16 @@ def test_scan_serve_and_train_name_their_extras(source: Path, tmp_path: Path) ->
     make_training_store(tmp_path / "a.store")
     (tmp_path / "model" / "unet").mkdir(parents=True)
     (tmp_path / "model" / "unet" / "config.json").touch()
-    asked = ["--store", tmp_path / "a.store", "--model", tmp_path / "model", "--output-dir", tmp_path / "run", "--max-steps", "1"]
+    asked = [
+        "--store",
+        tmp_path / "a.store",
+        "--model",
+        tmp_path / "model",
+        "--output-dir",
+        tmp_path / "run",
+        "--max-steps",
+        "1",
+    ]
     code, lines = without(["accelerate"], "bucketline.train.main", [*asked, "--batch", "1"])
     assert (code, lines) == (2, [lines[0]])
     assert lines[0].endswith("pip install 'bucketline[train]'")
