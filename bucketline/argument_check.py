@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
-from bucketline.help_screen import options_of, refuse_unknown, suggestion
+from bucketline.help_screen import hyphenated, options_of, refuse_unknown, suggestion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ def refuse_wrong(
     while words:
         word = words.pop(0)
         name, is_given, value = word.partition("=")
-        option = by_word.get(_spelt(name))
+        option = by_word.get(hyphenated(name))
         if word == "--":
             found.by_place += words
             break
@@ -61,22 +61,17 @@ def refuse_wrong(
         if not option.value:
             continue
         if not is_given:
-            if not words or _spelt(words[0].partition("=")[0]) in by_word or words[0] == "--":
+            if not words or hyphenated(words[0].partition("=")[0]) in by_word or words[0] == "--":
                 raise UsageError(f"{name} has no value, expected {option.value}")
             value = words.pop(0)
         _refuse_value(option, name, value)
         if option.is_many and not appends:
             found.is_clear = False
-            while words and _spelt(words[0].partition("=")[0]) not in by_word and not words[0].startswith("--"):
+            while words and hyphenated(words[0].partition("=")[0]) not in by_word and not words[0].startswith("--"):
                 _refuse_value(option, name, words.pop(0))
-    given = {
-        one.field for one in options for word in one.words if any(_spelt(own.partition("=")[0]) == word for own in from_file)
-    }
+    in_file = {hyphenated(word.partition("=")[0]) for word in from_file}
+    given = {one.field for one in options if in_file & {*one.words}}
     _refuse_number(options, found, found.names | given, prog)
-
-
-def _spelt(name: str) -> str:
-    return name.replace("_", "-") if name.startswith("--") else name
 
 
 def _refuse_value(option: Option, name: str, value: str) -> None:

@@ -58,6 +58,7 @@ class Option:
     choices: tuple[str, ...] = ()  # words that it takes; (): others as well
     number: type[int | float] | None = None  # its values are numbers of this type
     is_many: bool = False  # it takes several values, one after the other
+    is_flag: bool = False  # it stands without a value, though it may take one
 
     @property
     def words(self) -> list[str]:
@@ -67,9 +68,8 @@ class Option:
 
     @property
     def value(self) -> str:
-        """Return what stands for its value after its name; "" of a flag, also of one that takes a value."""
-        value = self.typed.rpartition(", ")[2].partition(" ")[2]
-        return "" if value.startswith("[") else value
+        """Return what stands for its value after its name; "" of a flag."""
+        return "" if self.is_flag else self.typed.rpartition(", ")[2].partition(" ")[2]
 
     @property
     def leads(self) -> bool:
@@ -125,6 +125,7 @@ def _option(field: Any, hint: Any, owner: type, texts: dict[str, str]) -> Option
         is_in_file=is_in_file,
         choices=_choices(kind),
         number=None if not {*_inner(kind)} - {NoneType} <= {int, float} else float if float in _inner(kind) else int,
+        is_flag=kind is bool or ALONE in field.metadata,
         is_many=get_origin(kind) in (tuple, list)
         and REPEATS not in field.metadata
         and not any(str(one) == "UseAppendAction" for one in extras),
@@ -199,15 +200,16 @@ def with_known_words(command: type, args: Sequence[str]) -> list[str]:
         option, is_joined, value = word.partition("=")
         if word == "--":
             return [*found, *words[at:]]
-        before = by_word.get(_hyphenated(words[at - 1])) if at else None
-        if is_joined and (own := by_word.get(_hyphenated(option))) is not None:
+        before = by_word.get(hyphenated(words[at - 1])) if at else None
+        if is_joined and (own := by_word.get(hyphenated(option))) is not None:
             found.append(f"{option}={_chosen(own, value)}")
         else:
             found.append(word if before is None else _chosen(before, word))
     return found
 
 
-def _hyphenated(option: str) -> str:
+def hyphenated(option: str) -> str:
+    """Return the name of an option with hyphens; any other word as it is."""
     return option.replace("_", "-") if option.startswith("--") else option
 
 

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from typing import TYPE_CHECKING
 
 from bucketline.dtype_names import dtype_name
+from bucketline.typed_json import as_toml
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -136,7 +136,7 @@ def as_settings(options: Mapping[str, Json]) -> dict[str, str]:
         name: dtype_name(value) if name.endswith("dtype") and isinstance(value, str) else value
         for name, value in by_field(options).items()
     }
-    return {name: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") for name, value in given.items()}
+    return {name: as_toml(value) for name, value in given.items()}
 
 
 def shown_option(name: str, value: Json) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import types
 from enum import StrEnum
 from pathlib import Path
@@ -62,6 +63,21 @@ def encode(value: object) -> Json:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
+def as_toml(value: object) -> str:
+    """Return a value as TOML has it; None, for which it has nothing, as a text.
+
+    >>> as_toml(("a.store", Path("b"))), as_toml(None), as_toml(1e-05), as_toml(True)
+    ('["a.store", "b"]', '"None"', '1e-05', 'true')
+    """
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(as_toml, value))}]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911, PLR0912 - one return per kind of type
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
@@ -91,10 +107,6 @@ def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911,
         if text not in set(hint):
             raise TypedJsonError(f"{at} is {text!r}, expected one of {', '.join(hint)}")
         return hint(text)
-    if origin is Literal:
-        if value not in get_args(hint):
-            raise TypedJsonError(f"{at} is {_short(value)}, expected one of {', '.join(get_args(hint))}")
-        return value
     if hint is float and type(value) is int:
         return float(value)
     if hint is int and not 0 <= _expect(value, int, at) < MAX_INT:

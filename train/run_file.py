@@ -23,7 +23,7 @@ from bucketline.files.run_marker import CONFIG
 from bucketline.help_screen import ALONE, HELP, given_fields, options_of, sections_of, suggestion
 from bucketline.option_types import COMMAND_LINE_ONLY
 from bucketline.train.option_names import ELSEWHERE, translated
-from bucketline.typed_json import TypedJsonError, decode
+from bucketline.typed_json import TypedJsonError, as_toml, decode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -306,22 +306,5 @@ def as_run_file(config: object, title: str, given: Collection[str] = (), derived
             is_set = value != default or one.field in given
             reason = (derived or {}).get(one.field)
             lines += [f"# {line}" for text in (one.text, reason) for line in textwrap.wrap(text or "", _WIDTH)]
-            lines.append(
-                f"{'' if is_set else '# '}{one.field} = {_in_toml(value if is_set or default is MISSING else default)}"
-            )
+            lines.append(f"{'' if is_set else '# '}{one.field} = {as_toml(value if is_set or default is MISSING else default)}")
     return "\n".join(lines) + "\n"
-
-
-def _in_toml(value: object) -> str:
-    """Return a value as TOML has it.
-
-    >>> _in_toml(("a.store", Path("b"))), _in_toml(None), _in_toml(1e-05)
-    ('["a.store", "b"]', '"None"', '1e-05')
-    """
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_in_toml, value))}]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -224,6 +224,15 @@ def test_a_limit_of_pruning_that_is_none_is_refused(asked: str, words: str, sour
     assert words in ran.err
 
 
+def test_the_workers_of_a_cluster_are_a_value(source: Path, tmp_path: Path, model: Path) -> None:
+    """Whatever its help begins with: `--workers 2:8` was taken for a flag and an argument."""
+    for asked in (["--workers", "2:8"], ["--workers=@1gpu"]):
+        assert (
+            f"--workers {asked[-1].rpartition('=')[2]}: it is for --engine ray"
+            in pack(source, tmp_path / "s", model, *asked).err
+        )
+
+
 def test_a_damaged_tar_stops_a_run_before_anything_is_written(tmp_path: Path, model: Path, source: Path) -> None:
     pattern = write_tars(source, tmp_path / "tars")
     path = tmp_path / "tars" / "b.tar"
