@@ -120,7 +120,7 @@ class DamagedStore(Store):
         for group in shard.entry.live:
             positions = tried(live_positions, shard, group)
             if not isinstance(positions, StoreError):
-                records = (tried(shard.record, entry) for entry in shard.index_entries(positions.astype(np.int64)))
+                records = (tried(lambda at: shard.record(shard.index_entry(at)), at) for at in positions.tolist())
                 found += [record.id for record in records if not isinstance(record, StoreError)]
         return found
 

@@ -219,6 +219,19 @@ def test_a_shard_without_its_own_file_and_a_sidecar_is_dropped_whole(
     expect(copy, every, ids_of(samples[1]))
 
 
+def test_of_a_shard_with_a_damaged_index_the_rows_of_its_other_pages_are_named(tmp_path: Path) -> None:
+    samples = samples_of({"train/8x8": 300})
+    path = make_store(tmp_path / "s", samples).path
+    (index, lmdb) = (path / "shards" / f"g0.{suffix}" for suffix in ("index", "lmdb"))
+    flip_bit(index, 8 * (index.stat().st_size - 10))  # the last page
+    flip_bit(lmdb, 8 * 60)
+    done = repaired(path)
+    assert (done.dropped, done.samples) == (300, 0)
+    named = {i for shard in done.shards for i in shard.dropped_ids}
+    assert 0 < len(named) < 300
+    assert named < ids_of(samples)
+
+
 def flip_row(path: Path, bucket_name: str, rows: list[int], column: str = "latent") -> list[str]:
     """Flip a bit in rows of a store's bucket; return the ids of their samples."""
     store = Store.open(path)
