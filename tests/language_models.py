@@ -158,13 +158,14 @@ def qwen3(num_layers: int = 2) -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
 
 
-def qwen3_vl(kind: str = "Qwen3VLForConditionalGeneration", num_layers: int = 2) -> Any:
+def qwen3_vl(kind: str = "Qwen3VLForConditionalGeneration", num_layers: int = 2, num_heads: int = 2) -> Any:
     """Make a Qwen3-VL of a class."""
     import transformers
 
     config = transformers.Qwen3VLConfig(
         text_config={
             **_SIZES,
+            "num_attention_heads": num_heads,
             "num_hidden_layers": num_layers,
             "vocab_size": len(qwen_tokenizer()),
             "rope_parameters": {**QWEN_ROPE, "mrope_interleaved": True},

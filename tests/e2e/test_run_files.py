@@ -6,14 +6,14 @@ import json
 import tomllib
 from typing import TYPE_CHECKING
 
+import pytest
+
 from bucketline.train.main import main
 from tests.commands import Ran, called
 from tests.unit.train.tiny_run import losses, make_training_store, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def trainer(*arguments: str) -> Ran:
@@ -26,6 +26,7 @@ def trainer(*arguments: str) -> Ran:
     return called(run, *arguments)
 
 
+@pytest.mark.slow
 def test_a_run_from_a_file_and_one_resumed_by_its_folder_equal_the_typed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

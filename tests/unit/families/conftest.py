@@ -13,17 +13,16 @@ from tests.unit.families.packed import Packed, pack
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Bad input and whole pipelines are tried with all forms by `make test-full`, and with these by `make test`: a UNet of one and
-# of two encoders, transformers with a pooled embedding and three or two encoders, one with a language model and its chat.
+# All forms are tried by `make test-full`, and these by `make test`: a UNet of one and of two encoders, transformers with a
+# pooled embedding and three or two encoders, and one with a language model and its chat.
 QUICK = {"sd", "sdxl", "sd3", "flux", "qwenimage"}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark a test of bad input or of whole pipelines as slow with the other forms."""
-    if item.path.name in ("test_bad_input.py", "test_whole_pipelines.py"):
-        assert isinstance(item, pytest.Function)
-        if item.callspec.params["form"] not in QUICK:
-            item.add_marker(pytest.mark.slow)
+    """Mark a test of another form as slow."""
+    form = item.callspec.params.get("form") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
+    if form is not None and form not in QUICK:
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

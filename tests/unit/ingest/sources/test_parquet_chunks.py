@@ -62,6 +62,7 @@ def test_many_captions_of_a_usual_length_are_read(tmp_path: Path) -> None:
     assert call("ingest", "scan", tmp_path / "images").code == 0
 
 
+@pytest.mark.slow
 def test_a_list_of_captions_is_counted_too(tmp_path: Path) -> None:
     path = table(tmp_path / "images", pa.array([["b" * (MAX_CHUNK_BYTES + 1)]]))
     why = why_too_large(pq.ParquetFile(path), path, {"text"})

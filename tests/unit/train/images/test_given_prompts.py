@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tests.unit.train.packed_families import Packed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", ["sd"], indirect=True)
 def test_texts_and_a_file_are_encoded_once_as_a_set_of_the_store_would_be(packed: Packed, tmp_path: Path) -> None:
     store = Store.open(shutil.copytree(packed.store, tmp_path / "s.store"))

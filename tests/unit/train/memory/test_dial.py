@@ -129,6 +129,7 @@ def refused(asked: TrainConfig, counting: CountedModel, sizes: BatchSizes, memor
     return refusal(asked, counting, sizes, memory, choice), choice
 
 
+@pytest.mark.slow
 def test_a_refusal_has_the_largest_batch_that_fits(counting: CountedModel) -> None:
     asked = run_of({"memory": "1GiB", "optimizer": "adamw"})
     least = dataclasses.replace(decided(asked), recompute=1.0, ema=Ema(decay=0.9999, place=EmaPlace.CPU, every=10))
@@ -144,6 +145,7 @@ def test_a_refusal_has_the_largest_batch_that_fits(counting: CountedModel) -> No
     assert choose(asked, counting, dataclasses.replace(SIZES, images=1024), int(gigabytes * (1 << 30))).fits
 
 
+@pytest.mark.slow
 def test_a_refusal_of_one_image_has_adapters_if_they_fit(counting: CountedModel) -> None:
     one = dataclasses.replace(SIZES, images=1)
     adapters = run_of({"lora_rank": 16})
