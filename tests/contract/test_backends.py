@@ -279,15 +279,8 @@ def test_a_loop_that_is_left_leaves_nothing_and_what_is_in_use_stays_valid(store
         del batch
         other.close()
         gc.collect()
-
-        def left() -> dict[str, list[object]]:
-            """Return what is left, but for threads that fetch lines: a slow cache starts more, which stay."""
-            found = left_since(before)
-            threads = [one for one in found.pop("threads", []) if getattr(one, "name", "") != "bucketline-fetch"]
-            return found | ({"threads": threads} if threads else {})
-
-        wait_until(lambda: not left())
-        assert left() == {}
+        wait_until(lambda: not left_since(before))
+        assert left_since(before) == {}
 
 
 def in_child(work: Callable[[], object]) -> int:
