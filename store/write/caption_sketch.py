@@ -59,9 +59,12 @@ class CaptionSketch:
 def _floats(value: Any) -> NDArray[np.float32] | None:  # noqa: ANN401 - as `bits_of`
     if hasattr(value, "detach"):
         return value.detach().float().cpu().numpy().reshape(-1) if value.is_floating_point() else None
-    is_float = isinstance(value, np.ndarray | np.generic) and value.dtype.kind == "f"
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind != "f":
+        return None
+    if value.dtype.itemsize <= np.dtype(np.float32).itemsize:  # no number is out of range, and no microsecond spent on it
+        return np.asarray(value, np.float32).reshape(-1)
     with np.errstate(over="ignore"):
-        return np.asarray(value, np.float32).reshape(-1) if is_float else None
+        return np.asarray(value, np.float32).reshape(-1)
 
 
 def _sums(values: NDArray[np.float32]) -> NDArray[np.float32]:
