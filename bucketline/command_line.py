@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from bucketline.typed_line import TypedLine
+
 _C = TypeVar("_C")
 _MAX_SHOWN_BUCKETS = 16
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -61,38 +63,42 @@ def commands(program: str, ours: Mapping[str, str]) -> Extensions[type[Command]]
     return Extensions(f"a command of `{program}` called", f"bucketline.{program}_commands", ours, is_command)
 
 
-def parse_options(
-    command: type[_C],
-    args: Sequence[str],
-    prog: str,
-    *settings: Any,  # noqa: ANN401 - tyro's markers
-    from_file: Sequence[str] = (),
-) -> _C:
-    """Return a command's options from its command line; a command's `complete` is told which fields were given.
-
-    `from_file`: what a file gives, spelt as on a command line; it may have options that a command line lacks (`ONLY_IN_FILE`).
+def parse_options(command: type[_C], args: Sequence[str], prog: str) -> _C:
+    """Return a command's options from its command line.
 
     Raises:
         UsageError: if an option is unknown or invalid, or an argument is missing.
         SystemExit: after `--help`, and if tyro refuses what was not refused before.
     """
-    from bucketline.argument_check import refuse_wrong
-    from bucketline.help_screen import asked_for_help, command_help, given_fields, joined_repeats, with_known_words, with_values
+    from bucketline.help_screen import asked_for_help, command_help
+    from bucketline.typed_line import read_line
 
     if (asked := asked_for_help(args)) is not None:
         print(command_help(prog, command, asked), end="")
         raise SystemExit(0)
+    return parse_line(command, read_line(command, args), prog)
+
+
+def parse_line(command: type[_C], line: TypedLine, prog: str, from_file: Sequence[str] = ()) -> _C:
+    """Return a command's options; its `complete` is told which fields the command line gives.
+
+    `from_file`: what a file gives, spelt as on a command line; it may have options that a command line lacks (`ONLY_IN_FILE`).
+
+    Raises:
+        UsageError: if an option is invalid, or an argument is missing.
+        SystemExit: if tyro refuses what was not refused before.
+    """
+    from bucketline.typed_line import field_of
+
+    words = line.checked(prog, {field_of(word.partition("=")[0]) for word in from_file})
     import tyro
 
-    refuse_wrong(command, args, prog, from_file=from_file, appends=tyro.conf.UseAppendAction in settings)
-    settings = (tyro.conf.EnumChoicesFromValues, *(settings or (tyro.conf.FlagCreatePairsOff,)))
-    words = with_known_words(command, with_values(command, [*from_file, *args]))
-    if tyro.conf.UseAppendAction not in settings:
-        words = joined_repeats(command, words)
+    has_files = getattr(command, "FROM_FILES", False)
+    settings = (tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction if has_files else tyro.conf.FlagCreatePairsOff)
     with _option_values():
-        options = tyro.cli(command, prog=prog, args=words, config=settings)
+        options = tyro.cli(command, prog=prog, args=[*from_file, *words], config=settings)
     complete = getattr(command, "complete", None)
-    return options if complete is None else complete(options, given_fields(command, args))
+    return options if complete is None else complete(options, line.given)
 
 
 def _option_values() -> AbstractContextManager[Any]:

@@ -2,8 +2,9 @@
 
 The options that one class declares are a section: its `SECTION` is "NAME: WHAT IT HAS".
 `FIRST` of a command names the options that its first screen has next to the required ones; `ELSEWHERE` answers those that other
-programs have, by name. A field with the metadata `ONLY_IN_FILE` is set in a run file (or what the command's `FILE` says) and
-not on the command line: its section lists it apart, without hyphens.
+programs have, by name. With `FROM_FILES`, files give options too, which the command line overrides: each flag has an opposite,
+and an option with several values is repeated. A field with the metadata `ONLY_IN_FILE` is set in a run file (or what the
+command's `FILE` says) and not on the command line: its section lists it apart, without hyphens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from itertools import pairwise
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from bucketline.dtype_names import choice_of, dtype_name
+from bucketline.dtype_names import dtype_name
 from bucketline.errors import UsageError
 from bucketline.option_value import is_option_value
 
@@ -58,7 +59,9 @@ class Option:
     choices: tuple[str, ...] = ()  # words that it takes; (): others as well
     number: type[int | float] | None = None  # its values are numbers of this type
     is_many: bool = False  # it takes several values, one after the other
-    is_flag: bool = False  # it stands without a value, though it may take one
+    repeats: bool = False  # it is typed once for each of its values, though tyro takes them together
+    is_flag: bool = False  # it may be typed without a value
+    alone: str | None = None  # the value that it then has; None: it is a bool
 
     @property
     def words(self) -> list[str]:
@@ -70,6 +73,11 @@ class Option:
     def value(self) -> str:
         """Return what stands for its value after its name; "" of a flag."""
         return "" if self.is_flag else self.typed.rpartition(", ")[2].partition(" ")[2]
+
+    @property
+    def takes_word(self) -> bool:
+        """True if the next word may be its value: of a flag, as in `--resume [RUN]`."""
+        return bool(self.value) or " [" in self.typed
 
     @property
     def leads(self) -> bool:
@@ -91,11 +99,14 @@ def options_of(command: type) -> tuple[Option, ...]:
     hints = get_type_hints(command, include_extras=True)
     owners = {name: owner for owner in reversed(command.__mro__) for name in vars(owner).get("__annotations__", {})}
     texts = {name: text for owner in reversed(command.__mro__) for name, text in _texts(owner).items()}
-    return tuple(
+    found = [
         replace(_option(field, hints[field.name], owners[field.name], texts), file=getattr(command, "FILE", "a run file"))
         for field in fields(command)
         if field.init and not any(str(one) == "Suppress" for one in getattr(hints[field.name], "__metadata__", ()))
-    )
+    ]
+    if getattr(command, "FROM_FILES", False):
+        found = [replace(one, is_many=one.is_many and not one.words, repeats=False) for one in found]
+    return tuple(found)
 
 
 def _option(field: Any, hint: Any, owner: type, texts: dict[str, str]) -> Option:  # noqa: ANN401 - a dataclass's field, a type
@@ -125,7 +136,9 @@ def _option(field: Any, hint: Any, owner: type, texts: dict[str, str]) -> Option
         is_in_file=is_in_file,
         choices=_choices(kind),
         number=None if not {*_inner(kind)} - {NoneType} <= {int, float} else float if float in _inner(kind) else int,
+        repeats=REPEATS in field.metadata,
         is_flag=kind is bool or ALONE in field.metadata,
+        alone=field.metadata.get(ALONE),
         is_many=get_origin(kind) in (tuple, list)
         and REPEATS not in field.metadata
         and not any(str(one) == "UseAppendAction" for one in extras),
@@ -187,39 +200,6 @@ def _shown(default: object) -> str | None:
     return dtype_name(str(default.value) if isinstance(default, Enum) else str(default))
 
 
-def with_known_words(command: type, args: Sequence[str]) -> list[str]:
-    """Return a command line whose words for options with choices are those that the command has, whatever their case.
-
-    Raises:
-        UsageError: if a word is none of its option's; the message names the nearest.
-    """
-    by_word = {word: one for one in options_of(command) if one.choices for word in one.words}
-    words = list(args)
-    found: list[str] = []
-    for at, word in enumerate(words):
-        option, is_joined, value = word.partition("=")
-        if word == "--":
-            return [*found, *words[at:]]
-        before = by_word.get(hyphenated(words[at - 1])) if at else None
-        if is_joined and (own := by_word.get(hyphenated(option))) is not None:
-            found.append(f"{option}={_chosen(own, value)}")
-        else:
-            found.append(word if before is None else _chosen(before, word))
-    return found
-
-
-def hyphenated(option: str) -> str:
-    """Return the name of an option with hyphens; any other word as it is."""
-    return option.replace("_", "-") if option.startswith("--") else option
-
-
-def _chosen(option: Option, word: str) -> str:
-    if word == "None" or (found := choice_of(word, option.choices)) is not None:
-        return word if word == "None" else str(found)
-    shown = [*map(dtype_name, option.choices)]
-    raise UsageError(f"{option.words[-1]} is {word:.80}, expected {', '.join(shown)}{suggestion(word, shown)}")
-
-
 def asked_for_help(args: Sequence[str]) -> str | None:
     """Return what follows `--help` in a command line: a section, or "" for the first screen; None without `--help`."""
     for at, word in enumerate(args):
@@ -267,62 +247,6 @@ def group_help(prog: str, description: str, commands: Mapping[str, type]) -> str
 
 def _line_about(command: type) -> str:
     return re.split(r"[:.;](?= |$)", " ".join((inspect.getdoc(command) or "").split()), maxsplit=1)[0]
-
-
-def given_fields(command: type, args: Sequence[str]) -> frozenset[str]:
-    """Return the fields of the options that a command line gives; positional arguments are left out."""
-    by_word = {word: one.field for one in options_of(command) for word in one.words}
-    names = (word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in args if word.startswith("-"))
-    return frozenset(by_word[name] for name in names if name in by_word)
-
-
-def with_values(command: type, args: Sequence[str]) -> list[str]:
-    """Return a command line in which each option that may stand without a value (`ALONE`) has one."""
-    values = _by_word(command, ALONE)
-    return [f"{word}={values[word]}" if word in values else word for word in args]
-
-
-def joined_repeats(command: type, args: Sequence[str]) -> list[str]:
-    """Return a command line in which each option that is given several times (`REPEATS`) is given once, with all values."""
-    repeats, rest, taken = _by_word(command, REPEATS), list[str](), dict[str, list[str]]()
-    words = iter(args)
-    for word in words:
-        name, is_joined, value = word.partition("=")
-        name = name.replace("_", "-")
-        if name not in repeats:
-            rest.append(word)
-            continue
-        taken.setdefault(name, []).append(value if is_joined else next(words))
-    end = rest.index("--") if "--" in rest else len(rest)
-    return [*rest[:end], *(word for name, values in taken.items() for word in (name, *values)), *rest[end:]]
-
-
-def _by_word(command: type, key: str) -> dict[str, Any]:
-    """Return the metadata of this key by the words of its option."""
-    found = {field.name: field.metadata[key] for field in fields(command) if key in field.metadata}
-    return {word: found[one.field] for one in options_of(command) if one.field in found for word in one.words}
-
-
-def refuse_unknown(command: type, args: Sequence[str]) -> None:
-    """Check the names of the options in a command line.
-
-    Raises:
-        UsageError: if one is unknown; the message names the nearest, or what the command has for it.
-    """
-    known = [word for one in options_of(command) for word in one.words]
-    known_both = {f"--{word.removeprefix('--no-').removeprefix('--')}" for word in known}  # whichever way a flag is shown
-    for word in args:
-        name = word.partition("=")[0].replace("_", "-")
-        if name == "--":
-            return
-        whole = name.partition(".")[0]  # of an option that is a dataclass itself
-        if name.startswith("--") and not {whole, f"--{name.removeprefix('--no-').removeprefix('--')}"} & known_both:
-            field = name.removeprefix("--no-").removeprefix("--").replace("-", "_")
-            if found := next((one for one in options_of(command) if one.is_in_file and one.field == field), None):
-                raise UsageError(f"{name} is set in {found.file}, not on the command line: {field}, in its [{found.section}]")
-            elsewhere = getattr(command, "ELSEWHERE", {}).get(name)
-            answer = f"; {elsewhere}" if elsewhere else f"{suggestion(name, known)} (`--help all` lists them)"
-            raise UsageError(f"there is no option {name}{answer}")
 
 
 def sections_of(command: type) -> dict[str, str]:

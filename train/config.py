@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from bucketline.command_line import parse_bytes, parse_options
+from bucketline.command_line import parse_bytes, parse_line, parse_options
 from bucketline.errors import UsageError
 from bucketline.files.atomic_write import write_or_explain
-from bucketline.help_screen import ALONE, ONLY_IN_FILE, asked_for_help, given_fields, refuse_unknown
+from bucketline.help_screen import ALONE, ONLY_IN_FILE, asked_for_help
 from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import ReadOptions
 from bucketline.option_types import COMMAND_LINE_ONLY, RESUME_FIXED, RESUME_FREE
 from bucketline.option_value import parse_values
 from bucketline.train.option_names import ELSEWHERE
-from bucketline.train.run_file import as_run_file, from_files, taken_apart, with_places, words_of_values
+from bucketline.train.run_file import as_run_file, from_files, with_places, words_of_values
 from bucketline.train.spelling import DDP, EXPORTS, repository_of, save_times, shard_ranks
 from bucketline.train.values import (
     ADAMS_BETAS,
@@ -40,6 +40,7 @@ from bucketline.train.values import (
     TimestepRange,
     Timesteps,
 )
+from bucketline.typed_line import read_line
 from bucketline.weight_format import WeightFormat
 
 if TYPE_CHECKING:
@@ -278,6 +279,7 @@ class TrainConfig(
         *("images_every", "resume"),
     )
     ELSEWHERE = ELSEWHERE
+    FROM_FILES = True
 
     store: tuple[Annotated[str | Path, tyro.conf.arg(metavar="STORE")], ...] = field(metadata=RESUME_FREE)
     """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass,
@@ -466,17 +468,14 @@ def parse(arguments: Sequence[str], prog: str, commands: Collection[str] = ()) -
         UsageError: if an option is invalid, or a file is; of a value in a file, the message has the place.
         SystemExit: if the command line cannot be parsed, or contains `--help`.
     """
-    # flags come in pairs (`--verify`, `--no-verify`), so that the command line can override those of a file
     if asked_for_help(arguments) is not None:
         return parse_options(TrainConfig, arguments, prog)
-    refuse_unknown(TrainConfig, arguments)
-    line = taken_apart(TrainConfig, arguments)
-    values = from_files(TrainConfig, line, commands)
+    line = read_line(TrainConfig, arguments)
+    values = from_files(line, commands)
     try:
-        config = parse_options(TrainConfig, line.options, prog, tyro.conf.UseAppendAction, from_file=words_of_values(values))
+        return parse_line(TrainConfig, line, prog, words_of_values(values))
     except UsageError as error:
         raise with_places(error, values) from error
-    return replace(config, files=tuple(line.files))
 
 
 def write_run_file(path: Path, config: TrainConfig, arguments: Sequence[str]) -> None:
@@ -488,8 +487,8 @@ def write_run_file(path: Path, config: TrainConfig, arguments: Sequence[str]) ->
     """
     if path.exists():
         raise UsageError(f"--write is {path}, which exists; choose another path, or remove it")
-    line = taken_apart(TrainConfig, arguments)
-    given = given_fields(TrainConfig, line.options) | from_files(TrainConfig, line).keys()
+    line = read_line(TrainConfig, arguments)
+    given = line.given | from_files(line).keys()
     text = as_run_file(config, f"A training run, in {config.output_dir}.", given)
     write_or_explain(path, text.encode(errors="backslashreplace"))
 

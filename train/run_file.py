@@ -10,7 +10,7 @@ import json
 import re
 import textwrap
 import tomllib
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from bucketline.dtype_names import choice_of
 from bucketline.errors import UsageError
 from bucketline.files.run_marker import CONFIG
-from bucketline.help_screen import ALONE, HELP, given_fields, options_of, sections_of, suggestion
+from bucketline.help_screen import ALONE, options_of, sections_of, suggestion
 from bucketline.option_types import COMMAND_LINE_ONLY
 from bucketline.train.option_names import ELSEWHERE, translated
 from bucketline.typed_json import TypedJsonError, as_toml, decode
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from bucketline.help_screen import Option
+    from bucketline.typed_line import TypedLine
 
 _PRESETS = Path(__file__).parent / "presets"
 _SUFFIX = ".toml"
@@ -44,15 +45,6 @@ class Value:
 
     value: object
     place: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TypedLine:
-    """A command line, taken apart."""
-
-    files: list[str] = field(default_factory=list)  # presets and run files, in order
-    run: str | None = None  # folder of --resume RUN
-    options: list[str] = field(default_factory=list)  # the rest, with a bare --resume
 
 
 def preset_names() -> list[str]:
@@ -83,52 +75,19 @@ def read_run_file(given: str, commands: Collection[str] = ()) -> str:
         raise UsageError(f"the run file {path} cannot be read: {reason}") from error
 
 
-def taken_apart(options: type, arguments: Sequence[str]) -> TypedLine:
-    """Return a command line's files, the run that it resumes, and its options. `--resume` takes a RUN or none.
+def resumed_run(line: TypedLine) -> str | None:
+    """Return the folder of the run that a command line resumes by its name; None if it names none.
 
-    >>> from bucketline.train.config import TrainConfig
-    >>> line = taken_apart(TrainConfig, ["mine.toml", "--resume", "runs/a", "--max-steps", "9"])
-    >>> line.files, line.run, line.options
-    (['mine.toml'], 'runs/a', ['--resume', '--output-dir=runs/a', '--max-steps', '9'])
+    Raises:
+        UsageError: if it names another folder as the output.
     """
-    flags = {word.replace("--no-", "--") for one in options_of(options) if " " not in one.typed for word in one.words}
-    words, files, rest, run = list(arguments), [], [], None
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        name = name.replace("_", "-")
-        if name == "--":
-            files += words
-            break
-        if not word.startswith("-"):
-            files.append(word)
-        elif name == "--resume":
-            if not equals and words and not words[0].startswith("-"):
-                value = words.pop(0)
-            run = value or run
-            rest.append(name)
-            rest += [f"--output-dir={value}"] if value else []
-        elif equals or name.replace("--no-", "--") in flags or name in HELP:
-            rest.append(word)
-        else:
-            rest += [word, *words[:1]]
-            del words[:1]
-    if run is not None:
-        dirs = [_value_of(rest, at) for at, word in enumerate(rest) if _name(word) == "--output-dir"]
-        if other := next((one for one in dirs if one is not None and Path(one) != Path(run)), None):
+    run = next(filter(None, reversed(line.values("resume"))), None)
+    for other in line.values("output_dir"):
+        if run is not None and Path(other) != Path(run):
             raise UsageError(
                 f"--resume is {run} and --output-dir is {other}; a run continues in its folder: leave one of them out"
             )
-    return TypedLine(files=files, run=run, options=rest)
-
-
-def _name(word: str) -> str:
-    return word.partition("=")[0].replace("_", "-")
-
-
-def _value_of(words: Sequence[str], at: int) -> str | None:
-    _, equals, value = words[at].partition("=")
-    return value if equals else next(iter(words[at + 1 : at + 2]), None)
+    return run
 
 
 def values_of_file(options: type, given: str, commands: Collection[str] = ()) -> dict[str, Value]:
@@ -264,17 +223,19 @@ def words_of_values(values: Mapping[str, Value]) -> list[str]:
     return words
 
 
-def from_files(options: type, line: TypedLine, commands: Collection[str] = ()) -> dict[str, Value]:
+def from_files(line: TypedLine, commands: Collection[str] = ()) -> dict[str, Value]:
     """Return what a resumed run and the files of a command line give, without what the command line itself gives.
 
     Raises:
         UsageError: if one cannot be read, or has an option that is unknown or of another type.
     """
-    values = {} if line.run is None else values_of_run(options, line.run)
-    for given in line.files:
-        own = values_of_file(options, given, commands)
+    run = resumed_run(line)
+    values = {} if run is None else values_of_run(line.command, run)
+    for given in line.by_place:
+        own = values_of_file(line.command, given, commands)
         values = _without(values, own) | own
-    return _without(values, given_fields(options, line.options))
+    values |= {} if run is None else {"output_dir": Value(value=run, place=f"--resume {run}")}
+    return _without(values, line.given)
 
 
 def _without(values: Mapping[str, Value], later: Collection[str]) -> dict[str, Value]:

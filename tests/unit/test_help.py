@@ -11,9 +11,9 @@ import pytest
 import tyro
 
 import bucketline
-from bucketline.command_line import parse_options
+from bucketline.command_line import parse_line, parse_options
 from bucketline.errors import UsageError
-from bucketline.help_screen import ONLY_IN_FILE, command_help, options_of, with_known_words
+from bucketline.help_screen import ONLY_IN_FILE, command_help, options_of
 from bucketline.ingest.cli import COMMANDS as INGEST
 from bucketline.loader.cli import COMMANDS as LOADER
 from bucketline.store.cli import COMMANDS as STORE
@@ -22,6 +22,7 @@ from bucketline.train.commands.memory import TrainMemory
 from bucketline.train.commands.presets import TrainPresets
 from bucketline.train.commands.report import TrainReport
 from bucketline.train.config import TrainConfig
+from bucketline.typed_line import read_line
 from tests.commands import BIN, ROOT, call, spawn
 
 COMMANDS: dict[str, list[object]] = {
@@ -228,7 +229,8 @@ def test_what_only_a_file_sets_is_apart_in_the_help_and_refused_on_the_command_l
         shown = command_help("loader more", WithMore, asked)
         assert "  --rows INT " in shown
         assert "Only in a run file:\n  seldom = FLOAT        Few need it. Default: 0.5.\n" in shown
-    assert parse_options(WithMore, ["--rows", "4"], "loader more", from_file=["--seldom", "1"]) == WithMore(rows=4, seldom=1.0)
+    line = read_line(WithMore, ["--rows", "4"])
+    assert parse_line(WithMore, line, "loader more", from_file=["--seldom", "1"]) == WithMore(rows=4, seldom=1.0)
     with pytest.raises(UsageError, match=r"--seldom is set in a run file, not on the command line: seldom, in its \[mine\]"):
         parse_options(WithMore, ["--seldom=1"], "loader more")
 
@@ -257,13 +259,15 @@ def test_the_command_of_all_commands_refuses_what_it_does_not_know() -> None:
 
 @pytest.mark.parametrize("given", ["bf16", "BF16", "bfloat16", "BFloat16"])
 def test_a_dtype_is_taken_in_any_spelling_and_shown_in_one(given: str) -> None:
-    pack = INGEST["pack"]
-    assert with_known_words(pack, ["--dtype", given, f"--encode_dtype={given}", "--", given]) == [
-        *("--dtype", "BF16", "--encode_dtype=BF16", "--", given),  # as stores and manifests have them
+    pack, needed = INGEST["pack"], ["photos", "a.store", "--model=m"]
+    line = read_line(pack, [*needed, "--dtype", given, f"--encode_dtype={given}"])
+    assert line.checked("ingest pack") == [
+        *("--model=m", "--dtype=BF16", "--encode-dtype=BF16", "--", "photos", "a.store"),  # as stores and manifests have them
     ]
-    assert with_known_words(ExportModel, ["RUN", "OUT", "--dtype", given]) == ["RUN", "OUT", "--dtype", "bf16"]
+    assert read_line(pack, ["--", given]).by_place == [given]
+    assert read_line(ExportModel, ["RUN", "OUT", "--dtype", given]).checked("it") == ["--dtype=bf16", "--", "RUN", "OUT"]
     shown = command_help("ingest pack", pack, "all")
     assert "--encode-dtype fp16|bf16|fp32|int8|nf4" in shown
     assert not re.search(r"\b(F16|BF16|F32|I8)\b", shown)
     with pytest.raises(UsageError, match="--encode-dtype is bf61, expected fp16, bf16, fp32, int8, nf4; did you mean 'bf16'"):
-        with_known_words(pack, ["--encode-dtype", "bf61"])
+        read_line(pack, [*needed, "--encode-dtype", "bf61"]).checked("ingest pack")

@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 import pytest
 import tyro
 
-from bucketline.command_line import parse_options
+from bucketline.command_line import parse_line, parse_options
 from bucketline.errors import UsageError
+from bucketline.typed_line import read_line
 
 Colour = StrEnum("Colour", ["RED", "DARK_BLUE"])
 
@@ -57,6 +58,9 @@ class Paint:
         ("villa badly --coats 2", "HOW is 'badly', expected fast or well"),
         ("villa fast hut --coats 2", "paint does not take 'hut', it takes HOUSE and HOW"),
         ("villa --coats 2 -x", "there is no option -x (`--help all` lists them)"),
+        ("villa --coats 2 --dry=yes", "--dry is 'yes', expected no value"),
+        ("villa --coats 2 --no-dry", "there is no option --no-dry; did you mean '--dry'? (`--help all` lists them)"),
+        ("villa --coats 2 --no-coats", "there is no option --no-coats; did you mean '--coats'? (`--help all` lists them)"),
         ("villa --coats 2 --color red", "there is no option --color; did you mean '--colour'? (`--help all` lists them)"),
     ],
 )
@@ -74,6 +78,8 @@ def test_what_is_wrong_is_said_in_a_line(line: str, refusal: str) -> None:
         ("--coats=2 --colour=dark_blue -- -villa", Paint(house=Path("-villa"), coats=2, colour=Colour.DARK_BLUE)),
         ("villa --coats 2 --limit 3 --brushes 1 2", Paint(house=Path("villa"), coats=2, limit=3, brushes=(1, 2))),
         ("villa --coats 1 --coats 2 -n a --note b", Paint(house=Path("villa"), coats=2, note=("a", "b"))),
+        ("villa --coats 2 --note=--dry -n=b", Paint(house=Path("villa"), coats=2, note=("--dry", "b"))),
+        ("--coats 2 --brushes 1 -- villa fast", Paint(house=Path("villa"), how="fast", coats=2, brushes=(1,))),
         ("villa --coats 2 --note -1", Paint(house=Path("villa"), coats=2, note=("-1",))),
     ],
 )
@@ -82,5 +88,5 @@ def test_what_is_right_is_parsed(line: str, expected: Paint) -> None:
 
 
 def test_what_a_file_gives_is_not_missing() -> None:
-    found = parse_options(Paint, ["villa"], "paint", from_file=["--coats=3"])
+    found = parse_line(Paint, read_line(Paint, ["villa"]), "paint", from_file=["--coats=3"])
     assert found == Paint(house=Path("villa"), coats=3)
