@@ -40,6 +40,8 @@ REPEATS = "repeats"
 ONLY_IN_FILE = {"only_in_file": True}
 """Metadata of a field that only a run file sets: few runs need another value than its default."""
 _FEW = 16  # a command with so many options or fewer shows all of them on its first screen
+_ALIKE = 0.75  # of difflib's ratios, from which a name may have been meant: "resolution" and "recaption" have 0.63
+_NO_HYPHENS = re.compile("^--(no-)?")
 _MAX_WIDTH, _INDENT = 100, 24
 _WORDS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
@@ -317,5 +319,6 @@ def suggestion(name: str, known: Sequence[str]) -> str:
     >>> suggestion("sdxl-lorra", ["sd15", "sdxl-lora"])
     "; did you mean 'sdxl-lora'?"
     """
-    found = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    by_name = {_NO_HYPHENS.sub("", one): one for one in known}  # equal beginnings would count as likeness
+    found = difflib.get_close_matches(_NO_HYPHENS.sub("", name.replace("_", "-")), by_name, n=1, cutoff=_ALIKE)
+    return f"; did you mean {by_name[found[0]]!r}?" if found else ""

@@ -10,8 +10,8 @@ import tyro
 
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
+from bucketline.ingest import option_names
 from bucketline.ingest.config import Dtype, EncodeDtype, TextDtype  # noqa: TC001 - tyro reads the annotations at run time
-from bucketline.ingest.former_options import FORMER_OPTIONS_OF_IMPORT
 from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.rules import reject_limit
 from bucketline.store.commands.place import ChangingArguments, StorePlace
@@ -37,7 +37,7 @@ class ImportConfig(ChangingArguments):
     """
 
     SECTION = "import: everything else about the cache and the store"
-    ELSEWHERE = FORMER_OPTIONS_OF_IMPORT
+    ELSEWHERE = option_names.OF_IMPORT
     FIRST = ("model", "vae", "captions", "text", "val_fraction", "dtype", "dry_run", "max_rejects", "replace", "json")
 
     kind: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="KIND")]

@@ -13,8 +13,8 @@ from bucketline.help_screen import options_of
 from bucketline.ingest.commands.pack import Pack
 from bucketline.ingest.commands.peek import PeekSource
 from bucketline.ingest.commands.scan import Scan
-from bucketline.ingest.former_options import FORMER_OPTIONS
 from bucketline.ingest.images.crop import Crop
+from bucketline.ingest.option_names import OF_PACK
 from bucketline.ingest.rules import Phases
 from bucketline.ingest.sources.dataset_file import DatasetFile, is_dataset_file, read_dataset_file
 from bucketline.ingest.sources.folder import list_folder
@@ -128,7 +128,7 @@ def test_what_only_a_file_sets_and_what_was_called_otherwise_is_answered_with_wh
             r"--background is set in a data set file, not on the command line: background, in its \[rules\]",
         ),
         ("--dataset-splits=a", r"dataset_splits, in its \[source\]"),
-        *((option, re.escape(answer)) for option, answer in FORMER_OPTIONS.items()),
+        *((option, re.escape(answer)) for option, answer in OF_PACK.items()),
     ):
         with pytest.raises(UsageError, match=words):
             parse_options(Pack, ["photos", "s", "--model", "m", option], "pack")
