@@ -6,17 +6,13 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from PIL import Image
-
 from bucketline.errors import UsageError
 from bucketline.files.atomic_folder import refuse_existing
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import overlap
-from bucketline.ingest.sheet.decoded import decoding_vae
+from bucketline.ingest.pipeline.model.device import chosen_device, refuse_no_cuda
 from bucketline.store.format.columns import LATENT
 from bucketline.store.read.verified_sample import checked_row
-from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,11 +46,11 @@ def refuse_image(store: Store, png: Path) -> None:
     refuse_existing(png, "file")
 
 
-def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: torch.device) -> Peeked:
+def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: str) -> Peeked:
     """Decode a sample's latent (the mean of stored moments) and write it as an upright RGB image of its bucket's size.
 
     Raises:
-        UsageError: as `refuse_image`.
+        UsageError: as `refuse_image` and `chosen_device`.
         StoreError: if the store has no such sample, or the image cannot be written.
         CorruptError: if the row does not match its checksum.
         ModelError: if the model's VAE is missing or cannot be loaded.
@@ -64,7 +60,15 @@ def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: to
     shard, record = store.sample(sample_id)
     row = checked_row(store, store.shards.index(shard), record)
     column = store.manifest.specs[record.bucket].column(LATENT)
-    vae = decoding_vae(store.encoders.get("vae"), model, device, column.dtype)
+    refuse_no_cuda(device)
+    model.part("vae")
+    import torch  # once what can be refused without it is
+    from PIL import Image
+
+    from bucketline.ingest.sheet.decoded import decoding_vae
+    from bucketline.torch_dtypes import TORCH_DTYPES
+
+    vae = decoding_vae(store.encoders.get("vae"), model, chosen_device(device, 0), column.dtype)
     latent = torch.frombuffer(bytearray(row[LATENT]), dtype=TORCH_DTYPES[column.dtype]).reshape(column.shape)
     pixels = vae.decode(latent[None, : vae.latent_channels])[0]  # the means are the first half of moments
     data = io.BytesIO()

@@ -10,6 +10,7 @@ import tyro
 
 from bucketline.command_line import counted, one_line, print_json, refuse_below
 from bucketline.errors import UsageError
+from bucketline.ingest import option_names
 from bucketline.ingest.config import FILE_TABLES, SourceArguments
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit
 from bucketline.store.commands.place import ReadingArguments, shown, store_place
@@ -29,6 +30,7 @@ class PeekSource(SourceArguments, ReadingArguments):
     """
 
     SECTION = "peek: crops, sizes, the VAE's device"
+    ELSEWHERE = option_names.OF_PEEK
     FIRST = ("model", "samples", "grid", "crop", "device", "json")
 
     place: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="STORE|SOURCE")]
@@ -76,10 +78,9 @@ class PeekSource(SourceArguments, ReadingArguments):
             raise UsageError(f"{self.place} {one_line(sample_id)}: set --model, whose VAE decodes the latent")
         from bucketline.ingest.encoders.model_folder import open_model
         from bucketline.ingest.peek import peek
-        from bucketline.ingest.pipeline.model.device import chosen_device
 
-        model, device = open_model(self.model, self.model_config), chosen_device(self.device, 0)
-        peeked = peek(self.open_store(store_place(self.place)), sample_id, model, self.output, device)
+        store, model = self.open_store(store_place(self.place)), open_model(self.model, self.model_config)
+        peeked = peek(store, sample_id, model, self.output, self.device)
         if self.json:
             print_json(asdict(peeked))
         else:

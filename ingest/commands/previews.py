@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from bucketline.command_line import counted, print_json, refuse_below
+from bucketline.ingest import option_names
 from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 
@@ -21,6 +22,8 @@ class PreviewsCommand(ReadingArguments):
 
     Example: ingest previews photos.store --model stable-diffusion-v1-5 -o previews.html --save-factors factors.json
     """
+
+    ELSEWHERE = option_names.OF_A_STORE
 
     store: tyro.conf.Positional[StorePlace]
     """Folder or URL of the store."""
@@ -42,12 +45,16 @@ class PreviewsCommand(ReadingArguments):
     def run(self) -> int:
         refuse_below(1, samples=self.samples)
         from bucketline.ingest.encoders.model_folder import open_model
-        from bucketline.ingest.pipeline.model.device import chosen_device
-        from bucketline.ingest.sheet.previews import previews
+        from bucketline.ingest.pipeline.model.device import chosen_device, refuse_no_cuda
+
+        store, model = self.open_store(self.store), open_model(self.model, self.model_config)
+        refuse_no_cuda(self.device)
+        model.part("vae")
+        from bucketline.ingest.sheet.previews import previews  # imports torch
 
         found = previews(
-            self.open_store(self.store),
-            open_model(self.model, self.model_config),
+            store,
+            model,
             self.output,
             chosen_device(self.device, 0),
             count=self.samples,

@@ -11,6 +11,7 @@ import tyro
 
 from bucketline.command_line import counted, human_bytes, one_line, print_json
 from bucketline.errors import FingerprintError, SourceError, UsageError
+from bucketline.ingest import option_names
 from bucketline.pack_options import pack_options
 from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 from bucketline.typed_json import first_difference
@@ -40,6 +41,8 @@ class Prompts(ChangingArguments):
     Example: ingest prompts prompts.txt photos.store --model stable-diffusion-v1-5
     """
 
+    ELSEWHERE = option_names.OF_A_STORE
+
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
     """Text file with a prompt a line, or JSON lines."""
     store: tyro.conf.Positional[StorePlace]
@@ -63,8 +66,7 @@ class Prompts(ChangingArguments):
         size = self._size()
         from bucketline.files.atomic_write import write_or_explain
         from bucketline.ingest.encoders.model_folder import open_model
-        from bucketline.ingest.encoders.text.registry import load_caption_encoder
-        from bucketline.ingest.pipeline.model.device import chosen_device
+        from bucketline.ingest.pipeline.model.device import chosen_device, refuse_no_cuda
         from bucketline.store.format.manifest import read_manifest
         from bucketline.store.prompts.prompt_file import encode_prompts
         from bucketline.store.prompts.prompt_lines import most_common_size, read_prompts, refuse_size
@@ -79,14 +81,17 @@ class Prompts(ChangingArguments):
             if self.output is None:
                 objects.refuse_read_only()
             manifest = newest_generation(objects)
-        model, device = open_model(self.model, self.model_config), chosen_device(self.device, 0)
+        model = open_model(self.model, self.model_config)
         checked_name(self.name)
         if not isinstance(text := manifest.encoders.get("text_encoder"), dict) or not text:
             raise UsageError(f"{self._where} has no text embeddings, so no model that is trained on it takes a prompt")
         lines = list(read_prompts(self.file, size or most_common_size(manifest, self._where)))
         for number, prompt in lines:
             refuse_size(manifest, f"{self.file}, line {number}", prompt)
-        encoder = load_caption_encoder(model, device, _settings(manifest, text))
+        refuse_no_cuda(self.device)
+        from bucketline.ingest.encoders.text.registry import load_caption_encoder  # imports torch
+
+        encoder = load_caption_encoder(model, chosen_device(self.device, 0), _settings(manifest, text))
         self._refuse_other_model(manifest, encoder, model.name)
         captions, cut = _encoded(encoder, manifest, self.file, lines)
         data = encode_prompts(manifest, [prompt for _, prompt in lines], captions)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.allocator import free_memory
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.other_options import refuse_other_options
+from bucketline.ingest.pipeline.model.device import chosen_device, refuse_no_cuda
 from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
 from bucketline.ingest.pipeline.model.phases import PhasePlan, may_be_two, plan_phases
 from bucketline.store.format.manifest import refuse_difference
@@ -34,9 +35,10 @@ class Encoders:
         """Find the model; nothing is loaded yet. `processes` share this machine.
 
         Raises:
-            ModelError, UsageError: as `open_model`.
+            ModelError, UsageError: as `open_model` and `refuse_no_cuda`.
         """
         self.model = open_model(config.model, config.model_config)
+        refuse_no_cuda(config.device)
         self._config, self._local_rank, self._processes = config, local_rank, processes
         self._parts: dict[str, Any] = {}  # that are loaded
         self._known: dict[str, Mapping[str, Json]] = {}  # provenance of what was loaded, even if it is freed
@@ -108,8 +110,6 @@ class Encoders:
         refuse_difference({"text": encode(manifest.text.without_error)}, {"text": encode(contents.text.without_error)})
 
     def _device(self) -> torch.device:
-        from bucketline.ingest.pipeline.model.device import chosen_device
-
         device = chosen_device(self._config.device, self._local_rank)
         self.on_shared_cores = device.type == "cpu"
         return device
