@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 DIFFUSERS = ("diffusion_pytorch_model",)
 TRANSFORMERS = ("model", "pytorch_model")
+# adapters, as diffusers and peft load them
+LORA_FILE, PEFT_FILE = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
 _PREFERRED = ("fp32", "fp16", "bf16")  # most precise first, for several variants without plain weights
 _PARTS = r"(-\d{5}-of-\d{5})"
 _SUFFIX = r"\.(?:safetensors|bin)"

@@ -22,15 +22,16 @@ from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.manifest import MANIFEST, generations
 from bucketline.train.config import IN_PROCESS
 from bucketline.train.parallel import TrainRanks, expect_equal, fail_together, from_rank_zero
-from bucketline.train.refusals import refuse_stores
+from bucketline.train.refusals import refuse_other_batch, refuse_stores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bucketline.loader.mixture import StoreArgument
     from bucketline.store.remote.urls import RemoteOptions
+    from bucketline.train.checkpoint import Start
     from bucketline.train.config import TrainConfig
-    from bucketline.train.outputs.checkpoint import Start
+    from bucketline.train.metrics_file import WindowState
 
 FOLLOW_EVERY_S = 2.0
 _SAY_EVERY_S = 60.0
@@ -152,6 +153,22 @@ def open_loader(
     service = config.service_address()
     asked = config.for_loader(epochs=None, text=TextForm.STORED, row_weights=store_weights(config))
     return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service, like=like)
+
+
+def continue_at(start: Start, loader: Loader, config: TrainConfig, ranks: TrainRanks) -> WindowState | None:
+    """Continue a loader where a resumed run has stopped, and return the window of steps that is open there.
+
+    Raises:
+        UsageError, StateError: if the loader has another order than the run; the message names what differs.
+    """
+    if start.state is None:
+        return None
+    if start.takes_new_plan:
+        loader.start_anew(start.state.loader)  # at the same step, so that no random draw is repeated
+        return None
+    refuse_other_batch(config, start.state, ranks.world_size, loader.rows.buckets())
+    loader.load_state_dict(start.state.loader)
+    return start.state.window  # its buckets are those of this plan
 
 
 def open_val_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:

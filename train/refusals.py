@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
+import sys
+import time
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.command_line import counted
-from bucketline.errors import ModelError, StateError, UsageError
+from bucketline.command_line import counted, printable
+from bucketline.errors import DeliveryError, ModelError, StateError, StoreError, UsageError
 from bucketline.files.paths import Overlap, overlap
 from bucketline.files.redact import redacted
 from bucketline.files.run_marker import CHECKPOINTS, is_run
+from bucketline.loader.commands.batch_options import batch_sizes
+from bucketline.loader.commands.stats import stats_of
+from bucketline.loader.config import LoaderConfig
 from bucketline.loader.mixture import open_shares, parse_stores
-from bucketline.loader.recorded_run import read_run
 from bucketline.model_file import single_file
-from bucketline.store import Store
+from bucketline.option_types import OnResume, options_on_resume
+from bucketline.store import Bucket, Store
 from bucketline.store.format.columns import FLIPPED
 from bucketline.store.format.manifest import MANIFEST
+from bucketline.train.checkpoint import checkpoint_folders, damage, last_whole, read_state
 from bucketline.train.optim import refuse_combinations
+from bucketline.train.run_file import config_as_json
+from bucketline.weight_files import LORA_FILE, PEFT_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from bucketline.loader import WeightedStore
+    from bucketline.train.checkpoint import RunState
     from bucketline.train.config import TrainConfig
 
 IDS_OF_A_BUCKET = 4
+SERVICE_STARTS_S = 10  # a `loader serve` in the background, until it listens
 DENOISER_FOLDERS = ("unet", "transformer")  # folders of a model
 STORED_CAPTIONS = "captions"  # instead of prompts, in --image-prompts
 BESIDE_A_RUN = (".log", ".out", ".err", ".tmp")
@@ -45,7 +56,8 @@ def refuse_early(config: TrainConfig, world_size: int) -> None:
     if config.resume:
         refuse_taken(config)
         if world_size == 1:  # several ranks refuse it together: one that ended by itself would leave the others waiting
-            _refuse_other_batch(config)
+            _refuse_resume(config)
+            _refuse_no_service(config)
         return  # its stores are at the generations of its checkpoint, which has passed all this
     paths = [one.path for one in parse_stores(config.store)]
     local = [path for path in paths if isinstance(path, Path)]
@@ -62,6 +74,8 @@ def refuse_early(config: TrainConfig, world_size: int) -> None:
         refuse_stores(shares)
         _refuse_flip(config, shares)
         refuse_unknown_sets(config.image_prompts, shares)
+    if world_size == 1:
+        _refuse_no_service(config)
 
 
 def refuse_taken(config: TrainConfig) -> None:
@@ -77,24 +91,115 @@ def refuse_taken(config: TrainConfig) -> None:
         raise UsageError(f"there is no run in {output}; give the --output-dir of one, or leave out --resume to begin one there")
 
 
-def _refuse_other_batch(config: TrainConfig) -> None:
-    """Check the rows of a step against those of the run that is resumed, if both are given as rows."""
-    if config.new_plan:
-        return
-    try:
-        state = read_run(config.output_dir).state
-    except StateError:
-        return  # of an older checkpoint, if the newest is damaged; what is wrong is said when it is read
-    before, now = state.batch.get("batch_size"), config.sizes().get("batch_size")
-    if not isinstance(before, int) or now is None:
-        return
-    steps = (before, state.accumulation, state.world_size), (now, config.accumulation, 1)
-    if math.prod(steps[0]) != math.prod(steps[1]):
-        was, given = (f"--batch {rows} --accumulation {times} on {counted(ranks, 'rank')}" for rows, times, ranks in steps)
+def _refuse_resume(config: TrainConfig) -> None:
+    """Check a resume by the newest checkpoint that seems complete.
+
+    Raises:
+        UsageError: if an option is another than its own, and may not be.
+        TrainError, StateError: if there is no checkpoint, or it cannot be resumed.
+    """
+    for folder in checkpoint_folders(config.output_dir).values():
+        if damage(folder, reads=False) is None:
+            try:
+                state = read_state(folder)
+                refuse_changes(config, state, folder)
+                refuse_other_batch(config, state, 1, _local_buckets(config, state))
+            except (StateError, UsageError):
+                if damage(folder) is None:  # else the run takes the one before it
+                    raise
+            else:
+                return
+    last_whole(config.output_dir)  # which says that there is none
+
+
+def refuse_changes(config: TrainConfig, state: RunState, folder: Path) -> None:
+    """Compare a resumed run's options with those of its checkpoint `folder`. A new plan may have another seed, or flips.
+
+    Raises:
+        UsageError: if the checkpoint is past `--max-steps`, or has another value of an option that may not change; the message
+            names both values.
+    """
+    if config.max_steps is not None and state.steps_done > config.max_steps:
         raise UsageError(
-            f"{given} is {math.prod(steps[1])} rows a step, and {config.output_dir} was trained with {was}, "
-            f"{math.prod(steps[0])} rows a step; give the same number, or continue with --new-plan"
+            f"--max-steps is {config.max_steps}, and {folder} is already at step {state.steps_done}; use that many or more"
         )
+    present = config_as_json(config)
+    defaults = {one.name: one.default for one in fields(config)}
+    for name in options_on_resume(type(config), OnResume.FIXED):
+        before = state.config.get(name, defaults[name])
+        is_open = name == "optimizer" and config.optimizer is None  # the checkpoint's is taken
+        if is_open or before == present[name] or (config.new_plan and name in LoaderConfig.__dataclass_fields__):
+            continue
+        option = "--" + name.replace("_", "-")
+        remedy = (
+            f"use {option} {before}".removesuffix(" True")
+            if before is not None and before is not False
+            else f"leave out {option}"
+        )
+        begun = _begun_from(folder) if name == "optimizer" else ""
+        raise UsageError(
+            f"{option} is {present[name]}, and {folder} was trained with {before}; {remedy}, "
+            f"or start a new run{begun} in another --output-dir"
+        )
+
+
+def _begun_from(folder: Path) -> str:
+    """Return the option that starts a run from a checkpoint's weights, averaged if it has an average."""
+    files = [folder / f"lora{average}" / name for average in ("_ema", "") for name in (LORA_FILE, PEFT_FILE)]
+    adapters = [file for file in files if file.exists()]
+    return f" from its weights, with {f'--lora-from {adapters[0]}' if adapters else f'--model {folder}'},"
+
+
+def refuse_other_batch(config: TrainConfig, state: RunState, world_size: int, buckets: Iterable[Bucket]) -> None:
+    """Compare the rows of a step in each bucket with those of the run that is resumed, unless it takes a new plan.
+
+    Raises:
+        UsageError: if one differs; the message names both sizes.
+    """
+    before = str(state.config["batch"]), int(str(state.config["accumulation"])), state.world_size
+    now = str(config.batch), config.accumulation, world_size
+    if config.new_plan or before == now:
+        return
+    sizes = [LoaderConfig(**batch_sizes(batch)) for batch, *_ in (before, now)]  # type: ignore[arg-type]
+    for bucket in buckets if any(size.batch_size is None for size in sizes) else [None]:
+        rows = [
+            (size.rows_of(bucket) if bucket else size.batch_size or 0) * times * ranks
+            for size, (_, times, ranks) in zip(sizes, (before, now), strict=True)
+        ]
+        if rows[0] != rows[1]:
+            was, given = (
+                f"--batch {batch} --accumulation {times} on {counted(ranks, 'rank')}" for batch, times, ranks in (before, now)
+            )
+            where = f" of {bucket.name}" if bucket else ""
+            raise UsageError(
+                f"{given} is {rows[1]} rows a step{where}, and {config.output_dir} was trained with {was}, {rows[0]} rows a "
+                "step; give the same number, or continue with --new-plan"
+            )
+
+
+def _local_buckets(config: TrainConfig, state: RunState) -> Iterator[Bucket]:
+    """Yield the buckets of a resumed run, of its stores on a disk; what is wrong with a store is said when it is read."""
+    for given, recorded in zip(parse_stores(config.store), state.stores, strict=False):
+        if isinstance(given.path, Path):
+            with contextlib.suppress(StoreError):
+                yield from Store.open(given.path, recorded.generation).buckets("train")
+
+
+def _refuse_no_service(config: TrainConfig) -> None:
+    """Check that a service of this machine can be reached; one that was started just before has a moment to begin."""
+    address, ends = config.service_address(), 0.0
+    while address is not None and address.path is not None:
+        try:
+            stats_of(address)
+            break
+        except DeliveryError:
+            if not ends:
+                ends = time.monotonic() + SERVICE_STARTS_S
+                where = printable(str(address.path))
+                print(f"waiting {SERVICE_STARTS_S} s for a service at {where}", file=sys.stderr, flush=True)
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.1)
 
 
 def refuse_no_model(folder: Path) -> None:

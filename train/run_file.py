@@ -22,13 +22,15 @@ from bucketline.errors import UsageError
 from bucketline.files.run_marker import CONFIG
 from bucketline.help_screen import ALONE, options_of, sections_of, suggestion
 from bucketline.option_types import COMMAND_LINE_ONLY
+from bucketline.option_value import OptionValue
 from bucketline.train.option_names import ELSEWHERE, translated
-from bucketline.typed_json import TypedJsonError, as_toml, decode
+from bucketline.typed_json import TypedJsonError, as_toml, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from bucketline.help_screen import Option
+    from bucketline.typed_json import Json
     from bucketline.typed_line import TypedLine
 
 _PRESETS = Path(__file__).parent / "presets"
@@ -249,6 +251,15 @@ def with_places(error: UsageError, values: Mapping[str, Value]) -> UsageError:
     named = [name for word in re.findall(r"--([a-z][a-z-]*)", str(error)) if (name := word.replace("-", "_")) in values]
     places = [f"--{name.replace('_', '-')} is set in {values[name].place}" for name in dict.fromkeys(named)]
     return UsageError(f"{error} ({'; '.join(places)})") if places else error
+
+
+def config_as_json(config: Any) -> dict[str, Json]:  # noqa: ANN401 - a TrainConfig, whose file imports this one
+    """Return the configuration as JSON values, as `config.json` and checkpoints record it."""
+    from bucketline.loader.mixture import redacted_store  # imports numpy, which a refused option does not wait for
+
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    values["store"] = [redacted_store(str(path)) for path in config.store]
+    return {name: str(value) if isinstance(value, Path | OptionValue) else encode(value) for name, value in values.items()}
 
 
 def as_run_file(config: object, title: str, given: Collection[str] = (), derived: Mapping[str, str] | None = None) -> str:

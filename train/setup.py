@@ -39,10 +39,9 @@ from bucketline.train.models.load import checked, facts_of, load, locate, weight
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise import LatentScale, NoisingOptions, Prep, load_schedule
 from bucketline.train.optim import average_of, expect_possible, kind_of, make_optimizer
-from bucketline.train.outputs import checkpoint
+from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.metrics import Scale
 from bucketline.train.outputs.progress import TRACKED, expect_trackers
-from bucketline.train.outputs.run_dir import config_as_json
 from bucketline.train.outputs.weights import Adapters, weights_of
 from bucketline.train.parallel import (
     DISK_TIME,
@@ -52,7 +51,7 @@ from bucketline.train.parallel import (
     from_rank_zero,
 )
 from bucketline.train.recompute import recompute
-from bucketline.train.run_file import preset_names
+from bucketline.train.run_file import config_as_json, preset_names
 from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place_model, shard_ranks_of
 from bucketline.train.step import Training
 from bucketline.train.values import Course, Ema, EmaPlace, LrSchedule, Weighting
@@ -66,8 +65,8 @@ if TYPE_CHECKING:
     from bucketline.families.family import Family
     from bucketline.loader import Loader
     from bucketline.store import Store
+    from bucketline.train.checkpoint import Start
     from bucketline.train.noise import ModelSchedule
-    from bucketline.train.outputs.checkpoint import Start
     from bucketline.train.outputs.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -207,7 +206,7 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
     average = place_model(model, config, ranks, device, weights, start.checkpoint, average_of_model)
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
-        checkpoint.load_saved_optimizer(start.checkpoint, optimizer, kind_of(config).state)
+        saved_tensors.load_saved_optimizer(start.checkpoint, optimizer, kind_of(config).state)
     training = Training(
         config=config,
         family=family,
@@ -266,7 +265,7 @@ def _layers_in(resumed: Path, family: Family) -> list[str]:
     """Return the layers with adapters in a checkpoint: an older version may have had others by default."""
     weights = weights_of(family, adapters=True)
     assert isinstance(weights, Adapters)
-    with checkpoint.of_this_model(resumed):
+    with saved_tensors.of_this_model(resumed):
         return weights.layers(resumed)
 
 

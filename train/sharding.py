@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
 from bucketline.train.config import Base
-from bucketline.train.outputs import checkpoint
+from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import fail_together, from_rank_zero, placed, separate_blocks
 from bucketline.train.spelling import DDP, shard_ranks
@@ -140,7 +140,7 @@ def place_model(
     if folder is not None:
         with fail_together():
             if alone or ranks.is_main:
-                checkpoint.load_weights(folder, weights, model)
+                saved_tensors.load_weights(folder, weights, model)
     if alone:
         model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     else:
@@ -164,9 +164,9 @@ def place_model(
     with fail_together():
         if alone:
             with average.applied():
-                checkpoint.load_weights(folder, weights, model, averaged=True)
+                saved_tensors.load_weights(folder, weights, model, averaged=True)
             return average
-        with checkpoint.of_this_model(folder):
+        with saved_tensors.of_this_model(folder):
             averages = weights.read(averaged) if ranks.is_main else {}
     with average.applied():
         fill_from_rank_zero(weights.tensors(model), averages)

@@ -17,16 +17,19 @@ from bucketline.command_line import counted
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER, LOSS_CURVE
 from bucketline.loader.history import StoreId
-from bucketline.train import data
+from bucketline.train import checkpoint, data
+from bucketline.train.checkpoint import Start, folder_of_step
 from bucketline.train.compile import mark
 from bucketline.train.memory_choice import decided, memory_to_fit
-from bucketline.train.outputs import checkpoint, run_dir
-from bucketline.train.outputs.checkpoint import Start, expect_finite_weights, folder_of_step
-from bucketline.train.outputs.metrics import WindowRecorder, cut_back
+from bucketline.train.metrics_file import cut_back
+from bucketline.train.outputs import run_dir
+from bucketline.train.outputs.metrics import WindowRecorder
 from bucketline.train.outputs.progress import ProgressLine, RunLog
+from bucketline.train.outputs.saved_tensors import expect_finite_weights
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.refusals import refuse_stores
+from bucketline.train.run_file import config_as_json
 from bucketline.train.setup import (
     build,
     count_work,
@@ -149,12 +152,7 @@ class Trainer:
         self._progress = progress or ProgressLine(max_steps=config.max_steps, talks=False)
         self.loader = data.open_loader(config, ranks, data.open_stores(config, ranks, start), self._device)
         expect_equal("the plan's digest", self.loader.plan.digest)
-        window = None
-        if start.state is not None and start.takes_new_plan:
-            self.loader.start_anew(start.state.loader)  # at the same step, so that no random draw is repeated
-        elif start.state is not None:
-            self.loader.load_state_dict(start.state.loader)
-            window = start.state.window  # its buckets are those of this plan
+        window = data.continue_at(start, self.loader, config, ranks)
         epochs, self.config = config.epochs, with_length(config, start, self.loader)
         config, self._num_steps = self.config, self.config.num_steps
         if epochs is not None:
@@ -315,7 +313,7 @@ class Trainer:
             plan_digest=self.loader.plan.digest,
             loader={name: encode(value) for name, value in self.loader.state_dict().items()},
             window=window,
-            config=run_dir.config_as_json(self.config),
+            config=config_as_json(self.config),
         )
         cards = {output: self._card(of_export=output is Output.EXPORT) for output in self._to_save}
         self.saver.save(cards, state)

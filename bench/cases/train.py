@@ -46,7 +46,7 @@ def _asked(folder: Path, model: str, rows: int, /, **more: Any) -> TrainConfig: 
 
 def _trainer(asked: TrainConfig, *progress: Any, is_kept: bool = False) -> Trainer:  # noqa: ANN401 - a progress line
     """Return the trainer of a run on one rank; `is_kept`: it takes its output folder."""
-    from bucketline.train.outputs.checkpoint import Start
+    from bucketline.train.checkpoint import Start
     from bucketline.train.outputs.run_dir import find_start, make, take
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.setup import start_processes

@@ -20,7 +20,7 @@ from bucketline.ingest.importers.changes import read_entry
 from bucketline.ingest.importers.config import ImportConfig
 from bucketline.ingest.importers.registry import IMPORTERS
 from bucketline.train.config import TrainConfig
-from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.metrics_file import read_metrics
 from bucketline.train.trainer import train
 from tests.commands import call
 from tests.kit import tree

@@ -21,9 +21,9 @@ from safetensors.numpy import load_file
 from bucketline.errors import StateError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
-from bucketline.train import trainer
+from bucketline.train import checkpoint, trainer
 from bucketline.train.main import main as train_main
-from bucketline.train.outputs import checkpoint
+from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.weights import weights_of
 from bucketline.train.step import train_step
 from tests.commands import ROOT, call
@@ -286,11 +286,11 @@ def test_a_run_resumes_to_the_last_bit(
         if step == saved_at:
             weights = weights_of(training.family, adapters=training.config.lora_rank is not None)
             today = tensors_of(weights, training)
-            checkpoint.load_weights(old, weights, training.model)
+            saved_tensors.load_weights(old, weights, training.model)
             if training.average.is_kept:
                 with training.average.applied():
-                    checkpoint.load_weights(old, weights, training.model, averaged=True)
-            checkpoint.load_saved_optimizer(old, training.optimizer)
+                    saved_tensors.load_weights(old, weights, training.model, averaged=True)
+            saved_tensors.load_saved_optimizer(old, training.optimizer)
             compared.append(compare(today, tensors_of(weights, training)))
         return train_step(training, batches, step)
 

@@ -28,6 +28,6 @@ def test_every_wrong_command_line_is_refused_at_once_leaves_nothing_and_has_the_
     assert not [(one.wrong.line, one.code) for one in every if one.code not in (1, 2)]
     assert not [(one.wrong.line, one.left) for one in every if one.left]
     assert not [(one.wrong.line, one.message) for one in every if "Traceback" in one.message]
-    assert not [(one.wrong.line, one.cpu_s) for one in every if one.cpu_s > MOST_CPU_S and not one.wrong.needs_torch]
+    assert not [(one.wrong.line, one.cpu_s) for one in every if one.cpu_s > MOST_CPU_S]
     found, expected = without_seconds(lines_page(every)), without_seconds(COMMANDS_PAGE.read_text(encoding="utf-8"))
     assert found == expected, "run `python -m tests.mistakes --write`"

@@ -19,8 +19,8 @@ from PIL import Image
 
 from bucketline.store import Store
 from bucketline.train.config import Base, Precision, WeightDtype
+from bucketline.train.metrics_file import read_metrics
 from bucketline.train.optim import OPTIMIZERS
-from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
 from bucketline.train.values import Ema, EmaPlace
 from tests.commands import ROOT
@@ -280,7 +280,9 @@ def test_a_world_size_that_does_not_divide_the_global_batch_is_refused_naming_bo
 ) -> None:
     asked = config(folder, batch="3", accumulation=1, max_steps=2)
     run(1, asked)
-    ranks.run(2, as_arguments(replace(asked, batch="1", max_steps=4, resume=True))).fails("global_batch was 3", "is 2 now")
+    ranks.run(2, as_arguments(replace(asked, batch="1", max_steps=4, resume=True))).fails(
+        "--batch 1 --accumulation 1 on 2 ranks is 2 rows a step", "with --batch 3 --accumulation 1 on 1 rank, 3 rows", code=2
+    )
     assert status(asked) == {"state": "done", "step": 2, "reason": None}, "a refused resume leaves the record of the run"
 
 

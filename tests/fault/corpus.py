@@ -22,7 +22,7 @@ from bucketline.loader.history import StoreId
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.format.sample_record import encode_record
 from bucketline.store.format.text_block import TEXT_GROUP
-from bucketline.train.outputs.checkpoint import VERSION, RunState
+from bucketline.train.checkpoint import VERSION, RunState
 from bucketline.typed_json import encode
 from tests.fault.fuzz import IMPORT, IMPORTS
 from tests.fault.small_caches import write_cache

@@ -29,7 +29,7 @@ INSTRUMENTED = [
     "bucketline.store",
     "bucketline.ingest.sources",
     "bucketline.ingest.importers",
-    "bucketline.train.outputs.checkpoint",
+    "bucketline.train.checkpoint",
     "tarfile",
     "json.decoder",
 ]

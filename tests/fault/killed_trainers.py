@@ -62,7 +62,7 @@ def train_in(folder: Path, output: Path, *, resume: bool) -> list[list[str]]:
 
 def has_checkpoint(output: Path) -> bool:
     """Return whether there is something to resume."""
-    from bucketline.train.outputs.checkpoint import last_whole
+    from bucketline.train.checkpoint import last_whole
 
     try:
         last_whole(output)
@@ -103,7 +103,7 @@ def _is_over(process: Apart) -> bool:
 
 def _is_saving(output: Path) -> bool:
     from bucketline.files.run_marker import CHECKPOINTS
-    from bucketline.train.outputs.checkpoint import CHECKPOINT_NAME
+    from bucketline.train.checkpoint import CHECKPOINT_NAME
 
     return any(not CHECKPOINT_NAME.fullmatch(path.name) for path in (output / CHECKPOINTS).glob("*"))
 

@@ -26,7 +26,7 @@ from bucketline.store.format.text_block import read_text_block
 from bucketline.store.shard.reader import INDEX_FORMAT
 from bucketline.store.shard.row_locator import DROPPED_FORMAT, EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PAGE_BYTES, PAGE_CHECKSUM, PagedFile
-from bucketline.train.outputs.checkpoint import RunState, damage, read_state
+from bucketline.train.checkpoint import RunState, damage, read_state
 from bucketline.typed_json import decode
 from tests.fault.fuzz import IMPORT
 from tests.fault.small_caches import read_cache

@@ -94,7 +94,7 @@ def checkpoints(ground: Ground) -> Record:
 
 def flips(ground: Ground, count: int) -> Record:
     """One bit of a checkpoint's files flipped: it is torn, by name; of what lists the digests, or as sound as before."""
-    from bucketline.train.outputs.checkpoint import DIGESTS, damage
+    from bucketline.train.checkpoint import DIGESTS, damage
 
     record = Record(fault="a bit flipped in a checkpoint", kind=Kind.FLIP)
     newest = max((ground.folder / "trained" / "checkpoints").iterdir())

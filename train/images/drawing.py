@@ -20,13 +20,13 @@ from bucketline.files.run_marker import IMAGES_FOLDER
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import captions_of
 from bucketline.loader.mixture import once_each
+from bucketline.train.checkpoint import folder_of_step, way_on
 from bucketline.train.images.image_files import PER_ROW, DrawnSample, write_images
 from bucketline.train.images.pipeline import draw_latents, guidance_of
 from bucketline.train.images.prompts import DrawingBatch, prompt_batches
 from bucketline.train.models.encoder_check import UNREADABLE, VAE_FOLDER, read_vae
 from bucketline.train.models.load import locate
 from bucketline.train.noise import sample_noise
-from bucketline.train.outputs.checkpoint import folder_of_step, way_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

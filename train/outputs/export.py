@@ -28,11 +28,12 @@ from bucketline.files.disk_space import failed_write
 from bucketline.files.run_marker import CHECKPOINTS
 from bucketline.model_file import PICKLED, SUFFIX, converter, file_tensors, single_file
 from bucketline.torch_dtypes import TORCH_DTYPES
+from bucketline.train import checkpoint
 from bucketline.train.config import Objective
 from bucketline.train.models.load import config_of, family_of, locate, read_model
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.noise import load_schedule
-from bucketline.train.outputs import checkpoint
+from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.lora_file import read_tensors
 from bucketline.train.outputs.model_card import pipeline_card
 from bucketline.train.outputs.pipeline_folder import fused, other_parts, write_parts
@@ -56,7 +57,7 @@ def write_export(folder: Path, weights: Weights, config: str, tensors: dict[str,
     Raises:
         TrainError: if it cannot be written.
     """
-    with checkpoint.written_aside(folder, card) as aside:
+    with saved_tensors.written_aside(folder, card) as aside:
         weights.write(aside / weights_folder(weights.folder), config, _in_dtype(tensors, dtype))
 
 

@@ -12,10 +12,11 @@ from huggingface_hub import ModelCard, ModelCardData
 from bucketline.dtype_names import choice_of
 from bucketline.loader.history import StoreId
 from bucketline.torch_dtypes import TORCH_DTYPES
-from bucketline.train.outputs.checkpoint import CARD, folder_of_step
-from bucketline.train.outputs.run_dir import config_as_json, versions
+from bucketline.train.checkpoint import CARD, folder_of_step
+from bucketline.train.outputs.run_dir import versions
 from bucketline.train.outputs.weights import Adapters, average_folder, weights_folder
 from bucketline.train.parallel import plain_class
+from bucketline.train.run_file import config_as_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

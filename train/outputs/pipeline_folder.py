@@ -24,8 +24,8 @@ from bucketline.model_file import INDEX
 from bucketline.train.noise import FLOW_CLASS
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.outputs.lora_file import LORA_METADATA, PEFT_PREFIX, PREFIX, read_tensors
-from bucketline.train.outputs.weights import LORA_FILE, PEFT_CONFIG, PEFT_FILE
-from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, safetensors_of, variant_of
+from bucketline.train.outputs.weights import PEFT_CONFIG
+from bucketline.weight_files import DIFFUSERS, LORA_FILE, PEFT_FILE, TRANSFORMERS, safetensors_of, variant_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,8 +18,9 @@ from bucketline.errors import UsageError
 from bucketline.files.run_marker import LOSS_CURVE, METRICS
 from bucketline.progress import stderr_console
 from bucketline.train.compile import graphs_compiled, peak_memory_bytes
-from bucketline.train.outputs.metrics import read_metrics
-from bucketline.train.outputs.run_dir import RunStatus, config_as_json, write_status
+from bucketline.train.metrics_file import read_metrics
+from bucketline.train.outputs.run_dir import RunStatus, write_status
+from bucketline.train.run_file import config_as_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -20,17 +20,15 @@ from bucketline.errors import BucketlineError, LockedError, NoLocksError, TrainE
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.locks import FileLock
 from bucketline.files.run_marker import CONFIG, METRICS, RUN_FILE, STATUS
-from bucketline.loader.config import LoaderConfig
 from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import redacted_store
-from bucketline.option_types import OnResume, options_on_resume
-from bucketline.option_value import OptionValue
-from bucketline.train.outputs import checkpoint, metrics
-from bucketline.train.outputs.checkpoint import Start
-from bucketline.train.outputs.weights import LORA_FILE, PEFT_FILE
+from bucketline.train import checkpoint
+from bucketline.train.checkpoint import Start
+from bucketline.train.metrics_file import has_steps
+from bucketline.train.outputs.metrics import NotFiniteError
 from bucketline.train.parallel import OtherRankFailedError
-from bucketline.train.refusals import refuse_place, refuse_taken
-from bucketline.train.run_file import as_run_file
+from bucketline.train.refusals import refuse_changes, refuse_place, refuse_taken
+from bucketline.train.run_file import as_run_file, config_as_json
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
     from bucketline.loader import WeightedStore
     from bucketline.train.config import TrainConfig
-    from bucketline.train.outputs.checkpoint import RunState
     from bucketline.train.parallel import TrainRanks
     from bucketline.typed_json import Json
 
@@ -61,52 +58,15 @@ def find_start(config: TrainConfig) -> Start:
     if not config.resume:
         refuse_place(config)
         refuse_taken(config)
-        if metrics.has_steps(output):
+        if has_steps(output):
             on = "it ended before its first checkpoint: remove the folder"
             raise UsageError(f"{output} already has a run; {on}, or choose another --output-dir")
         return Start(checkpoint=None, state=None)
     refuse_taken(config)
     folder = checkpoint.last_whole(output)
     state = checkpoint.read_state(folder)
-    if config.max_steps is not None and state.steps_done > config.max_steps:
-        raise UsageError(
-            f"--max-steps is {config.max_steps}, and {folder} is already at step {state.steps_done}; use that many or more"
-        )
     refuse_changes(config, state, folder)
     return Start(checkpoint=folder, state=state, takes_new_plan=config.new_plan)
-
-
-def refuse_changes(config: TrainConfig, state: RunState, folder: Path) -> None:
-    """Compare the options that a resume may not change, before a model is loaded. A new plan may have another seed, or flips.
-
-    Raises:
-        UsageError: if one differs from the state's, which the checkpoint `folder` has; the message names both values.
-    """
-    present = config_as_json(config)
-    defaults = {one.name: one.default for one in fields(config)}
-    for name in options_on_resume(type(config), OnResume.FIXED):
-        before = state.config.get(name, defaults[name])
-        is_open = name == "optimizer" and config.optimizer is None  # the checkpoint's is taken
-        if is_open or before == present[name] or (config.new_plan and name in LoaderConfig.__dataclass_fields__):
-            continue
-        option = "--" + name.replace("_", "-")
-        remedy = (
-            f"use {option} {before}".removesuffix(" True")
-            if before is not None and before is not False
-            else f"leave out {option}"
-        )
-        begun = _begun_from(folder) if name == "optimizer" else ""
-        raise UsageError(
-            f"{option} is {present[name]}, and {folder} was trained with {before}; {remedy}, "
-            f"or start a new run{begun} in another --output-dir"
-        )
-
-
-def _begun_from(folder: Path) -> str:
-    """Return the option that starts a run from a checkpoint's weights, averaged if it has an average."""
-    files = [folder / f"lora{average}" / name for average in ("_ema", "") for name in (LORA_FILE, PEFT_FILE)]
-    adapters = [file for file in files if file.exists()]
-    return f" from its weights, with {f'--lora-from {adapters[0]}' if adapters else f'--model {folder}'},"
 
 
 def take(config: TrainConfig, start: Start) -> bytes:
@@ -222,13 +182,6 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
 
 
-def config_as_json(config: TrainConfig) -> dict[str, Json]:
-    """Return the configuration as JSON values."""
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    values["store"] = [redacted_store(str(path)) for path in config.store]
-    return {name: str(value) if isinstance(value, Path | OptionValue) else encode(value) for name, value in values.items()}
-
-
 @cache
 def _commit() -> str | None:
     """Return the git commit of this code; None outside a checkout."""
@@ -302,7 +255,7 @@ def failures_recorded(
         if isinstance(error, OSError):
             reason = f"{error.filename or output} cannot be read or written: {error.strerror or error}"
             explained = f"{reason}; {checkpoint.way_on(output, first='fix that, then ')}"
-        elif isinstance(error, metrics.NotFiniteError):
+        elif isinstance(error, NotFiniteError):
             reason = explained = f"{error}; {checkpoint.way_on(output)}, with a lower --learning-rate"
         elif is_lost_peer:
             reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from bucketline.command_line import counted
 from bucketline.files import run_marker
 from bucketline.files.run_marker import METRICS
+from bucketline.train import checkpoint
 from bucketline.train.host_copy import HostMemory
-from bucketline.train.outputs import checkpoint
-from bucketline.train.outputs.checkpoint import Copies
+from bucketline.train.outputs import saved_tensors
+from bucketline.train.outputs.saved_tensors import Copies
 from bucketline.train.parallel import from_rank_zero
 from bucketline.train.spelling import repository_of, save_times
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from bucketline.train.checkpoint import RunState
     from bucketline.train.ema import Average
-    from bucketline.train.outputs.checkpoint import RunState
     from bucketline.train.outputs.hub import HubUploads
     from bucketline.train.outputs.weights import Weights
     from bucketline.train.parallel import TrainRanks
@@ -103,7 +104,7 @@ class Saver:
             with (config.output_dir / METRICS).open("rb") as lines:
                 os.fsync(lines.fileno())  # a checkpoint relies on those before it
             card, keep = cards[Output.CHECKPOINT], config.keep
-            checkpoint.write(config.output_dir, weights, copies, state, card=card, keep=keep)
+            saved_tensors.write(config.output_dir, weights, copies, state, card=card, keep=keep)
         if (folder := due.get(Output.EXPORT)) is not None:
             from bucketline.train.outputs.export import write_export
 

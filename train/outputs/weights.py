@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.parallel import plain_class
+from bucketline.weight_files import LORA_FILE, PEFT_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
     from bucketline.families.family import Family
 
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
-LORA_FILE = "pytorch_lora_weights.safetensors"
 KOHYA_FILE = "kohya_lora.safetensors"
-PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 ADAPTERS, AVERAGE_SUFFIX = "lora", "_ema"
 

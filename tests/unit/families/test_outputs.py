@@ -11,9 +11,9 @@ from peft import PeftModel
 
 from bucketline.errors import UsageError
 from bucketline.families.registry import family_of_pipeline
+from bucketline.train.checkpoint import Start
 from bucketline.train.config import TrainConfig
 from bucketline.train.outputs import run_dir
-from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.outputs.export import export_model
 from bucketline.train.parallel import StopRequest
 from bucketline.train.setup import start_processes

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from bucketline.allocator import set_up_torch
 from bucketline.errors import UsageError
 from bucketline.train.config import Objective
+from bucketline.train.metrics_file import read_metrics
 from bucketline.train.outputs import run_dir
-from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.recompute import recomputed
 from bucketline.train.trainer import train
 from bucketline.train.values import Ema, LrSchedule

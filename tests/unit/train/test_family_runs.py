@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bucketline.train.checkpoint import Start
 from bucketline.train.config import Precision, WeightDtype
-from bucketline.train.outputs.checkpoint import Start
-from bucketline.train.outputs.metrics import read_metrics
-from bucketline.train.outputs.weights import KOHYA_FILE, LORA_FILE
+from bucketline.train.metrics_file import read_metrics
+from bucketline.train.outputs.weights import KOHYA_FILE
 from bucketline.train.setup import start_processes
 from bucketline.train.step import train_step
 from bucketline.train.trainer import Trainer, train
+from bucketline.weight_files import LORA_FILE
 from tests.family_models import PIPELINES, tiny_dc
 from tests.unit.train.packed_families import FAMILIES, pack_family
 from tests.unit.train.tiny_run import ALONE

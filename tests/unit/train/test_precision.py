@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bucketline.train.checkpoint import RunState, Start
 from bucketline.train.config import Precision
 from bucketline.train.models.load import load
-from bucketline.train.outputs.checkpoint import RunState, Start
 from bucketline.train.setup import resolved
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config, facts, losses

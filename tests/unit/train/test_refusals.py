@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bucketline.errors import BucketlineError, UsageError
+from bucketline.errors import BucketlineError, TrainError, UsageError
 from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.refusals import refuse_early
 from bucketline.train.trainer import train
 from bucketline.train.values import Ema
 from tests.commands import ROOT, spawn
-from tests.kit import rewrite_manifest
+from tests.kit import flip_bit, rewrite_manifest
 from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, as_arguments, config
 
 if TYPE_CHECKING:
@@ -94,9 +95,48 @@ def test_what_only_a_run_can_know_is_left_to_it(folder: Path) -> None:
     with pytest.raises(UsageError, match="give --precision bf16 as well"):
         refuse_early(config(folder, **plain, precision=Precision.FP32), 1)
     refuse_early(config(folder, store=("later.store",), follow=1), 1)
-    resumed = without_channels(config(folder, resume=True))
-    (resumed.output_dir / "checkpoints").mkdir(parents=True)
-    refuse_early(resumed, 1)
+    train(config(folder, max_steps=1), ALONE)
+    refuse_early(without_channels(config(folder, resume=True)), 1)
+
+
+def test_a_resume_is_refused_by_its_checkpoint_before_and_within_the_run_in_the_same_words(folder: Path) -> None:
+    before = config(folder, max_steps=2, accumulation=1, batch="49152px")
+    train(before, ALONE)
+    run, step = before.output_dir, before.output_dir / "checkpoints" / "step-00000002"
+    sizes = (
+        "--batch {} --accumulation 1 on 1 rank is 2 rows a step of train/128x128, and {} was trained with --batch 49152px "
+        "--accumulation 1 on 1 rank, 3 rows a step; give the same number, or continue with --new-plan"
+    )
+    for changed, message in (
+        ({"seed": 9}, f"--seed is 9, and {step} was trained with 0; use --seed 0, or start a new run in another --output-dir"),
+        ({"max_steps": 1}, f"--max-steps is 1, and {step} is already at step 2; use that many or more"),
+        ({"batch": "32768px"}, sizes.format("32768px", run)),
+        ({"batch": "2"}, sizes.format("2", run)),
+    ):
+        asked = dataclasses.replace(before, resume=True, **changed)
+        for refuse in (lambda asked=asked: refuse_early(asked, 1), lambda asked=asked: train(asked, ALONE)):
+            with pytest.raises(UsageError) as refused:
+                refuse()
+            assert str(refused.value) == message
+    same = dataclasses.replace(before, batch="50000px", resume=True)  # which are as many rows in both buckets
+    refuse_early(same, 1)
+    assert train(dataclasses.replace(same, max_steps=3), ALONE).steps_done == 3
+    refuse_early(dataclasses.replace(before, batch="2", resume=True, new_plan=True, max_steps=4), 1)
+
+
+def test_a_damaged_checkpoint_refuses_nothing_that_the_one_before_it_allows(folder: Path) -> None:
+    asked = config(folder, max_steps=2, save_every="1")
+    train(asked, ALONE)
+    again = dataclasses.replace(asked, max_steps=1, resume=True)
+    with pytest.raises(UsageError, match="is already at step 2"):
+        refuse_early(again, 1)
+    weights = asked.output_dir / "checkpoints" / "step-00000002" / "unet" / "diffusion_pytorch_model.safetensors"
+    flip_bit(weights, weights.stat().st_size - 1)
+    refuse_early(again, 1)
+    assert train(again, ALONE).steps_done == 1
+    shutil.rmtree(asked.output_dir / "checkpoints" / "step-00000001")
+    with pytest.raises(TrainError, match="has no complete checkpoint to resume"):
+        refuse_early(again, 1)
 
 
 def test_neither_torch_nor_diffusers_is_imported_for_it(folder: Path) -> None:
@@ -104,3 +144,19 @@ def test_neither_torch_nor_diffusers_is_imported_for_it(folder: Path) -> None:
     done = spawn([sys.executable, "-c", PROGRAM, *asked], cwd=str(ROOT))
     assert (done.code, done.err.count("\n")) == (1, 1), done.err
     assert "has no number encoders.vae.latent_channels" in done.err
+
+
+def test_neither_is_imported_for_what_a_resume_refuses(folder: Path) -> None:
+    train(config(folder, max_steps=2), ALONE)
+    for option, said in (
+        ("--seed=9", "was trained with 0; use --seed 0"),
+        ("--max-steps=1", "is already at step 2"),
+        (
+            "--optimizer=muon",
+            "was trained with adamw; use --optimizer adamw, or start a new run from its weights",
+        ),
+        ("--batch=1MP", "--batch 1MP --accumulation 2 on 1 rank is 128 rows a step of train/128x128"),
+    ):
+        done = spawn([sys.executable, "-c", PROGRAM, "--resume", folder / "run", option], cwd=str(ROOT))
+        assert (done.code, done.err.count("\n")) == (2, 1), done.err
+        assert said in done.err

@@ -13,8 +13,7 @@ from bucketline.errors import UsageError
 from bucketline.help_screen import options_of
 from bucketline.train.config import Precision, TrainConfig, parse
 from bucketline.train.main import main
-from bucketline.train.outputs.run_dir import config_as_json
-from bucketline.train.run_file import as_run_file, preset_names
+from bucketline.train.run_file import as_run_file, config_as_json, preset_names
 from bucketline.train.values import TimestepSampling
 from tests.commands import ROOT, spawn
 

@@ -17,10 +17,10 @@ from bucketline.store.format.manifest import read_manifest
 from bucketline.store.format.schema import TextEntry, column_entries
 from bucketline.store.format.text_block import TextSpec
 from bucketline.train import setup
+from bucketline.train.checkpoint import Start
 from bucketline.train.compile import share_cores_of_compiler
 from bucketline.train.config import Objective, Precision
 from bucketline.train.models.load import load
-from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.recompute import recomputed
 from bucketline.train.refusals import refuse_unread_columns
 from bucketline.train.setup import latent_scale, refuse_model, start_processes

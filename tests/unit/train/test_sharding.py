@@ -21,7 +21,7 @@ from bucketline.train.host_copy import HostMemory
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
-from bucketline.train.outputs import checkpoint
+from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.saver import copied
 from bucketline.train.outputs.weights import weights_of
 from bucketline.train.parallel import TrainRanks, free_gathered, repeated_blocks, separate_blocks, without_sync
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from bucketline.families.family import Family
     from bucketline.loader import Batch
-    from bucketline.train.outputs.checkpoint import Copies
+    from bucketline.train.outputs.saved_tensors import Copies
 
 CPU = torch.device("cpu")
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_the_same_to_the_bit_under_any_sharding(tmp_path: Path, 
     frozen = {name: tensor.clone() for name, tensor in tensors_of(model).items() if tensor.dtype is torch.bfloat16}
     weights, average = weights_of(family, adapters=lora_rank is not None), Average(model, 0.9)
     saved = copied(HostMemory(), weights, model, average, make_moved(model))
-    folder = checkpoint.write(tmp_path, weights, saved, state(1), card="", keep=1)
+    folder = saved_tensors.write(tmp_path, weights, saved, state(1), card="", keep=1)
 
     def body(ranks: TrainRanks) -> None:
         for sharding, part in (("ddp", 1), ("fsdp", 4), ("fsdp:2", 2)):
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_the_same_to_the_bit_under_any_sharding(tmp_path: Path, 
                 own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 assert own.numel() <= -(-parameter.shape[0] // part) * parameter[0].numel()
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-            checkpoint.load_saved_optimizer(folder, optimizer)
+            saved_tensors.load_saved_optimizer(folder, optimizer)
             again = copied(HostMemory(), weights, model, average, optimizer, keeps=ranks.is_main)
             if ranks.is_main:
                 expect_same(again, saved)

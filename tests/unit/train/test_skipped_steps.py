@@ -15,8 +15,9 @@ from bucketline.errors import TrainError
 from bucketline.loader import Loader
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
-from bucketline.train.outputs.checkpoint import Start
-from bucketline.train.outputs.metrics import Scale, WindowRecorder, read_metrics
+from bucketline.train.checkpoint import Start
+from bucketline.train.metrics_file import read_metrics
+from bucketline.train.outputs.metrics import Scale, WindowRecorder
 from bucketline.train.setup import start_processes
 from bucketline.train.step import StepOutcome
 from bucketline.train.trainer import train

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.train import trainer as run_module
-from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.metrics_file import read_metrics
 from bucketline.train.parallel import StopRequest
 from bucketline.train.step import train_step
 from bucketline.train.trainer import train

@@ -22,10 +22,10 @@ from bucketline.errors import StateError, TrainError, UsageError
 from bucketline.store.format.mixture_file import MixedStore, write_mixture
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
+from bucketline.train.checkpoint import read_state
 from bucketline.train.main import main
+from bucketline.train.metrics_file import read_metrics
 from bucketline.train.outputs import progress, run_dir, weights
-from bucketline.train.outputs.checkpoint import read_state
-from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.parallel import TrainRanks
 from bucketline.train.report import loss_curve
 from bucketline.train.report.loss_curve import draw_loss_curve
@@ -306,7 +306,7 @@ def test_a_resume_with_another_global_batch_is_refused_naming_both(folder: Path)
     asked = config(folder, max_steps=2)
     train(asked, ALONE)
     before = tree(asked.output_dir)
-    with pytest.raises(StateError, match=r"global_batch was 4 .* and is 6 now"):
+    with pytest.raises(UsageError, match=r"--batch 3 --accumulation 2 on 1 rank is 6 rows a step, .* with --batch 2 .* 4 rows"):
         train(replace(asked, batch="3", max_steps=4, resume=True), ALONE)
     with pytest.raises(UsageError, match="--optimizer is muon"):
         train(replace(asked, optimizer="muon", max_steps=4, resume=True), ALONE)

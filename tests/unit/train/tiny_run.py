@@ -203,7 +203,7 @@ def train_in_two_parts(whole: TrainConfig, stop: int) -> Path:
 
 def losses(run: Path) -> list[tuple[object, ...]]:
     """Return what must agree between two runs, of every line of their metrics."""
-    from bucketline.train.outputs.metrics import read_metrics
+    from bucketline.train.metrics_file import read_metrics
 
     names = ("step", "loss", "grad_norm", "lr", "samples", "buckets", "val_loss", "val_loss_per_timestep")
     return [tuple(json.dumps(line.get(name)) for name in names) for line in read_metrics(run)]

@@ -17,11 +17,11 @@ from bucketline.families.sd3 import Sd3
 from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.loader import WeightedStore
 from bucketline.store import Store
+from bucketline.train.checkpoint import Start
 from bucketline.train.images import drawing, image_files
 from bucketline.train.images.pipeline import draw_latents
 from bucketline.train.images.prompts import load_prompts, prompt_batches
 from bucketline.train.models.load import facts_of
-from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.setup import start_processes
 from bucketline.train.trainer import Trainer, train
 from tests.commands import call

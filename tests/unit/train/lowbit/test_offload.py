@@ -12,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bucketline.errors import UsageError
 from bucketline.train import recompute, setup
+from bucketline.train.checkpoint import Start
 from bucketline.train.compile import compile_blocks, graphs_compiled
 from bucketline.train.config import Base, Compile, Precision
 from bucketline.train.lowbit.offload import Offload
-from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.setup import start_processes
 from bucketline.train.step import loss_of, train_step

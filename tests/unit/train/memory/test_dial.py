@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from bucketline.errors import UsageError
+from bucketline.train import checkpoint
 from bucketline.train.commands.memory import TrainMemory
 from bucketline.train.config import Base
 from bucketline.train.memory.activations import BatchSizes
 from bucketline.train.memory.dial import SPARE, Choice, choose, refusal, savings_of
 from bucketline.train.memory.table import CountedModel, label, run_of
 from bucketline.train.memory_choice import decided, memory_of
-from bucketline.train.outputs import checkpoint
 from bucketline.train.trainer import train
 from bucketline.train.values import Ema, EmaPlace
 from tests.step_memory import NARROW, measured_steps

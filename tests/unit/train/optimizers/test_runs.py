@@ -16,14 +16,14 @@ from bucketline.errors import MissingExtraError, UsageError
 from bucketline.extras import extra_named
 from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.optim import OPTIMIZERS, expect_possible
-from bucketline.train.outputs.run_dir import refuse_changes
+from bucketline.train.refusals import refuse_changes
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.train.outputs.checkpoint import RunState
+    from bucketline.train.checkpoint import RunState
 
 BF16: dict[str, Any] = {"weights": WeightDtype.BF16, "precision": Precision.BF16}
 RUNS: list[Any] = [
@@ -89,7 +89,7 @@ def test_another_optimizer_begins_from_the_files_that_a_checkpoint_has(tmp_path:
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    state = SimpleNamespace(config={"optimizer": "adamw"})
+    state = SimpleNamespace(config={"optimizer": "adamw"}, steps_done=1)
     said = f"start a new run from its weights, with {begun.format(tmp_path)}, in another --output-dir"
     with pytest.raises(UsageError, match=re.escape(said) + "$"):
         refuse_changes(config(tmp_path, optimizer="muon"), cast("RunState", state), tmp_path)

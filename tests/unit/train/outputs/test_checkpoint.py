@@ -19,10 +19,11 @@ from diffusers import UNet2DConditionModel
 from bucketline.errors import StateError, TrainError
 from bucketline.loader.history import StoreId
 from bucketline.store.format.hashing import file_digest
+from bucketline.train import checkpoint
+from bucketline.train.checkpoint import RunState, damage, last_whole, read_state
 from bucketline.train.ema import Average
 from bucketline.train.host_copy import HostMemory
-from bucketline.train.outputs import checkpoint
-from bucketline.train.outputs.checkpoint import RunState, damage, last_whole, read_state
+from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.saver import copied
 from bucketline.train.outputs.weights import WholeModel
 from tests.commands import spawn
@@ -83,14 +84,14 @@ def state(steps_done: int) -> RunState:
 
 def save(output_dir: Path, trained: Trained, kept: RunState, *, keep: int) -> Path:
     copies = copied(HostMemory(), WEIGHTS, trained.model, trained.average, trained.optimizer)
-    return checkpoint.write(output_dir, WEIGHTS, copies, kept, card="# a card", keep=keep)
+    return saved_tensors.write(output_dir, WEIGHTS, copies, kept, card="# a card", keep=keep)
 
 
 def load(folder: Path, trained: Trained) -> None:
-    checkpoint.load_weights(folder, WEIGHTS, trained.model)
+    saved_tensors.load_weights(folder, WEIGHTS, trained.model)
     with trained.average.applied():
-        checkpoint.load_weights(folder, WEIGHTS, trained.model, averaged=True)
-    checkpoint.load_saved_optimizer(folder, trained.optimizer)
+        saved_tensors.load_weights(folder, WEIGHTS, trained.model, averaged=True)
+    saved_tensors.load_saved_optimizer(folder, trained.optimizer)
 
 
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_as_they_were(tmp_path: Path, 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_sync_tree", full)
+    monkeypatch.setattr(saved_tensors, "_sync_tree", full)
     with pytest.raises(TrainError, match=r"step-00000002 cannot be written: No space left on device, \d+ bytes are free"):
         save(tmp_path, trained, state(2), keep=1)
     assert tree(tmp_path) == before

@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.errors import BucketlineError, ModelError, UsageError
+from bucketline.train.metrics_file import read_metrics
 from bucketline.train.models.lora import ADAPTER, Layers, bare_name, layers_by_word
 from bucketline.train.outputs.lora_file import start_from
-from bucketline.train.outputs.metrics import read_metrics
-from bucketline.train.outputs.weights import KOHYA_FILE, LORA_FILE, PEFT_FILE, Adapters
+from bucketline.train.outputs.weights import KOHYA_FILE, Adapters
 from bucketline.train.trainer import train
+from bucketline.weight_files import LORA_FILE, PEFT_FILE
 from tests.family_models import PIPELINES, tiny_model
 from tests.unit.train.tiny_run import ALONE, config, losses
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bucketline.errors import TrainError
-from bucketline.train.outputs.metrics import Scale, WindowRecorder, WindowState, cut_back, read_metrics
+from bucketline.train.metrics_file import WindowState, cut_back, read_metrics
+from bucketline.train.outputs.metrics import Scale, WindowRecorder
 from bucketline.train.step import StepOutcome
 from tests.unit.train.tiny_run import config
 

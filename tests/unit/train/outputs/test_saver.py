@@ -10,8 +10,8 @@ import torch
 
 from bucketline.errors import TrainError
 from bucketline.files.run_marker import METRICS
-from bucketline.train import host_copy
-from bucketline.train.outputs import checkpoint
+from bucketline.train import checkpoint, host_copy
+from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.step import Training
 from tests.unit.train.outputs.test_checkpoint import WEIGHTS, load, parts, state
@@ -82,7 +82,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_save_waits_for_i
     saver: Saver, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate()
-    monkeypatch.setattr(checkpoint, "write", gate.holding(checkpoint.write))
+    monkeypatch.setattr(saved_tensors, "write", gate.holding(saved_tensors.write))
     save(saver, 1)
     assert gate.is_reached.wait(WAIT_S)
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_a_failure_of_the_writer_is_raised_between_steps_and_once(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_sync_tree", full)
+    monkeypatch.setattr(saved_tensors, "_sync_tree", full)
     save(saver, 1)
     saver._pool.shutdown()
     with pytest.raises(TrainError, match=r"step-00000001 cannot be written: .*No space left"):

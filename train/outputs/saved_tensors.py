@@ -1,0 +1,185 @@
+"""Write checkpoints and exports, and load the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from bucketline.errors import StateError, TrainError
+from bucketline.files.atomic_write import sync_folder
+from bucketline.files.disk_space import failed_write
+from bucketline.store.format.hashing import file_digest
+from bucketline.train import parallel
+from bucketline.train.checkpoint import (
+    ASIDE_SUFFIX,
+    CARD,
+    DIGESTS,
+    OPTIMIZER_FILE,
+    STATE,
+    Digest,
+    Digests,
+    checkpoint_folder,
+    checkpoint_folders,
+    damage,
+    way_on,
+)
+from bucketline.train.outputs.metrics import NotFiniteError
+from bucketline.train.outputs.weights import average_folder
+from bucketline.train.parallel import whole
+from bucketline.typed_json import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from bucketline.train.checkpoint import RunState
+    from bucketline.train.outputs.weights import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """The tensors of a step to be saved, in host memory."""
+
+    config: str  # of the model, or of its adapters
+    last: dict[str, Tensor] | None  # weights; None: only an export is written, of their average
+    averaged: dict[str, Tensor] | None  # None: there is no average
+    optimizer: dict[str, Any] | None  # its state; None: only an export is written
+
+    @property
+    def best(self) -> dict[str, Tensor]:
+        """The averaged weights; without an average, the last ones."""
+        found = self.last if self.averaged is None else self.averaged
+        assert found is not None
+        return found
+
+
+def write(
+    output_dir: Path,
+    weights: Weights,
+    copies: Copies,
+    state: RunState,
+    *,
+    card: str,
+    keep: int,
+) -> Path:
+    """Write a checkpoint, and remove all but the newest `keep`.
+
+    Raises:
+        TrainError: if it cannot be written; earlier checkpoints are unchanged.
+    """
+    folder = checkpoint_folder(output_dir, state.steps_done)
+    with written_aside(folder, card) as aside:
+        assert copies.last is not None
+        weights.write(aside / weights.folder, copies.config, copies.last)
+        if copies.averaged is not None:
+            weights.write(aside / average_folder(weights), copies.config, copies.averaged)
+        torch.save(copies.optimizer, aside / OPTIMIZER_FILE)
+        (aside / STATE).write_text(json.dumps(encode(state), indent=1), encoding="utf-8")
+        paths = sorted(path for path in aside.rglob("*") if path.is_file())
+        digests = {path.relative_to(aside).as_posix(): Digest(*file_digest(path)) for path in paths}
+        (aside / DIGESTS).write_text(json.dumps(encode(Digests(files=digests)), indent=1), encoding="utf-8")
+    _remove_old(output_dir, state.steps_done, keep)
+    return folder
+
+
+def _remove_old(output_dir: Path, steps_done: int, keep: int) -> None:
+    """Remove what is older than the newest `keep` complete checkpoints, as far as files' lengths show, which cost no reading.
+
+    What a resume has found damaged is `set_aside`, so its name is none of a checkpoint.
+    """
+    num_kept = 0
+    for step, folder in checkpoint_folders(output_dir).items():
+        if num_kept == keep:
+            shutil.rmtree(folder)
+        elif step <= steps_done and damage(folder, reads=False) is None:
+            num_kept += 1
+
+
+@contextlib.contextmanager
+def written_aside(folder: Path, card: str) -> Iterator[Path]:
+    """Yield a temporary folder with a card, to fill; at the end, fsync and rename it to `folder`, or remove it after an error.
+
+    Raises:
+        TrainError: if it cannot be written; the message says how to continue the run.
+    """
+    aside = folder.with_name(folder.name + ASIDE_SUFFIX)
+    try:
+        for left in folder.parent.glob(f"*{ASIDE_SUFFIX}"):  # left by a killed process: this one writes one at a time
+            shutil.rmtree(left, ignore_errors=True)
+        aside.mkdir(parents=True)
+        (aside / CARD).write_text(card, encoding="utf-8")
+        yield aside
+        _sync_tree(aside)
+        if folder.exists():  # incomplete, or from a later step than this run resumed from
+            shutil.rmtree(folder)
+        aside.replace(folder)
+        sync_folder(folder.parent)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk differently
+        said = failed_write(folder.parent.parent, error)  # before that makes room
+        shutil.rmtree(aside, ignore_errors=True)
+        advice = way_on(folder.parent.parent, first="make room, then ")
+        raise TrainError(f"{folder} cannot be written: {said}; {advice}") from error
+
+
+def expect_finite_weights(model: nn.Module, steps_done: int) -> None:
+    """Check that the weights are finite after the last step, whose loss was computed before its update.
+
+    Raises:
+        NotFiniteError: if they are not; the message names the step.
+    """
+    norm = float(whole(torch.nn.utils.get_total_norm([parameter.detach() for parameter in model.parameters()])))
+    if not math.isfinite(norm):
+        raise NotFiniteError(
+            f"after step {steps_done - 1} the weights' norm is {norm}, expected a finite number; no checkpoint is written"
+        )
+
+
+def load_weights(folder: Path, weights: Weights, model: nn.Module, *, averaged: bool = False) -> None:
+    """Load a checkpoint's weights, or its `averaged` weights, into a model, before it is sharded.
+
+    Raises:
+        StateError: if the checkpoint belongs to another model.
+    """
+    with of_this_model(folder):
+        weights.fill(folder / (average_folder(weights) if averaged else weights.folder), model)
+
+
+def load_saved_optimizer(folder: Path, optimizer: Optimizer, of_groups: Collection[str] = ()) -> None:
+    """Load a checkpoint's optimizer state, under any sharding; `of_groups`: the entries of its groups that are state.
+
+    Raises:
+        StateError: if the checkpoint belongs to another model.
+    """
+    with of_this_model(folder):
+        saved = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True, mmap=True)
+        parallel.load_optimizer(optimizer, saved, of_groups)
+
+
+@contextlib.contextmanager
+def of_this_model(folder: Path) -> Iterator[None]:
+    """Turn the errors of the body, which reads a checkpoint's tensors, into a StateError."""
+    try:
+        yield
+    except (OSError, EOFError, RuntimeError, ValueError, LookupError, UnpicklingError, SafetensorError) as error:
+        raise StateError(f"{folder} does not fit this model: {error!s:.300}; resume with the --model of the run") from error
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
