@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import BucketlineError
-from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_left
 from bucketline.loader.plan.rng import Purpose, keys_of_rows, uniform_on_host
 from bucketline.loader.recorded_run import RecordedPlan, open_plan
 from bucketline.store.format.block import CAPTIONS, CROP, ORIGINAL_SIZE
@@ -217,6 +216,8 @@ def _sightings_of(
     step, epoch, position, rank, micro = values[1:, np.concatenate(own)]
     if len(step) == 0:
         return
+    from bucketline.loader.collate.columns import EMPTY, choose_captions  # imports torch, which counting does not wait for
+
     keys = keys_of_rows(part.config.seed, step, position)
     flipped = uniform_on_host(keys, Purpose.FLIP) < part.config.flip
     stored = bucket.read(rows[:1], CAPTIONS)
@@ -246,6 +247,8 @@ def _sightings_of(
 
 def _crops(bucket: Bucket, row: NDArray[np.int64], flipped: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return the top and left of a row's crop in each of its sightings, `[V, 2]`, mirrored where it was flipped."""
+    from bucketline.loader.collate.columns import mirrored_left
+
     crop, source = (bucket.read(row, name).astype(np.int64) for name in (CROP, ORIGINAL_SIZE))
     crops = np.repeat(crop, len(flipped), axis=0)
     if flipped.any() and source[0, 0] > 0 and crop[0, 0] >= 0:

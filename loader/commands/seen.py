@@ -22,13 +22,16 @@ if TYPE_CHECKING:
     from bucketline.loader.seen import Counts, Seen, Sighting, Unknown
 
 
+_NAMED = 3  # ids that the run's stores do not have
+
+
 @dataclass(frozen=True, kw_only=True)
 class SeenCommand(RemoteArguments):
     """Print at which steps a run has seen a sample: on which rank, with which caption, crop and flip.
 
     It is computed from what the run has saved: no log is needed. The generations that the run read must still be there. Steps
-    that its state does not tell of are named on stderr, and the exit code is 1. A sample that only pads a batch, with weight 0,
-    is not seen.
+    that its state does not tell of, and ids that its stores do not have, are named on stderr, and the exit code is 1. A sample
+    that only pads a batch, with weight 0, is not seen.
 
     Example: loader seen --run runs/a --id cats/a.png
     """
@@ -67,13 +70,14 @@ class SeenCommand(RemoteArguments):
         from bucketline.loader.seen import Seen
 
         seen = Seen(run, self.stores, run.reached(self.remote()))
+        faults = [f"{_steps(one)} cannot be told: {one.why}" for one in seen.unknown]
         if self.all or self.never:
             self._print_all(seen)
         else:
-            self._print_each(seen)
-        for one in seen.unknown:
-            print(f"error: {printable(f'{_steps(one)} cannot be told: {one.why}')}", file=sys.stderr)
-        return 1 if seen.unknown else 0
+            faults += self._print_each(seen)
+        for one in faults:
+            print(f"error: {printable(one)}", file=sys.stderr)
+        return 1 if faults else 0
 
     def _ids(self) -> list[str]:
         if self.ids is None:
@@ -84,7 +88,8 @@ class SeenCommand(RemoteArguments):
             raise UsageError(f"--ids {self.ids} {why_unread(error)}; expected one sample id per line") from error
         return [*self.id, *filter(None, lines)]
 
-    def _print_each(self, seen: Seen) -> None:
+    def _print_each(self, seen: Seen) -> list[str]:
+        """Print the steps of each sample; return what is wrong with ids that the run's stores do not have."""
         ids = self._ids()
         found = [(sample_id, *one) for sample_id, one in zip(ids, seen.find(ids), strict=True)]
         if self.json:
@@ -97,12 +102,15 @@ class SeenCommand(RemoteArguments):
                 "unknown": encode(seen.unknown),
             }
             print_json(document)
-            return
-        for sample_id, sightings, buckets in found:
+        for sample_id, sightings, buckets in [] if self.json else found:
             where = f"in {', '.join(buckets)}" if buckets else "in no generation that the run read"
             print(f"{one_line(sample_id)}: seen {_times(_count(sightings))} in {counted(seen.state.step, 'step')}, {where}")
             for one in sightings:
                 print(f"  {printable(_said(one))}")
+        missing = [repr(sample_id) for sample_id, _, buckets in found if not buckets]
+        named = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
+        about = f"no generation that the run read has {named}; ids are paths in the source, with their extension"
+        return [about] if missing else []
 
     def _print_all(self, seen: Seen) -> None:
         counts = seen.counts()

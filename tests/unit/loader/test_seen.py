@@ -58,13 +58,19 @@ def by_hand(store: Store, count: int, config: LoaderConfig = CONFIG) -> dict[str
 def test_a_sample_is_told_with_its_steps_and_one_that_was_not_seen_as_such(store: Store, tmp_path: Path) -> None:
     state, steps = saved(tmp_path / "s.json", state_after(store, 30)), by_hand(store, 30)
     name = max(steps, key=lambda one: len(steps[one]))
-    ran = seen(state, store.path, "--id", name, "--id", "first/val/64x64/0.png", "--id", "nobody.png").done()
+    ran = seen(state, store.path, "--id", name, "--id", "first/val/64x64/0.png", "--id", "nobody.png")
+    ran.fails("error: no generation that the run read has 'nobody.png'; ids are paths in the source, with their extension")
     lines = ran.out.splitlines()
     assert lines[0].startswith(f"{name}: seen {len(steps[name])} times in 30 steps, in train/") or len(steps[name]) == 1
     assert [int(line.split()[1]) for line in lines if line.startswith("  step")] == sorted(steps[name])
     assert "first/val/64x64/0.png: seen never in 30 steps, in val/64x64" in lines
     assert "nobody.png: seen never in 30 steps, in no generation that the run read" in lines
-    document = seen(state, store.path, "--id", name, "--json").json
+    strangers = seen(state, store.path, "--json", *(word for n in range(5) for word in ("--id", f"{n}.png")))
+    strangers.fails("error: no generation that the run read has '0.png', '1.png', '2.png' and 2 more; ids are")
+    assert [(one["id"], one["count"], one["buckets"]) for one in strangers.json["samples"]] == [
+        (f"{n}.png", 0, []) for n in range(5)
+    ]
+    document = seen(state, store.path, "--id", name, "--json").done().json
     assert document["steps"] == 30
     assert document["unknown"] == []
     (sample,) = document["samples"]
