@@ -76,6 +76,8 @@ def prepare(folder: Path) -> None:
     shutil.copytree(model, folder / "no-vae", ignore=shutil.ignore_patterns("vae"))
     (folder / "empty").mkdir()
     (folder / "notes.txt").write_text("notes\n", encoding="utf-8")
+    (folder / "table").mkdir()
+    (folder / "table" / "captions.parquet").write_bytes(b"PAR1")
     with contextlib.chdir(folder):
         called(ingest, "pack", "photos", "photos.store", "--model", "sd15", "--val-fraction", "0.2").done()
         options = "--store photos.store --model sd15 --output-dir runs/a --batch 2 --max-steps 2 --num-images 0 --seed 1"
@@ -111,6 +113,7 @@ def answer_to(wrong: WrongLine, folder: Path) -> LineAnswer:
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "100",
         "PYTHONPATH": str(folder.parent / "lacking" / wrong.without) if wrong.without else "",
+        "PYTHONDONTWRITEBYTECODE": "1" if wrong.without else "",
     }
     output = folder.parent / "output"
     with output.open("wb") as file:

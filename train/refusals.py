@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.command_line import counted, printable
-from bucketline.errors import DeliveryError, ModelError, StateError, StoreError, UsageError
+from bucketline.errors import DeliveryError, ModelError, PlanError, StateError, StoreError, UsageError
 from bucketline.files.paths import Overlap, overlap
 from bucketline.files.redact import redacted
 from bucketline.files.run_marker import CHECKPOINTS, is_run
 from bucketline.loader.commands.batch_options import batch_sizes
 from bucketline.loader.commands.stats import stats_of
 from bucketline.loader.config import LoaderConfig
-from bucketline.loader.mixture import open_shares, parse_stores
+from bucketline.loader.mixture import join, open_shares, parse_stores
+from bucketline.loader.plan.make_plan import make_plan
 from bucketline.model_file import single_file
 from bucketline.option_types import OnResume, options_on_resume
 from bucketline.store import Bucket, Store
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from bucketline.loader import WeightedStore
+    from bucketline.loader.plan.plan import Plan
     from bucketline.train.checkpoint import RunState
     from bucketline.train.config import TrainConfig
 
@@ -74,8 +76,23 @@ def refuse_early(config: TrainConfig, world_size: int) -> None:
         refuse_stores(shares)
         _refuse_flip(config, shares)
         refuse_unknown_sets(config.image_prompts, shares)
+        if config.epochs is not None:
+            steps_of_epochs(make_plan(join(shares), config.for_loader(epochs=None), world_size=world_size), config.epochs)
     if world_size == 1:
         _refuse_no_service(config)
+
+
+def steps_of_epochs(plan: Plan, epochs: float) -> int:
+    """Return the steps of so many passes over a plan's rows.
+
+    Raises:
+        PlanError: if they have none.
+    """
+    whole, part = divmod(epochs, 1)
+    first, after = (plan.steps_before(int(whole) + n) for n in range(2))
+    if (steps := first + round(part * (after - first))) == 0:
+        raise PlanError(plan.without_step())
+    return steps
 
 
 def refuse_taken(config: TrainConfig) -> None:

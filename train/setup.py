@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bucketline.attention import avoid_cudnn_attention
 from bucketline.command_line import counted, torchrun_ranks
-from bucketline.errors import PlanError, UsageError
+from bucketline.errors import UsageError
 from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import open_shares, parse_stores
 from bucketline.option_types import OnResume, options_on_resume
@@ -51,6 +51,7 @@ from bucketline.train.parallel import (
     from_rank_zero,
 )
 from bucketline.train.recompute import recompute
+from bucketline.train.refusals import steps_of_epochs
 from bucketline.train.run_file import config_as_json, preset_names
 from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place_model, shard_ranks_of
 from bucketline.train.step import Training
@@ -163,11 +164,7 @@ def with_length(config: TrainConfig, start: Start, loader: Loader) -> TrainConfi
         past = [] if state is None else state.loader.get("history")
         if start.takes_new_plan or (isinstance(past, list) and any("plan" in one for one in past if isinstance(one, dict))):
             raise UsageError(f"--epochs is {config.epochs:g}, and the run has had several plans; give --max-steps")
-        whole, part = divmod(config.epochs, 1)
-        first, after = (plan.steps_before(int(whole) + n) for n in range(2))
-        steps = first + round(part * (after - first))
-        if steps == 0:
-            raise PlanError(plan.without_step())
+        steps = steps_of_epochs(plan, config.epochs)
         if start.steps_done > steps:
             raise UsageError(
                 f"--epochs is {config.epochs:g}, {counted(steps, 'step')}, and {start.checkpoint} is already at step "

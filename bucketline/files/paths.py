@@ -112,9 +112,14 @@ def why_no_store(path: Path, manifest: str) -> str:
     children = list(_children(path))
     if inside := next((child for child in children if (child / manifest).is_file()), None):
         return f"it has no {manifest}, but its subfolder {inside.name} does; name {inside}"
-    if any(_is_image(child) or any(map(_is_image, _children(child))) for child in children):
+    if is_folder_of_images(path):
         return f"it is a folder of images; pack it with `ingest pack {path} STORE`, and name that STORE"
     return f"it has no {manifest}; name a store's folder, or make one with `ingest pack SOURCE STORE`"
+
+
+def is_folder_of_images(path: Path) -> bool:
+    """Return True if there are images in a folder or in one of its folders, among the first names of each."""
+    return any(_is_image(child) or any(map(_is_image, _children(child))) for child in _children(path))
 
 
 def _children(folder: Path) -> Iterator[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import (
@@ -17,12 +18,16 @@ from bucketline.command_line import (
     printable,
     torchrun_ranks,
 )
+from bucketline.errors import SourceError, UsageError
+from bucketline.files.paths import is_folder_of_images
+from bucketline.files.redact import redacted
 from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
 from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
 from bucketline.pack_options import FIELDS, shown_option
 from bucketline.store.commands.place import shown
+from bucketline.store.format.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from bucketline.ingest.dry_run import DryRun
@@ -49,6 +54,9 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
                 return self._dry_run() if self.dry_run else self._run_each()
             own = self._as_stored()
             return own._dry_run() if self.dry_run else own._pack()
+        except SourceError:
+            _refuse_swapped(self.source, self.place)
+            raise
         except KeyboardInterrupt as stop:
             print(f"interrupted: {_what_is_kept(stop)}", file=sys.stderr)
             return exit_code_of(stop)
@@ -162,10 +170,18 @@ def _what_is_kept(stop: KeyboardInterrupt) -> str:
     return "nothing had been encoded yet; rerun the command"
 
 
+def _refuse_swapped(source: str, place: Path | str) -> None:
+    """Check whether the store's place has the images that a source lacks: the two were swapped then."""
+    is_store, is_there = (Path(source) / MANIFEST).is_file(), Path(source).exists()
+    if isinstance(place, Path) and (is_store or not is_there) and is_folder_of_images(place):
+        given, what = redacted(source), "is a store" if is_store else "does not exist"
+        raise UsageError(
+            f"{given} {what}, and {place} is a folder of images: the images come first, `ingest pack {place} {given}`"
+        )
+
+
 def _refuse_model_without_vae(model: str | None) -> None:
     """Check a folder on this disk, before what takes seconds is imported; what else a model lacks is found later."""
-    from pathlib import Path
-
     folder = Path(model or "")
     if model and folder.is_dir() and not any(folder.glob("vae*")):
         from bucketline.ingest.encoders.model_folder import open_model

@@ -19,6 +19,7 @@ from bucketline.ingest.sources.kohya_folders import naming_notes
 from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import Listing, SourceItem
+from bucketline.store.format.manifest import MANIFEST
 
 _NAMED_LINKS = 3
 TABLES = frozenset(f"metadata{suffix}" for suffix in TABLE_SUFFIXES)
@@ -61,6 +62,8 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
         for name in sorted(files):
             found.add(before, name)
     if not found.images:
+        if (source / MANIFEST).is_file():
+            raise SourceError(f"{source} is a store, which has no images; name the folder of its images")
         kinds = ", ".join(sorted(IMAGE_SUFFIXES))
         skipped = f"; {_skipped(source, links)}" if links else ""
         raise SourceError(f"{source} has no images; searched all its folders for {kinds}{skipped}")

@@ -358,7 +358,9 @@ class Plan:
             named.append(f"and {len(self.buckets) - MAX_NAMED} more buckets")
         sizes = sorted({bucket.global_batch for bucket in self.buckets})
         size = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, by bucket"
+        is_carried = self.remainder is Remainder.CARRY  # to later epochs
+        others = "more epochs" if is_carried else "a remainder of carry or partial"
         return (
             f"the plan has no step: {', '.join(named)}, and a global batch takes {size}; use a smaller batch, fewer ranks, or "
-            "a remainder of carry or partial"
+            f"{others}"
         )
