@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.train.host_copy import CHUNK_BYTES, copy_through, in_memory_order
 from bucketline.train.parallel import local, sharded_like
 from bucketline.train.rounding import Rounding
 from bucketline.train.values import EmaPlace
@@ -50,7 +49,6 @@ class Average:
         # Keep the parameters, not their storage: Accelerate replaces the storage when it prepares the model.
         self._sources: list[Tensor] = [tensor for tensor in model.parameters() if tensor.requires_grad and self.is_kept]
         self._averages: list[Tensor] = [self._copied(local(tensor.detach())) for tensor in self._sources]
-        self._pinned: list[Tensor] = []
         self._by_id = {id(source): average for source, average in zip(self._sources, self._averages, strict=True)}
 
     def _copied(self, weight: Tensor) -> Tensor:
@@ -60,43 +58,21 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the averages with the weights after optimizer step `step`: on the device a few kernels, without a sync."""
+        """Update the averages with the weights after optimizer step `step`; on the device a few kernels, no sync.
+
+        One in host memory passes through the device, so that it has the same bits as one there.
+        """
         if not self.is_kept or (step + 1) % self._every:
             return
         share = 1.0 - math.prod(decay_at(passed, self._decay) for passed in range(step + 1 - self._every, step + 1))
-        sources = [local(tensor) for tensor in self._sources]
-        is_bf16 = any(average.dtype is torch.bfloat16 for average in self._averages)
-        if self._place is EmaPlace.DEVICE and not is_bf16:
-            torch._foreach_lerp_(self._averages, sources, share)
+        weights = [local(tensor.detach()) for tensor in self._sources]
+        if self._place is EmaPlace.DEVICE and all(average.dtype is torch.float32 for average in self._averages):
+            torch._foreach_lerp_(self._averages, weights, share)
             return
         self._rounding.begin(step)
-
-        def move(average: Tensor, source: Tensor) -> None:
-            moved = average.float().lerp_(source.float(), share)  # in place if it has 32 bits
-            if moved is not average:
-                self._rounding.round_(average, moved)
-
-        if any(source.is_cuda for source in sources) and self._place is EmaPlace.CPU:
-            copy_through(self._chunks(), self._pairs(), lambda _, average, chunk: move(average, chunk))
-            return
-        for average, source in zip(self._averages, sources, strict=True):
-            move(average, source)
-
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each weight and its average as values in the order of memory, which is the same for both."""
-        for source, average in zip(self._sources, self._averages, strict=True):
-            weight = local(source.detach())
-            assert weight.stride() == average.stride(), "an average has its weight's layout"
-            yield in_memory_order(weight), in_memory_order(average)
-
-    def _chunks(self) -> list[Tensor]:
-        """Return memory that weights pass through: next to an average on the device, else two pinned parts on the host."""
-        if not self._averages or not self._averages[0].is_pinned():
-            size = max((average.nbytes for average in self._averages), default=0)
-            return [torch.empty(size, dtype=torch.uint8, device=average.device) for average in self._averages[:1]]
-        if not self._pinned:
-            self._pinned = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        return self._pinned
+        for average, weight in zip(self._averages, weights, strict=True):
+            moved = average.to(weight.device).float().lerp_(weight.float(), share)  # in place on the device and in 32 bits
+            average.copy_(moved if average.dtype is torch.float32 else self._rounding.rounded(moved))
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the average of a trained parameter, sharded as that is; any other tensor unchanged."""
@@ -107,17 +83,18 @@ class Average:
     def applied(self) -> Iterator[None]:
         """Exchange the weights with their averages, in place and to the bit, while the body runs."""
         # Memory may end in the body, and half of the weights must not stay exchanged: the way back allocates nothing.
-        chunks = self._chunks()
-        self._exchange(chunks)
+        weights = [local(tensor.detach()) for tensor in self._sources]
+        largest = max((weight.nbytes for weight in weights), default=0)
+        memory = torch.empty(largest, dtype=torch.uint8, device=weights[0].device if weights else None)
+        self._exchange(weights, memory)
         try:
             yield
         finally:
-            self._exchange(chunks)
+            self._exchange(weights, memory)
 
-    @torch.no_grad()
-    def _exchange(self, chunks: Sequence[Tensor]) -> None:
-        def turn(weight: Tensor, average: Tensor, chunk: Tensor) -> None:
+    def _exchange(self, weights: Sequence[Tensor], memory: Tensor) -> None:
+        for weight, average in zip(weights, self._averages, strict=True):
+            kept = memory[: weight.nbytes].view(weight.dtype).as_strided(weight.shape, weight.stride())
+            kept.copy_(weight)
             weight.copy_(average)
-            average.copy_(chunk)
-
-        copy_through(chunks, self._pairs(), turn)
+            average.copy_(kept)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -66,24 +65,18 @@ class HostMemory:
         return found
 
 
-Give = Callable[["Tensor", "Tensor", "Tensor"], object]
-"""Called with a part of a source, of its target, and the chunk with the copy of the source's, of one shape and dtype each."""
+def copy_through(chunks: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy each source to its target in host memory, in parts of a chunk's size, each through one of the chunks.
 
-
-def copy_through(
-    chunks: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor]], give: Give = lambda _, target, chunk: target.copy_(chunk)
-) -> None:
-    """Copy each source to chunks, in parts of a chunk's size, on the current stream, and `give` each to its target's part.
-
-    A part on a GPU reaches a chunk in host memory while the host gives the one before. Return when all are given.
+    A part on a GPU reaches a chunk while the host empties the one before. Return when all are copied.
     """
-    filled: deque[tuple[Tensor, Tensor, Tensor, torch.cuda.Event | None]] = deque()
+    filled: deque[tuple[Tensor, Tensor, torch.cuda.Event | None]] = deque()
 
     def empty() -> None:
-        part, place, chunk, copied = filled.popleft()
+        place, chunk, copied = filled.popleft()
         if copied is not None:
             copied.synchronize()
-        give(part, place, chunk)
+        place.copy_(chunk)
 
     turns = cycle(chunks)
     for source, target in pairs:
@@ -94,13 +87,7 @@ def copy_through(
             if len(filled) == len(chunks):
                 empty()
             chunk = next(turns)[: part.nbytes].view(part.dtype).copy_(part, non_blocking=True)
-            waits = part.is_cuda and not chunk.is_cuda
-            copied = torch.cuda.current_stream(part.device).record_event() if waits else None
-            filled.append((part, place, chunk, copied))
+            copied = torch.cuda.current_stream(part.device).record_event() if part.is_cuda else None
+            filled.append((place, chunk, copied))
     while filled:
         empty()
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a tensor's values as one dimension, which shares its memory; its values are next to each other, in any layout."""
-    return tensor.as_strided((tensor.numel(),), (1,))

@@ -35,12 +35,8 @@ class Rounding:
         self._seeds += 1
         return int(np.random.SeedSequence((*self._key, self._step, self._seeds)).generate_state(1)[0])
 
-    def round_(self, target: Tensor, values: Tensor) -> None:
-        """Fill `target`, bf16, with `values`, float32 of the same shape; values that a bf16 can hold stay as they are."""
-        target.copy_(self.rounded(values))
-
     def rounded(self, values: Tensor) -> Tensor:
-        """Return float32 values as ones that a bf16 can hold."""
+        """Return float32 values as ones that a bf16 can hold; those that are such stay as they are."""
         generator = self._generators.get(values.device)
         if generator is None:
             generator = self._generators[values.device] = torch.Generator(values.device).manual_seed(self.seed())

@@ -59,14 +59,14 @@ def test_the_weights_are_the_same_bits_again_after_the_average_was_applied(place
     assert torch.equal(averaged(model, average), first)
 
 
-def test_weights_and_averages_are_exchanged_through_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+@PLACES
+def test_weights_of_any_layout_are_exchanged_with_their_averages(place: EmaPlace) -> None:
     model = nn.Conv2d(5, 7, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    average = Average(model, 0.5, place=EmaPlace.CPU)
+    average = Average(model, 0.5, place=place)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 / 3)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    monkeypatch.setattr(average, "_chunks", lambda: [torch.empty(64, dtype=torch.uint8) for _ in range(2)])
     with average.applied():
         assert not any(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
         for parameter, kept in zip(model.parameters(), before, strict=True):

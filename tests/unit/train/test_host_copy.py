@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bucketline.train.host_copy import HostMemory, copy_through, in_memory_order
+from bucketline.train.host_copy import HostMemory, copy_through
 
 SHAPES = ((), (0, 3), (7,), (5, 3, 2, 2), (1000,))
 
@@ -49,15 +49,3 @@ def test_two_chunks_carry_tensors_of_any_size(dtype: torch.dtype, chunk_bytes: i
     copy_through(chunks, pairs)
     for source, target in pairs:
         assert torch.equal(source, target)
-
-
-@pytest.mark.parametrize("chunk_bytes", [64, 1 << 16])
-def test_parts_of_a_source_are_given_to_its_target_in_the_order_of_memory(chunk_bytes: int) -> None:
-    """As an average in host memory follows weights on a GPU: the same bits, whatever the layout."""
-    chunks = [torch.empty(chunk_bytes, dtype=torch.uint8) for _ in range(2)]
-    sources = list(tensors_of(torch.float32).values())
-    targets = [source + 0.5 for source in sources]
-    expected = [target.lerp(source, 0.25) for source, target in zip(sources, targets, strict=True)]
-    pairs = [(in_memory_order(source), in_memory_order(target)) for source, target in zip(sources, targets, strict=True)]
-    copy_through(chunks, pairs, lambda _, target, chunk: target.lerp_(chunk, 0.25))
-    assert all(torch.equal(*pair) for pair in zip(targets, expected, strict=True))
