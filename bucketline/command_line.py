@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import os
-import re
 import socket
 import sys
 from dataclasses import dataclass, is_dataclass
@@ -253,39 +252,6 @@ def one_line(text: str) -> str:
     'boats/a\\nb.png'
     """
     return printable(text.replace("\\", "\\\\"))
-
-
-def parse_bytes(text: str, option: str) -> int:
-    """Return the number of bytes in a text such as `512MiB`; the error names `option`.
-
-    Raises:
-        UsageError: if the text is not a size, or the size is 0.
-
-    >>> parse_bytes("1.5KiB", "--shard-size"), parse_bytes("500G", "--cache-bytes")
-    (1536, 536870912000)
-    """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(B|[KMGT](?:iB)?)?", text.strip())
-    num_bytes = int(float(match[1]) * 1024 ** "BKMGT".index((match[2] or "B")[0])) if match else 0
-    if num_bytes < 1:
-        raise UsageError(f"{option} is {text!r}, expected a number of bytes above 0, such as 1GiB or 512MiB")
-    return num_bytes
-
-
-def duration_s(text: str, option: str = "") -> float:
-    """Return a duration in seconds; the error names `option`.
-
-    >>> duration_s("90m")
-    5400.0
-
-    Raises:
-        UsageError: if the text is not a duration.
-    """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
-    if match is None:
-        raise UsageError(
-            f"{option} {text!r} is not a duration; expected a number and s, m, h or d, such as 24h, 90m, 7d or 0s".lstrip()
-        )
-    return float(match[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]
 
 
 def refuse_below(least: int, **options: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Options whose value has several parts and is typed as one word: `cosine:0.1`, `0.9999:cpu`, `logit-normal:0,1`."""
+"""Options whose value has parts or a unit and is typed as one word: `cosine:0.1`, `0.9999:cpu`, `1000,30m`, `24GiB`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,82 @@ import re
 from collections.abc import Callable  # noqa: TC003 - a command's types are read at run time
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from pathlib import PurePath
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 
 from bucketline.errors import UsageError
+from bucketline.files.redact import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Mapping
     from typing import Self
 
 _PARTS = re.compile(r"[A-Z][A-Z0-9_]*|\[|\]|[^A-Z\[\]]+")
-_KINDS = {int: r"[+-]?\d+", float: r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"}
+ABOVE_0 = "a number above 0", lambda value: value > 0
+ONE_OR_MORE = "1 or more", lambda value: value >= 1
+A_SHARE = "0 to 1", lambda value: 0 <= value <= 1
+
+
+def _number(value: object) -> str:
+    """Return a number as short as it can be read back.
+
+    >>> _number(5.0), _number(0.9999), _number(1e-08), _number(20000)
+    ('5', '0.9999', '1e-08', '20000')
+    """
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldForm:
+    """How a field of an `OptionValue` is typed: `Annotated[int, IN_BYTES]`."""
+
+    pattern: str
+    read: Callable[[str], Any]
+    write: Callable[[Any], str] = _number
+    shown: str = ""  # what stands for it among the ways to spell a value; empty: the field's name
+
+
+def in_units(units: Mapping[str, int], kind: type = int, shown: str = "") -> FieldForm:
+    """Return the form of a number with a unit, in any case; the field has it in the unit that counts 1.
+
+    `units`: what each counts. A value is written with the one that is shortest; of several names for one, with the longest.
+    """
+    number = rf"[0-9]{{1,17}}(?:\.[0-9]{{1,20}})?{r'(?:e[+-]?[0-9]{1,3})?' * (kind is float)}"
+    counts = {name.lower(): count for name, count in units.items()}
+    names = {count: name for name, count in sorted(units.items(), key=lambda unit: len(unit[0]))}
+
+    def read(text: str) -> float:
+        match = re.fullmatch(rf"({number}) ?(.*)", text)
+        assert match is not None
+        count = counts[match[2].lower()]
+        if kind is float:
+            return float(match[1]) * count
+        whole, _, part = match[1].partition(".")
+        scale: int = 10 ** len(part)
+        amount, rest = divmod(int(whole + part) * count, scale)
+        if rest and count == 1:
+            raise UsageError(f"{text} is not a whole number")
+        return amount
+
+    def write(amount: float) -> str:
+        found = [(amount // count, name) for count, name in names.items() if count > 1 and amount and amount % count == 0]
+        return min((f"{_number(number)}{name}" for number, name in [*found, (amount, names[1])]), key=len)
+
+    return FieldForm(rf"{number} ?(?i:{'|'.join(counts)})", read, write, shown)
+
+
+_FORMS = {
+    int: FieldForm(r"[+-]?[0-9]{1,18}", int),
+    float: FieldForm(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", float),
+}
+_PREFIXES = [("", 0), ("K", 1), ("M", 2), ("G", 3), ("T", 4)]
+IN_BYTES = in_units(
+    {f"{prefix}{unit}": 1024**n for prefix, n in _PREFIXES for unit in ("", "i", "iB") if prefix or not unit}
+    | {f"{prefix}B": 1000**n for prefix, n in _PREFIXES},
+    shown="SIZE",
+)
+IN_SECONDS = in_units({"s": 1, "m": 60, "h": 3600, "d": 86400}, kind=float, shown="TIME")
 
 
 @dataclass(frozen=True)
@@ -27,13 +92,14 @@ class OptionValue:
 
     Each of `FORMS` is a way to spell it: words in capitals are fields, brackets enclose what may be left out and then has its
     default, and everything else is literal: "wsd[:STEPS[:FLOOR]]". What precedes the first field is the field `name`, if the
-    class has one. Fields are numbers or enums. `LIMITS` has for a field what its number has to be;
-    `METAVAR` stands for the forms in a help that would be too wide.
+    class has one. Fields are numbers, enums, or what their `FieldForm` says. `LIMITS` has for a field what its number has to
+    be; `METAVAR` stands for the forms in a help that would be too wide, and `EXPECTED` in a refusal that would not be clear.
     """
 
     FORMS: ClassVar[tuple[str, ...]]
-    EXAMPLE: ClassVar[str]
+    EXAMPLE: ClassVar[str] = ""
     METAVAR: ClassVar[str] = ""
+    EXPECTED: ClassVar[str] = ""
     LIMITS: ClassVar[dict[str, tuple[str, Callable[[float], bool]]]] = {}
 
     def __post_init__(self) -> None:
@@ -42,9 +108,10 @@ class OptionValue:
         Raises:
             UsageError: if a number is outside its limits, or fields are set that do not belong to each other.
         """
-        for field, (expected, is_met) in self.LIMITS.items():
-            if (value := getattr(self, field)) is not None and not (math.isfinite(value) and is_met(value)):
-                raise UsageError(f"{field.replace('_', ' ')} is {value}, expected {expected}")
+        for one in fields(self):
+            value, (expected, is_met) = getattr(self, one.name), self.LIMITS.get(one.name, ("a number", lambda _: True))
+            if isinstance(value, int | float) and not (math.isfinite(value) and is_met(value)):
+                raise UsageError(f"{one.name.replace('_', ' ')} is {value}, expected {expected}")
         if fault := self.fault():
             raise UsageError(fault)
         if self._spelling() is None:
@@ -56,19 +123,20 @@ class OptionValue:
 
     @classmethod
     def parse(cls, text: str, option: str) -> Self:
-        """Return the value that a text spells.
+        """Return the value that a text spells; spaces around it, and after a comma, mean nothing.
 
         Raises:
             UsageError: if it spells none; the message names the option.
         """
         for form in cls.FORMS:
-            if found := re.fullmatch(_pattern(cls, form), text):
+            if found := re.fullmatch(_pattern(cls, form), text.strip()):
                 try:
-                    given = {name: _kind(cls, name)(part) for name, part in found.groupdict().items() if part is not None}
+                    given = {name: _form(cls, name).read(part) for name, part in found.groupdict().items() if part is not None}
                     return cls(**_named(cls, form), **given)
                 except UsageError as error:
-                    raise UsageError(f"{option} is {text}: {error}") from None
-        raise UsageError(f"{option} is {text!r:.80}, expected {' or '.join(cls.forms())}, such as {cls.EXAMPLE}")
+                    if not cls.EXPECTED:
+                        raise UsageError(f"{option} is {text}: {error}") from None
+        raise UsageError(f"{option} is {redacted(text)!r:.80}, expected {cls.expected()}")
 
     def __str__(self) -> str:
         """Return how it is typed; fields that have their default are left out where they may be."""
@@ -88,12 +156,14 @@ class OptionValue:
     def forms(cls) -> list[str]:
         """Return the ways to spell a value, with the words of enums."""
         return [
-            "".join(
-                "|".join(kind) if part[0].isupper() and issubclass(kind := _kind(cls, part.lower()), StrEnum) else part
-                for part in _PARTS.findall(form)
-            )
+            "".join((part[0].isupper() and _form(cls, part.lower()).shown) or part for part in _PARTS.findall(form))
             for form in cls.FORMS
         ]
+
+    @classmethod
+    def expected(cls) -> str:
+        """Return what a refusal says of it."""
+        return cls.EXPECTED or f"{' or '.join(cls.forms())}, such as {cls.EXAMPLE}"
 
     @classmethod
     def metavar(cls) -> str:
@@ -101,7 +171,41 @@ class OptionValue:
         return cls.METAVAR or "|".join(cls.forms())
 
 
-def parse_values(options: Any, named: Callable[[str], str]) -> None:  # noqa: ANN401 - a dataclass
+@dataclass(frozen=True, kw_only=True)
+class ByteSize(OptionValue):
+    """A number of bytes.
+
+    >>> str(ByteSize.parse("1.5 kb", "it")), ByteSize.parse("2g", "it")
+    ('1500B', ByteSize(num_bytes=2147483648))
+    """
+
+    FORMS = ("NUM_BYTES",)
+    EXPECTED = "a number of bytes above 0, such as 24GiB (of 2^30 bytes, also 24G) or 24GB (of 10^9)"
+    LIMITS: ClassVar = {"num_bytes": ABOVE_0}
+
+    num_bytes: Annotated[int, IN_BYTES]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duration(OptionValue):
+    """A time span.
+
+    >>> Duration.parse("90m", "it").seconds, str(Duration(seconds=86400.0))
+    (5400.0, '1d')
+    """
+
+    FORMS = ("SECONDS",)
+    EXPECTED = "a number and s, m, h or d, such as 24h, 90m, 7d or 0s"
+
+    seconds: Annotated[float, IN_SECONDS]
+
+
+def as_option(field: str) -> str:
+    """Return a field as a command line has it: with hyphens."""
+    return "--" + field.replace("_", "-")
+
+
+def parse_values(options: Any, named: Callable[[str], str] = as_option) -> None:  # noqa: ANN401 - a dataclass
     """Parse the words in those fields of a dataclass that are declared as an `OptionValue`; `named`: a field as it is typed.
 
     Raises:
@@ -109,10 +213,11 @@ def parse_values(options: Any, named: Callable[[str], str]) -> None:  # noqa: AN
     """
     command: type = type(options)
     for name, kind in value_fields(command).items():
-        if isinstance(value := getattr(options, name), str | int | float):
+        value = getattr(options, name)
+        if isinstance(value, str | int | float | PurePath) and not isinstance(value, bool):
             object.__setattr__(options, name, kind.parse(str(value), named(name)))
         elif value is not None and not isinstance(value, kind):
-            raise UsageError(f"{named(name)} is {value!r:.80}, expected a {kind.__name__} or its spelling, {kind.EXAMPLE}")
+            raise UsageError(f"{named(name)} is {value!r:.80}, expected {kind.expected()}")
 
 
 @functools.cache
@@ -131,19 +236,22 @@ def is_option_value(hint: object) -> bool:
 def _pattern(cls: type[OptionValue], form: str) -> str:
     written = {"[": "(?:", "]": ")?"}
     return "".join(
-        f"(?P<{part.lower()}>{_regex(cls, part.lower())})" if part[0].isupper() else written.get(part) or re.escape(part)
+        f"(?P<{part.lower()}>{_form(cls, part.lower()).pattern})"
+        if part[0].isupper()
+        else written.get(part) or re.escape(part).replace(",", ", *")
         for part in _PARTS.findall(form)
     )
 
 
-def _regex(cls: type[OptionValue], name: str) -> str:
-    kind = _kind(cls, name)
-    return "|".join(kind) if issubclass(kind, StrEnum) else _KINDS[kind]
-
-
-def _kind(cls: type[OptionValue], name: str) -> Any:  # noqa: ANN401 - a type, without None
-    hint = get_type_hints(cls)[name]
-    return next(one for one in (*get_args(hint), hint) if one is not NoneType)
+def _form(cls: type[OptionValue], name: str) -> FieldForm:
+    """Return how a field is typed."""
+    hint = get_type_hints(cls, include_extras=True)[name]
+    kinds = [hint] if hasattr(hint, "__metadata__") else [one for one in (*get_args(hint), hint) if one is not NoneType]
+    if own := getattr(kinds[0], "__metadata__", None):
+        return own[0]  # type: ignore[no-any-return]
+    if issubclass(kinds[0], StrEnum):
+        return FieldForm("|".join(map(re.escape, kinds[0])), kinds[0], shown="|".join(kinds[0]))
+    return _FORMS[kinds[0]]
 
 
 def _fields_of(form: str) -> set[str]:
@@ -152,12 +260,15 @@ def _fields_of(form: str) -> set[str]:
 
 def _named(cls: type[OptionValue], form: str) -> dict[str, Any]:
     """Return the field `name` of a form, if the class has one."""
-    return {"name": _kind(cls, "name")(re.match(r"[^A-Z\[]*", form)[0].rstrip(":"))} if "name" in get_type_hints(cls) else {}  # type: ignore[index]
+    if "name" not in get_type_hints(cls):
+        return {}
+    before = re.match(r"[^A-Z\[]*", form)
+    return {"name": _form(cls, "name").read(before[0].rstrip(":"))} if before else {}
 
 
 def _spelt(value: OptionValue, form: str, changed: set[str]) -> str | None:
     """Return a value in a form, without the brackets that hold no field that is `changed`; None if a field is missing."""
-    stack: list[tuple[list[str], bool]] = [([], True)]
+    stack: list[tuple[list[str | None], bool]] = [([], True)]
     for part in _PARTS.findall(form):
         if part == "[":
             stack.append(([], False))
@@ -165,17 +276,9 @@ def _spelt(value: OptionValue, form: str, changed: set[str]) -> str | None:
             inner, is_needed = stack.pop()
             stack[-1] = ([*stack[-1][0], *(inner * is_needed)], stack[-1][1] or is_needed)
         elif part[0].isupper():
-            stack[-1] = ([*stack[-1][0], _number(getattr(value, part.lower()))], stack[-1][1] or part.lower() in changed)
+            field = getattr(value, part.lower())
+            text = None if field is None else _form(type(value), part.lower()).write(field)
+            stack[-1] = ([*stack[-1][0], text], stack[-1][1] or part.lower() in changed)
         else:
             stack[-1][0].append(part)
-    text = "".join(stack[0][0])
-    return None if str(None) in text else text
-
-
-def _number(value: object) -> str:
-    """Return a number as short as it can be read back.
-
-    >>> _number(5.0), _number(0.9999), _number(1e-08), _number(20000)
-    ('5', '0.9999', '1e-08', '20000')
-    """
-    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+    return None if None in stack[0][0] else "".join(filter(None, stack[0][0]))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 
-from bucketline.command_line import duration_s, refuse_below
+from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
 from bucketline.help_screen import ALONE, ONLY_IN_FILE
 from bucketline.ingest import option_names
@@ -20,6 +19,7 @@ from bucketline.ingest.rules import PRUNE, Check, Phases, prune_limit, reject_li
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import caption_rest
+from bucketline.option_value import ONE_OR_MORE, Duration, FieldForm, OptionValue, in_units
 from bucketline.store.commands.place import ChangingArguments, StorageArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
 
@@ -48,36 +48,40 @@ def framing_of(config: PackConfig, grid: Grid, max_crop: float | None) -> Framin
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WantedWorkers:
-    """The workers of a Ray cluster that `--workers` names."""
+@dataclass(frozen=True, kw_only=True)
+class RayEngine(OptionValue):
+    """A Ray cluster."""
 
-    least: int = 1
+    FORMS = ("ray[:ADDRESS]",)
+    EXPECTED = "ray, ray:ADDRESS or ray:auto"
+
+    address: Annotated[str | None, FieldForm(r"\S+", str)] = None  # None: Ray is started on this machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedWorkers(OptionValue):
+    """The workers of a Ray cluster.
+
+    >>> WantedWorkers.parse("2:8@0.5gpu", "--workers")
+    WantedWorkers(least=2, most=8, gpus=0.5, cpus=None)
+    """
+
+    FORMS = ("auto", "[LEAST:]MOST[@GPUS[,CPUS]]", "[LEAST:]MOST@CPUS[,GPUS]", "@GPUS[,CPUS]", "@CPUS[,GPUS]")
+    METAVAR = "N|MIN:MAX[@Ggpu,Ccpu]"
+    EXPECTED = "[MIN:]MAX and what each takes, such as 4, 2:8 or 2:8@1gpu,4cpu"
+    LIMITS: ClassVar = {"least": ONE_OR_MORE, "most": ONE_OR_MORE}
+
+    least: int | None = None  # with which packing begins; None: with all
     most: int | None = None  # None: as many as there is room for
-    gpus: float | None = None  # of each; None: by what the cluster has
-    cpus: float | None = None
+    gpus: Annotated[float | None, in_units({"gpu": 1}, kind=float)] = None  # of each; None: by what the cluster has
+    cpus: Annotated[float | None, in_units({"cpu": 1}, kind=float)] = None
 
-    @classmethod
-    def parse(cls, text: str | None) -> WantedWorkers:
-        """Return what a text names.
+    def fault(self) -> str | None:
+        """Return that more are to begin than there may be, if it is so."""
+        return "more than at most" if self.least and self.most and self.least > self.most else None
 
-        >>> WantedWorkers.parse("2:8@0.5gpu")
-        WantedWorkers(least=2, most=8, gpus=0.5, cpus=None)
-        >>> WantedWorkers.parse("4") == WantedWorkers(least=4, most=4)
-        True
 
-        Raises:
-            UsageError: if it is anything else.
-        """
-        number, at, each = ("" if text is None else text).partition("@")
-        found = re.fullmatch(r"(?:([0-9]{1,6}):)?([0-9]{1,6})", number)
-        shares = [re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(gpu|cpu)", part) for part in each.split(",")] if at else []
-        takes = {one[2]: float(one[1]) for one in shares if one}
-        least, most = (int(found[1] or found[2]), int(found[2])) if found else (1, None)
-        is_well_said = (found or (at and not number) or text is None) and len(takes) == len(shares)
-        if not is_well_said or not 1 <= least <= (least if most is None else most):
-            raise UsageError(f"--workers is {text!r}, expected [MIN:]MAX and what each takes, such as 4, 2:8 or 2:8@1gpu,4cpu")
-        return cls(least=least, most=most, gpus=takes.get("gpu"), cpus=takes.get("cpu"))
+AS_THERE_IS_ROOM = WantedWorkers()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +164,7 @@ class RulesOptions:
 
     @property
     def held_out(self) -> HeldOut:
-        return HeldOut.parse(self.val_fraction)
+        return HeldOut.parse(self.val_fraction, "--val-fraction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,19 +203,19 @@ class RayOptions:
 
     SECTION = "ray: packing on a Ray cluster"
 
-    engine: Annotated[str | None, tyro.conf.arg(metavar="ray[:ADDRESS]")] = None
+    engine: RayEngine | None = None
     """Pack with workers of a Ray cluster, each of which packs one slice of the source after another: of the cluster at ADDRESS,
     of the one that `ray:auto` finds, or of one started on this machine for this run. Default: in this process, or in the ranks
     that torchrun started."""
-    workers: Annotated[str | None, tyro.conf.arg(metavar="N|MIN:MAX[@Ggpu,Ccpu]")] = None
+    workers: WantedWorkers = AS_THERE_IS_ROOM
     """Of --engine ray: 2:8@1gpu begins with 2 workers and uses up to 8, with 1 GPU each; @1gpu,8cpu says only what each takes.
-    Default: as many as the cluster has room for, at least 1; a GPU each if it has any, unless --device is cpu; its CPUs for
+    auto: as many as the cluster has room for, at least 1; a GPU each if it has any, unless --device is cpu; its CPUs for
     each of its GPUs, or 1. A worker decodes with as many threads as it has CPUs."""
 
     @property
     def ray_address(self) -> str | None:
         """Address of the Ray cluster; None: Ray is started on this machine."""
-        return None if self.engine is None else self.engine.partition(":")[2] or None
+        return None if self.engine is None else self.engine.address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +264,7 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     """Change the caption options of an existing store: encode only text, and keep the stored latents."""
     max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
     """Exit with 1 if more images are rejected, as a count (10) or a fraction (0.01). In that case no sample is dropped."""
-    publish_every: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    publish_every: Duration | None = None
     """During packing, publish what is packed so far after each such time, such as 10m, so that readers see it. Default:
     publish once, at the end."""
     work: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -273,8 +277,8 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     """Fields that are taken from the store, if there is one, since the command line left them out."""
 
     def __post_init__(self) -> None:
-        _check_shared(self)
         ChangingArguments.__post_init__(self)
+        _check_shared(self)
         refuse_below(1, batch_size=self.batch_size, shard_size_mib=self.shard_size_mib)
         parse_background(self.background)
         if self.max_captions > 1 << 12:
@@ -287,26 +291,23 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
             raise UsageError(
                 f"--publish-every {self.publish_every}: --recaption replaces all captions in one generation; leave one out"
             )
-        if self.publish_every_s == 0:
+        if self.publish_every is not None and not self.publish_every.seconds:
             raise UsageError(f"--publish-every is {self.publish_every}, expected more than 0")
         if self.work is not None and isinstance(self.place, Path):
             raise UsageError(f"--work {self.work}: it is for a store in object storage; leave it out")
 
     def _check_engine(self) -> None:
         if self.engine is None:
-            if self.workers is not None:
+            if self.workers != AS_THERE_IS_ROOM:
                 raise UsageError(f"--workers {self.workers}: it is for --engine ray; give that as well, or leave it out")
             return
-        if self.engine.partition(":")[0] != "ray" or self.engine == "ray:":
-            raise UsageError(f"--engine is {self.engine}, expected ray, ray:ADDRESS or ray:auto")
-        WantedWorkers.parse(self.workers)
         if self.device.startswith("cuda:"):
             raise UsageError(f"--device {self.device}: Ray gives each worker GPUs of its own; say cuda, with --workers @1gpu")
 
     @property
     def publish_every_s(self) -> float | None:
         """The time between generations during packing; None if there are none."""
-        return None if self.publish_every is None else duration_s(self.publish_every, "--publish-every")
+        return None if self.publish_every is None else self.publish_every.seconds
 
     @property
     def vae_dtype(self) -> str:

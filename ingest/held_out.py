@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from bucketline.errors import UsageError
+from bucketline.option_value import A_SHARE, OptionValue
 from bucketline.store.format.hashing import draw
 
 if TYPE_CHECKING:
@@ -21,40 +21,24 @@ class SplitBy(StrEnum):
     FOLDER = "folder"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
-    """The share of the samples that is held out, and by what it is drawn."""
+@dataclass(frozen=True, kw_only=True)
+class HeldOut(OptionValue):
+    """The share of the samples that is held out, and by what it is drawn.
+
+    >>> HeldOut.parse("0.02:folder", "--val-fraction")
+    HeldOut(fraction=0.02, by=<SplitBy.FOLDER: 'folder'>)
+    """
+
+    FORMS = ("FRACTION[:BY]",)
+    EXPECTED = "0 to 1, such as 0.02, or 0.02:folder"
+    LIMITS: ClassVar = {"fraction": A_SHARE}
 
     fraction: float = 0.0
     by: SplitBy = SplitBy.ID
 
-    @classmethod
-    def parse(cls, text: str) -> HeldOut:
-        """Return what `--val-fraction` names: `0.02`, or `0.02:folder`.
-
-        >>> HeldOut.parse("0.02:folder")
-        HeldOut(fraction=0.02, by=<SplitBy.FOLDER: 'folder'>)
-
-        Raises:
-            UsageError: if it is not a fraction, or is drawn by something else.
-        """
-        number, colon, by = text.partition(":")
-        try:
-            fraction = float(number)
-        except ValueError:
-            fraction = -1.0
-        if not 0.0 <= fraction <= 1.0:
-            raise UsageError(f"--val-fraction is {text}, expected 0 to 1, such as 0.02, or 0.02:folder")
-        if colon and by not in set(SplitBy):
-            raise UsageError(f"--val-fraction is {text}, expected {' or '.join(f'{number}:{one}' for one in SplitBy)}")
-        return cls(fraction=fraction, by=SplitBy(by) if colon else SplitBy.ID)
-
     def as_json(self) -> dict[str, Json]:
         """Return what a manifest records of it."""
         return {"val_fraction": self.fraction, "by": self.by.value}
-
-    def __str__(self) -> str:
-        return f"{self.fraction}" if self.by is SplitBy.ID else f"{self.fraction}:{self.by}"
 
 
 def held_out(sample_id: str, val_fraction: float, by: SplitBy) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from bucketline.errors import FingerprintError, UsageError
 from bucketline.files.redact import redacted
 from bucketline.loader.plan.shares import rows_per_pass
 from bucketline.option_types import expect
+from bucketline.option_value import FieldForm, OptionValue
 from bucketline.store import Bucket, Store
 from bucketline.store.format.mixture_file import read_mixture
 from bucketline.store.read.lost_files import refuse_lost_shards
@@ -31,6 +32,8 @@ from bucketline.store.shard.reader import SealedShard
 from bucketline.typed_json import encode, first_difference
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from numpy.typing import NDArray
 
     from bucketline.store import BlockSpec
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
 _FREE_RULES = ("captions", "grid", "max_crop", "max_upscale", "min_size_px", "split")
 _REPEATS = "a number above 0: 3 to read its rows three times per pass, 0.5 to read half of them"
 _MOST = 1 << 31
-_NUMBER = re.compile(r"[0-9]+|[0-9]*\.[0-9]+")
+_NUMBER = re.compile(r"[0-9]{1,9}|[0-9]{0,9}\.[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -79,49 +82,62 @@ StoreLike: TypeAlias = "Store | WeightedStore | Path | str"
 Stores: TypeAlias = "StoreLike | Sequence[StoreLike]"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreArgument:
+@dataclass(frozen=True, kw_only=True)
+class StoreArgument(OptionValue):
     """A store on the command line: `photos.store`, or `photos.store:3` to read its rows three times per pass; also `:0.5`.
 
     `photos.store:3@0.5` has half the weight in the loss, which only training takes.
     """
 
-    path: Path | str  # a URL is text
-    repeats: float
+    FORMS = ("PATH[:REPEATS][@WEIGHT]",)
+
+    path: Annotated[Path | str, FieldForm(".+", str, str)]  # a URL is text
+    repeats: float = 1
     weight: float | None = None
 
+    @classmethod
+    def parse(cls, text: str, option: str = "the store") -> Self:
+        """Return what a text spells. An existing path takes precedence over numbers at its end.
 
-def parse_store(text: str) -> StoreArgument:
-    """Parse a store argument. An existing path takes precedence over a suffix that looks like repeats.
+        Raises:
+            UsageError: if these are not its repeats and then its weight, or not such numbers.
 
-    Raises:
-        UsageError: if the repeats are not a number above 0.
+        >>> StoreArgument.parse("s3://me@host/photos.store:3@0.5")
+        StoreArgument(path='s3://me@host/photos.store', repeats=3, weight=0.5)
+        """
+        place, ends = _ends(text)
+        if not place:
+            raise UsageError(f"{option} is '', expected a path or a URL")
+        if not is_url(text):
+            refuse_misspelt(place)
+        signs, numbers, shown = "".join(sign for sign, _ in ends), dict(ends), redacted(place)
+        repeats, weight = numbers.get(":", "1"), numbers.get("@", "1")
+        if signs == "@:":
+            raise UsageError(f"{redacted_store(text)}: the weight comes last: {shown}:{repeats}@{weight}")
+        if signs not in ("", ":", "@", ":@"):
+            found = ", ".join("".join(end) for end in ends)
+            raise UsageError(f"{option} is {shown} with {found}, expected its repeats once, and its weight once: {shown}:3@0.5")
+        if not _NUMBER.fullmatch(repeats) or not float(repeats):
+            raise UsageError(f"{shown} has {repeats[:40] or 'no'} repeats, expected {_REPEATS}")
+        if not _NUMBER.fullmatch(weight):
+            raise UsageError(f"{shown} has the weight {weight[:40]!r}, expected a number from 0 on: 0.5 for half in the loss")
+        return cls(
+            path=place if is_url(text) else Path(place),
+            repeats=int(float(repeats)) if float(repeats) % 1 == 0 else float(repeats),
+            weight=float(weight) if "@" in signs else None,
+        )
 
-    >>> parse_store("s3://me@host/photos.store:3@0.5")
-    StoreArgument(path='s3://me@host/photos.store', repeats=3, weight=0.5)
-    """
-    if (weight := _weight(text)) is not None:
-        return replace(parse_store(text.rpartition("@")[0]), weight=weight)
-    if is_url(text):
-        return _parse_url(text)
-    refuse_misspelt(text)
-    path, colon, number = text.rpartition(":")
-    if not colon or not path or Path(text).exists():
-        return StoreArgument(path=Path(text), repeats=1)
-    is_number = _NUMBER.fullmatch(number) is not None
-    if is_number and _weight(path) is not None:
-        place, _, weighs = path.rpartition("@")
-        raise UsageError(f"{text}: the weight comes last: {place}:{number}@{weighs}")
-    if not is_number and not Path(path).exists():  # a path with a colon
-        return StoreArgument(path=Path(text), repeats=1)
-    return StoreArgument(path=Path(path), repeats=_repeats(path, number if is_number else "", number))
 
-
-def _weight(text: str) -> float | None:
-    """Return the weight at a store argument's end; None if there is none. What exists is a path, whatever its name."""
-    place, _, number = text.rpartition("@")
-    has_place = "/" in place.partition("://")[2] if is_url(text) else place and not Path(text).exists()
-    return float(number) if has_place and _NUMBER.fullmatch(number) else None
+def _ends(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Return a store's place and what follows it, each with its sign: numbers, or anything after a path that exists."""
+    found = re.fullmatch(r"(.+)([:@])([^:@/]*)", text, re.DOTALL)
+    has_end = found and ("/" in found[1].partition("://")[2] if is_url(text) else not Path(text).exists())  # no port, no user
+    if found is None or not has_end:
+        return text, []
+    place, ends = _ends(found[1])
+    if _NUMBER.fullmatch(found[3]) or (not is_url(text) and Path(place).exists()):
+        return place, [*ends, (found[2], found[3])]
+    return text, []
 
 
 def redacted_store(text: str) -> str:
@@ -130,33 +146,19 @@ def redacted_store(text: str) -> str:
     >>> redacted_store("photos.store:3@0.5"), redacted_store("https://me:secret@host/photos.store@2")
     ('photos.store:3@0.5', 'https://host/photos.store@2')
     """
-    place, suffix = text.rpartition("@")[::2] if _weight(text) is not None else (text, "")
-    return f"{redacted(place)}@{suffix}" if suffix else redacted(place)
+    place, ends = _ends(text)
+    return redacted(place) + "".join(map("".join, ends))
 
 
-def _parse_url(text: str) -> StoreArgument:
-    """Parse a store's URL, which may have a port: only what follows the path's last colon can be repeats."""
-    url, _, number = text.rpartition(":")
-    if "/" not in url.partition("://")[2] or "/" in number or not _NUMBER.fullmatch(number):
-        return StoreArgument(path=text, repeats=1)
-    return StoreArgument(path=url, repeats=_repeats(url, number, number))
-
-
-def _repeats(where: str, number: str, given: str) -> float:
-    if not number or not float(number):
-        raise UsageError(f"{where} has {given[:40] or 'no'} repeats, expected {_REPEATS}")
-    return float(number) if "." in number and float(number) % 1 else int(float(number))
-
-
-def parse_stores(texts: Iterable[Path | str]) -> list[StoreArgument]:
+def parse_stores(texts: Iterable[Path | str], option: str = "the store") -> list[StoreArgument]:
     """Parse store arguments; a folder that was packed from a data set file stands for its stores, each with its repeats.
 
     Raises:
-        UsageError: if an argument's repeats are 0.
+        UsageError: if an argument does not end in its repeats and its weight; the message names `option`.
         StoreError: if a folder's `mixture.json` is damaged.
     """
     found = []
-    for given in map(parse_store, map(str, texts)):
+    for given in (StoreArgument.parse(str(text), option) for text in texts):
         mixed = None if isinstance(given.path, str) else read_mixture(given.path)
         if mixed is None or isinstance(given.path, str):
             found.append(given)

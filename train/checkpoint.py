@@ -25,6 +25,7 @@ from bucketline.errors import StateError, TrainError
 from bucketline.files.run_marker import CHECKPOINTS
 from bucketline.loader.history import StoreId  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.format.hashing import file_digest
+from bucketline.train.config import TrainConfig
 from bucketline.train.metrics_file import WindowState, has_steps
 from bucketline.train.option_names import translated
 from bucketline.typed_json import Json, decode
@@ -165,7 +166,7 @@ def read_state(folder: Path) -> RunState:
                 "resume with the version of bucketline that wrote it"
             )
         state = decode(RunState, document)
-        return replace(state, config=translated(state.config))
+        return replace(state, config=translated(state.config, TrainConfig))
     except (AttributeError, ValueError, RecursionError) as error:
         raise StateError(f"{folder / STATE} is not a checkpoint state of this trainer: {error}") from error
 

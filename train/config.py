@@ -14,29 +14,34 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from bucketline.command_line import parse_bytes, parse_line, parse_options
+from bucketline.command_line import parse_line, parse_options
 from bucketline.errors import UsageError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.help_screen import ALONE, ONLY_IN_FILE, asked_for_help
 from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import ReadOptions
 from bucketline.option_types import COMMAND_LINE_ONLY, RESUME_FIXED, RESUME_FREE
-from bucketline.option_value import parse_values
 from bucketline.train.option_names import ELSEWHERE
 from bucketline.train.run_file import as_run_file, from_files, with_places, words_of_values
-from bucketline.train.spelling import DDP, EXPORTS, repository_of, save_times, shard_ranks
 from bucketline.train.values import (
     ADAMS_BETAS,
     CONSTANT_RATE,
+    DDP,
     UNIFORM,
     UNWEIGHTED,
     USUAL_EMA,
+    USUAL_SAVES,
     WHOLE_RANGE,
     Betas,
     Course,
     Ema,
+    Followed,
+    HubTarget,
     LossWeight,
     LrSchedule,
+    MemoryLimit,
+    SaveTimes,
+    Sharding,
     TimestepRange,
     Timesteps,
 )
@@ -49,7 +54,7 @@ if TYPE_CHECKING:
     from bucketline.loader.service.address import ServiceAddress
 
 IN_PROCESS = "none"  # value of --service: read in threads of this process
-MEMORY_OFF = "off"  # value of --memory and --base
+BASE_OFF = "off"  # value of --base
 
 
 Precision = StrEnum("Precision", ["AUTO", "FP32", "BF16", "FP8"])
@@ -154,8 +159,9 @@ class MemoryOptions:
 
     SECTION = "memory: precision, compilation, what saves memory"
 
-    memory: str | None = field(default=None, metadata=RESUME_FREE)
-    """Memory of each device that the run may take, such as 24GiB. If it needs more, what costs least is chosen of these, unless
+    memory: MemoryLimit | None = field(default=None, metadata=RESUME_FREE)
+    """Memory of each device that the run may take, such as 24GiB (of 2^30 bytes) or
+    24GB (of 10^9). If it needs more, what costs least is chosen of these, unless
     it is given: --recompute, the EMA on the cpu, --optimizer adamw-bf16 or adamw-8bit; of a LoRA run --recompute, --base,
     --offload-blocks. None: all that a GPU has; on a CPU, off. off: choose nothing."""
     precision: Precision = Precision.AUTO
@@ -186,7 +192,7 @@ class SavingOptions:
 
     SECTION = "saving: checkpoints, exports, the hub"
 
-    save_every: Annotated[str | None, tyro.conf.arg(metavar="N|30m")] = "30m"
+    save_every: SaveTimes | None = USUAL_SAVES
     """Steps or time between checkpoints, or both: 1000, 30m, or 1000,30m. None: only the last one."""
     keep: int = 2
     """Number of newest checkpoints to keep."""
@@ -194,7 +200,7 @@ class SavingOptions:
     """Optimizer steps between exports: only the weights, averaged if there is an average, in exports/; None: none."""
     export_dtype: Literal["fp32", "fp16", "bf16"] = field(default="bf16", metadata=ONLY_IN_FILE | RESUME_FREE)
     """Data type of the exported weights."""
-    push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="USER/NAME")] = field(default=None, metadata=RESUME_FREE)
+    push_to_hub: HubTarget | None = field(default=None, metadata=RESUME_FREE)
     """Hugging Face repository to upload the last step's export and card to, with your own token; made private if it does not
     exist. user/name:exports: each export of --export-every as well, as a commit. A failed upload never ends the run."""
 
@@ -235,7 +241,7 @@ class MachineOptions:
 
     SECTION = "machines: several GPUs and machines"
 
-    sharding: Annotated[str, tyro.conf.arg(metavar="ddp|fsdp[:RANKS]")] = field(default=DDP, metadata=RESUME_FREE)
+    sharding: Sharding = field(default=DDP, metadata=RESUME_FREE)
     """Multi-process strategy: ddp keeps a full copy per process; fsdp shards the model over all processes, for models too large
     for one GPU; fsdp:8 over 8 of them, a divisor of all, so that there are several copies (HSDP); fsdp:machine over those of a
     machine."""
@@ -299,8 +305,8 @@ class TrainConfig(
     max_steps: int | None = field(default=None, metadata=RESUME_FREE)
     """Total optimizer steps, including those before a resume."""
     epochs: float | None = field(default=None, metadata=RESUME_FREE)
-    """Instead of --max-steps: passes over the stores' rows, with their repeats, also 0.5. The steps are computed from the plan
-    and recorded."""
+    """Passes over the stores' rows, with their repeats, instead of --max-steps; also a part of one, such as 0.5. The steps that
+    they take are computed from the plan and recorded."""
     files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PRESET|FILE …")] = field(
         default=(), metadata=COMMAND_LINE_ONLY | RESUME_FREE
     )
@@ -313,9 +319,7 @@ class TrainConfig(
     next to it override its own. Without RUN: the run in --output-dir, with the options given."""
     new_plan: bool = field(default=False, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
     """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
-    follow: Annotated[int | Path | None, tyro.conf.arg(metavar="ROWS|RUN")] = field(
-        default=None, metadata={ALONE: "1"} | RESUME_FREE
-    )
+    follow: Followed | None = field(default=None, metadata={ALONE: "1"} | RESUME_FREE)
     """Take up newer generations of the stores while training, as `ingest pack --publish-every` publishes them, and start as
     soon as the stores have so many training rows; without a number, 1. RUN, the folder of a run or a checkpoint: take them up
     at the steps at which that run did, which repeats it."""
@@ -333,12 +337,12 @@ class TrainConfig(
     @property
     def wait_rows(self) -> int | None:
         """The training rows that a run waits for whose stores still grow; None: it does not follow them."""
-        return self.follow if isinstance(self.follow, int) else None
+        return None if self.follow is None else self.follow.rows
 
     @property
     def followed_run(self) -> Path | None:
         """The run whose generations are taken up at its steps."""
-        return self.follow if isinstance(self.follow, Path) else None
+        return None if self.follow is None else self.follow.run
 
     def service_address(self) -> ServiceAddress | None:
         """Return the address of the service that reads; None: threads of this process do.
@@ -360,7 +364,6 @@ class TrainConfig(
         """
         ReadOptions.__post_init__(self)
         self._expect_batch()
-        parse_values(self, self._named)
         self.service_address()
         if not self.store:
             raise UsageError("no --store is given, expected one or more")
@@ -372,11 +375,6 @@ class TrainConfig(
             *("max_steps", "log_every", "keep", "val_timesteps", "image_steps", "lora_rank"),
             *("export_every", "validate_every", "images_every"),
         )
-        if isinstance(self.follow, bool):
-            raise UsageError(f"--follow is {self.follow}, expected a number of rows, or a run's folder")
-        if self.wait_rows is not None and self.wait_rows < 1:
-            raise UsageError(f"--follow is {self.follow}, expected 1 or more rows, or a run's folder")
-        save_times(self.save_every or "1")
         self._expect_at_least(
             0, "noise_offset", "warmup_steps", "num_images", "learning_rate", "weight_decay", "offload_blocks"
         )
@@ -412,23 +410,20 @@ class TrainConfig(
                 f"--image-prompts is {', '.join(self.image_prompts)}, and --num-images is 0, which draws none: leave one of "
                 "them out"
             )
-        if self.push_to_hub is not None and repository_of(self.push_to_hub)[1] and self.export_every is None:
+        if self.push_to_hub is not None and self.push_to_hub.also and self.export_every is None:
             raise UsageError(
                 f"--push-to-hub is {self.push_to_hub}, and --export-every is not given, whose exports it uploads; give it, or "
-                f"leave out :{EXPORTS}"
+                f"leave out :{self.push_to_hub.also}"
             )
 
     def _expect_memory(self) -> None:
-        if self.memory not in (None, MEMORY_OFF):
-            parse_bytes(self.memory, "--memory")
-        shard_ranks(self.sharding)
         if self.keep_gathered and self.sharding == DDP:
             raise UsageError("keep_gathered is for --sharding fsdp, and --sharding is ddp, which gathers nothing")
         for name in ("lora_alpha", "lora_targets", "lora_from", "lora_dropout", "dora", "base"):
-            if self.lora_rank is None and (value := getattr(self, name)) not in (None, MEMORY_OFF, 0.0, False):
+            if self.lora_rank is None and (value := getattr(self, name)) not in (None, BASE_OFF, 0.0, False):
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
         for name in ("base", "lora_from", "offload_blocks"):
-            if self.dora and (value := getattr(self, name)) not in (None, MEMORY_OFF, 0):
+            if self.dora and (value := getattr(self, name)) not in (None, BASE_OFF, 0):
                 raise UsageError(f"dora is set with {self._named(name)} {value}, expected plain LoRA: leave one of them out")
         if self.dora and self.sharding != DDP:
             raise UsageError(f"dora is set with --sharding {self.sharding}, expected ddp: it needs a layer's whole weight")
@@ -441,7 +436,7 @@ class TrainConfig(
             raise UsageError(f"--offload-blocks is {self.offload_blocks}, expected {options} with it: {reasons}")
         if self.offload_blocks and self.sharding != DDP:
             raise UsageError(f"--offload-blocks is {self.offload_blocks} with --sharding {self.sharding}, expected ddp")
-        if self.base not in (None, MEMORY_OFF) and self.sharding != DDP:
+        if self.base not in (None, BASE_OFF) and self.sharding != DDP:
             raise UsageError(
                 f"--base is {self.base} with --sharding {self.sharding}, expected ddp: a quantised base is not sharded"
             )

@@ -49,7 +49,7 @@ def wait_for_rows(config: TrainConfig, ranks: TrainRanks) -> None:
     if (wanted := config.wait_rows) is None or config.resume:
         return
     said = -_SAY_EVERY_S
-    while (found := sum(_rows_of(one, config.remote()) for one in parse_stores(config.store))) < wanted:
+    while (found := sum(_rows_of(one, config.remote()) for one in parse_stores(config.store, "--store"))) < wanted:
         if ranks.is_main and time.monotonic() - said >= _SAY_EVERY_S:
             print(f"waiting for {wanted:,} rows to train on; there are {found:,}", file=sys.stderr, flush=True)
             said = time.monotonic()
@@ -76,7 +76,7 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
         StoreError: if a store cannot be opened.
         ModelError: if this trainer cannot train on a store, or would ignore or misread one of its columns.
     """
-    asked = from_rank_zero(ranks, lambda: parse_stores(config.store))
+    asked = from_rank_zero(ranks, lambda: parse_stores(config.store, "--store"))
     before = None if start.state is None or start.takes_new_plan else start.state.stores
     if before is not None and len(before) != len(asked):
         raise StateError(
@@ -120,7 +120,7 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
 
 def store_weights(config: TrainConfig) -> tuple[float, ...]:
     """Return the weights of the stores in the loss, 1 where only others have one; () if none has."""
-    weights = [one.weight for one in parse_stores(config.store)]
+    weights = [one.weight for one in parse_stores(config.store, "--store")]
     return () if set(weights) == {None} else tuple(1.0 if weight is None else weight for weight in weights)
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketline.command_line import parse_bytes
-from bucketline.train.config import MEMORY_OFF, Base, TrainConfig
+from bucketline.train.config import BASE_OFF, Base, TrainConfig
 from bucketline.train.values import Ema, EmaPlace
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def decided(config: TrainConfig) -> TrainConfig:
         config,
         recompute=recomputed if config.recompute is None else config.recompute,
         optimizer=config.optimizer or "adamw",
-        base=None if config.base == MEMORY_OFF else config.base,
+        base=None if config.base == BASE_OFF else config.base,
         offload_blocks=config.offload_blocks or 0,
         ema=config.ema if config.ema.decay is None else replace(config.ema, place=config.ema.place or EmaPlace.DEVICE),
     )
@@ -37,10 +36,10 @@ def with_recorded(config: TrainConfig, recorded: Mapping[str, Json]) -> TrainCon
     taken: dict[str, Any] = {}
     if config.optimizer is None:  # whose state the checkpoint has
         taken["optimizer"] = recorded.get("optimizer", "adamw")
-    if config.memory in (None, recorded.get("memory")):
+    if _is_of(config, recorded):
         taken |= {name: recorded.get(name) for name in ("recompute", "offload_blocks") if getattr(config, name) is None}
         if config.base is None and config.lora_rank is not None:
-            taken["base"] = Base(str(found)) if (found := recorded.get("base")) else MEMORY_OFF
+            taken["base"] = Base(str(found)) if (found := recorded.get("base")) else BASE_OFF
         before = Ema.parse(str(recorded.get("ema", config.ema)), "--ema")
         is_open = config.ema.decay is not None and config.ema.place is None
         if is_open and replace(config.ema, place=before.place, every=before.every) == before:
@@ -53,14 +52,17 @@ def memory_to_fit(config: TrainConfig, recorded: Mapping[str, Json] | None, devi
 
     `recorded`: the options of a resumed run's first part, which was fitted already if its memory was the same.
     """
-    is_fitted = recorded is not None and config.memory in (None, recorded.get("memory"))
+    is_fitted = recorded is not None and _is_of(config, recorded)
     return None if is_fitted else memory_of(config, device)
+
+
+def _is_of(config: TrainConfig, recorded: Mapping[str, Json]) -> bool:
+    """Return whether a run's --memory is that of its first part."""
+    return config.memory is None or str(config.memory) == recorded.get("memory")
 
 
 def memory_of(config: TrainConfig, device: torch.device) -> int | None:
     """Return the bytes of each device that a run may take; None: it takes what there is."""
-    if config.memory == MEMORY_OFF:
-        return None
     if config.memory is not None:
-        return parse_bytes(config.memory, "--memory")
+        return config.memory.num_bytes
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import UsageError
 from bucketline.extensions import Extensions
 from bucketline.train.config import Precision, WeightDtype
-from bucketline.train.spelling import DDP
-from bucketline.train.values import ADAMS_BETAS, Betas, Course
+from bucketline.train.values import ADAMS_BETAS, DDP, Betas, Course
 
 if TYPE_CHECKING:
     from torch import nn

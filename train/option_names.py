@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bucketline.loader.commands.batch_options import batch_as_text
+from bucketline.dtype_names import dtype_name
+from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.loader.config import NOT_OPTIONS, SIZES
-from bucketline.train.spelling import as_words
-from bucketline.train.values import Ema, LossWeight, LrSchedule, TimestepRange, Timesteps
+from bucketline.option_value import value_fields
+from bucketline.train.values import SaveTimes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from bucketline.option_value import OptionValue
     from bucketline.typed_json import Json
 
 _OURS = {
@@ -150,6 +150,7 @@ ELSEWHERE = {
 
 _RENAMED = {
     "accum": "accumulation",
+    "keep_checkpoints": "keep",
     "num_pictures": "num_images",
     "picture_steps": "image_steps",
     "pictures_every": "images_every",
@@ -157,43 +158,59 @@ _RENAMED = {
 
 _BEFORE: dict[str, Json] = {"guidance": 3.5, "weights": "fp32", "optimizer": "adamw"}
 """Values that were fixed before there was an option."""
-
+_USUAL_MINUTES = 30.0  # between checkpoints, also if a run was recorded before that was an option
 
 _PARTS_BEFORE = (
     *("ema_decay", "ema_every", "timestep_sampling", "logit_mean", "logit_std", "mode_scale", "timestep_min", "timestep_max"),
-    *("min_snr_gamma", "flow_weighting", "lr_floor", "schedule_steps", "decay_steps"),
+    *("min_snr_gamma", "flow_weighting", "lr_floor", "schedule_steps", "decay_steps", "checkpoint_every", "checkpoint_minutes"),
+    *("shard_ranks", "wait_rows", "follow_schedule", "push_exports", "store_weight", *SIZES, "batch_multiple"),
 )
 
 
-def translated(recorded: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the options that a run or its checkpoint has recorded, also of an earlier version, by the names of this one.
+def translated(recorded: Mapping[str, Json], config: type) -> dict[str, Json]:
+    """Return the options that a run or its checkpoint has recorded, also of an earlier version, as this one spells them.
 
-    >>> translated({"accum": 2, "batch_size": None, "batch_pixels": 1 << 22, "batch_multiple": 8, "activation_memory": 0.75})
+    `config`: the dataclass of the options.
+
+    >>> from bucketline.train.config import TrainConfig
+    >>> old = {"accum": 2, "batch_size": None, "batch_pixels": 1 << 22, "batch_multiple": 8, "activation_memory": 0.75}
+    >>> translated(old, TrainConfig)
     {'guidance': 3.5, 'weights': 'fp32', 'optimizer': 'adamw', 'accumulation': 2, 'recompute': 0.25, 'batch': '4MP/8'}
     """
     options = _BEFORE | {_RENAMED.get(name, name): value for name, value in recorded.items()}
     stored, is_recomputed = options.pop("activation_memory", None), options.pop("gradient_checkpointing", False)
     if isinstance(stored, float | int):
         options["recompute"] = 1.0 if is_recomputed else 1.0 - stored
-    sizes = {name: options.pop(name) for name in (*SIZES, "batch_multiple") if name in options}
-    if sizes:
-        options["batch"] = batch_as_text(sizes)
-    options = as_words(options)
-    words = dict(_merged(options))
-    for name in _PARTS_BEFORE:
-        options.pop(name, None)
-    kinds: dict[str, type[OptionValue]] = {
-        "ema": Ema,
-        "timesteps": Timesteps,
-        "timestep_range": TimestepRange,
-        "loss_weight": LossWeight,
-        "lr_schedule": LrSchedule,
-    }
-    return {**options, **{name: str(kinds[name].parse(word, name)) for name, word in words.items()}}
+    merged = {**dict(_merged(options)), **dict(_merged_of_objective(options))}
+    options = {name: value for name, value in options.items() if name not in _PARTS_BEFORE} | merged
+    kinds = value_fields(config)
+    spelt = {name: value for name, value in options.items() if name in kinds and isinstance(value, str | int | float)}
+    return {**options, **{name: str(kinds[name].parse(str(value), name)) for name, value in spelt.items()}}
 
 
-def _merged(options: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
-    """Yield the options that were several, each as one word."""
+def _merged(options: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
+    """Yield the options that were several, or had another form, each as it is now."""
+    old: Callable[..., Any] = options.get
+    if sizes := {name: options[name] for name in (*SIZES, "batch_multiple") if name in options}:
+        yield "batch", str(BatchSize(**sizes))  # type: ignore[arg-type]
+    if "checkpoint_every" in options:
+        minutes = old("checkpoint_minutes", _USUAL_MINUTES)
+        steps, seconds = old("checkpoint_every"), None if minutes is None else 60.0 * minutes
+        yield "save_every", str(SaveTimes(steps=steps, seconds=seconds)) if steps or seconds else None
+    if old("sharding") == "hsdp":
+        yield "sharding", f"fsdp:{old('shard_ranks') or 'machine'}"
+    if isinstance(follows := old("follow"), bool):
+        yield "follow", (old("wait_rows") or 1) if follows else old("follow_schedule")
+    if old("push_exports"):
+        yield "push_to_hub", f"{old('push_to_hub')}:exports"
+    if weights := old("store_weight"):
+        yield "store", [f"{store}@{weight:g}" for store, weight in zip(old("store"), weights, strict=False)]
+    if isinstance(dtype := old("export_dtype"), str):
+        yield "export_dtype", dtype_name(dtype)
+
+
+def _merged_of_objective(options: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
+    """Yield the options of objective and optimizer that were several, each as one word."""
     old = options.get
     if "ema_decay" in options:
         place = old("ema", "device")

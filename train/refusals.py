@@ -17,7 +17,7 @@ from bucketline.errors import DeliveryError, ModelError, PlanError, StateError, 
 from bucketline.files.paths import Overlap, overlap
 from bucketline.files.redact import redacted
 from bucketline.files.run_marker import CHECKPOINTS, is_run
-from bucketline.loader.commands.batch_options import batch_sizes
+from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.loader.commands.stats import stats_of
 from bucketline.loader.config import LoaderConfig
 from bucketline.loader.mixture import join, open_shares, parse_stores
@@ -61,7 +61,7 @@ def refuse_early(config: TrainConfig, world_size: int) -> None:
             _refuse_resume(config)
             _refuse_no_service(config)
         return  # its stores are at the generations of its checkpoint, which has passed all this
-    paths = [one.path for one in parse_stores(config.store)]
+    paths = [one.path for one in parse_stores(config.store, "--store")]
     local = [path for path in paths if isinstance(path, Path)]
     if config.wait_rows is not None and not all((path / MANIFEST).exists() for path in local):
         return  # they are waited for
@@ -177,7 +177,7 @@ def refuse_other_batch(config: TrainConfig, state: RunState, world_size: int, bu
     now = str(config.batch), config.accumulation, world_size
     if config.new_plan or before == now:
         return
-    sizes = [LoaderConfig(**batch_sizes(batch)) for batch, *_ in (before, now)]  # type: ignore[arg-type]
+    sizes = [LoaderConfig(**BatchSize.parse(batch, "--batch").sizes()) for batch, *_ in (before, now)]  # type: ignore[arg-type]
     for bucket in buckets if any(size.batch_size is None for size in sizes) else [None]:
         rows = [
             (size.rows_of(bucket) if bucket else size.batch_size or 0) * times * ranks
@@ -280,7 +280,7 @@ def refuse_place(config: TrainConfig) -> None:
     """
     output = config.output_dir
     # a store in object storage has no folder here, and its ids would have to be fetched
-    paths = [store.path for store in parse_stores(config.store) if isinstance(store.path, Path)]
+    paths = [store.path for store in parse_stores(config.store, "--store") if isinstance(store.path, Path)]
     for path in paths:
         found = {Overlap.SAME: "is", Overlap.INSIDE: "is inside", Overlap.AROUND: "contains"}
         if how := overlap(output, path):

@@ -10,7 +10,7 @@ import json
 import re
 import textwrap
 import tomllib
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from bucketline.errors import UsageError
 from bucketline.files.run_marker import CONFIG
 from bucketline.help_screen import ALONE, options_of, sections_of, suggestion
 from bucketline.option_types import COMMAND_LINE_ONLY
-from bucketline.option_value import OptionValue
+from bucketline.option_value import OptionValue, value_fields
 from bucketline.train.option_names import ELSEWHERE, translated
 from bucketline.typed_json import TypedJsonError, as_toml, decode, encode
 
@@ -161,16 +161,16 @@ def _checked(options: type, name: str, value: object, item: str) -> object:
         return value
     kinds = (hint, *get_args(hint))
     is_alone = value is True and any(one.name == name and ALONE in one.metadata for one in fields(options))
+    if (own := value_fields(options).get(name)) is not None:  # it is spelt as on the command line, which checks it
+        if not (is_alone or is_number or isinstance(value, str)):
+            raise UsageError(f"{item} is {value!r:.80}, expected {own.expected()}")
+        return value if is_alone else str(value)
     is_of_several = len({*get_args(hint)} - {NoneType}) > 1  # of which `decode` takes any value
     if is_of_several and isinstance(value, bool) and not is_alone:
         expected = ", ".join(chain.from_iterable(map(_choices, kinds)))
         raise UsageError(f"{item} is {value}, expected {expected or 'another value, or leave it out'}")
-    if is_number and str in kinds:  # `batch = 8`, of an option that also takes words
-        value = str(value)
     if isinstance(value, str) and (found := choice_of(value, [*chain.from_iterable(map(_choices, kinds))])) is not None:
         return found
-    if any(is_dataclass(kind) for kind in kinds) and (is_number or isinstance(value, str)):
-        return str(value)  # a value of several parts is spelt as on the command line, which checks it
     try:
         decode(hint, value, item)
     except TypedJsonError as error:
@@ -194,7 +194,7 @@ def values_of_run(options: type, folder: str) -> dict[str, Value]:
     path = Path(folder) / CONFIG
     try:
         recorded = json.loads(path.read_bytes())["config"]
-        values = translated(recorded)
+        values = translated(recorded, options)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(

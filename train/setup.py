@@ -105,7 +105,7 @@ def refuse_model(config: TrainConfig) -> None:
         StoreError: if the store cannot be opened.
     """
     folder, file = locate(config.model, config.model_config)
-    store = open_shares([parse_stores(config.store)[0].path], config.remote())[0].store
+    store = open_shares([parse_stores(config.store, "--store")[0].path], config.remote())[0].store
     _, _, family = checked(folder, facts_of(store, ()), file)  # its buckets are checked later, once their rows are known
     _refuse_other_preset(config, family)
     refuse_other_configs(folder, store.manifest.encoders)

@@ -18,7 +18,7 @@ from bucketline.train.config import Base
 from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import fail_together, from_rank_zero, placed, separate_blocks
-from bucketline.train.spelling import DDP, shard_ranks
+from bucketline.train.values import DDP, ShardBy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,10 +44,10 @@ def shard_ranks_of(config: TrainConfig, ranks: TrainRanks) -> int:
     Raises:
         UsageError: if it does not divide the number of ranks.
     """
-    asked = shard_ranks(config.sharding)
-    if asked is None or ranks.world_size == 1:
+    is_of_machine, number = config.sharding.name is ShardBy.MACHINE, config.sharding.ranks
+    if ranks.world_size == 1 or not (is_of_machine or number):
         return ranks.world_size
-    number = torchrun_ranks()["local_world_size"] if isinstance(asked, str) else asked
+    number = number or torchrun_ranks()["local_world_size"]
     if number < 2 or ranks.world_size % number:
         raise UsageError(
             f"--sharding is {config.sharding}, over {number} processes, expected a divisor of all {ranks.world_size}, from 2 "

@@ -40,7 +40,6 @@ from bucketline.train.setup import (
     warn_of_assumptions,
     with_length,
 )
-from bucketline.train.spelling import repository_of, save_times
 from bucketline.train.step import train_step
 from bucketline.train.validation import validate
 from bucketline.typed_json import encode
@@ -188,8 +187,8 @@ class Trainer:
         if config.push_to_hub and ranks.is_main:
             from bucketline.train.outputs.hub import HubUploads
 
-            self.uploads = HubUploads(repository_of(config.push_to_hub)[0], self._progress.say)
-        self._save_steps = None if config.save_every is None else save_times(config.save_every)[0]
+            self.uploads = HubUploads(config.push_to_hub.repository, self._progress.say)
+        self._save_steps = None if config.save_every is None else config.save_every.steps
         self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self.uploads)
         self._recorder = WindowRecorder(
             log_every=config.log_every,

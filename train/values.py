@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from pathlib import Path
+from typing import Annotated, ClassVar
 
-from bucketline.option_value import OptionValue
+from bucketline.option_value import A_SHARE, ABOVE_0, IN_BYTES, IN_SECONDS, ONE_OR_MORE, FieldForm, OptionValue
 
 MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would be the same timestep
-_A_NUMBER = "a number", lambda _: True
-_ABOVE_0 = "a number above 0", lambda value: value > 0
-_A_SHARE = "0 to 1", lambda value: 0 <= value <= 1
 _BELOW_1 = "0 to below 1", lambda value: 0 <= value < 1
-_1_OR_MORE = "1 or more", lambda value: value >= 1
 
 TimestepSampling = StrEnum("TimestepSampling", {"UNIFORM": "uniform", "LOGIT_NORMAL": "logit-normal", "MODE": "mode"})
 """The distribution of training timesteps."""
@@ -29,6 +26,10 @@ Course = StrEnum(
 """The course of the learning rate after the warm-up."""
 EmaPlace = StrEnum("EmaPlace", ["DEVICE", "CPU"])
 """The place of the moving average of the weights."""
+ShardBy = StrEnum("ShardBy", {"DDP": "ddp", "FSDP": "fsdp", "MACHINE": "fsdp:machine"})
+"""The processes that share one copy of the model."""
+AlsoPushed = StrEnum("AlsoPushed", ["EXPORTS"])
+"""The uploads besides that of the last step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,7 @@ class Timesteps(OptionValue):
     FORMS = ("uniform", "logit-normal[:MEAN,STD]", "mode[:SCALE]")
     EXAMPLE = "logit-normal:0,1"
     LIMITS: ClassVar = {
-        "mean": _A_NUMBER,
-        "std": _ABOVE_0,
+        "std": ABOVE_0,
         "scale": (f"-1 to {MAX_MODE_SCALE}", lambda value: -1 <= value <= MAX_MODE_SCALE),
     }
 
@@ -58,7 +58,7 @@ class TimestepRange(OptionValue):
 
     FORMS = ("LOW:HIGH",)
     EXAMPLE = "0.2:0.9"
-    LIMITS: ClassVar = {"low": _A_SHARE, "high": _A_SHARE}
+    LIMITS: ClassVar = {"low": A_SHARE, "high": A_SHARE}
 
     low: float = 0.0
     high: float = 1.0
@@ -74,7 +74,7 @@ class LossWeight(OptionValue):
 
     FORMS = ("none", "min-snr:GAMMA", "cosmap", "sigma-sqrt", "sigma-squared")
     EXAMPLE = "min-snr:5"
-    LIMITS: ClassVar = {"gamma": _ABOVE_0}
+    LIMITS: ClassVar = {"gamma": ABOVE_0}
 
     name: Weighting = Weighting.NONE
     gamma: float | None = None
@@ -94,7 +94,7 @@ class LrSchedule(OptionValue):
     )
     EXAMPLE = "cosine:0.1@20000"
     METAVAR = "constant|cosine|cosine-restarts:CYCLES|linear|wsd[:STEPS]"
-    LIMITS: ClassVar = {"floor": _A_SHARE, "cycles": _1_OR_MORE, "steps": _1_OR_MORE, "end": _1_OR_MORE}
+    LIMITS: ClassVar = {"floor": A_SHARE, "cycles": ONE_OR_MORE, "steps": ONE_OR_MORE, "end": ONE_OR_MORE}
 
     name: Course = Course.CONSTANT
     floor: float = 0.0  # of the learning rate, as a share
@@ -109,7 +109,7 @@ class Betas(OptionValue):
 
     FORMS = ("BETA1,BETA2[,EPS]",)
     EXAMPLE = "0.9,0.999"
-    LIMITS: ClassVar = {"beta1": _BELOW_1, "beta2": _BELOW_1, "eps": _ABOVE_0}
+    LIMITS: ClassVar = {"beta1": _BELOW_1, "beta2": _BELOW_1, "eps": ABOVE_0}
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -127,12 +127,74 @@ class Ema(OptionValue):
 
     FORMS = ("off", "DECAY[:PLACE][:EVERY]")
     EXAMPLE = "0.9999:cpu:10"
-    LIMITS: ClassVar = {"decay": _A_SHARE, "every": _1_OR_MORE}
+    LIMITS: ClassVar = {"decay": A_SHARE, "every": ONE_OR_MORE}
 
     decay: float | None = None  # None: there is no average
     place: EmaPlace | None = None  # None: not chosen, which is the device
     every: int = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimit(OptionValue):
+    """The memory of each device that a run may take."""
+
+    FORMS = ("off", "NUM_BYTES")
+    EXPECTED = "off, or a number of bytes above 0, such as 24GiB (of 2^30 bytes, also 24G) or 24GB (of 10^9)"
+    LIMITS: ClassVar = {"num_bytes": ABOVE_0}
+
+    num_bytes: Annotated[int | None, IN_BYTES] = None  # None: nothing is chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTimes(OptionValue):
+    """The steps and the seconds between checkpoints; None: not by these."""
+
+    FORMS = ("STEPS[,SECONDS]", "SECONDS[,STEPS]")
+    METAVAR = "N|30m"
+    EXPECTED = "steps, such as 1000, a time, such as 30m, or both: 1000,30m"
+    LIMITS: ClassVar = {"steps": ONE_OR_MORE, "seconds": ABOVE_0}
+
+    steps: int | None = None
+    seconds: Annotated[float | None, IN_SECONDS] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Followed(OptionValue):
+    """The stores that grow, by the training rows to wait for, or the run whose generations are taken up at its steps."""
+
+    FORMS = ("ROWS", "RUN")
+    EXPECTED = "1 or more rows, or a run's folder"
+    LIMITS: ClassVar = {"rows": ONE_OR_MORE}
+
+    rows: int | None = None
+    run: Annotated[Path | None, FieldForm(r"(?![+-]?([0-9.]*|nan|inf)$).+", Path, str)] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding(OptionValue):
+    """The way in which several processes hold the model."""
+
+    FORMS = ("ddp", "fsdp", "fsdp:machine", "fsdp:RANKS")
+    METAVAR = "ddp|fsdp[:RANKS]"
+    EXPECTED = "ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on (hsdp is fsdp:machine or fsdp:RANKS now)"
+    LIMITS: ClassVar = {"ranks": ("2 or more", lambda value: value >= 2)}
+
+    name: ShardBy = ShardBy.DDP
+    ranks: int | None = None  # that share one copy; None: all, or those of a machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubTarget(OptionValue):
+    """The repository to upload to, and what besides the last step's export."""
+
+    FORMS = ("REPOSITORY[:ALSO]",)
+    METAVAR = "USER/NAME"
+    EXPECTED = "the name of a repository, such as user/name, or user/name:exports"
+
+    repository: Annotated[str, FieldForm(r"(?:[\w.-]+/)?[\w.-]+", str)]
+    also: AlsoPushed | None = None
+
+
 UNIFORM, WHOLE_RANGE, UNWEIGHTED = Timesteps(), TimestepRange(), LossWeight()
 CONSTANT_RATE, ADAMS_BETAS, USUAL_EMA = LrSchedule(), Betas(), Ema(decay=0.9999)
+DDP, USUAL_SAVES = Sharding(), SaveTimes(seconds=1800.0)

@@ -127,7 +127,7 @@ class ImportConfig(ChangingArguments):
 
     @property
     def held_out(self) -> HeldOut:
-        return HeldOut.parse(self.val_fraction)
+        return HeldOut.parse(self.val_fraction, "--val-fraction")
 
     @property
     def store(self) -> Path:

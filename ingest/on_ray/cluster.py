@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import ray
 
 from bucketline.errors import UsageError
-from bucketline.ingest.config import WantedWorkers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -45,7 +44,7 @@ def cluster(config: PackConfig) -> Iterator[Workers]:
     """
     options = {"log_to_driver": True, "logging_level": logging.ERROR, "namespace": "bucketline"}
     if config.ray_address is None:
-        wanted, cores = WantedWorkers.parse(config.workers), len(os.sched_getaffinity(0))
+        wanted, cores = config.workers, len(os.sched_getaffinity(0))
         cpus = max(cores, math.ceil((wanted.most or 0) * (wanted.cpus or 1)))
         ray.init(address="local", include_dashboard=False, num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, **options)
     else:
@@ -66,7 +65,7 @@ def cluster(config: PackConfig) -> Iterator[Workers]:
 def workers_of(config: PackConfig, resources: Mapping[str, float]) -> Workers:
     """Return the workers that the options request, in a cluster of these resources."""
     total_cpus, total_gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
-    wanted = WantedWorkers.parse(config.workers)
+    wanted = config.workers
     gpus, cpus, most = wanted.gpus, wanted.cpus, wanted.most
     if gpus is None:
         gpus = 1.0 if total_gpus >= 1 and config.device != "cpu" else 0.0
@@ -75,4 +74,4 @@ def workers_of(config: PackConfig, resources: Mapping[str, float]) -> Workers:
     if most is None:
         room = [total // each for total, each in ((total_cpus, cpus), (total_gpus, gpus)) if each]
         most = max(1, int(min(room, default=1)))
-    return Workers(least=wanted.least, most=most, cpus=cpus, gpus=gpus)
+    return Workers(least=wanted.least or wanted.most or 1, most=most, cpus=cpus, gpus=gpus)

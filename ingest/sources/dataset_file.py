@@ -107,7 +107,7 @@ class DatasetEntry:
         """Return the options of a command that this entry sets; `val_fraction` is the command's."""
         if self.split is None:
             return self._own()
-        by = HeldOut.parse(val_fraction).by
+        by = HeldOut.parse(val_fraction, "--val-fraction").by
         return {**self._own(), "val_fraction": str(HeldOut(fraction=float(self.split == "val"), by=by))}
 
     def _own(self) -> dict[str, Any]:

@@ -66,9 +66,9 @@ class PlanCommand(PlannedOptions):
         self._expect(f"1 to {_MAX_EPOCHS}", lambda epochs: 1 <= epochs <= _MAX_EPOCHS, "epochs")
         if self.of_run is not None:
             return
-        if self.machines is not None and self.cache_bytes is None:
+        if self.world_size.machines is not None and self.cache_bytes is None:
             raise UsageError(f"--world-size is {self.world_size} without --cache-bytes, the size of each machine's cache")
-        if self.bill is not None and self.machines is None:
+        if self.bill is not None and self.world_size.machines is None:
             raise UsageError(f"--bill is {self.bill}, and it is of machines; give their number as well: --world-size 64@8")
 
     def run(self) -> int:
@@ -82,7 +82,7 @@ class PlanCommand(PlannedOptions):
         roles, groups = self._columns(store)
         config = replace(config, columns=roles or ("target",), ragged=groups)
         cache_bytes = self.remote().cache_bytes
-        machines = self.machines if self.of_run is None else config.lanes if cache_bytes is not None else None
+        machines = self.world_size.machines if self.of_run is None else config.lanes if cache_bytes is not None else None
         if self.bill is not None and machines is None:
             raise UsageError(f"--bill is {self.bill}, and --run {self.of_run} has no window, or --cache-bytes is not given")
         plan = make_plan(store, config, world_size=world_size, cache_bytes=None if machines is None else cache_bytes)

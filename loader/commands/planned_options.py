@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
 from bucketline.errors import StateError, UsageError
 from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import OrderOptions, Remainder
+from bucketline.option_value import ONE_OR_MORE, FieldForm, OptionValue
 
 if TYPE_CHECKING:
     from typing import Self
@@ -19,9 +19,39 @@ if TYPE_CHECKING:
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.mixture import WeightedStore
 
-_RANKS = re.compile(r"([0-9]+)(?:@([0-9]+))?")
 _OF_A_RUN = ("batch", "accumulation", "seed", "window", "world_size", "split", "caption_dropout", "flip")
 """Fields that a run decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldSize(OptionValue):
+    """The number of ranks, and of their machines."""
+
+    FORMS = ("RANKS[@MACHINES]",)
+    EXPECTED = "1 rank or more, such as 8, or a multiple of its machines, such as 64@8"
+    LIMITS: ClassVar = {"ranks": ONE_OR_MORE, "machines": ONE_OR_MORE}
+
+    ranks: int = 1
+    machines: int | None = None  # None: not told
+
+    def fault(self) -> str | None:
+        """Return that the ranks are not as many on each machine, if it is so."""
+        return "not a multiple" if self.ranks % (self.machines or 1) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRows(OptionValue):
+    """A split, and how to handle its rows that do not fill a global batch."""
+
+    FORMS = ("SPLIT[:REMAINDER]",)
+    METAVAR = "SPLIT[:REMAINDER]"
+    EXPECTED = f"a split, such as val, or with {' or '.join(Remainder)}: val:partial"
+
+    split: Annotated[str, FieldForm(r"[^:]+", str)]
+    remainder: Remainder = Remainder.CARRY
+
+
+ONE_RANK, TRAIN_ROWS = WorldSize(), SplitRows(split="train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +67,9 @@ class PlannedOptions(BatchOptions):
     of_run: Annotated[Path | None, tyro.conf.arg(name="run", metavar="RUN")] = None
     """Folder of a run, one of its checkpoints, or a loader's state as JSON: take stores, seed, batch, ranks and all that
     decides the order from it."""
-    world_size: Annotated[str, tyro.conf.arg(metavar="RANKS[@MACHINES]")] = "1"
+    world_size: WorldSize = ONE_RANK
     """Number of training ranks, such as 8; with their machines, such as 64@8: a window then deals its shards to these."""
-    split: Annotated[str, tyro.conf.arg(metavar="SPLIT[:REMAINDER]")] = "train"
+    split: SplitRows = TRAIN_ROWS
     """Split to read: train or val; and how to handle rows that do not fill a global batch, by carry (the default), drop or
     partial, such as val:partial."""
 
@@ -47,18 +77,6 @@ class PlannedOptions(BatchOptions):
         BatchOptions.__post_init__(self)
         if not self.stores and self.of_run is None:
             raise UsageError("no store is given; name one or more, or a run: --run RUN")
-        match = _RANKS.fullmatch(self.world_size)
-        ranks, machines = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
-        if ranks < 1 or machines < 1 or ranks % machines:
-            raise UsageError(
-                f"--world-size is {self.world_size:.80}, expected 1 rank or more, such as 8, or a multiple of its machines, "
-                "such as 64@8"
-            )
-        name, remainder = self._split()
-        if not name or remainder not in [*Remainder]:
-            raise UsageError(
-                f"--split is {self.split:.80}, expected a split, such as val, or with {' or '.join(Remainder)}: val:partial"
-            )
 
     def _expect_batch(self) -> None:
         if self.of_run is None:
@@ -79,21 +97,6 @@ class PlannedOptions(BatchOptions):
                 )
         return options
 
-    def _split(self) -> tuple[str, str]:
-        name, _, remainder = self.split.partition(":")
-        return name, remainder or Remainder.CARRY
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of ranks."""
-        return int(self.world_size.partition("@")[0])
-
-    @property
-    def machines(self) -> int | None:
-        """Return the number of machines; None if none is given."""
-        _, is_given, number = self.world_size.partition("@")
-        return int(number) if is_given else None
-
     def planned(self, step: int | None = None, **others: Any) -> tuple[tuple[WeightedStore, ...], LoaderConfig, int]:  # noqa: ANN401
         """Return the open stores, the configuration with `others`, and the number of ranks.
 
@@ -107,11 +110,12 @@ class PlannedOptions(BatchOptions):
         from bucketline.loader.mixture import open_shares
 
         if self.of_run is None:
-            split, remainder = self._split()
+            machines = self.world_size.machines
             mixes = self.window or (self.window is None and self.cache_bytes is not None)
-            lanes = {"lanes": self.machines} if mixes and self.machines is not None else {}
-            config = self.for_loader(split=split, remainder=Remainder(remainder), **lanes, **others)
-            return open_shares(self.stores, self.remote()), config, self.ranks
+            lanes = {"lanes": machines} if mixes and machines is not None else {}
+            rows = {"split": self.split.split, "remainder": self.split.remainder}
+            config = self.for_loader(**rows, **lanes, **others)
+            return open_shares(self.stores, self.remote()), config, self.world_size.ranks
         from bucketline.loader.recorded_run import open_plan, read_run
 
         run = read_run(self.of_run, "--run")

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from bucketline.command_line import counted, human_bytes, parse_bytes, print_json
+from bucketline.command_line import counted, human_bytes, print_json
 from bucketline.errors import UsageError
+from bucketline.option_value import ByteSize  # noqa: TC001 - a command's types are read at run time
 from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Export(ReadingArguments):
     """Export only this split. Default: both."""
     bucket: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Export only this bucket, such as train/256x192. Default: all."""
-    shard_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    shard_size: ByteSize | None = None
     """Maximum size of a tar, such as 512MiB, or of a shard of MDS. Default: 1GiB, of MDS 64MiB."""
     columns: Annotated[str | None, tyro.conf.arg(metavar="ROLES")] = None
     """Of kohya and mds: columns to write next to the latents, such as mask,control/depth, or none. Default: all; one that the
@@ -84,7 +85,7 @@ class Export(ReadingArguments):
             output=self.output,
             format=self.format,
             selection=Selection(split=self.split, bucket=self.bucket),
-            shard_bytes=None if self.shard_size is None else parse_bytes(self.shard_size, "--shard-size"),
+            shard_bytes=None if self.shard_size is None else self.shard_size.num_bytes,
             columns=columns,
             images=self.images,
         )

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bucketline.command_line import parse_bytes
 from bucketline.errors import UsageError
 from bucketline.help_screen import METAVAR, REPEATS
 from bucketline.option_types import DECIDES_NOTHING, RESUME_FREE, check_fields, expect
+from bucketline.option_value import ByteSize, as_option, parse_values
 from bucketline.store.remote.urls import RemoteOptions
 
 _FREE = RESUME_FREE | DECIDES_NOTHING
@@ -37,6 +37,7 @@ class ObjectArguments:
             UsageError: if one is invalid.
         """
         check_fields(self, ObjectArguments, self._named)
+        parse_values(self, self._named)
         if self.deadline is not None and not (math.isfinite(self.deadline) and self.deadline > 0):
             raise UsageError(f"{self._named('deadline')} is {self.deadline}, expected seconds above 0")
         self.remote()
@@ -53,7 +54,7 @@ class ObjectArguments:
     @staticmethod
     def _named(field: str) -> str:
         """Return how messages call a field: as an option of a command."""
-        return "--" + field.replace("_", "-")
+        return as_option(field)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +66,8 @@ class RemoteArguments(ObjectArguments):
     cache: str | None = field(default=None, metadata={METAVAR: "FOLDER"} | _FREE)
     """Folder that keeps what is read of stores at URLs. Default: BUCKETLINE_CACHE, or bucketline in the user's cache."""
     cache_bytes: str | None = field(default=None, metadata={METAVAR: "SIZE"} | _FREE)
-    """Most bytes that this folder keeps, of all stores together, such as 500GiB. Default: BUCKETLINE_CACHE_BYTES, or
-    80 % of the disk's free space."""
+    """Most bytes that this folder keeps, of all stores together, such as 500GiB (of 2^30 bytes) or 500GB (of 10^9).
+    Default: BUCKETLINE_CACHE_BYTES, or 80 % of the disk's free space."""
 
     def remote(self) -> RemoteOptions:
         """Return the options as a store takes them.
@@ -75,8 +76,9 @@ class RemoteArguments(ObjectArguments):
             UsageError: if one is invalid.
         """
         expect(self._named("cache"), self.cache, str | Path | None, "a folder, as str or Path, or None")
+        size = None if self.cache_bytes is None else ByteSize.parse(str(self.cache_bytes), self._named("cache_bytes"))
         return replace(
             ObjectArguments.remote(self),  # `super()` does not work in a dataclass with slots
             cache=None if self.cache is None else Path(self.cache),
-            cache_bytes=None if self.cache_bytes is None else parse_bytes(str(self.cache_bytes), self._named("cache_bytes")),
+            cache_bytes=None if size is None else size.num_bytes,
         )

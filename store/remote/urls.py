@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from bucketline.command_line import default_cache, parse_bytes
+from bucketline.command_line import default_cache
 from bucketline.errors import UsageError
 from bucketline.files.redact import has_password, redacted, without_userinfo
+from bucketline.option_value import ByteSize
 
 Kind = Literal["s3", "gcs", "azure", "http", "file", "memory"]
 SCHEMES: dict[str, Kind] = {
@@ -75,7 +76,7 @@ class RemoteOptions:
         if self.endpoint is None:
             object.__setattr__(self, "endpoint", os.environ.get("BUCKETLINE_ENDPOINT") or None)
         if self.cache_bytes is None and (size := os.environ.get("BUCKETLINE_CACHE_BYTES")):
-            object.__setattr__(self, "cache_bytes", parse_bytes(size, "BUCKETLINE_CACHE_BYTES"))
+            object.__setattr__(self, "cache_bytes", ByteSize.parse(size, "BUCKETLINE_CACHE_BYTES").num_bytes)
         usual = _store_options()
         if usual and self.options[: len(usual)] != usual:  # a copy has them
             object.__setattr__(self, "options", (*usual, *self.options))

@@ -19,6 +19,7 @@ from bucketline.ingest.importers.cache import ListRequest
 from bucketline.ingest.importers.changes import read_entry
 from bucketline.ingest.importers.config import ImportConfig
 from bucketline.ingest.importers.registry import IMPORTERS
+from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.train.config import TrainConfig
 from bucketline.train.metrics_file import read_metrics
 from bucketline.train.trainer import train
@@ -224,7 +225,9 @@ def test_a_model_is_trained_on_what_was_imported(kind: str, own: Known, source: 
     more = () if FORMS[kind].has_crop or not FORMS[kind].has_size else ("--crop", "center")
     store, latents = tmp_path / "s.store", tmp_path / "run"
     assert run_import(kind, source, store, own, *more, *options(kind, own)).code == 0
-    config = TrainConfig(store=(store,), model=own.model, output_dir=latents, batch="2", max_steps=2, warmup_steps=0)
+    config = TrainConfig(
+        store=(store,), model=own.model, output_dir=latents, batch=BatchSize(batch_size=2), max_steps=2, warmup_steps=0
+    )
     summary = train(config, ALONE)
     assert summary.checkpoint.is_dir()
     losses = [line["loss"] for line in read_metrics(latents) if "loss" in line]

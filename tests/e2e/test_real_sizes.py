@@ -22,6 +22,7 @@ from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.parallel import TrainRanks, local, repeated_blocks
 from bucketline.train.sharding import shard, shard_mesh, shard_ranks_of, tensors_of
+from bucketline.train.values import Sharding
 from tests.unit.train.tiny_run import config
 
 if TYPE_CHECKING:
@@ -97,7 +98,11 @@ def test_a_rank_holds_its_share_and_nothing_on_its_host(tmp_path: Path, name: st
         for sharding, parts in (("ddp", 1), ("fsdp:machine", RANKS_OF_A_MACHINE), ("fsdp", RANKS.world_size)):
             model = copy.deepcopy(unsharded)
             if sharding != "ddp":
-                shard(model, shard_mesh(CPU, shard_ranks_of(replace(asked, sharding=sharding), RANKS)), torch.bfloat16)
+                shard(
+                    model,
+                    shard_mesh(CPU, shard_ranks_of(replace(asked, sharding=Sharding.parse(sharding, "it")), RANKS)),
+                    torch.bfloat16,
+                )
             expect_shards(model, parts)
             assert num_bytes(map(local, model.parameters())) == pytest.approx(whole / parts, rel=0.03)
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store import Store
 from bucketline.train.config import Base, Precision, WeightDtype
 from bucketline.train.metrics_file import read_metrics
 from bucketline.train.optim import OPTIMIZERS
 from bucketline.train.trainer import train
-from bucketline.train.values import Ema, EmaPlace
+from bucketline.train.values import Ema, EmaPlace, ShardBy, Sharding
 from tests.commands import ROOT
 from tests.forked_ranks import ForkedRanks
 from tests.kit import flip_bit
@@ -53,6 +54,7 @@ pytestmark = pytest.mark.slow
 
 MAIN = ROOT / "train" / "main.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+FSDP = Sharding(name=ShardBy.FSDP)
 
 
 @pytest.fixture
@@ -152,7 +154,7 @@ def test_two_ranks_equal_one_rank_with_each_optimizer(folder: Path, run: Run, na
     run(1, one)
     two = replace(one, output_dir=folder / "two", accumulation=1)
     if OPTIMIZERS[name].shards:
-        two = replace(two, sharding="fsdp")
+        two = replace(two, sharding=FSDP)
         run(2, replace(two, max_steps=2))
         two = replace(two, resume=True)
     run(2, two)
@@ -169,7 +171,7 @@ def test_two_ranks_with_half_of_a_bf16_model_each_learn_as_one_rank_does(folder:
         precision=Precision.BF16,
     )
     run(1, one)
-    two = replace(one, output_dir=folder / "two", accumulation=1, sharding="fsdp")
+    two = replace(one, output_dir=folder / "two", accumulation=1, sharding=FSDP)
     run(2, replace(two, max_steps=2))
     run(2, replace(two, resume=True))
     # They add up gradients of 8 bits in another order, and round them by other numbers.
@@ -182,7 +184,9 @@ def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(fo
     write_prompts(folder / "tiny.store", *PROMPTS)
     whole = config(folder, output_dir=folder / "whole", accumulation=2, max_steps=8, num_images=1, images_every=4)
     run(1, whole)
-    parts = replace(whole, output_dir=folder / "parts", batch="1", accumulation=2, max_steps=4, sharding="fsdp")
+    parts = replace(
+        whole, output_dir=folder / "parts", batch=BatchSize(batch_size=1), accumulation=2, max_steps=4, sharding=FSDP
+    )
     run(2, replace(parts, export_every=3, export_dtype="fp32"))
     saved = parts.output_dir / "checkpoints" / "step-00000004"
     export = parts.output_dir / "exports" / "step-00000004" / "unet" / "diffusion_pytorch_model.safetensors"
@@ -194,7 +198,7 @@ def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(fo
         Image.open(parts.output_dir / "images.png") as two,
     ):
         assert np.abs(np.asarray(one, "i2") - np.asarray(two, "i2")).max() <= 2
-    run(1, replace(parts, batch="2", max_steps=8, resume=True))
+    run(1, replace(parts, batch=BatchSize(batch_size=2), max_steps=8, resume=True))
     assert_equal_within_floating_point(whole.output_dir, parts.output_dir)
 
 
@@ -222,9 +226,9 @@ def test_four_ranks_with_two_copies_go_on_as_two_with_one_and_equal_one_rank(
         lora_rank=lora_rank,
     )
     run(1, one)
-    four = replace(one, output_dir=folder / "four", batch="1", accumulation=2, max_steps=4)
-    run(4, replace(four, sharding="fsdp:2", keep_gathered=True))
-    run(2, replace(four, sharding="fsdp", batch="2", max_steps=6, resume=True))
+    four = replace(one, output_dir=folder / "four", batch=BatchSize(batch_size=1), accumulation=2, max_steps=4)
+    run(4, replace(four, sharding=Sharding(name=ShardBy.FSDP, ranks=2), keep_gathered=True))
+    run(2, replace(four, sharding=FSDP, batch=BatchSize(batch_size=2), max_steps=6, resume=True))
     assert_equal_within_floating_point(one.output_dir, four.output_dir)
 
 
@@ -280,7 +284,7 @@ def test_a_world_size_that_does_not_divide_the_global_batch_is_refused_naming_bo
 ) -> None:
     asked = config(folder, batch="3", accumulation=1, max_steps=2)
     run(1, asked)
-    ranks.run(2, as_arguments(replace(asked, batch="1", max_steps=4, resume=True))).fails(
+    ranks.run(2, as_arguments(replace(asked, batch=BatchSize(batch_size=1), max_steps=4, resume=True))).fails(
         "--batch 1 --accumulation 1 on 2 ranks is 2 rows a step", "with --batch 3 --accumulation 1 on 1 rank, 3 rows", code=2
     )
     assert status(asked) == {"state": "done", "step": 2, "reason": None}, "a refused resume leaves the record of the run"

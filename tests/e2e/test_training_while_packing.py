@@ -22,6 +22,7 @@ from bucketline.loader.state import schedule_of
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.verify.verify import verify
+from bucketline.train.values import Followed, SaveTimes
 from tests.commands import Ran, call
 from tests.forked_ranks import ForkedRanks, RunningRanks
 from tests.models import SMALL, write_images
@@ -179,8 +180,8 @@ def test_both_are_killed_and_go_on_and_the_losses_are_those_of_the_schedule(
     assert Store.open(store, found[0][1][0]).manifest.samples >= FIRST_ROWS, "training began before there were enough rows"
     end = json.loads((asked.output_dir / "status.json").read_bytes())["step"]
 
-    whole = replace(asked, output_dir=tmp_path / "whole", max_steps=end, save_every="100000", follow=None)
-    ranks.run(2, as_arguments(replace(whole, follow=asked.output_dir))).done()
+    whole = replace(asked, output_dir=tmp_path / "whole", max_steps=end, save_every=SaveTimes(steps=100_000), follow=None)
+    ranks.run(2, as_arguments(replace(whole, follow=Followed(run=asked.output_dir)))).done()
     assert schedule(whole) == found
     steps, expected = ([line for line in losses(run.output_dir) if line[1] != "null"] for run in (asked, whole))
     assert len(steps) == end

@@ -16,6 +16,7 @@ from bucketline.families.family import StoreFacts
 from bucketline.families.registry import family_named
 from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
+from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.train.config import Compile, Objective, Precision, TrainConfig
 from bucketline.train.ema import Average
 from bucketline.train.lowbit.float8 import use_float8
@@ -114,7 +115,7 @@ def tiny_training(
         model=Path("m"),
         output_dir=Path("o"),
         max_steps=9,
-        batch="2",
+        batch=BatchSize(batch_size=2),
         learning_rate=1e-4,
         lora_rank=2 if lora else None,
         accumulation=accumulation,

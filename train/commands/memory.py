@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from bucketline.option_value import ByteSize, parse_values
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,10 +32,13 @@ class TrainMemory:
     """Model folders in diffusers' layout; none: published models."""
     lora_rank: int = DOCUMENTED_RANK
     """Rank of the adapters."""
-    memory: str | None = None
+    memory: ByteSize | None = None
     """Print instead what a run with this --memory chooses, such as 24GiB, and what it needs then."""
     images: int = 1
     """With --memory: images of a micro-batch."""
+
+    def __post_init__(self) -> None:
+        parse_values(self)
 
     def run(self) -> int:
         from bucketline.extras import extra_named

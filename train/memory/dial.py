@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from bucketline.command_line import human_bytes, parse_bytes
+from bucketline.command_line import human_bytes
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.store.format.columns import LATENT
 from bucketline.train.config import Base, Compile, TrainConfig
@@ -19,13 +19,13 @@ from bucketline.train.models.load import config_of, locate
 from bucketline.train.optim import kind_of
 from bucketline.train.parallel import from_rank_zero
 from bucketline.train.sharding import is_sharded, shard_ranks_of
-from bucketline.train.spelling import DDP
-from bucketline.train.values import EmaPlace
+from bucketline.train.values import DDP, EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from bucketline.loader import Loader
+    from bucketline.option_value import ByteSize
     from bucketline.train.parallel import TrainRanks
     from bucketline.typed_json import Json
 
@@ -209,17 +209,16 @@ def refusal(
     )
 
 
-def as_table(configs: Mapping[str, Mapping[str, Json]], memory: str, rank: int, images: int) -> str:
+def as_table(configs: Mapping[str, Mapping[str, Json]], memory: ByteSize, rank: int, images: int) -> str:
     """Return in Markdown what runs choose in so much memory, and the GB of 10^9 bytes that they need then.
 
     A column for each model; in full and with adapters of `rank`, with batches of so many images of the model's own size.
     """
-    room = parse_bytes(memory, "--memory")
     counted = [CountedModel(config) for config in configs.values()]
     rows: list[tuple[str, list[str]]] = []
     for given in ({}, {"lora_rank": rank}):
         asked = run_of(given)
-        found = [choose(asked, one, usual_sizes(one.made(asked)[0], images), room) for one in counted]
+        found = [choose(asked, one, usual_sizes(one.made(asked)[0], images), memory.num_bytes) for one in counted]
         rows.append((label(given), [in_gb(one.plain) for one in found]))
         rows.append(("chosen", [label(one.options) if one.options else "nothing" for one in found]))
         rows.append(("then", [in_gb(one.need) if one.fits else f"{in_gb(one.need)}: does not fit" for one in found]))

@@ -24,8 +24,7 @@ from bucketline.train.models.lora import add_adapters
 from bucketline.train.optim import OPTIMIZERS, kind_of, make_optimizer
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.recompute import recompute
-from bucketline.train.spelling import DDP
-from bucketline.train.values import Ema, EmaPlace
+from bucketline.train.values import DDP, Ema, EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -20,7 +20,6 @@ from bucketline.train.host_copy import HostMemory
 from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.saved_tensors import Copies
 from bucketline.train.parallel import from_rank_zero
-from bucketline.train.spelling import repository_of, save_times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -59,8 +58,8 @@ class Saver:
         self._training, self._ranks, self._weights, self._uploads = training, ranks, weights, uploads
         self.saved = {} if saved is None else {Output.CHECKPOINT: saved}  # the newest of each kind
         config = training.config
-        self._every_s = None if config.save_every is None else save_times(config.save_every)[1]
-        self._pushes_all = config.push_to_hub is not None and repository_of(config.push_to_hub)[1]
+        self._every_s = None if config.save_every is None else config.save_every.seconds
+        self._pushes_all = config.push_to_hub is not None and config.push_to_hub.also is not None
         self._saved_s = time.monotonic()
         self._memory = HostMemory()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import tyro
 
 from bucketline.command_line import counted, human_bytes, one_line, print_json, refuse_below
 from bucketline.errors import UsageError
+from bucketline.option_value import Duration
 from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
     from bucketline.store.change.garbage_collect import Collected
 
 
-OLDER_THAN = "24h"
+OLDER_THAN = Duration(seconds=86400.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Compact(ChangingArguments):
     """Shard size in MiB. Shards smaller than a quarter of it are joined."""
     gc: bool = False
     """Afterwards, remove generations superseded longer ago than --older-than, and the files only they use."""
-    older_than: Annotated[str | None, tyro.conf.arg(metavar="DURATION")] = None
+    older_than: Duration | None = None
     """Minimum time since a generation was superseded, for --gc: 90m, 7d, 0s. Default: 24h."""
     dry_run: bool = False
     """Report what would change without changing it."""
@@ -42,17 +43,17 @@ class Compact(ChangingArguments):
     """Print the result as one JSON object."""
 
     def __post_init__(self) -> None:
+        ChangingArguments.__post_init__(self)
         if self.older_than is not None and not self.gc:
             raise UsageError(f"--older-than {self.older_than} requires --gc; add --gc, or leave it out")
         refuse_below(1, shard_size_mib=self.shard_size_mib)
 
     def run(self) -> int:
-        from bucketline.command_line import duration_s
         from bucketline.store.change.compact import compact
         from bucketline.store.commands.progress import byte_progress
 
-        older_than_s = duration_s(self.older_than or OLDER_THAN, "--older-than")
-        gc_older_than_s, shard_bytes, dry_run = older_than_s if self.gc else None, self.shard_size_mib << 20, self.dry_run
+        older_than = self.older_than or OLDER_THAN
+        gc_older_than_s, shard_bytes, dry_run = older_than.seconds if self.gc else None, self.shard_size_mib << 20, self.dry_run
         with byte_progress("compact") as on_bytes:
             place = self.path_or_objects(self.store)
             done = compact(place, shard_bytes=shard_bytes, gc_older_than_s=gc_older_than_s, dry_run=dry_run, on_bytes=on_bytes)
@@ -69,7 +70,7 @@ class Compact(ChangingArguments):
         else:
             print(f"{shown(self.store)}: nothing to compact, there are no dropped rows and no small neighbouring shards")
         if done.collected is not None:
-            _print_collected(done.collected, self.older_than or OLDER_THAN, is_dry=self.dry_run)
+            _print_collected(done.collected, older_than, is_dry=self.dry_run)
         elif done.rewritten and not self.dry_run:
             print(
                 "  the old files stay for readers of older generations; "
@@ -78,7 +79,7 @@ class Compact(ChangingArguments):
         return 0
 
 
-def _print_collected(collected: Collected, older_than: str, *, is_dry: bool) -> None:
+def _print_collected(collected: Collected, older_than: Duration, *, is_dry: bool) -> None:
     verb = "would be removed" if is_dry else "removed"
     print(
         f"  {counted(len(collected.generations), 'generation')} and {counted(len(collected.files), 'file')} {verb}, "

@@ -97,5 +97,5 @@ def test_a_command_takes_the_words() -> None:
 
 def test_a_program_gives_a_value_or_its_spelling() -> None:
     assert Paints(first="plain@3").first == Paint(end=3)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"--first is \['plain'\], expected a Paint or its spelling, falling:0.1:red@20"):
+    with pytest.raises(UsageError, match=r"--first is \['plain'\], expected plain.*, such as falling:0.1:red@20"):
         Paints(first=["plain"])  # type: ignore[arg-type]

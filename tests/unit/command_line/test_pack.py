@@ -114,7 +114,7 @@ BAD_INPUTS: dict[str, tuple[Callable[[Path, Path], list[object]], int, list[str]
     "a grid that is none": (lambda *_: ["--grid", "big"], 2, ["'big' is not a grid", "square:N"]),
     "a crop that is none": (lambda *_: ["--crop", "left"], 2, ["--crop", "center", "random"]),
     "a token grid for a model without tokens": (lambda *_: ["--grid", "tokens:16"], 2, ["no transformer", "tokens:16:16"]),
-    "a fraction above one": (lambda *_: ["--val-fraction", "1.5"], 2, ["--val-fraction is 1.5", "expected 0 to 1"]),
+    "a fraction above one": (lambda *_: ["--val-fraction", "1.5"], 2, ["--val-fraction is '1.5'", "expected 0 to 1"]),
     "no such device": (lambda *_: ["--device", "abacus"], 2, ["'abacus' is not a device", "cuda:N"]),
     "a batch of none": (lambda *_: ["--batch-size", "0"], 2, ["--batch-size is 0", "1 or more"]),
 }

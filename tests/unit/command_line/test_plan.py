@@ -70,18 +70,18 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
     ("more", "message"),
     [
         ((), "error: no batch size given: pass --batch: rows, such as 8, or as many as fit 4MP"),
-        (("--batch", 0), "--batch is 0, expected rows, such as 8, or"),
+        (("--batch", 0), "--batch is '0', expected rows, such as 8, or"),
         (("--batch-pixels", 9), "there is no option --batch-pixels; here it is a unit of --batch, such as --batch 4MP"),
         (("--batch", 1, "--epochs", 10**14), "--epochs is 100000000000000, expected 1 to 100000"),
         (("--batch", 1, "--window", "all"), "all"),
         (("--batch", 1, "--shuffle=none"), "there is no option --shuffle; window sets the order: "),
         (("--batch", 1, "--shuffle-window", 64), "there is no option --shuffle-window; it is window"),
         (("--batch", 1, "--lanes", 2), "there is no option --lanes; each machine has a lane"),
-        (("--batch", 1, "--split", "train:keep"), "--split is train:keep, expected a split, such as val, or with carry or"),
+        (("--batch", 1, "--split", "train:keep"), "--split is 'train:keep', expected a split, such as val, or with carry or"),
         (("--batch", 1, "--remainder", "drop"), "there is no option --remainder; name it after the split: --split train:drop"),
-        (("--batch", 1, "--world-size", 0), "--world-size is 0, expected 1 rank or more"),
+        (("--batch", 1, "--world-size", 0), "--world-size is '0', expected 1 rank or more"),
         (("--batch", 1, "--run", "runs/a"), "--batch is 1 with --run runs/a, which decides it; leave out one of them"),
-        (("--batch", "4GP"), "--batch is 4GP, expected rows, such as 8, or as many as fit 4MP"),
+        (("--batch", "4GP"), "--batch is '4GP', expected rows, such as 8, or as many as fit 4MP"),
     ],
 )
 def test_a_plan_that_makes_no_sense_ends_with_2_naming_what(

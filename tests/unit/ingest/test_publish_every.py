@@ -153,7 +153,7 @@ def test_ranks_publish_together(source: Path, tmp_path: Path, model: Path) -> No
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--publish-every", "soon"), "is not a duration"),
+        (("--publish-every", "soon"), "--publish-every is 'soon', expected a number and s, m, h or d"),
         (("--publish-every", "0s"), "expected more than 0"),
         (("--publish-every", "1m", "--recaption"), "replaces all captions in one generation"),
     ],

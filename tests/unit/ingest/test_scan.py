@@ -130,7 +130,7 @@ def test_a_source_of_rejects_alone_ends_with_one(tmp_path: Path) -> None:
         (["--grid", "big"], 2, "'big' is not a grid"),
         (["--min-size-px", "0"], 2, "--min-size-px is 0"),
         (["--model", "./nothing"], 1, "nothing is not a folder"),
-        (["--val-fraction", "1.1"], 2, "--val-fraction is 1.1"),
+        (["--val-fraction", "1.1"], 2, "--val-fraction is '1.1'"),
     ],
 )
 def test_a_bad_request_is_refused(more: list[str], code: int, words: str, source: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bucketline.errors import FingerprintError, StoreError, UsageError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
-from bucketline.loader.mixture import join, open_shares, parse_store
+from bucketline.loader.mixture import StoreArgument, join, open_shares
 from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import read_manifest
@@ -147,11 +147,11 @@ def test_another_grid_and_another_share_held_out_are_no_reason_to_refuse(tmp_pat
 def test_a_word_for_a_store_ends_in_its_repeats_unless_a_path_of_that_name_is_there(tmp_path: Path) -> None:
     make_store(tmp_path / "a.store", samples_of(THIRD))
     spelt = f"{tmp_path}/a.store:3"
-    assert (parse_store(spelt).path, parse_store(spelt).repeats) == (tmp_path / "a.store", 3)
+    assert (StoreArgument.parse(spelt).path, StoreArgument.parse(spelt).repeats) == (tmp_path / "a.store", 3)
     for text in ("a.store", "a:b", "a.store:", ":3", "c:/d", "a.store:-1", "a.store:1e1", "a.store:²"):
-        assert (parse_store(text).path, parse_store(text).repeats) == (Path(text), 1)
+        assert (StoreArgument.parse(text).path, StoreArgument.parse(text).repeats) == (Path(text), 1)
     with pytest.raises(UsageError, match="has 0 repeats"):
-        parse_store("a.store:0")
+        StoreArgument.parse("a.store:0")
     (share,) = open_shares(spelt)
     assert share.repeats == 3
     make_store(Path(spelt), samples_of(SECOND))

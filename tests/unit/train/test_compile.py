@@ -28,6 +28,7 @@ from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import loss_of, train_step
 from bucketline.train.trainer import train
 from bucketline.train.validation import validate
+from bucketline.train.values import Followed
 from tests.family_models import tiny_vae
 from tests.unit.train.test_step import make_training
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, make_batch, make_training_store, samples, write_unet
@@ -269,7 +270,7 @@ def test_a_newer_generation_is_compiled_for_only_where_it_has_other_buckets(
         add_to_store(folder / "tiny.store", samples(more, str(more)))
     due = {0: (1,), 2: (2,), 4: (3,)}
     monkeypatch.setattr(data, "_read_schedule", lambda *_: tuple(due.items()))
-    run = train(dataclasses.replace(asked, follow=folder), ALONE)
+    run = train(dataclasses.replace(asked, follow=Followed(run=folder)), ALONE)
     assert run.steps_done == 6
     (first, validated), later = found[0], found[1:]
     assert (sorted(first), sorted(validated)) == (["train/128x128", "train/192x128"], ["val/128x128", "val/192x128"])

@@ -18,6 +18,7 @@ from bucketline.train import trainer as run_module
 from bucketline.train.config import parse
 from bucketline.train.step import train_step
 from bucketline.train.trainer import train
+from bucketline.train.values import Followed
 from tests.commands import call
 from tests.unit.train.tiny_run import (
     ALONE,
@@ -62,7 +63,7 @@ def test_a_followed_run_is_repeated_by_its_schedule_in_one_go_or_stopped_and_res
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = config(folder, max_steps=16, log_every=1, validate_every=5, save_every="100")
-    followed = replace(asked, follow=1, output_dir=folder / "followed")
+    followed = replace(asked, follow=Followed(rows=1), output_dir=folder / "followed")
     with monkeypatch.context() as patch:
         grows_while_it_is_trained_on(folder / "tiny.store", patch)
         train(followed, ALONE)
@@ -70,7 +71,7 @@ def test_a_followed_run_is_repeated_by_its_schedule_in_one_go_or_stopped_and_res
     assert (start, first, second, third) == (0, (1,), (2,), (3,))
     assert 3 < second_at <= third_at - 1 < 16
     assert f"from step {second_at} on generation 2: 26 rows per pass" in capsys.readouterr().err
-    again = replace(asked, follow=followed.output_dir, output_dir=folder / "again")
+    again = replace(asked, follow=Followed(run=followed.output_dir), output_dir=folder / "again")
     train(again, ALONE)
     assert losses(again.output_dir) == losses(followed.output_dir)
     assert schedule(again) == schedule(followed)
@@ -99,7 +100,7 @@ def test_a_schedule_of_other_stores_is_refused(folder: Path) -> None:
     add_to_store(folder / "two.store", samples({"train/128x128": 4}, "two/"))
     both = replace(asked, store=(*asked.store, folder / "two.store"), output_dir=folder / "b")
     with pytest.raises(StateError, match="is the schedule of 1 stores, 2 are given"):
-        train(replace(both, follow=asked.output_dir), ALONE)
+        train(replace(both, follow=Followed(run=asked.output_dir)), ALONE)
 
 
 def test_a_schedule_of_a_generation_that_is_gone_names_the_run_whose_it_is(folder: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_schedule_of_a_generation_that_is_gone_names_the_run_whose_it_is(folde
     train(asked, ALONE)
     add_to_store(folder / "tiny.store", samples({"train/128x128": 2}, "more/"))
     assert call("store", "compact", folder / "tiny.store", "--gc", "--older-than", "0s").code == 0
-    again = replace(asked, follow=asked.output_dir, output_dir=folder / "again")
+    again = replace(asked, follow=Followed(run=asked.output_dir), output_dir=folder / "again")
     run = asked.output_dir
     message = rf"^{run} was planned on generation 1 of .*garbage-collected; its steps .*leave out --follow={run}$"
     with pytest.raises(StateError, match=message):
@@ -117,11 +118,11 @@ def test_a_schedule_of_a_generation_that_is_gone_names_the_run_whose_it_is(folde
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        (["--follow"], 1),
-        (["--follow", "--verify"], 1),
-        (["--no-verify", "--follow"], 1),
-        (["--follow=20", "--verify"], 20),
-        (["--follow=runs/a"], Path("runs/a")),
+        (["--follow"], Followed(rows=1)),
+        (["--follow", "--verify"], Followed(rows=1)),
+        (["--no-verify", "--follow"], Followed(rows=1)),
+        (["--follow=20", "--verify"], Followed(rows=20)),
+        (["--follow=runs/a"], Followed(run=Path("runs/a"))),
         ([], None),
     ],
 )
@@ -130,7 +131,7 @@ def test_rows_to_wait_for_or_a_run_to_repeat_may_be_given(given: list[str], foun
 
 
 def test_what_cannot_be_followed_is_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match="--follow is 0, expected 1 or more rows"):
+    with pytest.raises(UsageError, match="--follow is '0', expected 1 or more rows"):
         config(folder, follow=0)
-    with pytest.raises(UsageError, match="--follow is True, expected a number of rows, or a run's folder"):
+    with pytest.raises(UsageError, match="--follow is True, expected 1 or more rows, or a run's folder"):
         config(folder, follow=True)

@@ -53,12 +53,12 @@ def test_help_imports_neither_torch_nor_diffusers() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": "0"}, "--batch is 0, expected rows, such as 8, or"),
+        ({"batch": "0"}, "--batch is '0', expected rows, such as 8, or"),
         ({"store": ()}, "no --store is given, expected one or more"),
-        ({"save_every": "0"}, "--save-every is 0, expected steps, such as 1000, a time, such as 30m, or both: 1000,30m"),
+        ({"save_every": "0"}, "--save-every is '0', expected steps, such as 1000, a time, such as 30m, or both: 1000,30m"),
         ({"learning_rate": float("nan")}, "--learning-rate is nan"),
         ({"ema": "1.5"}, "--ema is 1.5: decay is 1.5, expected 0 to 1"),
-        ({"save_every": "30m,0"}, "--save-every is 30m,0, expected steps"),
+        ({"save_every": "30m,0"}, "--save-every is '30m,0', expected steps"),
         ({"timesteps": "mode:2"}, "--timesteps is mode:2: scale is 2.0, expected -1 to 1.75"),
         ({"betas": "0.9,1"}, "--betas is 0.9,1: beta2 is 1.0, expected 0 to below 1"),
         ({"noise_offset": -0.1}, "--noise-offset is -0.1, expected 0 or more"),
@@ -70,7 +70,7 @@ def test_help_imports_neither_torch_nor_diffusers() -> None:
         ({"image_prompts": ("few",), "num_images": 0}, "--image-prompts is few, and --num-images is 0"),
         ({"batch": None}, "no batch size given: pass --batch: rows, such as 8, or as many as fit 4MP"),
         ({"batch_pixels": 9}, "batch_pixels is 9, and there is no such option; here it is a unit of --batch"),
-        ({"batch": "2/2"}, "--batch is 2/2, expected rows, such as 8, or"),
+        ({"batch": "2/2"}, "--batch is '2/2', expected rows, such as 8, or"),
     ],
 )
 def test_a_senseless_option_is_refused_naming_it(tmp_path: Path, changes: dict[str, float], message: str) -> None:
@@ -83,7 +83,7 @@ def test_a_senseless_option_ends_with_2_and_a_message_without_a_traceback(tmp_pa
     arguments[arguments.index("--batch=2")] = "--batch=0"
     done = spawn([sys.executable, MAIN, *arguments])
     assert (done.code, done.out) == (2, "")
-    said = "error: --batch is 0, expected rows, such as 8, or as many as fit 4MP (of 1024 x 1024 px) or 16ktok"
+    said = "error: --batch is '0', expected rows, such as 8, or as many as fit 4MP (of 1024 x 1024 px) or 16ktok"
     assert done.err.startswith(said)
     assert done.err.count("\n") == 1
 

@@ -47,11 +47,27 @@ def test_no_answer_is_for_an_option_that_the_trainer_has() -> None:
         ({"lr_schedule": "wsd", "lr_floor": 0.0, "schedule_steps": 21}, {"lr_schedule": "wsd@21"}),
         ({"lr_schedule": "constant", "lr_floor": 0.1, "schedule_steps": None}, {"lr_schedule": "constant"}),
         ({"lr_schedule": "cosine:0.1@20", "ema": "0.9:cpu"}, {"lr_schedule": "cosine:0.1@20", "ema": "0.9:cpu"}),
+        ({"checkpoint_every": 4, "checkpoint_minutes": 30.0}, {"save_every": "4,30m"}),
+        ({"checkpoint_every": None, "checkpoint_minutes": None}, {"save_every": None}),
+        ({"checkpoint_every": 4}, {"save_every": "4,30m"}),
+        ({"sharding": "hsdp", "shard_ranks": None}, {"sharding": "fsdp:machine"}),
+        ({"sharding": "hsdp", "shard_ranks": 8}, {"sharding": "fsdp:8"}),
+        ({"sharding": "fsdp", "shard_ranks": None}, {"sharding": "fsdp"}),
+        ({"follow": True, "wait_rows": 64, "follow_schedule": None}, {"follow": "64"}),
+        ({"follow": False, "wait_rows": None, "follow_schedule": "runs/a"}, {"follow": "runs/a"}),
+        ({"push_to_hub": "me/a", "push_exports": True}, {"push_to_hub": "me/a:exports"}),
+        ({"store": ["a", "b:2"], "store_weight": [1.0, 0.5]}, {"store": ["a@1", "b:2@0.5"]}),
+        ({"batch_size": None, "batch_pixels": 1 << 22, "batch_tokens": None, "batch_multiple": 8}, {"batch": "4MP/8"}),
+        (
+            {"memory": "24G", "save_every": "1000, 60m", "batch": "4096tok"},
+            {"memory": "24GiB", "save_every": "1000,1h", "batch": "4ktok"},
+        ),
+        ({"memory": None, "save_every": None}, {"memory": None, "save_every": None}),
     ],
 )
 def test_options_that_an_older_version_recorded_are_spelt_as_today(then: dict[str, Json], now: dict[str, Json]) -> None:
     fixed = {"guidance": 3.5, "weights": "fp32", "optimizer": "adamw"}
-    assert translated(then) == {**fixed, **now}, "these had one value before they were options"
+    assert translated(then, TrainConfig) == {**fixed, **now}, "these had one value before they were options"
     assert {*now} <= {"seed", *TrainConfig.__dataclass_fields__}
 
 

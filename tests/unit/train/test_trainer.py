@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch.distributed import DistError
 
 from bucketline.errors import StateError, TrainError, UsageError
+from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store.format.mixture_file import MixedStore, write_mixture
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
@@ -307,7 +308,7 @@ def test_a_resume_with_another_global_batch_is_refused_naming_both(folder: Path)
     train(asked, ALONE)
     before = tree(asked.output_dir)
     with pytest.raises(UsageError, match=r"--batch 3 --accumulation 2 on 1 rank is 6 rows a step, .* with --batch 2 .* 4 rows"):
-        train(replace(asked, batch="3", max_steps=4, resume=True), ALONE)
+        train(replace(asked, batch=BatchSize(batch_size=3), max_steps=4, resume=True), ALONE)
     with pytest.raises(UsageError, match="--optimizer is muon"):
         train(replace(asked, optimizer="muon", max_steps=4, resume=True), ALONE)
     assert tree(asked.output_dir) == before, "a refused resume leaves the record of the run"
@@ -346,7 +347,7 @@ def test_a_resume_with_other_shares_of_the_same_global_batch_goes_on(folder: Pat
     train(whole, ALONE)
     asked = config(folder, max_steps=3)
     train(asked, ALONE)
-    train(replace(asked, batch="4", accumulation=1, max_steps=7, resume=True), ALONE)
+    train(replace(asked, batch=BatchSize(batch_size=4), accumulation=1, max_steps=7, resume=True), ALONE)
     for first, second in zip(read_metrics(whole.output_dir), read_metrics(asked.output_dir), strict=True):
         for name in ("loss", "val_loss"):
             if name in first:
@@ -431,7 +432,7 @@ def test_a_new_plan_takes_the_newest_generation_and_keeps_weights_and_optimizer(
     add_to_store(Path(path), samples({"train/128x128": 20}, "later/"))
     with pytest.raises(UsageError, match="--new-plan requires --resume"):
         replace(asked, new_plan=True)
-    again = replace(asked, max_steps=5, resume=True, new_plan=True, batch="3", accumulation=1)
+    again = replace(asked, max_steps=5, resume=True, new_plan=True, batch=BatchSize(batch_size=3), accumulation=1)
     summary = train(again, ALONE)
     assert f"--new-plan: {before.checkpoint} was planned on {path} generation 1" in capsys.readouterr().err
     state = read_state(summary.checkpoint)

@@ -15,6 +15,7 @@ from bucketline.errors import ModelError
 from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.importers import captions, packer
 from bucketline.ingest.importers.rows import row_of
+from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.train.config import TrainConfig
 from bucketline.train.trainer import train
 from tests.commands import call, forked_ranks
@@ -225,7 +226,9 @@ def test_several_ranks_share_the_work(own: Known, source: Path, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_model_that_is_told_crops_is_not_trained_on_unknown_ones(own: Known, source: Path, tmp_path: Path) -> None:
     assert run_import("kohya", source, tmp_path / "s.store", own).code == 0
-    config = TrainConfig(store=(tmp_path / "s.store",), model=own.model, output_dir=tmp_path / "run", batch="2", max_steps=1)
+    config = TrainConfig(
+        store=(tmp_path / "s.store",), model=own.model, output_dir=tmp_path / "run", batch=BatchSize(batch_size=2), max_steps=1
+    )
     with pytest.raises(ModelError, match=r"rules\.import\.crop"):
         train(config, ALONE)
 

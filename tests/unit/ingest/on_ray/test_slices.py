@@ -50,7 +50,7 @@ def test_finished_slices_are_counted() -> None:
 @pytest.mark.parametrize("text", ["0", "3:2", "0:2", "two", "1:2:3", "", "-1", "@", "2@", "2@1", "2@gpu", "@1gpu,1gpu"])
 def test_an_impossible_number_of_workers_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"--workers is .*, expected .* 2:8"):
-        WantedWorkers.parse(text)
+        WantedWorkers.parse(text, "--workers")
 
 
 def test_workers_need_the_engine() -> None:
@@ -63,5 +63,5 @@ def test_what_ray_decides_is_refused() -> None:
         config(engine="ray", device="cuda:1")
     with pytest.raises(UsageError, match="--workers is '@-1gpu'"):
         config(engine="ray", workers="@-1gpu")
-    with pytest.raises(UsageError, match="--engine is spark, expected ray"):
+    with pytest.raises(UsageError, match="--engine is 'spark', expected ray"):
         config(engine="spark")

@@ -250,9 +250,9 @@ def test_the_bill_of_a_cache_that_does_not_hold_the_store_is_of_the_window_that_
         (("--bill", "bandwidth=1Gbit,step=0.2"), "--bill is bandwidth=1Gbit,step=0.2, and it is of machines"),
         (
             ("--world-size", "3@2", "--cache-bytes", "1G"),
-            "--world-size is 3@2, expected 1 rank or more, such as 8, or a multiple",
+            "--world-size is '3@2', expected 1 rank or more, such as 8, or a multiple",
         ),
-        (("--world-size", "2@0", "--cache-bytes", "1G"), "--world-size is 2@0, expected 1 rank or more"),
+        (("--world-size", "2@0", "--cache-bytes", "1G"), "--world-size is '2@0', expected 1 rank or more"),
         (("--world-size", "1@1", "--cache-bytes", "1G", "--bill", "bandwidth=1Gbit"), "--bill has bandwidth=1Gbit by itself"),
         (("--world-size", "1@1", "--cache-bytes", "some"), "--cache-bytes is 'some'"),
         (("--machines", 2), "there is no option --machines; name them after the ranks: --world-size RANKS@MACHINES"),

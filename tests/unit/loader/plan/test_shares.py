@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bucketline.errors import PlanError, UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
-from bucketline.loader.mixture import parse_store
+from bucketline.loader.mixture import StoreArgument
 from bucketline.loader.plan.bill import store_lines
 from bucketline.loader.plan.shares import PassRows, rows_per_pass
 from bucketline.store.format.hashing import sample_digest
@@ -114,9 +114,9 @@ def test_what_is_not_a_number_above_0_is_refused(paths: tuple[Path, Path], repea
 
 
 def test_commands_take_shares(paths: tuple[Path, Path]) -> None:
-    assert parse_store(f"{paths[0]}:0.5").repeats == 0.5
-    assert parse_store("s3://bucket/a.store:0.25").repeats == 0.25
-    whole = parse_store(f"{paths[0]}:2.0").repeats
+    assert StoreArgument.parse(f"{paths[0]}:0.5").repeats == 0.5
+    assert StoreArgument.parse("s3://bucket/a.store:0.25").repeats == 0.25
+    whole = StoreArgument.parse(f"{paths[0]}:2.0").repeats
     assert (whole, type(whole)) == (2, int)
     with pytest.raises(UsageError, match=r"has 0\.0 repeats, expected a number above 0"):
-        parse_store(f"{paths[0]}:0.0")
+        StoreArgument.parse(f"{paths[0]}:0.0")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bucketline.errors import UsageError
+from bucketline.option_value import ByteSize
 from bucketline.train import checkpoint
 from bucketline.train.commands.memory import TrainMemory
 from bucketline.train.config import Base
@@ -19,7 +20,7 @@ from bucketline.train.memory.dial import SPARE, Choice, choose, refusal, savings
 from bucketline.train.memory.table import CountedModel, label, run_of
 from bucketline.train.memory_choice import decided, memory_of
 from bucketline.train.trainer import train
-from bucketline.train.values import Ema, EmaPlace
+from bucketline.train.values import Ema, EmaPlace, MemoryLimit
 from tests.step_memory import NARROW, measured_steps
 from tests.unit.train.tiny_run import ALONE, config
 
@@ -158,7 +159,7 @@ def test_a_refusal_of_one_image_has_adapters_if_they_fit(counting: CountedModel)
 
 def test_nothing_is_counted_on_a_cpu_without_a_memory(folder: Path) -> None:
     assert [memory_of(config(folder, memory=given), CPU) for given in (None, "off", "3GiB")] == [None, None, 3 << 30]
-    with pytest.raises(UsageError, match="--memory is 'much', expected a number of bytes above 0"):
+    with pytest.raises(UsageError, match="--memory is 'much', expected off, or a number of bytes above 0"):
         config(folder, memory="much")
 
 
@@ -167,7 +168,7 @@ def test_a_run_says_what_it_chose_and_a_resumed_one_keeps_it(folder: Path, capsy
     with pytest.raises(
         UsageError, match=r"--memory is 99KiB, and the run needs .* for a batch of 2 with latents of .*, with --rec"
     ):
-        train(dataclasses.replace(asked, memory="99KiB"), ALONE)
+        train(dataclasses.replace(asked, memory=MemoryLimit(num_bytes=99 << 10)), ALONE)
     assert not (folder / "run" / "checkpoints").exists()
     train(asked, ALONE)
     said = re.sub(r"\s+", " ", capsys.readouterr().err)
@@ -192,7 +193,7 @@ def test_the_command_prints_what_a_memory_chooses(tmp_path: Path, capsys: pytest
     model = tmp_path / "model" / "transformer"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(NARROW["dit"]), encoding="utf-8")
-    assert TrainMemory(models=(tmp_path / "model",), lora_rank=4, memory="80MiB", images=16).run() == 0
+    assert TrainMemory(models=(tmp_path / "model",), lora_rank=4, memory=ByteSize(num_bytes=80 << 20), images=16).run() == 0
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     assert rows[0][0] == "GB, of 80MiB, for a batch of 16"
     assert [row[0] for row in rows[2:]] == ["all weights", "chosen", "then", "`--lora-rank 4`", "chosen", "then"]

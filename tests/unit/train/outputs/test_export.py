@@ -21,6 +21,7 @@ from bucketline.train.config import Objective
 from bucketline.train.noise import load_schedule
 from bucketline.train.outputs.hub import HubUploads
 from bucketline.train.trainer import train
+from bucketline.train.values import HubTarget
 from tests.hub_server import TOKEN, Hub, running_hub
 from tests.unit.train.tiny_run import ALONE, SCHEDULER, config
 
@@ -108,7 +109,7 @@ def test_a_finished_run_is_on_the_hub_and_a_resumed_one_adds_a_commit(folder: Pa
     names = {path.name for path in export.iterdir()}
     assert names == {"README.md", "pytorch_lora_weights.safetensors", "kohya_lora.safetensors"}
     assert hub.files["me/photos"] == {name: (export / name).read_bytes() for name in names}
-    train(replace(asked, max_steps=6, resume=True, push_to_hub="me/photos"), ALONE)
+    train(replace(asked, max_steps=6, resume=True, push_to_hub=HubTarget(repository="me/photos")), ALONE)
     assert hub.commits["me/photos"] == ["2 steps", "4 steps", "6 steps"]
 
 
@@ -192,9 +193,9 @@ def test_a_signal_ends_the_wait_for_an_upload(tmp_path: Path, hub: Hub, caplog: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"push_to_hub": "https://me:secret@host/a"}, "--push-to-hub is https://host/a, expected the name of a repository"),
+        ({"push_to_hub": "https://me:secret@host/a"}, "--push-to-hub is 'https://host/a', expected the name of a repository"),
         ({"push_to_hub": "me/photos:exports"}, "--push-to-hub is me/photos:exports, and --export-every is not given"),
-        ({"push_to_hub": "a/b/c"}, "--push-to-hub is a/b/c, expected the name of a repository"),
+        ({"push_to_hub": "a/b/c"}, "--push-to-hub is 'a/b/c', expected the name of a repository"),
         ({"export_every": 0}, "--export-every is 0"),
     ],
 )
