@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import StateError, UsageError
+from bucketline.files.run_marker import CONFIG, STATUS
 from bucketline.loader.config import LoaderConfig
 from bucketline.loader.mixture import StoreArgument, WeightedStore, join, parse_stores
 from bucketline.loader.plan.make_plan import make_plan
+from bucketline.loader.service.sockets import UNIX
 from bucketline.loader.state import parse_state
 from bucketline.store import Store
 from bucketline.store.remote.urls import is_url
@@ -73,6 +77,35 @@ class RecordedRun:
         return remote
 
 
+def started_in(place: Path, output_dir: object) -> Path | None:
+    """Return the folder in which a run was started, to which the paths are relative that it has recorded; None: not known.
+
+    `place`: the run's folder, or one within it. A run that has moved with what it reads is found by the end of `output_dir`.
+    """
+    run = Path(os.path.abspath(place))  # noqa: PTH100 - links are kept: they may be in `output_dir`
+    run = next((one for one in (run, *run.parents[:2]) if (one / STATUS).exists()), run)
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        start = Path(json.loads((run / CONFIG).read_bytes())["started_in"])
+        if (start / str(output_dir)).resolve() == run.resolve():
+            return start
+    own = Path(str(output_dir)).parts
+    return Path(*run.parts[: -len(own)]) if own and run.parts[-len(own) :] == own and len(run.parts) > len(own) else None
+
+
+def from_start(word: str, start: Path | None) -> str:
+    """Return a path or a store that a run has recorded, from the folder in which it was started, if it is there; else as it is.
+
+    `word`: also `unix:PATH`.
+    """
+    before, path = (UNIX, word.removeprefix(UNIX)) if word.startswith(UNIX) else ("", word)
+    if start is None or start == Path.cwd() or not path or is_url(path) or Path(path).is_absolute():
+        return word
+    with contextlib.suppress(OSError, ValueError, UsageError):  # of a text, which is not a path
+        if Path(StoreArgument.parse(f"{start / path}").path).exists():
+            return f"{before}{start / path}"
+    return word
+
+
 def read_run(path: Path, option: str = "") -> RecordedRun:
     """Return what is recorded in a run's folder (of its newest checkpoint), in a checkpoint, or in a loader's state as JSON.
 
@@ -108,7 +141,8 @@ def read_run(path: Path, option: str = "") -> RecordedRun:
     if not isinstance(saved, dict):
         return RecordedRun(place=path, state=state)
     storage = config if isinstance(config, dict) else {}
-    return RecordedRun(place=path, state=state, stores=_stores(document.get("stores")), storage=storage)
+    start = started_in(path, storage.get("output_dir"))
+    return RecordedRun(place=path, state=state, stores=_stores(document.get("stores"), start), storage=storage)
 
 
 def read_loader_state(path: Path) -> LoaderState:
@@ -120,13 +154,14 @@ def read_loader_state(path: Path) -> LoaderState:
     return read_run(path).state
 
 
-def _stores(recorded: object) -> tuple[StoreArgument, ...]:
-    """Return the stores that a checkpoint names; none if it names them in another way."""
+def _stores(recorded: object, start: Path | None) -> tuple[StoreArgument, ...]:
+    """Return the stores that a checkpoint names; none if it names them in another way. `start`: where its run was started."""
     found = []
     for one in recorded if isinstance(recorded, list) else []:
         match one:
             case {"path": str(path), "repeats": int() | float() as repeats}:
-                found.append(StoreArgument(path=path if is_url(path) else Path(path), repeats=repeats))
+                there = from_start(path, start)
+                found.append(StoreArgument(path=there if is_url(there) else Path(there), repeats=repeats))
             case _:
                 return ()
     return tuple(found)

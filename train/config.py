@@ -305,8 +305,8 @@ class TrainConfig(
     max_steps: int | None = field(default=None, metadata=RESUME_FREE)
     """Total optimizer steps, including those before a resume."""
     epochs: float | None = field(default=None, metadata=RESUME_FREE)
-    """Passes over the stores' rows, with their repeats, instead of --max-steps; also a part of one, such as 0.5. The steps that
-    they take are computed from the plan and recorded."""
+    """Passes over the stores, instead of --max-steps: over all their rows, with repeats; also a part of one, such as 0.5. The
+    steps that they take are computed from the plan and recorded."""
     files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PRESET|FILE …")] = field(
         default=(), metadata=COMMAND_LINE_ONLY | RESUME_FREE
     )

@@ -1,7 +1,8 @@
 """Run files: the options of a training run in TOML, by the sections of the help; presets are such files.
 
 A file's values are those of the command line. They come from the folder of a run to be resumed, from files and from the command
-line; each of these overrides those before it. Relative paths are relative to the current folder, also in a file.
+line; each of these overrides those before it. Relative paths are relative to the current folder, also in a file; those of a run
+that is resumed, to the folder in which it was started.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ _WIDTH = 110
 _INSTEAD = {"max_steps": "epochs", "epochs": "max_steps"}
 """Options of which one takes the place of the other."""
 _NONE = "None"  # TOML has no value for it
+PLACES = (
+    *("store", "model", "model_config", "lora_from", "follow", "image_prompts", "cache"),
+    *("service", "service_token", "service_certificate"),
+)
+"""Options that name files; a run's relative ones are of the folder in which it was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +207,15 @@ def values_of_run(options: type, folder: str) -> dict[str, Value]:
             f"there is no run in {folder} to resume: {path} cannot be read ({reason}); name the folder of one, "
             "or leave out --resume to begin one there"
         ) from error
+    from bucketline.loader.recorded_run import from_start, started_in
+
+    start = started_in(Path(folder), values.get("output_dir"))
+    for name in PLACES:
+        match values.get(name):
+            case str(word):
+                values[name] = from_start(word, start)
+            case list(words):
+                values[name] = [from_start(str(word), start) for word in words]
     known = {one.name: one for one in fields(options) if not _is_command_line_only(options, one.name)}
     return {
         name: Value(value=_NONE if value is None else value, place=str(path))

@@ -26,6 +26,7 @@ from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.atomic_write import move_durably
 from bucketline.files.disk_space import failed_write
 from bucketline.files.run_marker import CHECKPOINTS
+from bucketline.loader.recorded_run import from_start, started_in
 from bucketline.model_file import PICKLED, SUFFIX, converter, file_tensors, single_file
 from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.train import checkpoint
@@ -145,9 +146,9 @@ def _write_pipeline(weights: Path, output: Path, like: Path | None, dtype: str, 
     if fuse and not has_adapters:
         raise UsageError(f"--fuse is for adapters, and {weights} has all weights of the model; leave it out")
     saved = checkpoint.read_state(weights.parent)
-    given = Path(str(saved.config["model"]))
-    asked = saved.config.get("model_config")
-    own, file = locate(given, None if asked is None else str(asked))
+    start = started_in(weights.parent, saved.config.get("output_dir"))
+    given, asked = Path(from_start(str(saved.config["model"]), start)), saved.config.get("model_config")
+    own, file = locate(given, None if asked is None else from_start(str(asked), start))
     if file is not None and like is None:
         raise UsageError(
             f"the run began from {given}, one file; name a folder in diffusers' layout with the other parts by --like, or an "
@@ -196,7 +197,8 @@ def _write_file(weights: Path, output: Path, like: Path | None, dtype: str) -> N
             f"{weights} has only adapters, which are one file already, in lora_ema/ (and lora/); name a folder to write "
             "them with another --dtype"
         )
-    named = like or Path(str(checkpoint.read_state(weights.parent).config["model"]))
+    saved = checkpoint.read_state(weights.parent).config
+    named = like or Path(from_start(str(saved["model"]), started_in(weights.parent, saved.get("output_dir"))))
     template = single_file(named)
     if template is None:
         raise UsageError(

@@ -158,6 +158,7 @@ def write_config(config: TrainConfig, given: TrainConfig, shares: Sequence[Weigh
     """
     document: dict[str, Json] = {
         "config": config_as_json(config),
+        "started_in": str(Path.cwd()),
         "world_size": world_size,
         "versions": dict(versions()),
         "commit": _commit(),
@@ -171,7 +172,8 @@ def write_config(config: TrainConfig, given: TrainConfig, shares: Sequence[Weigh
         if getattr(config, one.name) != getattr(given, one.name)
     }
     shown = replace(config, store=tuple(redacted_store(str(path)) for path in config.store))
-    again = as_run_file(shown, f"The run in {config.output_dir}, with all options as they were resolved.", derived=derived)
+    title = f"The run in {config.output_dir}, started in {Path.cwd()}, with all options as they were resolved."
+    again = as_run_file(shown, title, derived=derived)
     write_durably(config.output_dir / RUN_FILE, again.encode(errors="backslashreplace"))
 
 
