@@ -91,7 +91,7 @@ class Stages:
         prepare_store(store)
         begin = time.perf_counter()
         groups, empty = {TEXT_GROUP: self._text.columns}, {TEXT_GROUP: self._caption("", self._empty)}
-        writer = ShardWriter(store, "written", groups, empty, self._config.shard_size_mib << 20)
+        writer = ShardWriter(store, "written", groups, empty, self._config.shard_size.num_bytes)
         for batch, (latents, embeddings) in zip(self._batches, self._encoded, strict=True):
             self._write(writer, batch, latents, embeddings)
         writer.seal()

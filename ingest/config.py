@@ -19,8 +19,8 @@ from bucketline.ingest.rules import PRUNE, Check, Phases, prune_limit, reject_li
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import caption_rest
-from bucketline.option_value import ONE_OR_MORE, Duration, FieldForm, OptionValue, in_units
-from bucketline.store.commands.place import ChangingArguments, StorageArguments, StorePlace
+from bucketline.option_value import ONE_OR_MORE, ByteSize, Duration, FieldForm, OptionValue, in_units
+from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorageArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class EncodeOptions:
     """one: VAE and text encoders are in memory together. two: first encode all captions and keep them in the store's folder,
     then free the text encoders and load the VAE. auto: two if the weights take more than half of the free memory, and more than
     1 GiB. Stored bytes are the same."""
-    shard_size_mib: int = field(default=2048, metadata=ONLY_IN_FILE)
+    shard_size: ByteSize = field(default=USUAL_SHARD, metadata=ONLY_IN_FILE)
     """Seal a shard at this size and begin the next."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = field(default=None, metadata=ONLY_IN_FILE)
     """Decoder threads; default: one per core, divided among the processes on this machine."""
@@ -279,7 +279,7 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     def __post_init__(self) -> None:
         ChangingArguments.__post_init__(self)
         _check_shared(self)
-        refuse_below(1, batch_size=self.batch_size, shard_size_mib=self.shard_size_mib)
+        refuse_below(1, batch_size=self.batch_size)
         parse_background(self.background)
         if self.max_captions > 1 << 12:
             raise UsageError(f"--max-captions is {self.max_captions}, expected 4096 or fewer")

@@ -56,8 +56,8 @@ _IN_FILE = {
         *("num-workers", "dataloader-num-workers", "max-data-loader-n-workers", "num-threads", "threads", "thread-count"),
         *("processes-count", "cpu-threads"),
     ),
-    "shard_size_mib": (
-        *("shard-size", "shard-size-mb", "max-shard-size", "maxsize", "maxcount", "samples-per-shard"),
+    'shard_size = "2GiB"': (
+        *("shard-size-mib", "shard-size", "shard-size-mb", "max-shard-size", "maxsize", "maxcount", "samples-per-shard"),
         *("number-sample-per-shard",),
     ),
     "background": ("bg-color", "background-color"),
@@ -152,6 +152,7 @@ OF_PEEK = _answers("--batch-size", "--flip", "--max-tokens", "--val-fraction", "
 OF_IMPORT = {
     **_only("--model", "--batch-size", "--device", "--max-tokens", "--val-fraction", _PARTS, _PRECISION, _QUANTISED),
     "--split-by": _HELD_OUT,
+    "--shard-size-mib": "it is --shard-size, such as --shard-size 2GiB",
 }
 OF_A_STORE = _only("--model", "--device", _PARTS)
 """The answers of `ingest prompts` and `ingest previews`."""

@@ -183,8 +183,8 @@ class PackMemory(Case):
     """Repeats per subject, in alternation. All are counted, since a fresh process has nothing to warm up."""
     images: tuple[int, int] = (600, 3_000)
     """Images of the small and the large source."""
-    shard_size_mib: int = 2048
-    """MiB at which a shard is sealed and the next one started."""
+    shard_size: str = "2GiB"
+    """Size at which a shard is sealed and the next one started."""
 
     def measure(self, folder: Path) -> list[Result]:
         options = ["--model", str(kept_model(folder, TINY)), *ROWS]
@@ -194,7 +194,7 @@ class PackMemory(Case):
             def measure(_: int) -> dict[str, float]:
                 shutil.rmtree(store, ignore_errors=True)
                 file = folder / "memory.toml"
-                shown = f'[source]\npath = "{source.absolute()}"\n[encoding]\nshard_size_mib = {self.shard_size_mib}\n'
+                shown = f'[source]\npath = "{source.absolute()}"\n[encoding]\nshard_size = "{self.shard_size}"\n'
                 file.write_text(shown, encoding="utf-8")
                 try:
                     packing = pack_apart([str(file), str(store), *options], expected={"packed": count})

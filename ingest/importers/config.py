@@ -14,7 +14,8 @@ from bucketline.ingest import option_names
 from bucketline.ingest.config import Dtype, EncodeDtype, TextDtype  # noqa: TC001 - tyro reads the annotations at run time
 from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.rules import reject_limit
-from bucketline.store.commands.place import ChangingArguments, StorePlace
+from bucketline.option_value import ByteSize  # noqa: TC001 - tyro reads the annotations at run time
+from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
 
 VaeName = Literal["sd", "sdxl", "sd3", "flux", "wan", "qwen-image", "hunyuan-video"]
@@ -87,7 +88,7 @@ class ImportConfig(ChangingArguments):
     """Token limit per caption, as for `ingest pack`: 256 for a cache of Flux schnell."""
     batch_size: int = 8
     """Captions encoded together."""
-    shard_size_mib: int = 2048
+    shard_size: ByteSize = USUAL_SHARD
     """Seal a shard at this size and begin the next."""
     device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
     """Device of the text encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
@@ -112,7 +113,6 @@ class ImportConfig(ChangingArguments):
             max_captions=self.max_captions,
             max_tokens=self.max_tokens,
             batch_size=self.batch_size,
-            shard_size_mib=self.shard_size_mib,
             threads=self.threads,
         )
         reject_limit(self.max_rejects)

@@ -128,7 +128,7 @@ class _Import:
         encoders: dict[str, Json] = {"vae": dict(vae.provenance)}
         if captions.provenance is not None:
             encoders["text_encoder"] = dict(captions.provenance)
-        shard_bytes = config.shard_size_mib << 20
+        shard_bytes = config.shard_size.num_bytes
         self._writer = writer = StoreWriter.to(
             target,
             columns=plan.columns.row_columns(vae, config.dtype),

@@ -64,7 +64,7 @@ def estimate_bytes(
     pixels = max(size.height_px * size.width_px for size in grid.sizes) // facts.downscale**2
     row = facts.stored_channels * pixels * DTYPES[config.dtype].itemsize * (2 if config.flip else 1) + 512
     total = int((num_items * row + _text_bytes(facts, caption_chars)) * DISK_FACTOR)
-    return total + min(total, config.shard_size_mib << 20)
+    return total + min(total, config.shard_size.num_bytes)
 
 
 def _text_bytes(facts: EncoderFacts, caption_chars: NDArray[np.int32]) -> int:

@@ -74,7 +74,7 @@ def prepare(
     if existing is not None:
         refuse_other_options(config, existing, contents)
         is_recaptioned = config.caption_rules.difference(existing.rules) is not None
-    most_bytes = num_making * SHARDS_ON_DISK * (config.shard_size_mib << 20) if isinstance(config.place, str) else None
+    most_bytes = num_making * SHARDS_ON_DISK * config.shard_size.num_bytes if isinstance(config.place, str) else None
     store = None if existing is None else target.open(existing)
     refuse_small_disk(config, facts, grid, outline, store, most_bytes, is_recaptioned=is_recaptioned)
     return held.enter_context(target.writing(contents))

@@ -157,7 +157,7 @@ class SlicePacker:
                 missing = [text for text in kept.missing(texts) if writer is None or text not in writer]
                 if missing and (fresh is None or writer is None):
                     fresh = self._fresh_captions()
-                    writer = held.enter_context(kept.writer(fresh.empty, self._config.shard_size_mib << 20))
+                    writer = held.enter_context(kept.writer(fresh.empty, self._config.shard_size.num_bytes))
                 if fresh is None or writer is None:
                     continue
                 for text, found in zip(missing, fresh.of(missing), strict=True):
@@ -250,7 +250,7 @@ class SlicePacker:
         self._waiting_bytes -= sum(image.num_bytes for image in images)
         captions = self._captions = self._captions or self._fresh_captions()
         encoder = self._encoder = self._encoder or self._loaded()
-        begins_shard = self._shard.is_full(self._config.shard_size_mib << 20)
+        begins_shard = self._shard.is_full(self._config.shard_size.num_bytes)
         if begins_shard:
             self._shard = ShardFill()
             if self._sender is not None:
@@ -343,7 +343,7 @@ class SlicePacker:
         """Begin a shard; called by the writer thread."""
         if self._captions is None:
             raise AssertionError("a shard was begun before a batch was encoded")
-        max_bytes = self._config.shard_size_mib << 20
+        max_bytes = self._config.shard_size.num_bytes
         store, empty = self._store, self._captions.empty
         return ShardWriter(self._folder, next(self._names), store.groups, {TEXT_GROUP: empty}, max_bytes)
 

@@ -11,6 +11,7 @@ import tyro
 from bucketline.command_line import one_line, print_json
 from bucketline.errors import UsageError
 from bucketline.files.redact import redacted
+from bucketline.option_value import ByteSize
 from bucketline.store.remote.arguments import ObjectArguments, RemoteArguments
 from bucketline.store.remote.urls import is_url, parse_url, refuse_misspelt
 
@@ -67,6 +68,7 @@ LocalStore = Annotated[
 StorePlace = Annotated[Path | str, _place("STORE")]
 OutPlace = Annotated[Path | str, _place("OUT")]
 StoreUrl = Annotated[Path | str, _place("URL")]
+USUAL_SHARD = ByteSize(num_bytes=2 << 30)
 
 
 @dataclass(frozen=True, kw_only=True)

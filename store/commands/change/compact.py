@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import tyro
 
-from bucketline.command_line import counted, human_bytes, one_line, print_json, refuse_below
+from bucketline.command_line import counted, human_bytes, one_line, print_json
 from bucketline.errors import UsageError
-from bucketline.option_value import Duration
-from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
+from bucketline.option_value import ByteSize, Duration
+from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
     from bucketline.store.change.garbage_collect import Collected
@@ -29,10 +29,12 @@ class Compact(ChangingArguments):
     Example: store compact photos.store --gc --older-than 24h
     """
 
+    ELSEWHERE: ClassVar = {"--shard-size-mib": "it is --shard-size, such as --shard-size 2GiB"}
+
     store: tyro.conf.Positional[StorePlace]
     """Path or URL of the store."""
-    shard_size_mib: int = 2048
-    """Shard size in MiB. Shards smaller than a quarter of it are joined."""
+    shard_size: ByteSize = USUAL_SHARD
+    """Shard size, such as 512MiB. Shards smaller than a quarter of it are joined."""
     gc: bool = False
     """Afterwards, remove generations superseded longer ago than --older-than, and the files only they use."""
     older_than: Duration | None = None
@@ -46,14 +48,13 @@ class Compact(ChangingArguments):
         ChangingArguments.__post_init__(self)
         if self.older_than is not None and not self.gc:
             raise UsageError(f"--older-than {self.older_than} requires --gc; add --gc, or leave it out")
-        refuse_below(1, shard_size_mib=self.shard_size_mib)
 
     def run(self) -> int:
         from bucketline.store.change.compact import compact
         from bucketline.store.commands.progress import byte_progress
 
         older_than = self.older_than or OLDER_THAN
-        gc_older_than_s, shard_bytes, dry_run = older_than.seconds if self.gc else None, self.shard_size_mib << 20, self.dry_run
+        gc_older_than_s, shard_bytes, dry_run = older_than.seconds if self.gc else None, self.shard_size.num_bytes, self.dry_run
         with byte_progress("compact") as on_bytes:
             place = self.path_or_objects(self.store)
             done = compact(place, shard_bytes=shard_bytes, gc_older_than_s=gc_older_than_s, dry_run=dry_run, on_bytes=on_bytes)

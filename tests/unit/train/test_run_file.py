@@ -13,6 +13,7 @@ from bucketline.errors import UsageError
 from bucketline.help_screen import options_of
 from bucketline.train.config import Precision, TrainConfig, parse
 from bucketline.train.main import main
+from bucketline.train.option_names import translated
 from bucketline.train.run_file import as_run_file, config_as_json, preset_names
 from bucketline.train.values import TimestepSampling
 from tests.commands import ROOT, spawn
@@ -174,7 +175,20 @@ def test_a_written_file_gives_the_same_options_whatever_was_chosen(tmp_path: Pat
     chosen = configured(
         *("sdxl-lora", "--store", 'b "c".store:3', "--batch", "4MP/8", "--recompute", "0.5", "--clip-norm", "None"),
         *("--learning-rate", "1e-5", "--track-with", "tensorboard", "--seed", "0"),
+        *("--memory", "24gb", "--save-every", "1000, 90m", "--follow=runs/a", "--sharding", "fsdp:8", "--ema", "0.99:cpu"),
+        *("--push-to-hub", "me/a:exports", "--export-every", "5", "--timesteps", "mode:0.5", "--cache-bytes", "1.5TB"),
     )
+    recorded = translated(config_as_json(chosen), TrainConfig)
+    assert {name: recorded[name] for name in ("memory", "save_every", "follow", "sharding", "push_to_hub", "batch", "ema")} == {
+        "memory": "24GB",
+        "save_every": "1000,90m",
+        "follow": "runs/a",
+        "sharding": "fsdp:8",
+        "push_to_hub": "me/a:exports",
+        "batch": "4MP/8",
+        "ema": "0.99:cpu",
+    }
+    assert recorded == config_as_json(chosen), "what is recorded is spelt as today already"
     text = as_run_file(chosen, "Mine", given=("seed",), derived={"learning_rate": "as it was"})
     (tmp_path / "run.toml").write_text(text, encoding="utf-8")
     assert replace(parse([str(tmp_path / "run.toml")], "train"), files=chosen.files) == chosen

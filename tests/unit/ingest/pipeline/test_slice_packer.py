@@ -205,7 +205,7 @@ def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
     monkeypatch.setattr(shard_writer, "SPARE_MAP_BYTES", 1 << 20)
     for image in source.rglob("*.png"):
         image.with_suffix(".txt").write_text(f"a cat {image.stem} " + "of the house " * 20_000, encoding="ascii")
-    ran = pack(in_file(tmp_path / "d.toml", source, shard_size_mib=1), tmp_path / "s", model, "--batch-size", 2)
+    ran = pack(in_file(tmp_path / "d.toml", source, shard_size="1MiB"), tmp_path / "s", model, "--batch-size", 2)
     assert (ran.code, ran.json["packed"]) == (0, 14), ran.err
     store = Store.open(tmp_path / "s")
     assert max(entry.record_bytes for entry in store.manifest.shards) < 3 << 20

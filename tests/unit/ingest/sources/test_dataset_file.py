@@ -60,7 +60,7 @@ def test_every_field_is_read_and_paths_are_relative_to_the_file(folder: Path) ->
     own = entry.options(given)
     assert own == SourceOptions(caption="a photo", captions_from=(".cap", "words"), follow_links=True)
     assert (own.caption_column, own.caption_extension) == ("words", ".cap")
-    rules = {"caption_template": ("ohwx",), "shuffle_tags": "3", "val_fraction": "1.0:folder"}
+    rules = {"caption_template": ("ohwx",), "shuffle_tags": "3", "val_fraction": "1:folder"}
     assert entry.overrides("0.1:folder").items() >= rules.items()
     assert decode(DatasetFile, encode(file)) == file
 
@@ -69,7 +69,7 @@ def test_what_an_entry_leaves_out_is_as_on_the_command_line(folder: Path) -> Non
     (one, two) = read(folder, '[[source]]\npath = "cats"\n[[source]]\npath = "kohya/2_barns"\nsplit = "train"').sources
     assert (one.store_name, one.repeats, one.overrides("0.1"), two.overrides("0.1")) == (
         *("cats.store", 1, {}),
-        {"val_fraction": "0.0"},
+        {"val_fraction": "0"},
     )
     assert one.options(SourceOptions(captions_from=("text",))) == SourceOptions(captions_from=("text",))
 
@@ -87,7 +87,7 @@ def test_options_of_the_file_hold_unless_the_command_line_gives_others(folder: P
     asked = parse_options(Pack, [str(place), "s", "--model", "m", "--grid", "sdxl", "--captions-from", "words"], "pack")
     assert (asked.source, asked.grid, asked.captions_from) == (str(folder / "photos"), "sdxl", ("words",))
     assert (asked.caption, asked.val_fraction, asked.flip, asked.crop, asked.background) == (
-        *("a photo", "1.0", True),
+        *("a photo", "1", True),
         *(Crop.RANDOM, "black"),
     )
     assert (asked.phases, asked.batch_size, asked.decode_threads) == (Phases.TWO, 3, 2)
@@ -110,7 +110,11 @@ def test_options_of_the_file_hold_unless_the_command_line_gives_others(folder: P
         ('[rules]\ncrop = "left"', "rules.crop is 'left', expected one of center, random"),
         ("rules = 3", "rules is 3, expected a table"),
         ('[rules]\nbackground = "pink"', "data.toml: background 'pink' is not a colour"),
-        ("[encoding]\nshard_size_mib = 0", "data.toml: --shard-size-mib is 0"),
+        ('[encoding]\nshard_size = "0"', "data.toml: --shard-size is '0', expected a number of bytes above 0"),
+        (
+            "[encoding]\nshard_size_mib = 8",
+            r"\[encoding\] has an unknown option 'shard_size_mib'; it is shard_size = \"2GiB\", in",
+        ),
         ('[source]\npath = "photos"\nrepeats = 2', r"source.repeats is for several sources, in tables .*\[\[source\]\]"),
         ('[source]\nsplit = "val"', "lacks the field 'path'"),
     ],

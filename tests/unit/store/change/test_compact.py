@@ -358,5 +358,5 @@ def test_the_command_reports_and_says_where_there_is_nothing_to_do(tmp_path: Pat
     assert [p.name for p in sorted((tmp_path / "shards").glob("*.lmdb"))] == [f"{name}.lmdb" for name in report["written"]]
     again = call("store", "compact", tmp_path)
     assert (again.code, "nothing to compact" in again.out) == (0, True)
-    for wrong in (("--shard-size-mib", 0), ("--gc", "--older-than", "soon")):
+    for wrong in (("--shard-size", 0), ("--shard-size-mib", 8), ("--gc", "--older-than", "soon")):
         assert call("store", "compact", tmp_path, *wrong).code == 2
