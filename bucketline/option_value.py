@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import PurePath
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 from bucketline.errors import UsageError
 from bucketline.files.redact import redacted
@@ -116,6 +116,9 @@ class OptionValue:
             raise UsageError(fault)
         if self._spelling() is None:
             raise UsageError(f"{self!r} cannot be spelt, expected {' or '.join(self.forms())}")
+
+    def __bool__(self) -> Literal[True]:
+        return True  # for type checkers: `value and value.field` is None only without a value
 
     def fault(self) -> str | None:
         """Return what is wrong with numbers that are each within their limits; None if nothing is."""

@@ -212,11 +212,6 @@ class RayOptions:
     auto: as many as the cluster has room for, at least 1; a GPU each if it has any, unless --device is cpu; its CPUs for
     each of its GPUs, or 1. A worker decodes with as many threads as it has CPUs."""
 
-    @property
-    def ray_address(self) -> str | None:
-        """Address of the Ray cluster; None: Ray is started on this machine."""
-        return None if self.engine is None else self.engine.address
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, ChangingArguments):
@@ -303,11 +298,6 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
             return
         if self.device.startswith("cuda:"):
             raise UsageError(f"--device {self.device}: Ray gives each worker GPUs of its own; say cuda, with --workers @1gpu")
-
-    @property
-    def publish_every_s(self) -> float | None:
-        """The time between generations during packing; None if there are none."""
-        return None if self.publish_every is None else self.publish_every.seconds
 
     @property
     def vae_dtype(self) -> str:

@@ -160,7 +160,10 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
         packer, mine = worker.slice(ranks.rank, plan.name_of(f"r{ranks.rank:04d}"))
         run = next(iter(runs), None)
         meanwhile = Meanwhile(
-            config.publish_every_s, ranks, run, lambda names: own_disk.sent(mine.folder, names) if own_disk else []
+            config.publish_every and config.publish_every.seconds,
+            ranks,
+            run,
+            lambda names: own_disk.sent(mine.folder, names) if own_disk else [],
         )
         meanwhile.begin(packer, mine.ready)
 

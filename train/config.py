@@ -334,16 +334,6 @@ class TrainConfig(
         assert self.max_steps is not None
         return self.max_steps
 
-    @property
-    def wait_rows(self) -> int | None:
-        """The training rows that a run waits for whose stores still grow; None: it does not follow them."""
-        return None if self.follow is None else self.follow.rows
-
-    @property
-    def followed_run(self) -> Path | None:
-        """The run whose generations are taken up at its steps."""
-        return None if self.follow is None else self.follow.run
-
     def service_address(self) -> ServiceAddress | None:
         """Return the address of the service that reads; None: threads of this process do.
 

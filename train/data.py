@@ -46,7 +46,7 @@ def wait_for_rows(config: TrainConfig, ranks: TrainRanks) -> None:
     Raises:
         StoreError: if a store is there and cannot be read.
     """
-    if (wanted := config.wait_rows) is None or config.resume:
+    if (wanted := config.follow and config.follow.rows) is None or config.resume:
         return
     said = -_SAY_EVERY_S
     while (found := sum(_rows_of(one, config.remote()) for one in parse_stores(config.store, "--store"))) < wanted:
@@ -87,7 +87,7 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
     planned, way_on = f"{start.checkpoint}", "continue with --resume --new-plan, which keeps weights, averages and optimizer"
     if start.state is None and (schedule := _read_schedule(config, ranks, len(asked))):
         wanted = schedule[0][1]
-        planned, way_on = f"{config.followed_run}", f"its steps cannot be repeated: leave out --follow={config.followed_run}"
+        planned, way_on = f"{config.follow}", f"its steps cannot be repeated: leave out --follow={config.follow}"
 
     def opened(numbers: Sequence[int | None]) -> tuple[WeightedStore, ...]:
         pairs = zip(asked, numbers, strict=True)
@@ -206,7 +206,7 @@ def _read_schedule(config: TrainConfig, ranks: TrainRanks, num_stores: int) -> F
     Raises:
         StateError: if it is of another number of stores.
     """
-    if (path := config.followed_run) is None:
+    if (path := config.follow and config.follow.run) is None:
         return ()
     schedule = from_rank_zero(ranks, lambda: schedule_of(read_loader_state(path)))
     for _, numbers in schedule:
@@ -223,7 +223,7 @@ class Follower:
 
     def __init__(self, config: TrainConfig, ranks: TrainRanks, loader: Loader) -> None:
         self._ranks, self._loader = ranks, loader
-        self._looks = config.wait_rows is not None and ranks.is_main
+        self._looks = bool(config.follow and config.follow.rows) and ranks.is_main
         self._schedule = _read_schedule(config, ranks, len(loader.shares))
 
     def has_newer(self) -> bool:

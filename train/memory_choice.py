@@ -36,7 +36,7 @@ def with_recorded(config: TrainConfig, recorded: Mapping[str, Json]) -> TrainCon
     taken: dict[str, Any] = {}
     if config.optimizer is None:  # whose state the checkpoint has
         taken["optimizer"] = recorded.get("optimizer", "adamw")
-    if _is_of(config, recorded):
+    if config.memory is None or str(config.memory) == recorded.get("memory"):
         taken |= {name: recorded.get(name) for name in ("recompute", "offload_blocks") if getattr(config, name) is None}
         if config.base is None and config.lora_rank is not None:
             taken["base"] = Base(str(found)) if (found := recorded.get("base")) else BASE_OFF
@@ -52,13 +52,8 @@ def memory_to_fit(config: TrainConfig, recorded: Mapping[str, Json] | None, devi
 
     `recorded`: the options of a resumed run's first part, which was fitted already if its memory was the same.
     """
-    is_fitted = recorded is not None and _is_of(config, recorded)
+    is_fitted = recorded is not None and (config.memory is None or str(config.memory) == recorded.get("memory"))
     return None if is_fitted else memory_of(config, device)
-
-
-def _is_of(config: TrainConfig, recorded: Mapping[str, Json]) -> bool:
-    """Return whether a run's --memory is that of its first part."""
-    return config.memory is None or str(config.memory) == recorded.get("memory")
 
 
 def memory_of(config: TrainConfig, device: torch.device) -> int | None:

@@ -188,7 +188,7 @@ class Trainer:
             from bucketline.train.outputs.hub import HubUploads
 
             self.uploads = HubUploads(config.push_to_hub.repository, self._progress.say)
-        self._save_steps = None if config.save_every is None else config.save_every.steps
+        self._save_steps = config.save_every and config.save_every.steps
         self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self.uploads)
         self._recorder = WindowRecorder(
             log_every=config.log_every,

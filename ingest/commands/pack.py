@@ -154,7 +154,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
 def _prepare_environment(config: PackConfig) -> None:
     """Set what Ray reads when it is imported: no statistics for others, and if it is started here, for this machine only."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if config.ray_address is None:
+    if not (config.engine and config.engine.address):
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray then listens on 127.0.0.1, and nowhere else
 
 

@@ -43,13 +43,13 @@ def cluster(config: PackConfig) -> Iterator[Workers]:
         UsageError: if there is no cluster at the address.
     """
     options = {"log_to_driver": True, "logging_level": logging.ERROR, "namespace": "bucketline"}
-    if config.ray_address is None:
+    if not (address := config.engine and config.engine.address):
         wanted, cores = config.workers, len(os.sched_getaffinity(0))
         cpus = max(cores, math.ceil((wanted.most or 0) * (wanted.cpus or 1)))
         ray.init(address="local", include_dashboard=False, num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, **options)
     else:
         try:
-            ray.init(address=config.ray_address, **options)
+            ray.init(address=address, **options)
         except (ConnectionError, ValueError, TimeoutError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise UsageError(

@@ -94,7 +94,8 @@ class RayRun:
 
     def _pack_slices(self, pool: RayWorkers, run: PackRun, plan: PackPlan) -> None:
         begin_attempts(self._config.store, plan.token)
-        told, num_shown, every_s = ray.put(encode(plan)), 0, self._config.publish_every_s
+        told, num_shown, every = ray.put(encode(plan)), 0, self._config.publish_every
+        every_s = every and every.seconds
         publish_at = math.inf if every_s is None else time.monotonic() + every_s
         what = f"pack ({counted(self._workers.most, 'worker')})"
         with (

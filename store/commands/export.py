@@ -85,7 +85,7 @@ class Export(ReadingArguments):
             output=self.output,
             format=self.format,
             selection=Selection(split=self.split, bucket=self.bucket),
-            shard_bytes=None if self.shard_size is None else self.shard_size.num_bytes,
+            shard_bytes=self.shard_size and self.shard_size.num_bytes,
             columns=columns,
             images=self.images,
         )

@@ -80,5 +80,5 @@ class RemoteArguments(ObjectArguments):
         return replace(
             ObjectArguments.remote(self),  # `super()` does not work in a dataclass with slots
             cache=None if self.cache is None else Path(self.cache),
-            cache_bytes=None if size is None else size.num_bytes,
+            cache_bytes=size and size.num_bytes,
         )

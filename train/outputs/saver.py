@@ -58,7 +58,7 @@ class Saver:
         self._training, self._ranks, self._weights, self._uploads = training, ranks, weights, uploads
         self.saved = {} if saved is None else {Output.CHECKPOINT: saved}  # the newest of each kind
         config = training.config
-        self._every_s = None if config.save_every is None else config.save_every.seconds
+        self._every_s = config.save_every and config.save_every.seconds
         self._pushes_all = config.push_to_hub is not None and config.push_to_hub.also is not None
         self._saved_s = time.monotonic()
         self._memory = HostMemory()
