@@ -57,7 +57,7 @@ _IN_FILE = {
         *("processes-count", "cpu-threads"),
     ),
     'shard_size = "2GiB"': (
-        *("shard-size-mib", "shard-size", "shard-size-mb", "max-shard-size", "maxsize", "maxcount", "samples-per-shard"),
+        *("shard-size-mib", "shard-size-mb", "max-shard-size", "maxsize", "maxcount", "samples-per-shard"),
         *("number-sample-per-shard",),
     ),
     "background": ("bg-color", "background-color"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bucketline.errors import BucketlineError, TrainError, UsageError
+from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.refusals import refuse_early
 from bucketline.train.trainer import train
@@ -118,10 +119,12 @@ def test_a_resume_is_refused_by_its_checkpoint_before_and_within_the_run_in_the_
             with pytest.raises(UsageError) as refused:
                 refuse()
             assert str(refused.value) == message
-    same = dataclasses.replace(before, batch="50000px", resume=True)  # which are as many rows in both buckets
+    same = dataclasses.replace(
+        before, batch=BatchSize(batch_pixels=50_000), resume=True
+    )  # which are as many rows in both buckets
     refuse_early(same, 1)
     assert train(dataclasses.replace(same, max_steps=3), ALONE).steps_done == 3
-    refuse_early(dataclasses.replace(before, batch="2", resume=True, new_plan=True, max_steps=4), 1)
+    refuse_early(dataclasses.replace(before, batch=BatchSize(batch_size=2), resume=True, new_plan=True, max_steps=4), 1)
 
 
 def test_a_damaged_checkpoint_refuses_nothing_that_the_one_before_it_allows(folder: Path) -> None:
