@@ -92,13 +92,20 @@ def other_parts(model: Path, trained: str) -> PipelineParts:
     opens a folder of plain names without an argument.
 
     Raises:
-        ModelError: if the folder has no index, or lacks a part that the index names and the pipeline needs.
+        ModelError: if the folder has no index, the index names a part that cannot be a folder of it, or the folder lacks a part
+            that the index names and the pipeline needs.
     """
     try:
-        index: dict[str, Any] = json.loads((model / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        index = json.loads((model / INDEX).read_text(encoding="utf-8"))
+        if not isinstance(index, dict):
+            raise TypeError(f"it is a JSON {type(index).__name__}, expected an object with a name for each part")
+    except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{model} is not a whole pipeline, since its {INDEX} cannot be read ({error}); {_ADVICE}") from error
     named = [name for name, value in index.items() if name != trained and _is_part(value)]
+    if wrong := [name for name in named if not name.isidentifier()]:  # diffusers passes parts by these names
+        raise ModelError(
+            f"{model / INDEX} names a part {wrong[0]!r:.100}, expected the name of a folder next to it, such as vae; {_ADVICE}"
+        )
     files: dict[str, Path] = {}
     rewritten: dict[str, str] = {}
     missing = [name for name in named if _lacks_weights(model / name)]

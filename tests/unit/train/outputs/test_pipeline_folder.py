@@ -119,6 +119,25 @@ def test_what_a_model_lacks_is_named_and_nothing_is_written(sd_run: tuple[Packed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
+@pytest.mark.parametrize("name", ["../elsewhere", "{outside}", "vae/../../elsewhere", "..", ".", "", "va e"])
+def test_parts_are_folders_of_the_model_only(sd_run: tuple[Packed, Path], tmp_path: Path, name: str) -> None:
+    """A downloaded model whose index names files elsewhere copies none of them, and writes none elsewhere."""
+    packed, run = sd_run
+    outside = tmp_path / "elsewhere"
+    outside.mkdir()
+    (outside / "token").write_text("secret", encoding="utf-8")
+    model = shutil.copytree(packed.model, tmp_path / "model")
+    index = json.loads((model / "model_index.json").read_text(encoding="utf-8"))
+    index[name.format(outside=outside)] = ["transformers", "CLIPTokenizer"]
+    (model / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"model_index\.json names a part '.*', expected the name of a folder next to it"):
+        export_model(run, tmp_path / "out", like=model, dtype="fp32", pipeline=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "model"]
+    (model / "model_index.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"since its model_index\.json cannot be read \(it is a JSON list, expected an object"):
+        export_model(run, tmp_path / "out", like=model, dtype="fp32", pipeline=True)
+
+
 def test_a_part_that_the_pipeline_can_do_without_is_left_out_with_a_warning(
     sd_run: tuple[Packed, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
