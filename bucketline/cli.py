@@ -13,12 +13,10 @@ _USAGE = """usage: bucketline {ingest,store,loader,train,export-model,completion
 
   ingest        pack images and captions into a store
   store         inspect, verify, export and change a store
-  loader        plan batches without reading them; look at them; serve them to all ranks of a machine
-  train         train a model on a store; several processes: `torchrun --nproc_per_node N -m bucketline.train`;
-                train presets: options to start from; train report RUN…: a page about runs;
-                train memory: the memory of models, by choice
-  export-model  write a run's weights as one .safetensors file, a folder, or a whole pipeline
-  completion    make a shell complete commands and options: eval "$(bucketline completion bash)"
+  loader        plan and look at batches; serve them; tell what a run has seen
+  train         train a model; train presets, train report, train memory
+  export-model  write a run's weights as a file, a folder, or a whole pipeline
+  completion    make a shell complete commands and options
 
 Run `bucketline NAME --help` for the options of a command.
 """

@@ -224,9 +224,10 @@ def command_help(prog: str, command: type, asked: str = "") -> str:
     leading = sorted((one for one in options if one.leads), key=lambda one: not one.is_required)
     about = inspect.getdoc(command) or ""
     if asked == ALL:
-        parts = [about, *_listed("", leading, in_full=True)]
+        parts = [*_paragraphs(about), "", *_listed("", leading, in_full=True)]
         for name in sections:
-            parts += ["", *_listed(name, [one for one in _in(options, name) if not one.leads], in_full=True)]
+            if own := [one for one in _in(options, name) if not one.leads]:
+                parts += ["", *_listed(name, own, in_full=True)]
         return _joined(_usage(prog, leading), parts)
     if asked:
         if asked not in sections:
@@ -234,6 +235,7 @@ def command_help(prog: str, command: type, asked: str = "") -> str:
         return _joined(f"{prog}: {sections[asked]}", [*_listed("", _in(options, asked), in_full=True)])
     first = getattr(command, "FIRST", ())
     rest = [one for one in options if not one.leads and not one.is_in_file]
+    rest.sort(key=lambda one: [*sections].index(one.section))
     shown = rest if len(rest) <= _FEW - len(leading) else [one for name in first for one in rest if one.field == name]
     summary, example = about.partition("\n\n")[0], re.search(r"^Example: (.*)$", about, re.MULTILINE)
     parts = [" ".join(summary.split()), *([f"Example: {example[1]}"] if example else [])]
@@ -263,7 +265,8 @@ def _in(options: Sequence[Option], section: str) -> list[Option]:
 
 
 def _usage(prog: str, leading: Sequence[Option]) -> str:
-    return " ".join(["usage:", prog, *(one.typed if one.is_required else f"[{one.typed}]" for one in leading), "[OPTIONS]"])
+    given = (one.typed if one.is_required or one.typed.startswith("[") else f"[{one.typed}]" for one in leading)
+    return " ".join(["usage:", prog, *given, "[OPTIONS]"])
 
 
 def _other_sections(options: Sequence[Option], sections: dict[str, str], shown: Sequence[Option]) -> Iterator[str]:
@@ -307,6 +310,11 @@ def _joined(head: str, parts: Sequence[str]) -> str:
         is_row = part.startswith(" ")
         wrapped.append(part if is_row else "\n".join(_filled(line) for line in part.split("\n")))
     return "\n".join(wrapped) + "\n"
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Return a docstring's paragraphs, each in one line, and an empty one between two."""
+    return "\n\n".join(" ".join(one.split()) for one in text.split("\n\n")).split("\n")
 
 
 def _filled(line: str) -> str:

@@ -44,15 +44,15 @@ class PeekSource(SourceArguments, ReadingArguments):
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="PNG|HTML")]
     """PNG file to write, which must not exist yet, or HTML file of a source's sheet."""
     samples: int = 60
-    """Of a source: images to show."""
+    """Images of a source to show."""
     grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
-    """Of a source: bucket sizes, as for `ingest pack`. Default: area:512:64."""
+    """Bucket sizes for a source, as for `ingest pack`. Default: area:512:64."""
     crop: Crop = Crop.CENTER
-    """Of a source: crop position, as for `ingest pack`."""
+    """Crop position in images of a source, as for `ingest pack`."""
     max_captions: int = 8
-    """Of a source: maximum number of captions per sample."""
+    """Maximum number of captions per sample of a source."""
     min_size_px: int = 64
-    """Of a source: reject images whose shorter side has fewer pixels."""
+    """Reject images of a source whose shorter side has fewer pixels."""
     device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
     """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
     json: bool = False

@@ -42,7 +42,8 @@ class ImportConfig(ChangingArguments):
     FIRST = ("model", "vae", "captions", "text", "val_fraction", "dtype", "dry_run", "max_rejects", "replace", "json")
 
     kind: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="KIND")]
-    """One of those above, or that of a package that you installed."""
+    """kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, nemo, fastvideo, or auto, which recognises it.
+    Also one of a package that you installed."""
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     """Folder of the cache; of kohya and ai-toolkit, that of the images."""
     place: tyro.conf.Positional[StorePlace]
@@ -58,9 +59,9 @@ class ImportConfig(ChangingArguments):
     captions: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder of caption files (NAME.txt, .caption, .json) by the samples' names, for caches without captions."""
     text: TextOption | None = None
-    """Text embeddings: those of the cache (source), or of the captions by --model's encoders (encode; plain: as for `ingest
-    pack`, if its pipeline is not known). Default: source if the
-    cache has those of --model's family, else encode if there are captions and --model has text encoders, else none."""
+    """Text embeddings of the cache (source), or of the captions by --model's encoders (encode), or none. plain: encode as for
+    `ingest pack --text plain`, if the pipeline is not known. Default: source if the cache has those of --model's family, else
+    encode if there are captions and --model has text encoders, else none."""
     crop: CropOption | None = None
     """Crop of the images: as the cache records it (source), at the centre because you know that it was (center), or unknown.
     Default: source if the cache records it, else unknown."""

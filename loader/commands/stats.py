@@ -30,7 +30,7 @@ class StatsCommand:
     token_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File with the token of a service over TCP, readable by its owner only."""
     certificate: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """With TLS: file (PEM) with the certificates to trust."""
+    """File (PEM) with the certificates to trust, of a service with TLS."""
     json: bool = False
     """Print one JSON object."""
 

@@ -33,9 +33,9 @@ class Export(ReadingArguments):
     output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Output folder; must not exist yet."""
     format: Annotated[str, tyro.conf.arg(metavar="{webdataset,safetensors,kohya,mds}")]
-    """webdataset: 000000.tar, … with KEY.safetensors, KEY.json and KEY.txt; safetensors: a file per sample, samples.jsonl;
-    kohya: npz files of sd-scripts, to be copied next to the images; mds: MosaicML Streaming, a folder for each bucket. Also
-    a format of a package that you installed."""
+    """Format of the output. webdataset: 000000.tar, … with KEY.safetensors, KEY.json and KEY.txt; safetensors: a file per
+    sample, samples.jsonl; kohya: npz files of sd-scripts, to be copied next to the images; mds: MosaicML Streaming, a folder
+    for each bucket. Also a format of a package that you installed."""
     split: Literal["train", "val"] | None = None
     """Export only this split. Default: both."""
     bucket: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
@@ -43,10 +43,10 @@ class Export(ReadingArguments):
     shard_size: ByteSize | None = None
     """Maximum size of a tar, such as 512MiB, or of a shard of MDS. Default: 1GiB, of MDS 64MiB."""
     columns: Annotated[str | None, tyro.conf.arg(metavar="ROLES")] = None
-    """Of kohya and mds: columns to write next to the latents, such as mask,control/depth, or none. Default: all; one that the
+    """Columns that kohya and mds get next to the latents, such as mask,control/depth, or none. Default: all; one that the
     format cannot hold is refused by name."""
     images: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Of kohya: folder of the images, to read sizes that the store does not know. Its scripts look for caches by size."""
+    """Folder of the images, to read sizes that the store does not know, for kohya, whose scripts look for caches by size."""
     dry_run: bool = False
     """Print the number of samples, and about how many bytes they take, without writing them."""
     json: bool = False

@@ -15,15 +15,10 @@ from bucketline.command_line import parse_line, parse_options
 from bucketline.errors import UsageError
 from bucketline.help_screen import ONLY_IN_FILE, command_help, options_of
 from bucketline.ingest.cli import COMMANDS as INGEST
-from bucketline.loader.cli import COMMANDS as LOADER
-from bucketline.store.cli import COMMANDS as STORE
 from bucketline.train.commands.export_model import ExportModel
-from bucketline.train.commands.memory import TrainMemory
-from bucketline.train.commands.presets import TrainPresets
-from bucketline.train.commands.report import TrainReport
-from bucketline.train.config import TrainConfig
 from bucketline.typed_line import read_line
 from tests.commands import BIN, ROOT, call, spawn
+from tests.help_page import COMMANDS_OF, PAGE, page, screens
 
 COMMANDS: dict[str, list[object]] = {
     "ingest": [BIN / "ingest"],
@@ -62,16 +57,6 @@ COMMANDS: dict[str, list[object]] = {
     "python -m bucketline.train": [sys.executable, "-m", "bucketline.train"],
     "train/main.py": [sys.executable, ROOT / "train" / "main.py"],
 }
-COMMANDS_OF: dict[str, type] = {
-    **{f"ingest {name}": INGEST[name] for name in INGEST},
-    **{f"store {name}": STORE[name] for name in STORE},
-    **{f"loader {name}": LOADER[name] for name in LOADER},
-    "bucketline train": TrainConfig,
-    "bucketline train presets": TrainPresets,
-    "bucketline train report": TrainReport,
-    "bucketline train memory": TrainMemory,
-    "bucketline export-model": ExportModel,
-}
 GROUPS = ("ingest", "store", "loader", "bucketline")
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "datasets", "pyarrow", "matplotlib")
 
@@ -109,6 +94,19 @@ def test_the_first_screen_is_one_and_begins_with_what_is_required(name: str) -> 
     assert any(line.startswith("Example: ") for line in lines)
 
 
+def test_the_page_of_first_screens_counts_those_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.help_page --write`"
+
+
+def test_the_first_screens_of_long_commands_have_the_ten_to_fourteen_options_that_most_runs_set() -> None:
+    found = screens()
+    assert found["bucketline train"].typed <= 60
+    assert found["ingest pack"].typed <= 36
+    for name in ("bucketline train", "ingest pack", "ingest import", "loader plan", "loader peek"):
+        assert 10 <= found[name].shown <= 14, name
+
+
 @pytest.mark.parametrize("name", COMMANDS_OF)
 def test_every_option_is_explained_once_in_full(name: str) -> None:
     command = COMMANDS_OF[name]
@@ -139,6 +137,25 @@ def test_the_help_of_a_program_has_a_line_for_each_command(program: str) -> None
     rows = [line for line in lines if line.startswith("  ")]
     assert [row.split()[0] for row in rows] == [*own, "version"]
     assert max(map(len, lines)) <= 80
+
+
+def test_the_help_of_bucketline_has_a_line_for_each_command() -> None:
+    lines = spawn([BIN / "bucketline", "--help"]).out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith(" ")] == lines[0].partition("{")[2].partition("}")[0].split(
+        ","
+    )
+    assert max(map(len, lines)) <= 80
+
+
+def test_storage_is_listed_behind_what_the_command_is_for() -> None:
+    for name, command in COMMANDS_OF.items():
+        sections = [
+            one.section
+            for line in command_help(name, command).splitlines()
+            for one in options_of(command)
+            if line.startswith(f"  {one.typed}")
+        ]
+        assert "storage" not in sections[: len([one for one in sections if one != "storage"])], name
 
 
 def test_a_section_is_asked_for_by_its_name() -> None:
@@ -252,7 +269,6 @@ def test_every_command_says_its_version(command: str) -> None:
 def test_the_command_of_all_commands_refuses_what_it_does_not_know() -> None:
     ran = spawn([BIN / "bucketline", "cook"])
     assert (ran.code, ran.out) == (2, "")
-    assert "there is no command 'cook'" in ran.err
     assert "there is no command 'cook'" in ran.err
     assert "usage: bucketline" in ran.err
 

@@ -35,7 +35,7 @@ class TrainMemory:
     memory: ByteSize | None = None
     """Print instead what a run with this --memory chooses, such as 24GiB, and what it needs then."""
     images: int = 1
-    """With --memory: images of a micro-batch."""
+    """Images of a micro-batch, with --memory."""
 
     def __post_init__(self) -> None:
         parse_values(self)
