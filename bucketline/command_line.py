@@ -124,10 +124,17 @@ def _option_values() -> AbstractContextManager[Any]:
     return registry
 
 
-def run_one_of(prog: str, description: str, commands: Extensions[type[Command]], args: Sequence[str] | None) -> int:
+def run_one_of(
+    prog: str,
+    description: str,
+    commands: Extensions[type[Command]],
+    args: Sequence[str] | None,
+    former: Mapping[str, str] | None = None,
+) -> int:
     """Parse `prog NAME …` into the dataclass of the command NAME, run it and return the exit code.
 
-    Only this command is imported; all are for the help of `prog` itself. One that cannot be is left out there.
+    Only this command is imported; all are for the help of `prog` itself. One that cannot be is left out there. `former`: what to
+    say for the names that commands had.
     """
 
     def parse_and_run() -> int:
@@ -150,7 +157,8 @@ def run_one_of(prog: str, description: str, commands: Extensions[type[Command]],
             if name in HELP:
                 print(shown, end="")
                 return 0
-            problem = f"there is no command `{prog} {name}`{suggestion(name, [*found])}" if name else "no command is given"
+            answer = f"; {former[name]}" if former and name in former else suggestion(name, [*found])
+            problem = f"there is no command `{prog} {name}`{answer}" if name else "no command is given"
             print(f"error: {printable(problem)}\n\n{shown}", end="", file=sys.stderr)
             return 2
         return parse_options(command, rest, f"{prog} {name}").run()

@@ -21,11 +21,13 @@ COMMANDS = commands(
         "stats": "bucketline.loader.commands.stats:StatsCommand",
     },
 )
+FORMER = {"top": "say `loader stats ADDRESS`"}
+"""What to say for commands of earlier versions."""
 
 
 def main(args: Sequence[str] | None = None, prog: str = "loader") -> int:
     """Run the command `loader`."""
-    return run_one_of(prog, __doc__ or "", COMMANDS, args)
+    return run_one_of(prog, __doc__ or "", COMMANDS, args, FORMER)
 
 
 if __name__ == "__main__":
