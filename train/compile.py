@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bucketline.errors import TrainError
 from bucketline.loader.batch import as_fields
 from bucketline.store.format.columns import LATENT, LatentKind
+from bucketline.train.config import Compile
 from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
 from bucketline.train.step import loss_of
 from bucketline.train.update import takes_found_inf
@@ -35,10 +36,16 @@ if TYPE_CHECKING:
     from bucketline.families.family import Family
     from bucketline.loader import Batch, Loader
     from bucketline.store import Bucket
+    from bucketline.train.config import TrainConfig
     from bucketline.train.step import Training
 
 COUNTED_SIZES = 3
 MOST_GRAPHS = 4096  # of one function: the noising has one for each bucket, a UNet's blocks of one class and shape about 20
+
+
+def compiles(config: TrainConfig, device: torch.device) -> bool:
+    """Return whether a run's blocks are compiled on a device."""
+    return config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:

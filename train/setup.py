@@ -24,6 +24,7 @@ from bucketline.option_types import OnResume, options_on_resume
 from bucketline.store.format.columns import LATENT
 from bucketline.train.compile import (
     compile_blocks,
+    compiles,
     example_batches,
     flops_of_buckets,
     peak_flops,
@@ -188,7 +189,7 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
     device, store = loader.device, loader.shares[0].store
     family, model, schedule = _load_model(config, ranks, loader, start.checkpoint)
     weights = weights_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)
-    compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
+    compiled = compiles(config, device)
     recompute(model, config, is_compiled=compiled)
     if compiled:
         compile_blocks(model)
@@ -307,6 +308,28 @@ def replicated(model: nn.Module, config: TrainConfig, device: torch.device) -> D
         )
 
 
+def left_open(given: TrainConfig, training: Training, loader: Loader) -> str:
+    """Return the options that a run was `given` no value for and that are derived, as it has them, each with its reason."""
+    config, compiled = training.config, training.prep.compiled
+    on_gpu = loader.device.type == "cuda"
+    name = "a GPU" if on_gpu else "a CPU"
+    found: dict[str, tuple[object, str]] = {}
+    if given.objective is None:
+        found["--objective"] = training.prep.objective, "the model's scheduler"
+    if given.precision is Precision.AUTO:
+        without = " without bf16" if on_gpu and config.precision is Precision.FP32 else ""
+        found["--precision"] = config.precision, f"{name}{without}"
+    if given.compile is Compile.AUTO:
+        found["--compile"] = "on" if compiled else "off", name
+    if given.learning_rate is None:
+        found["--learning-rate"] = f"{config.learning_rate:g}", f"{config.optimizer}'s"
+    if config.lora_rank is not None and given.lora_alpha is None and given.lora_from is None:
+        found["--lora-alpha"] = config.lora_rank, "the rank"
+    if given.window is None and loader.config.window:
+        found["--window"] = loader.config.window, "what the cache of a URL holds"
+    return "left open: " + ", ".join(f"{option} {value} ({why})" for option, (value, why) in found.items()) if found else ""
+
+
 def latent_scale(store: Store, device: torch.device, family: Family | type[Family]) -> LatentScale:
     """Return the latent scaling of the store's VAE for a family."""
     vae = store.manifest.encoders["vae"]
@@ -314,9 +337,11 @@ def latent_scale(store: Store, device: torch.device, family: Family | type[Famil
     return LatentScale.of(family.scaling(vae), device)
 
 
-def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> None:
-    """Log a start at random, a new plan, the options that a resume changes, and buckets too small for their batch."""
+def tell_assumptions(start: Start, given: TrainConfig, training: Training, loader: Loader, say: Callable[[str], None]) -> None:
+    """Tell what a run was `given` no value for; warn of a start at random, a new plan, what a resume changes, small buckets."""
     config = training.config
+    if start.state is None and (said := left_open(given, training, loader)):
+        say(said)
     if (small := loader.plan.small_buckets(can_drop=False)) is not None:
         log.warning("%s", small)
     if start.state is None:

@@ -37,7 +37,7 @@ from bucketline.train.setup import (
     resolved,
     scale_of,
     start_processes,
-    warn_of_assumptions,
+    tell_assumptions,
     with_length,
 )
 from bucketline.train.step import train_step
@@ -175,7 +175,7 @@ class Trainer:
             from bucketline.train.images.prompts import load_prompts
 
             self._prompts = load_prompts(config, self.loader.shares, self.training.family, given)
-        warn_of_assumptions(start, self.training, self.loader)
+        tell_assumptions(start, self._given, self.training, self.loader, self._progress.say)
         self._follower = data.Follower(config, ranks, self.loader)
         self.loader.start()  # to read ahead while the rest compiles
         self.scale = scale_of(config, ranks, self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -20,9 +21,11 @@ from bucketline.train.models.lora import adapted_layers
 from bucketline.train.noise import FlowSchedule, LatentScale, NoisingOptions, Prep, load_schedule, squared_error, weighted
 from bucketline.train.optim import learning_rate_at
 from bucketline.train.option_names import ELSEWHERE
+from bucketline.train.step import loss_of
 from bucketline.train.values import LossWeight, Timesteps
 from tests.commands import ROOT
 from tests.family_models import tiny_model
+from tests.unit.train.test_step import make_training
 from tests.unit.train.tiny_run import config, facts, make_batch
 
 if TYPE_CHECKING:
@@ -142,12 +145,21 @@ def scripts_rates(name: str, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("prior", [1.0, 0.5])
-def test_a_priors_loss_is_theirs_by_a_factor_with_which_the_clip_norm_makes_the_same_gradients(prior: float) -> None:
-    """`tests/unit/train/test_learning.py` has the loss; the gradients follow it, and a clipped one has its direction only."""
-    theirs = torch.tensor([3.0, -4.0]) * (1 + prior)  # of their sum of means
-    ours, clip = theirs / (1 + prior), round(1 / (1 + prior), 3)
-    clipped = [one * min(1.0, norm / float(one.norm())) for one, norm in ((theirs, 1.0), (ours, clip))]
-    torch.testing.assert_close(clipped[1] * (1 + prior), clipped[0], rtol=1e-3, atol=0)
+def test_a_priors_gradients_are_theirs_by_a_factor_and_clipped_where_theirs_are(prior: float, tmp_path: Path) -> None:
+    training = make_training(tmp_path, accumulation=1)
+    weighing = dataclasses.replace(training, mean_weight=(1 + prior) / 2)
+    batch = dataclasses.replace(make_batch(4), weight=torch.tensor([1.0, 1.0, prior, prior]))
+    noised = training.prep.for_training(batch)
+    errors = squared_error(training.predict(training.model, noised.noisy, noised.timesteps, batch), noised.target)
+    theirs = torch.autograd.grad(errors[:2].mean() + prior * errors[2:].mean(), training.trained)
+    ours = torch.autograd.grad(loss_of(weighing, batch), training.trained)
+    limit = float(torch.nn.utils.get_total_norm(theirs)) / 2
+    for gradients, norm in ((theirs, limit), (ours, limit * round(1 / (1 + prior), 3))):  # as the table has the setting
+        for parameter, gradient in zip(training.trained, gradients, strict=True):
+            parameter.grad = gradient
+        assert torch.nn.utils.clip_grad_norm_(training.trained, norm) > norm
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one * (1 + prior), other, rtol=1e-3, atol=1e-6)
 
 
 FLUX_SCRIPT = (

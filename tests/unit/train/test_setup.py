@@ -19,7 +19,7 @@ from bucketline.store.format.text_block import TextSpec
 from bucketline.train import setup
 from bucketline.train.checkpoint import Start
 from bucketline.train.compile import share_cores_of_compiler
-from bucketline.train.config import Objective, Precision
+from bucketline.train.config import Compile, Objective, Precision
 from bucketline.train.models.load import load
 from bucketline.train.recompute import recomputed
 from bucketline.train.refusals import refuse_unread_columns
@@ -211,3 +211,21 @@ def test_a_run_computes_no_attention_by_cudnn(tmp_path: Path) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     start_processes(config(tmp_path))
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+
+
+def test_a_run_tells_once_what_it_derives_with_the_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = config(folder, max_steps=1, lora_rank=2, learning_rate=None)
+    train(asked, ALONE)
+    said = " ".join(capsys.readouterr().err.split())
+    derived = "--objective epsilon (the model's scheduler), --precision fp32 (a CPU), --compile off (a CPU)"
+    assert f"left open: {derived}, --learning-rate 0.0001 (adamw's), --lora-alpha 2 (the rank)" in said
+    train(replace(asked, max_steps=2, resume=True), ALONE)
+    assert "left open" not in capsys.readouterr().err
+    given: dict[str, Any] = {
+        "objective": Objective.EPSILON,
+        "precision": Precision.FP32,
+        "compile": Compile.OFF,
+        "learning_rate": 1e-4,
+    }
+    train(replace(asked, output_dir=folder / "given", lora_alpha=2.0, **given), ALONE)
+    assert "left open" not in capsys.readouterr().err
