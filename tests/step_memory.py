@@ -8,7 +8,8 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from bucketline.loader.batch import as_fields
 from bucketline.train.compile import compile_blocks
@@ -19,8 +20,10 @@ from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.memory.table import built, run_of
 from bucketline.train.noise import FlowSchedule, LatentScale, NoiseSchedule, Prep
 from bucketline.train.optim import average_of, kind_of, make_optimizer
+from bucketline.train.parallel import TrainRanks
 from bucketline.train.recompute import recompute
-from bucketline.train.sharding import layout_on
+from bucketline.train.setup import replicated
+from bucketline.train.sharding import is_sharded, layout_on, shard, shard_mesh, shard_ranks_of
 from bucketline.train.step import Training, train_step
 from bucketline.train.values import Ema, EmaPlace
 
@@ -72,6 +75,8 @@ NARROW: dict[str, dict[str, Any]] = {
     },
 }
 """Published models with few layers, as narrow as a CPU trains in seconds."""
+ALONE = TrainRanks(rank=0, world_size=1)
+CPU = torch.device("cpu")
 STEPS = 3  # the first makes the optimizer's state, and a compiled one compiles
 
 
@@ -96,7 +101,7 @@ def measured_steps(
     found: dict[str, int] = {}
     for step in range(STEPS):
         with _peak_of(device) as peak, contextlib.nullcontext() if device.type == "cuda" else norms_in_32_bits():
-            train_step(training, iter([dataclasses.replace(batch, step=step)]), step)
+            train_step(training, _micro_batches(training, batch, step), step)
         if device.type == "cuda":
             held = torch.cuda.memory_allocated(device) - before
             peak[0] -= before
@@ -107,12 +112,47 @@ def measured_steps(
     return found
 
 
+def _micro_batches(training: Training, batch: Batch, step: int) -> Iterator[Batch]:
+    """Return the batch as each of a step's micro-batches."""
+    return (dataclasses.replace(batch, step=step, micro_step=number) for number in range(training.config.accumulation))
+
+
 def _held(training: Training, batch: Batch) -> int:
     """Return the bytes of tensors that stay between steps."""
     state = training.optimizer.state_dict()["state"].values()
     found = [*training.model.parameters(), *training.model.buffers(), *training.average._averages, *batch.by_name().values()]
     found += [value for entry in state for value in entry.values() if isinstance(value, torch.Tensor)]
     return sum({id(one): one.nbytes for one in found}.values())
+
+
+def measured_on_ranks(config: Mapping[str, Any], options: Mapping[str, Any], sizes: BatchSizes, ranks: TrainRanks) -> int:
+    """Return the peak of a rank's allocator within a step, of all that the run has made by then: the least of ranks and steps.
+
+    The processes of the group run this together, on a CPU; the model is sharded as `options` say. gloo's threads let go of what
+    they have exchanged when the machine lets them run, so single steps have more.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, norms_in_32_bits():
+        training, batch = training_of(config, options, sizes, CPU, ranks=ranks)
+        for step in range(3 * STEPS):
+            with record_function(f"step {step}"):
+                train_step(training, _micro_batches(training, batch, step), step)
+    found = torch.tensor(min(_most_bytes(seen, f"step {step}") for step in range(STEPS, 3 * STEPS)))
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return int(found)
+
+
+def _most_bytes(seen: profile, within: str | None = None) -> int:
+    """Return the most bytes that tensors have within a recorded part, beyond what was there when the profile began."""
+    profiler: Any = seen.profiler
+    events = profiler.kineto_results.events()
+    parts = [(one.start_ns(), one.start_ns() + one.duration_ns()) for one in events if one.name() == within]
+    changes = sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]")
+    now = most = 0
+    for when, num_bytes in changes:
+        now += num_bytes
+        if within is None or any(begin <= when <= end for begin, end in parts):
+            most = max(most, now)
+    return most
 
 
 @contextlib.contextmanager
@@ -128,12 +168,7 @@ def _peak_of(device: torch.device) -> Iterator[list[int]]:
         return
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         yield found
-    changes: Any = seen.profiler.kineto_results.events()
-    own = sorted((one.start_ns(), one.nbytes()) for one in changes if one.name() == "[memory]")
-    now = 0
-    for _, num_bytes in own:
-        now += num_bytes
-        found[0] = max(found[0], now)
+    found[0] = _most_bytes(seen)
 
 
 def training_of(
@@ -143,8 +178,9 @@ def training_of(
     device: torch.device,
     *,
     compiled: bool = False,
+    ranks: TrainRanks = ALONE,
 ) -> tuple[Training, Batch]:
-    """Return a run's model at random, ready for a step in bf16, and a batch."""
+    """Return a run's model at random, ready for a step in bf16, and a batch; of several ranks, this one's part."""
     asked = dataclasses.replace(run_of(dict(options)), learning_rate=1e-4)
     torch.manual_seed(0)
     family, model = built(config, asked, device)
@@ -156,6 +192,8 @@ def training_of(
 
         offload_blocks(model, asked.offload_blocks, device, layout_on(device))
     model.to(device=device, memory_format=layout_on(device))  # type: ignore[call-overload]
+    if is_sharded(asked, ranks):
+        shard(model, shard_mesh(device, shard_ranks_of(asked, ranks)), torch.bfloat16)
     kept = asked.ema if kind_of(asked).average is None else Ema()
     average = Average(model, kept.decay, place=kept.place or EmaPlace.DEVICE)
     optimizer = make_optimizer(asked, model, compiled=compiled)
@@ -168,7 +206,7 @@ def training_of(
     training = Training(
         config=asked,
         family=family,
-        model=model,
+        model=replicated(model, asked, device) if ranks.world_size > 1 and not is_sharded(asked, ranks) else model,
         optimizer=optimizer,
         average=average_of(asked, model, optimizer) or average,
         prep=Prep(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from bucketline.command_line import human_bytes
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.store.format.columns import LATENT
-from bucketline.train.config import Base, Compile, TrainConfig
+from bucketline.train.compile import compiles
+from bucketline.train.config import Base, TrainConfig
 from bucketline.train.memory.activations import BatchSizes, usual_sizes
 from bucketline.train.memory.table import EVERY_BLOCK, CountedModel, in_gb, label, run_of, table_of
 from bucketline.train.memory_choice import EMA_EVERY, decided
@@ -75,15 +76,18 @@ def fitted(config: TrainConfig, ranks: TrainRanks, loader: Loader, memory: int, 
     choice = from_rank_zero(ranks, lambda: _counted_choice(config, sharing, loader, memory))
     if choice is None:
         return decided(config)
-    say(f"memory: {human_bytes(memory)}; {choice}")
+    note = "; counted uncompiled: compiled blocks take less" if compiles(config, loader.device) else ""
+    say(f"memory: {human_bytes(memory)}; {choice}{note}")
     return replace(decided(config), **choice.options)
 
 
 def _counted_choice(config: TrainConfig, ranks: int, loader: Loader, memory: int) -> Choice | None:
+    compiled = compiles(config, loader.device)
     try:
         counting, sizes = CountedModel(config_of(locate(config.model, config.model_config)[0])), largest_batch(loader)
-        compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and loader.device.type == "cuda")
         choice = choose(config, counting, sizes, memory, ranks=ranks, compiled=compiled and config.memory is None)
+        chosen = replace(decided(config), **choice.options)
+        least = counting.held(chosen, ranks).total
     except Exception as error:
         if config.memory is not None and isinstance(error, BucketlineError):
             raise
@@ -91,11 +95,18 @@ def _counted_choice(config: TrainConfig, ranks: int, loader: Loader, memory: int
         return None
     if choice.fits:
         return choice
-    least = counting.held(replace(decided(config), **choice.options), ranks).total
-    if config.memory is not None or least > memory:
-        raise UsageError(refusal(config, counting, sizes, memory, choice, ranks=ranks))
-    log.warning("%s", refusal(config, counting, sizes, memory, choice, ranks=ranks))
+    if config.memory is not None:
+        least = _least(choice.need, least, compiled=compiled)
+    said = refusal(config, counting, sizes, memory, choice, ranks=ranks)
+    if least > (memory if config.memory is None else memory * (1 - SPARE)):
+        raise UsageError(said)
+    log.warning("%s%s", said, "; compiled blocks take less, so it may fit all the same" if compiled else "")
     return choice
+
+
+def _least(need: int, held: int, *, compiled: bool) -> int:
+    """Return the least that a run may need which was counted uncompiled, and of it what it holds between steps."""
+    return int(held + LEAST_COMPILED * (need - held)) if compiled else need
 
 
 def largest_batch(loader: Loader) -> BatchSizes:
@@ -127,8 +138,7 @@ def choose(
         return counting.need(runs[number], sizes, ranks)
 
     plain = need(0)
-    held = counting.held(runs[0], ranks).total
-    if (plain if not compiled else held + LEAST_COMPILED * (plain - held)) <= room:
+    if _least(plain, counting.held(runs[0], ranks).total, compiled=compiled) <= room:
         return Choice(options={}, savings=(), need=plain, plain=plain, fits=True)
     found = _first(len(runs), sum("recompute" in saving.options for saving in savings), lambda number: need(number) <= room)
     last = len(runs) - 1 if found is None else found

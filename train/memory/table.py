@@ -22,7 +22,7 @@ from bucketline.train.memory.activations import BatchSizes, StepBytes, kept_acti
 from bucketline.train.memory.live import LiveBytes
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.optim import OPTIMIZERS, kind_of, make_optimizer
-from bucketline.train.parallel import repeated_blocks
+from bucketline.train.parallel import repeated_blocks, separate_blocks
 from bucketline.train.recompute import recompute
 from bucketline.train.values import DDP, Ema, EmaPlace
 
@@ -133,11 +133,11 @@ class CountedModel:
         """Return what a run has on each device, whatever its batch; `ranks`: that share a model that is sharded."""
         _, model = self.made(asked)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        own = {id(parameter) for parameter in trained}
-        held = sum(one.nbytes for one in (*model.parameters(), *model.buffers()) if id(one) not in own)
+        frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
         # two of the blocks that wait are there: the one that runs and the next
-        held -= sum(sorted(map(frozen_bytes, offloaded(model, asked.offload_blocks or 0)))[:-2])
+        frozen -= sum(sorted(map(frozen_bytes, offloaded(model, asked.offload_blocks or 0)))[:-2])
         share = 1 if asked.sharding == DDP else ranks
+        held = frozen // share + sum(buffer.nbytes for buffer in model.buffers())
         weights = sum(parameter.nbytes for parameter in trained) // share
         moments = self._optimizer_bytes(asked)[0] // share
         is_averaged = asked.ema.decay is not None and asked.ema.place is not EmaPlace.CPU and kind_of(asked).average is None
@@ -149,16 +149,19 @@ class CountedModel:
         Raises:
             UsageError: if the sizes depend on values, which only a run has.
         """
-        held, step, passing = self.held(asked, ranks), self.step(asked, sizes), self._optimizer_bytes(asked)[1]
-        between = held.total - held.gradients
-        if ranks == 1:
-            return between + max(step.most, held.gradients + passing)
-        in_passes = step.most_without_gradients
-        if asked.sharding != DDP:  # which has no copies of weights in the dtype of products, but those of two blocks
-            one, two = (self.step(asked, replace(sizes, images=images)).kept for images in (1, 2))
-            copies = 2 * one - two
-            in_passes += 2 * copies // max(2, len(repeated_blocks(self.made(asked)[1]))) - copies
-        return held.total + max(in_passes, passing // ranks)  # gradients stay, in the memory that ranks exchange
+        held, passing = self.held(asked, ranks), self._optimizer_bytes(asked)[1]
+        counted, gathered, part = asked, 0, 1.0  # of the gradients that a step makes
+        if ranks > 1 and asked.sharding != DDP:
+            gathered, passing, part = _gathered_bytes(asked, self.made(asked)[1]), passing // ranks, 1 / ranks
+            if asked.autocasts and asked.lora_rank is None:  # weights are gathered in the dtype of products, not copied to it
+                counted = replace(asked, weights=WeightDtype.BF16, optimizer="adamw")
+                part *= 1 if asked.weights is WeightDtype.BF16 else 2  # the shards of gradients are kept in 32 bits
+        step = self.step(counted, sizes)
+        if asked.accumulation > 1 or (ranks > 1 and asked.sharding == DDP):  # gradients are there throughout
+            in_passes = held.gradients + step.most_without_gradients
+        else:  # they come as activations go
+            in_passes = int((1 - part) * step.most_without_gradients + part * step.most)
+        return held.total - held.gradients + max(in_passes + gathered, held.gradients + passing)
 
     def activations(self, options: _Options) -> int:
         """Return the bytes that each image of a batch adds: all that the backward pass needs, but for the weights."""
@@ -238,6 +241,22 @@ def built(config: Mapping[str, Json], asked: TrainConfig, device: torch.device) 
 
         quantise_base(model, asked.base, device)
     return family, model.train()
+
+
+def _gathered_bytes(asked: TrainConfig, model: nn.Module) -> int:
+    """Return the bytes of whole weights and gradients that a rank has at a time, whose model is sharded.
+
+    Weights: of what belongs to no block, and of two blocks, the one that runs and the next. Gradients: of one block in the
+    dtype of products, and in 32 bits of the one before it, which ranks reduce meanwhile.
+    """
+    item_bytes = 2 if asked.autocasts else 4
+    blocks = [[*block.parameters()] for block in separate_blocks(model)]
+    inside = {id(one) for block in blocks for one in block}
+    outside = sum(one.numel() for one in model.parameters() if id(one) not in inside)
+    weights = sorted(sum(one.numel() for one in block) for block in blocks)
+    reduced = max((sum(one.numel() for one in block if one.requires_grad) for block in blocks), default=0)
+    gathered = weights if asked.keep_gathered else weights[-2:]
+    return item_bytes * (outside + sum(gathered)) + (item_bytes + 4) * reduced
 
 
 def _optimizer_bytes(asked: TrainConfig, model: nn.Module) -> tuple[int, int]:
