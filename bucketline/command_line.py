@@ -133,8 +133,8 @@ def run_one_of(
 ) -> int:
     """Parse `prog NAME …` into the dataclass of the command NAME, run it and return the exit code.
 
-    Only this command is imported; all are for the help of `prog` itself. One that cannot be is left out there. `former`: what to
-    say for the names that commands had.
+    Only this command is imported; all are for the help of `prog` itself. One that cannot be is left out there. `former`: what
+    to say for the names that commands had.
     """
 
     def parse_and_run() -> int:

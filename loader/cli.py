@@ -22,7 +22,7 @@ COMMANDS = commands(
     },
 )
 FORMER = {"top": "say `loader stats ADDRESS`"}
-"""What to say for commands of earlier versions."""
+"""The answers to commands of earlier versions."""
 
 
 def main(args: Sequence[str] | None = None, prog: str = "loader") -> int:

@@ -338,7 +338,7 @@ def latent_scale(store: Store, device: torch.device, family: Family | type[Famil
 
 
 def tell_assumptions(start: Start, given: TrainConfig, training: Training, loader: Loader, say: Callable[[str], None]) -> None:
-    """Tell what a run was `given` no value for; warn of a start at random, a new plan, what a resume changes, small buckets."""
+    """Print what was not `given` to a run; warn of a start at random, a new plan, changes by a resume, small buckets."""
     config = training.config
     if start.state is None and (said := left_open(given, training, loader)):
         say(said)

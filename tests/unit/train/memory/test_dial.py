@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bucketline.errors import UsageError
-from bucketline.option_value import ByteSize
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.option_value import ByteSize
 from bucketline.train import checkpoint
 from bucketline.train.commands.memory import TrainMemory
 from bucketline.train.config import Base, Compile
