@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bucketline.loader.batch import as_fields
-from bucketline.train.compile import compile_blocks
+from bucketline.train.compile import compile_blocks, recompute
 from bucketline.train.config import Objective
 from bucketline.train.ema import Average
 from bucketline.train.memory.activations import BatchSizes, example_batch, norms_in_32_bits
@@ -21,7 +21,6 @@ from bucketline.train.memory.table import built, run_of
 from bucketline.train.noise import FlowSchedule, LatentScale, NoiseSchedule, Prep
 from bucketline.train.optim import average_of, kind_of, make_optimizer
 from bucketline.train.parallel import TrainRanks
-from bucketline.train.recompute import recompute
 from bucketline.train.setup import replicated
 from bucketline.train.sharding import is_sharded, layout_on, shard, shard_mesh, shard_ranks_of
 from bucketline.train.step import Training, train_step

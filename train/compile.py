@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 import re
-import resource
 import time
 from dataclasses import replace
 from types import FunctionType
@@ -17,6 +16,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from bucketline.errors import TrainError
@@ -24,14 +24,12 @@ from bucketline.loader.batch import as_fields
 from bucketline.store.format.columns import LATENT, LatentKind
 from bucketline.train.config import Compile
 from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
-from bucketline.train.step import loss_of
-from bucketline.train.update import takes_found_inf
+from bucketline.train.step import loss_of, takes_found_inf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
-    from torch.optim import Optimizer
 
     from bucketline.families.family import Family
     from bucketline.loader import Batch, Loader
@@ -76,6 +74,33 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
         part.forward = functools.partial(forward, type(part).forward, part)
 
 
+def recompute(model: nn.Module, config: TrainConfig, *, is_compiled: bool) -> None:
+    """Have a model recompute the share of its activations that `--recompute` says in the backward pass, not store them."""
+    share = config.recompute or 0.0
+    run = functools.partial(recomputed, draws=True) if config.lora_dropout else recomputed
+    if share == 1:
+        model.enable_gradient_checkpointing(run)  # type: ignore[operator]
+    elif is_compiled:
+        import torch._functorch.config as functorch
+
+        # For each block's graph: torch chooses the operations whose recomputation costs least.
+        functorch.activation_memory_budget = 1 - share
+    elif share:
+        places: dict[nn.Module, int] = {}
+
+        def some(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
+            """Recompute a share of the blocks, evenly spaced in the order in which they run first."""
+            place = places.setdefault(block, len(places))
+            return run(block, *args) if round((place + 1) * share) > round(place * share) else block(*args)
+
+        model.enable_gradient_checkpointing(some)  # type: ignore[operator]
+
+
+def recomputed(block: nn.Module, *args: Any, draws: bool = False) -> Any:  # noqa: ANN401 - any block's
+    """Run a block, and again in the backward pass; if it `draws` random numbers, as adapters with dropout do, the same ones."""
+    return checkpoint(block.__call__, *args, use_reentrant=False, preserve_rng_state=draws, determinism_check="none")
+
+
 def share_cores_of_compiler(num_ranks: int) -> None:
     """Share a machine's cores among the compilers of its ranks; by default, each takes all of them."""
     import torch._inductor.config as inductor
@@ -118,44 +143,33 @@ def warm_up(
     Raises:
         TrainError: if a bucket cannot be compiled.
     """
-    make_moments(training.optimizer)
+    optimizer = training.optimizer
+    if not optimizer.state and takes_found_inf(optimizer):  # a step that is skipped makes its state, so that memory ends here
+        for parameter in training.trained:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.found_inf = torch.ones((), device=training.trained[0].device)  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     every = [*((batch, True) for batch in batches), *((batch, False) for batch in validated)]
     for number, (batch, is_trained) in enumerate(every, 1):
         if say is not None:
             say(f"compiling for bucket {number} of {len(every)}, {batch.bucket}")
-        with turn(), _compiler_named(batch):
-            if not is_trained:
-                with torch.no_grad(), training.evaluating():
-                    loss_of(training, batch)
-                continue
-            # FSDP would keep whole gradients if it did not reduce them.
-            with without_sync(training.model, is_last=isinstance(training.model, FSDPModule)):
-                loss_of(training, batch).backward()  # type: ignore[no-untyped-call]
+        try:
+            with turn():
+                if not is_trained:
+                    with torch.no_grad(), training.evaluating():
+                        loss_of(training, batch)
+                    continue
+                # FSDP would keep whole gradients if it did not reduce them.
+                with without_sync(training.model, is_last=isinstance(training.model, FSDPModule)):
+                    loss_of(training, batch).backward()  # type: ignore[no-untyped-call]
+        except BackendCompilerFailed as error:
+            raise TrainError(
+                f"the model's blocks cannot be compiled for {batch.bucket}: {error.inner_exception!s:.300}; install "
+                "a C++ compiler and Python's headers (python3-dev), or use --compile off"
+            ) from error
         for parameter in training.trained:
             parameter.grad = None
-
-
-@contextlib.contextmanager
-def _compiler_named(batch: Batch) -> Iterator[None]:
-    try:
-        yield
-    except BackendCompilerFailed as error:
-        raise TrainError(
-            f"the model's blocks cannot be compiled for {batch.bucket}: {error.inner_exception!s:.300}; install "
-            "a C++ compiler and Python's headers (python3-dev), or use --compile off"
-        ) from error
-
-
-def make_moments(optimizer: Optimizer) -> None:
-    """Allocate an optimizer's state by a step that is skipped, so that memory ends in the warm-up and not at the first step."""
-    if optimizer.state or not takes_found_inf(optimizer):
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.found_inf = torch.ones((), device=parameters[0].device)  # type: ignore[attr-defined]
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
 def count_flops(model: nn.Module, family: Family, batch: Batch) -> float:
@@ -188,16 +202,13 @@ def flops_of_buckets(model: nn.Module, family: Family, batches: Mapping[str, Bat
     FLOPs per row are a quadratic in the number of latent positions (constant, linear, and self-attention's square), so three
     sizes are counted and the others are interpolated by the parabola through them.
     """
-    by_size = {_positions(batch): batch for batch in batches.values()}
+    positions = {name: batch.latents.shape[-2] * batch.latents.shape[-1] for name, batch in batches.items()}
+    by_size = {positions[name]: batch for name, batch in batches.items()}
     sizes = sorted(by_size)
     counted = sizes if len(sizes) <= COUNTED_SIZES else [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
     per_row = [count_flops(model, family, by_size[size]) / len(by_size[size].latents) for size in counted]
     through = np.polynomial.Polynomial.fit(counted, per_row, len(counted) - 1)
-    return {name: len(batch.latents) * float(through(_positions(batch))) for name, batch in batches.items()}
-
-
-def _positions(batch: Batch) -> int:
-    return batch.latents.shape[-2] * batch.latents.shape[-1]
+    return {name: len(batch.latents) * float(through(positions[name])) for name, batch in batches.items()}
 
 
 # Dense bf16 peaks in TFLOP/s, accumulated in 32 bits, by the words of a device's name.
@@ -246,13 +257,6 @@ def peak_flops(device_name: str) -> float | None:
     if name is None or OTHER_BOARD.search(device_name.partition(name)[2]):
         return None
     return PEAKS[name] * 1e12
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory allocated by tensors on a GPU; on CPU, the peak RSS of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def graphs_compiled() -> int:

@@ -1,4 +1,4 @@
-"""The exponential moving average (EMA) of the trained weights, for validation, images and checkpoints."""
+"""The exponential moving average (EMA) of the trained weights, and the stochastic rounding of averages and weights to bf16."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import contextlib
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from bucketline.train.parallel import local, sharded_like
-from bucketline.train.rounding import Rounding
 from bucketline.train.values import EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
+
+
+LOW_BITS = 16  # of a 32-bit float that a bf16 lacks
 
 
 def decay_at(step: int, decay: float) -> float:
@@ -48,13 +51,11 @@ class Average:
         self._rounding = Rounding(seed, purpose=1)
         # Keep the parameters, not their storage: Accelerate replaces the storage when it prepares the model.
         self._sources: list[Tensor] = [tensor for tensor in model.parameters() if tensor.requires_grad and self.is_kept]
-        self._averages: list[Tensor] = [self._copied(local(tensor.detach())) for tensor in self._sources]
+        self._averages: list[Tensor] = []
+        for weight in (local(tensor.detach()) for tensor in self._sources):
+            on_host = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda) if place is EmaPlace.CPU else None
+            self._averages.append(weight.clone() if on_host is None else on_host.copy_(weight))
         self._by_id = {id(source): average for source, average in zip(self._sources, self._averages, strict=True)}
-
-    def _copied(self, weight: Tensor) -> Tensor:
-        if self._place is EmaPlace.DEVICE:
-            return weight.clone()
-        return torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda).copy_(weight)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -98,3 +99,35 @@ class Average:
             kept.copy_(weight)
             weight.copy_(average)
             average.copy_(kept)
+
+
+class Rounding:
+    """Round up or down at random, so that updates smaller than a bf16's last bit are right on average instead of lost.
+
+    A resumed run draws the same numbers, and so do all ranks of DDP.
+    """
+
+    def __init__(self, seed: int, purpose: int = 0) -> None:
+        """`purpose` tells several users of one seed apart."""
+        self._key = (seed, purpose)
+        self._step = self._seeds = 0
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def begin(self, step: int) -> None:
+        """Start the random numbers of an optimizer step (from 0)."""
+        self._step, self._seeds = step, 0
+        self._generators.clear()
+
+    def seed(self) -> int:
+        """Return another seed of the step's random numbers, 32 bits."""
+        self._seeds += 1
+        return int(np.random.SeedSequence((*self._key, self._step, self._seeds)).generate_state(1)[0])
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return float32 values as ones that a bf16 can hold; those that are such stay as they are."""
+        generator = self._generators.get(values.device)
+        if generator is None:
+            generator = self._generators[values.device] = torch.Generator(values.device).manual_seed(self.seed())
+        noise = torch.empty_like(values, dtype=torch.int32).random_(0, 1 << LOW_BITS, generator=generator)
+        # Adding to the bits of a float moves it away from 0, by one bf16 if the low bits carry; then they are cut off.
+        return noise.add_(values.view(torch.int32)).bitwise_and_(-1 << LOW_BITS).view(torch.float32)

@@ -52,12 +52,8 @@ def memory_to_fit(config: TrainConfig, recorded: Mapping[str, Json] | None, devi
 
     `recorded`: the options of a resumed run's first part, which was fitted already if its memory was the same.
     """
-    is_fitted = recorded is not None and (config.memory is None or str(config.memory) == recorded.get("memory"))
-    return None if is_fitted else memory_of(config, device)
-
-
-def memory_of(config: TrainConfig, device: torch.device) -> int | None:
-    """Return the bytes of each device that a run may take; None: it takes what there is."""
+    if recorded is not None and (config.memory is None or str(config.memory) == recorded.get("memory")):
+        return None
     if config.memory is not None:
         return config.memory.num_bytes
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None

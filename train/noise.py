@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,17 +22,8 @@ from bucketline.families.schedules import SCALED_LINEAR, flow
 from bucketline.loader.dequantise import dequantised
 from bucketline.loader.plan.rng import Purpose, normal, uniform
 from bucketline.store.format.columns import LatentKind
-from bucketline.train.config import Objective
-from bucketline.train.values import (
-    UNIFORM,
-    UNWEIGHTED,
-    WHOLE_RANGE,
-    LossWeight,
-    TimestepRange,
-    Timesteps,
-    TimestepSampling,
-    Weighting,
-)
+from bucketline.train.config import Objective, ObjectiveOptions
+from bucketline.train.values import TimestepSampling, Weighting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import Batch
-    from bucketline.train.config import TrainConfig
+    from bucketline.train.values import LossWeight
     from bucketline.typed_json import Json
 
 log = logging.getLogger(__name__)
@@ -78,7 +69,6 @@ class NoiseSchedule:
 
     @property
     def num_timesteps(self) -> int:
-        """T."""
         return self.signal.shape[0]
 
     def at(self, indices: Tensor, _height: int, _width: int) -> Shares:
@@ -86,27 +76,6 @@ class NoiseSchedule:
         return Shares(
             signal=self.signal[indices].view(-1, 1, 1, 1), noise=self.noise[indices].view(-1, 1, 1, 1), timesteps=indices
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicShift:
-    """A shift by number of tokens, by the fields of diffusers' configuration: μ is linear between the two sizes."""
-
-    base_shift: float
-    max_shift: float
-    base_image_seq_len: int
-    max_image_seq_len: int
-    time_shift_type: str  # exponential: the factor is e^μ; linear: μ
-
-    def mu(self, num_tokens: int) -> float:
-        """Return the shift by number of tokens. Source: diffusers' `calculate_shift` of Flux and SD3."""
-        slope = (self.max_shift - self.base_shift) / (self.max_image_seq_len - self.base_image_seq_len)
-        return self.base_shift + slope * (num_tokens - self.base_image_seq_len)
-
-    def factor(self, num_tokens: int) -> float:
-        """Return the factor that multiplies the odds of noise."""
-        mu = self.mu(num_tokens)
-        return math.exp(mu) if self.time_shift_type == "exponential" else mu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,19 +88,29 @@ class FlowSchedule:
     """
 
     num_timesteps: int
-    shift: float | DynamicShift
+    shift: float | Mapping[str, Any]  # or one by number of tokens, by the fields of diffusers' configuration
     patch_size: int  # latent positions per token, in each direction
 
     def factor(self, height: int, width: int) -> float:
         """Return s for latents of a height and width."""
-        return self.shift if isinstance(self.shift, float) else self.shift.factor(self._num_tokens(height, width))
+        if isinstance(self.shift, float):
+            return self.shift
+        mu = self.mu(height, width)
+        assert mu is not None
+        return math.exp(mu) if self.shift["time_shift_type"] == "exponential" else mu
 
     def mu(self, height: int, width: int) -> float | None:
-        """Return the dynamic shift for latents of a height and width, as diffusers takes it; None for a fixed one."""
-        return None if isinstance(self.shift, float) else self.shift.mu(self._num_tokens(height, width))
+        """Return the shift for latents of a height and width, linear between two numbers of tokens; None for a fixed one.
 
-    def _num_tokens(self, height: int, width: int) -> int:
-        return (height // self.patch_size) * (width // self.patch_size)
+        Source: diffusers' `calculate_shift` of Flux and SD3.
+        """
+        if isinstance(self.shift, float):
+            return None
+        num_tokens = (height // self.patch_size) * (width // self.patch_size)
+        names = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
+        least, most, fewest, largest = (self.shift[name] for name in names)
+        slope = (most - least) / (largest - fewest)
+        return float(least + slope * (num_tokens - fewest))
 
     def at(self, indices: Tensor, height: int, width: int) -> Shares:
         """Compute the shares at some timesteps, [B] int64, of latents of a size; the model takes T · noise as its timestep."""
@@ -165,41 +144,33 @@ def target(objective: Objective, clean: Tensor, noise: Tensor, shares: Shares) -
     return shares.signal * noise - shares.noise * clean
 
 
-def min_snr_weight(objective: Objective, shares: Shares, gamma: float) -> Tensor:
-    """Return each sample's loss weight, [B] float32: min(SNR, gamma) / SNR for epsilon, min(SNR, gamma) / (SNR + 1) for v.
+def weights_of_errors(asked: LossWeight, objective: Objective, shares: Shares) -> Tensor | None:
+    """Return each sample's loss weight, [B] float32; None: each counts alike.
 
-    Source: Hang et al. 2023, "Efficient Diffusion Training via Min-SNR Weighting Strategy" (arXiv 2303.09556), section 3.4.
+    For min-snr, min(SNR, gamma) / SNR for epsilon and min(SNR, gamma) / (SNR + 1) for v. Source: Hang et al. 2023, "Efficient
+    Diffusion Training via Min-SNR Weighting Strategy" (arXiv 2303.09556), section 3.4.
+
+    By a flow's noise n, 2 / (π (1 - 2n + 2n²)) for cosmap, n⁻² for sigma-sqrt, and n² for sigma-squared, by which the error of
+    the velocity is that of the image. Source: Esser et al. 2024 (arXiv 2403.03206), section 3.1; diffusers'
+    `compute_loss_weighting_for_sd3`, and n² its scripts' `--precondition_outputs`.
     """
-    snr = (shares.signal / shares.noise).square().flatten()
-    if objective is Objective.EPSILON:
-        return (gamma / snr).clamp(max=1.0)  # finite for SNR 0 too, as in a zero-terminal-SNR schedule
-    assert objective is Objective.V_PREDICTION
-    return snr.clamp(max=gamma) / (snr + 1)
-
-
-def flow_weight(weighting: Weighting, shares: Shares) -> Tensor:
-    """Return each sample's loss weight, [B] float32, from its noise n.
-
-    It is 2 / (π (1 - 2n + 2n²)) for cosmap, n⁻² for sigma-sqrt, and n² for sigma-squared, by which the error of the velocity is
-    that of the image.
-
-    Source: Esser et al. 2024 (arXiv 2403.03206), section 3.1; diffusers' `compute_loss_weighting_for_sd3`, and n² its scripts'
-    `--precondition_outputs`.
-    """
+    if asked.gamma is not None:
+        snr = (shares.signal / shares.noise).square().flatten()
+        if objective is Objective.EPSILON:
+            return (asked.gamma / snr).clamp(max=1.0)  # finite for SNR 0 too, as in a zero-terminal-SNR schedule
+        assert objective is Objective.V_PREDICTION
+        return snr.clamp(max=asked.gamma) / (snr + 1)
     noise = shares.noise.flatten()
-    if weighting is Weighting.COSMAP:
+    if asked.name is Weighting.COSMAP:
         return 2 / (math.pi * (1 - 2 * noise + 2 * noise.square()))
-    return noise**-2 if weighting is Weighting.SIGMA_SQRT else noise.square()
+    if asked.name is Weighting.SIGMA_SQRT:
+        return noise**-2
+    return noise.square() if asked.name is Weighting.SIGMA_SQUARED else None
 
 
 def squared_error(prediction: Tensor, wanted: Tensor) -> Tensor:
     """Return the mean squared error per sample, computed in 32 bits, [B] float32; both inputs are [B, C, h, w]."""
     return (prediction.float() - wanted.float()).square().flatten(1).mean(1)
-
-
-def weighted(errors: Tensor, weight: Tensor | None) -> Tensor:
-    """Return the errors per sample, [B], times their weights; None: no weighting."""
-    return errors if weight is None else errors * weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +184,6 @@ class Noised:
     tokens: Tensor | None = None  # [B, L, D] float16, dequantised; None if the batch's tokens are not quantised
 
     def conditions(self, batch: Batch) -> Batch:
-        """Return the batch with its tokens as the model takes them."""
         return batch if self.tokens is None else replace(batch, tokens=self.tokens, tokens_scale=None)
 
 
@@ -257,31 +227,17 @@ def _over(each: float | Tensor, latents: Tensor) -> float | Tensor:
     return each.repeat(1, latents.shape[2] // each.shape[1], latents.shape[3] // each.shape[2])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoisingOptions:
-    """Options of a run, by their names. A schedule's shift is applied to the timesteps afterwards."""
-
-    timesteps: Timesteps = UNIFORM
-    timestep_range: TimestepRange = WHOLE_RANGE
-    loss_weight: LossWeight = UNWEIGHTED
-    noise_offset: float = 0.0
-
-    @classmethod
-    def of(cls, config: TrainConfig) -> NoisingOptions:
-        """Return those of a run."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
-
-    def draw(self, keys: Tensor, num_timesteps: int) -> Tensor:
-        """Draw a timestep for each key, [B] int64."""
-        asked, low, high = self.timesteps, self.timestep_range.low, self.timestep_range.high
-        if asked.name is TimestepSampling.LOGIT_NORMAL:
-            share = (normal(keys, Purpose.TIMESTEP, (1,)).squeeze(1).double() * asked.std + asked.mean).sigmoid()
-        else:
-            share = uniform(keys, Purpose.TIMESTEP)  # [B] float64 in [0, 1)
-        if asked.name is TimestepSampling.MODE:
-            share = 1 - share - asked.scale * ((0.5 * math.pi * share).cos().square() - 1 + share)
-        share = low + (high - low) * share
-        return (share * num_timesteps).long().clamp(max=math.ceil(high * num_timesteps) - 1)
+def draw_timesteps(options: ObjectiveOptions, keys: Tensor, num_timesteps: int) -> Tensor:
+    """Draw a timestep for each key, [B] int64; a schedule's shift is applied to it afterwards."""
+    asked, low, high = options.timesteps, options.timestep_range.low, options.timestep_range.high
+    if asked.name is TimestepSampling.LOGIT_NORMAL:
+        share = (normal(keys, Purpose.TIMESTEP, (1,)).squeeze(1).double() * asked.std + asked.mean).sigmoid()
+    else:
+        share = uniform(keys, Purpose.TIMESTEP)  # [B] float64 in [0, 1)
+    if asked.name is TimestepSampling.MODE:
+        share = 1 - share - asked.scale * ((0.5 * math.pi * share).cos().square() - 1 + share)
+    share = low + (high - low) * share
+    return (share * num_timesteps).long().clamp(max=math.ceil(high * num_timesteps) - 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -291,7 +247,7 @@ class Prep:
     scale: LatentScale
     schedule: Schedule
     objective: Objective
-    options: NoisingOptions = NoisingOptions()
+    options: ObjectiveOptions = field(default_factory=ObjectiveOptions)  # a run's
     compiled: bool = False  # fuse the arithmetic in training with torch.compile
 
     @functools.cached_property
@@ -301,7 +257,7 @@ class Prep:
 
     def for_training(self, batch: Batch) -> Noised:
         """Noise a batch at timesteps drawn from its keys, and dequantise its tokens."""
-        indices = self.options.draw(batch.keys, self.schedule.num_timesteps)
+        indices = draw_timesteps(self.options, batch.keys, self.schedule.num_timesteps)
         noise = _noise_like(batch, batch.keys)
         if offset := self.options.noise_offset:
             noise = noise + offset * normal(batch.keys, Purpose.NOISE_OFFSET, shape=(noise.shape[1], 1, 1))
@@ -328,16 +284,11 @@ class Prep:
             latents = mean + (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp() * posterior_noise
         clean = self.scale.apply(latents)
         shares = self.schedule.at(indices, clean.shape[2], clean.shape[3])
-        weight, asked = None, self.options.loss_weight
-        if asked.gamma is not None:
-            weight = min_snr_weight(self.objective, shares, asked.gamma)
-        elif asked.name is not Weighting.NONE:
-            weight = flow_weight(asked.name, shares)
         return Noised(
             noisy=add_noise(clean, noise, shares),
             timesteps=shares.timesteps,
             target=target(self.objective, clean, noise, shares),
-            weight=weight,
+            weight=weights_of_errors(self.options.loss_weight, self.objective, shares),
             tokens=dequantised(tokens, tokens_scale) if tokens is not None and tokens_scale is not None else None,
         )
 
@@ -353,16 +304,12 @@ def _sample_keys(batch: Batch) -> Tensor:
 
 def _noise_like(batch: Batch, keys: Tensor, purpose: Purpose = Purpose.NOISE) -> Tensor:
     channels, height, width = batch.latents.shape[1:]
-    return normal(keys, purpose, shape=(channels // 2 if _has_moments(batch) else channels, height, width))
+    return normal(keys, purpose, shape=(channels // 2 if batch.latent_kind is LatentKind.MOMENTS else channels, height, width))
 
 
 def _posterior_noise(batch: Batch, keys: Tensor) -> Tensor | None:
     """Return the noise that draws latents from stored moments; None if the store has latents."""
-    return _noise_like(batch, keys, Purpose.POSTERIOR) if _has_moments(batch) else None
-
-
-def _has_moments(batch: Batch) -> bool:
-    return batch.latent_kind is LatentKind.MOMENTS
+    return _noise_like(batch, keys, Purpose.POSTERIOR) if batch.latent_kind is LatentKind.MOMENTS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,34 +378,27 @@ def _flow(config: dict[str, Any], patch_size: int) -> ModelSchedule:
 
     config = {**config, "use_beta_sigmas": False}  # how a sampler's steps are spaced (Chroma), for which diffusers needs scipy
     full = FlowMatchEulerDiscreteScheduler.from_config(config).config
-    dynamic = DynamicShift(**{field.name: full[field.name] for field in fields(DynamicShift)})
-    shift = dynamic if full["use_dynamic_shifting"] else float(full["shift"])
+    shift = dict(full) if full["use_dynamic_shifting"] else float(full["shift"])
     noise = FlowSchedule(num_timesteps=full["num_train_timesteps"], shift=shift, patch_size=patch_size)
     return ModelSchedule(noise=noise, objective=Objective.FLOW, config=config)
 
 
 def _diffusion(config: dict[str, Any], path: Path, device: torch.device) -> ModelSchedule:
-    from diffusers import DDPMScheduler
+    import diffusers
 
     kind = config.get("_class_name")
-    if kind is not None and not _has_betas(str(kind)):
+    found = getattr(diffusers, str(kind), None)
+    lacks_a_library = hasattr(found, "_backends")  # of diffusers' stand-ins; of the schedulers, DPMSolverSDEScheduler
+    takes = set(inspect.signature(found).parameters) if isinstance(found, type) else set()
+    has_betas = lacks_a_library or {"beta_schedule", "prediction_type"} <= takes
+    if kind is not None and not has_betas:
         raise ModelError(
             f"{path}: _class_name is {kind!s:.80}, expected a scheduler of diffusers with a table of noise levels, such as "
             f"DDPMScheduler, or {FLOW_CLASS}; take the scheduler published with this model"
         )
-    scheduler: Any = DDPMScheduler.from_config(config)
+    scheduler: Any = diffusers.DDPMScheduler.from_config(config)
     prediction, supported = scheduler.config.prediction_type, (Objective.EPSILON, Objective.V_PREDICTION)
     if prediction not in supported:
         raise ModelError(f"{path}: prediction_type is {prediction!r}, expected {' or '.join(supported)}")
     noise = NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, device)
     return ModelSchedule(noise=noise, objective=Objective(prediction), config={**config, "prediction_type": prediction})
-
-
-def _has_betas(kind: str) -> bool:
-    """Return whether diffusers has a scheduler of this class whose noise levels are those of a table of betas."""
-    import diffusers
-
-    found = getattr(diffusers, kind, None)
-    lacks_a_library = hasattr(found, "_backends")  # of diffusers' stand-ins; of the schedulers, DPMSolverSDEScheduler
-    fields = set(inspect.signature(found).parameters) if isinstance(found, type) else set()
-    return lacks_a_library or {"beta_schedule", "prediction_type"} <= fields

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.ema import Average
-    from bucketline.train.rounding import Rounding
+    from bucketline.train.ema import Average, Rounding
 
 Groups = list[dict[str, Any]]
 """Groups of weights, each with its weight decay, as torch's optimizers take them."""
@@ -48,7 +47,7 @@ class OptimizerKind:
     average: str | None = None  # `MODULE:CLASS` of the average that it keeps itself, in place of a schedule and of the EMA
 
 
-ADAMW = OptimizerKind(make="bucketline.train.update:make_adamw", takes_bf16=True, takes_betas=True, shards=True)
+ADAMW = OptimizerKind(make="bucketline.train.step:make_adamw", takes_bf16=True, takes_betas=True, shards=True)
 _ROOM = ("adamw-bf16", "adamw-8bit", "adafactor", "muon", "prodigy", "schedule-free")
 
 OPTIMIZERS: Extensions[OptimizerKind] = Extensions(
@@ -75,17 +74,6 @@ def kind_of(config: TrainConfig) -> OptimizerKind:
             f"--optimizer is {config.optimizer!r:.80}, expected {', '.join(OPTIMIZERS)}; another package's is known once that "
             "is installed"
         ) from None
-
-
-def expect_possible(config: TrainConfig, world_size: int) -> None:
-    """Check that the chosen optimizer suits the run, and that its library is installed.
-
-    Raises:
-        UsageError: as `refuse_combinations`.
-        ImportError: if its library is missing.
-    """
-    refuse_combinations(config, world_size)
-    _imported(kind_of(config).make)  # a missing library is told before the model is loaded
 
 
 def refuse_combinations(config: TrainConfig, world_size: int) -> None:
@@ -137,7 +125,7 @@ def refuse_combinations(config: TrainConfig, world_size: int) -> None:
 
 def make_optimizer(config: TrainConfig, model: nn.Module, *, compiled: bool) -> Optimizer:
     """Return the chosen optimizer of a model's trained weights, which are on their devices."""
-    from bucketline.train.rounding import Rounding
+    from bucketline.train.ema import Rounding
 
     assert config.learning_rate is not None
     options = Options(
@@ -149,7 +137,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, compiled: bool) -> 
     )
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     groups: Groups = [{"params": [*trained], "weight_decay": config.weight_decay}]
-    optimizer: Optimizer = _imported(kind_of(config).make)(model, groups, options)
+    optimizer: Optimizer = imported(kind_of(config).make)(model, groups, options)
     return optimizer
 
 
@@ -157,11 +145,12 @@ def average_of(config: TrainConfig, model: nn.Module, optimizer: Optimizer) -> A
     """Return the average that an optimizer keeps itself; None if it keeps none."""
     if (place := kind_of(config).average) is None:
         return None
-    average: Average = _imported(place)(model, optimizer, config.ema.place)
+    average: Average = imported(place)(model, optimizer, config.ema.place)
     return average
 
 
-def _imported(place: str) -> Any:  # noqa: ANN401 - any function or class
+def imported(place: str) -> Any:  # noqa: ANN401 - any function or class
+    """Return what `MODULE:NAME` names."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 

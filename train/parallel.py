@@ -128,6 +128,20 @@ def placed(value: Tensor, like: Tensor) -> Tensor:
     return value
 
 
+@torch.no_grad()
+def fill_from_rank_zero(own: dict[str, Tensor], whole: dict[str, Tensor]) -> None:
+    """Fill tensors, sharded or not, with rank 0's of the same names in `whole`, which is emptied to free each that is sent.
+
+    The other ranks' `whole` is not read; they hold one whole tensor at a time.
+    """
+    for name, tensor in own.items():
+        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if dist.get_rank() == 0:
+            sent.copy_(whole.pop(name))
+        dist.broadcast(sent, src=0)
+        tensor.copy_(placed(sent, tensor))
+
+
 def _of_parameter(value: Any, parameter: Tensor) -> Any:  # noqa: ANN401 - any entry of an optimizer's state
     """Copy a saved moment into its parameter's memory layout: the fused step needs it, and torch keeps the file's layout."""
     if not isinstance(value, torch.Tensor):
@@ -246,7 +260,6 @@ class Agreed(NamedTuple):
 
     @property
     def stopped_by(self) -> str | None:
-        """The name of the signal to stop for."""
         return signal.Signals(self.signal).name if self.signal else None
 
 
@@ -285,7 +298,6 @@ class StopRequest:
         return bool(self._signal)
 
     def close(self) -> None:
-        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

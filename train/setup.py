@@ -28,6 +28,7 @@ from bucketline.train.compile import (
     example_batches,
     flops_of_buckets,
     peak_flops,
+    recompute,
     share_cores_of_compiler,
     warm_up,
 )
@@ -35,11 +36,17 @@ from bucketline.train.config import IN_PROCESS, Base, Compile, Objective, Precis
 from bucketline.train.data import mean_weight, open_loader
 from bucketline.train.ema import Average
 from bucketline.train.memory_choice import with_recorded
-from bucketline.train.models.encoder_check import refuse_other_configs, refuse_other_encoders
-from bucketline.train.models.load import checked, facts_of, load, locate, weight_files
+from bucketline.train.models.load import (
+    checked,
+    facts_of,
+    load,
+    locate,
+    refuse_other_encoders,
+    weight_files,
+)
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.noise import LatentScale, NoisingOptions, Prep, load_schedule
-from bucketline.train.optim import average_of, expect_possible, kind_of, make_optimizer
+from bucketline.train.noise import LatentScale, Prep, load_schedule
+from bucketline.train.optim import average_of, imported, kind_of, make_optimizer, refuse_combinations
 from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.metrics import Scale
 from bucketline.train.outputs.progress import TRACKED, expect_trackers
@@ -51,7 +58,6 @@ from bucketline.train.parallel import (
     first_of_each_machine_first,
     from_rank_zero,
 )
-from bucketline.train.recompute import recompute
 from bucketline.train.refusals import steps_of_epochs
 from bucketline.train.run_file import config_as_json, preset_names
 from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place_model, shard_ranks_of
@@ -66,7 +72,6 @@ if TYPE_CHECKING:
 
     from bucketline.families.family import Family
     from bucketline.loader import Loader
-    from bucketline.store import Store
     from bucketline.train.checkpoint import Start
     from bucketline.train.noise import ModelSchedule
     from bucketline.train.outputs.weights import Weights
@@ -99,7 +104,7 @@ def start_processes(config: TrainConfig) -> Accelerator:
 
 
 def refuse_model(config: TrainConfig) -> None:
-    """Check a model's configurations against the first store, before a run's folder is made and weights are read.
+    """Check a model's configurations against the first store and a preset, before a run's folder is made and weights are read.
 
     Raises:
         ModelError, UsageError: if its parts are not of one model, or the store was packed for another; the message names both.
@@ -108,13 +113,6 @@ def refuse_model(config: TrainConfig) -> None:
     folder, file = locate(config.model, config.model_config)
     store = open_shares([parse_stores(config.store, "--store")[0].path], config.remote())[0].store
     _, _, family = checked(folder, facts_of(store, ()), file)  # its buckets are checked later, once their rows are known
-    _refuse_other_preset(config, family)
-    refuse_other_configs(folder, store.manifest.encoders)
-    _schedule_of(config, folder, family, torch.device("cpu"))
-
-
-def _refuse_other_preset(config: TrainConfig, family: Family) -> None:
-    """Check that a preset of ours is the one for the model's family, if there is one; a resumed run keeps what it has."""
     kinds = {} if config.resume else {name: name.removesuffix(_OF_ADAPTERS) for name in preset_names()}
     families = {one: _FAMILY_OF_PRESET.get(one, one) for one in kinds.values()}
     own = next((one for one, of in families.items() if family.name == of or family.name.startswith(f"{of}_")), None)
@@ -126,6 +124,8 @@ def _refuse_other_preset(config: TrainConfig, family: Family) -> None:
                 f"the preset {given} is for a model of the family {kinds[given]}, and {config.model} is a {family.model_class} "
                 f"of {own}; use the preset {better}, or make {given} your own by `bucketline train presets {given} > own.toml`"
             )
+    refuse_other_encoders(folder, store.manifest.encoders, reads=False)
+    _schedule_of(config, folder, family, torch.device("cpu"))
 
 
 def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainConfig:
@@ -179,14 +179,15 @@ def with_length(config: TrainConfig, start: Start, loader: Loader) -> TrainConfi
     return config
 
 
-def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Training, ModelSchedule, Weights]:
+def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Training, Weights]:
     """Build what a step needs: the model, checked against the stores, on its devices, with the checkpoint's tensors if any.
 
     Raises:
         ModelError, UsageError: if model, stores and options do not match; the message names them.
         StateError: if the checkpoint belongs to another model.
     """
-    device, store = loader.device, loader.shares[0].store
+    device, vae = loader.device, loader.shares[0].store.manifest.encoders["vae"]
+    assert isinstance(vae, dict)
     family, model, schedule = _load_model(config, ranks, loader, start.checkpoint)
     weights = weights_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)
     compiled = compiles(config, device)
@@ -212,16 +213,17 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
         optimizer=optimizer,
         average=average_of(config, model, optimizer) or average,
         prep=Prep(
-            scale=latent_scale(store, device, family),
+            scale=LatentScale.of(family.scaling(vae), device),
             schedule=schedule.noise,
             objective=schedule.objective,
-            options=NoisingOptions.of(config),
+            options=config,
             compiled=compiled,
         ),
         autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),
+        scheduler=schedule.config,
         mean_weight=mean_weight(config, loader.shares),
     )
-    return training, schedule, weights
+    return training, weights
 
 
 def _load_model(
@@ -230,7 +232,8 @@ def _load_model(
     """Load the model and its noise schedule, and add adapters; those of a `resumed` checkpoint, which will fill them."""
     store, device = loader.shares[0].store, loader.device  # all stores have the encoders of the first
     shard_ranks_of(config, ranks)  # refused before weights are read
-    expect_possible(config, ranks.world_size)
+    refuse_combinations(config, ranks.world_size)
+    imported(kind_of(config).make)  # a missing library is told before the model is loaded
     folder, file = locate(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)
@@ -243,7 +246,11 @@ def _load_model(
     from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
     schedule = _schedule_of(config, folder, family, device)
     if config.lora_rank is not None:
-        add_adapters(model, family, config, None if resumed is None else _layers_in(resumed, family))
+        layers = None  # in an older version's checkpoint, those of another default
+        if resumed is not None:
+            with saved_tensors.of_this_model(resumed):
+                layers = Adapters(part=family.folder, pipeline=family.lora_pipeline).layers(resumed)
+        add_adapters(model, family, config, layers)
         if config.lora_from is not None and resumed is None:
             from bucketline.train.outputs.lora_file import start_from
 
@@ -257,14 +264,6 @@ def _load_model(
 
         quantise_base(model, config.base, device)
     return family, model, schedule
-
-
-def _layers_in(resumed: Path, family: Family) -> list[str]:
-    """Return the layers with adapters in a checkpoint: an older version may have had others by default."""
-    weights = weights_of(family, adapters=True)
-    assert isinstance(weights, Adapters)
-    with saved_tensors.of_this_model(resumed):
-        return weights.layers(resumed)
 
 
 def _schedule_of(config: TrainConfig, folder: Path, family: Family, device: torch.device) -> ModelSchedule:
@@ -328,13 +327,6 @@ def left_open(given: TrainConfig, training: Training, loader: Loader) -> str:
     if given.window is None and loader.config.window:
         found["--window"] = loader.config.window, "what the cache of a URL holds"
     return "left open: " + ", ".join(f"{option} {value} ({why})" for option, (value, why) in found.items()) if found else ""
-
-
-def latent_scale(store: Store, device: torch.device, family: Family | type[Family]) -> LatentScale:
-    """Return the latent scaling of the store's VAE for a family."""
-    vae = store.manifest.encoders["vae"]
-    assert isinstance(vae, dict)
-    return LatentScale.of(family.scaling(vae), device)
 
 
 def tell_assumptions(start: Start, given: TrainConfig, training: Training, loader: Loader, say: Callable[[str], None]) -> None:

@@ -17,7 +17,7 @@ from bucketline.errors import UsageError
 from bucketline.train.config import Base
 from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.weights import average_folder
-from bucketline.train.parallel import fail_together, from_rank_zero, placed, separate_blocks
+from bucketline.train.parallel import fill_from_rank_zero, from_rank_zero, separate_blocks
 from bucketline.train.values import DDP, ShardBy
 
 if TYPE_CHECKING:
@@ -82,20 +82,6 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
-@torch.no_grad()
-def fill_from_rank_zero(own: dict[str, Tensor], whole: dict[str, Tensor]) -> None:
-    """Fill tensors, sharded or not, with rank 0's of the same names in `whole`, which is emptied to free each that is sent.
-
-    The other ranks' `whole` is not read; they hold one whole tensor at a time.
-    """
-    for name, tensor in own.items():
-        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        if dist.get_rank() == 0:
-            sent.copy_(whole.pop(name))
-        dist.broadcast(sent, src=0)
-        tensor.copy_(placed(sent, tensor))
-
-
 def loads_alone(config: TrainConfig) -> bool:
     """Return True if every rank reads the whole model: quantised and offloaded weights are not sent."""
     return isinstance(config.base, Base) or bool(config.offload_blocks)
@@ -137,10 +123,6 @@ def place_model(
     """
     layout = layout_on(device)
     alone = ranks.world_size == 1 or loads_alone(config)
-    if folder is not None:
-        with fail_together():
-            if alone or ranks.is_main:
-                saved_tensors.load_weights(folder, weights, model)
     if alone:
         model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     else:
@@ -155,19 +137,12 @@ def place_model(
             torch.nn.Module.to(model, memory_format=layout)  # type: ignore[call-overload]
         model.to_empty(device=device)
         fill_from_rank_zero(tensors_of(model), whole)
+    if folder is None:
+        return average_of(model)
+    saved_tensors.load_weights(folder, weights, model, alone=alone)
     average = average_of(model)
-    if folder is None or not average.is_kept:
-        return average
-    averaged = folder / average_folder(weights)  # without it, the average starts from the weights
-    if not from_rank_zero(ranks, averaged.is_dir):
-        return average
-    with fail_together():
-        if alone:
-            with average.applied():
-                saved_tensors.load_weights(folder, weights, model, averaged=True)
-            return average
-        with saved_tensors.of_this_model(folder):
-            averages = weights.read(averaged) if ranks.is_main else {}
-    with average.applied():
-        fill_from_rank_zero(weights.tensors(model), averages)
+    # without one in the checkpoint, it starts from the weights
+    if average.is_kept and from_rank_zero(ranks, (folder / average_folder(weights)).is_dir):
+        with average.applied():
+            saved_tensors.load_weights(folder, weights, model, averaged=True, alone=alone)
     return average

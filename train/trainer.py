@@ -74,7 +74,6 @@ class TrainSummary:
     images: tuple[Path, ...]
 
     def __str__(self) -> str:
-        """Return the lines for stdout."""
         done = counted(self.steps_done, "step")
         if self.stopped_by:
             lines = [f"stopped by {self.stopped_by} after {done}; continue with --resume {self.checkpoint.parent.parent}"]
@@ -101,11 +100,9 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
     data.wait_for_rows(config, ranks)
     with (
         contextlib.closing(StopRequest(ranks)) as stop,
-        ProgressLine(max_steps=config.max_steps, talks=ranks.is_main) as progress,
-        contextlib.ExitStack() as held,
+        ProgressLine(talks=ranks.is_main) as progress,
+        contextlib.closing(run_dir.RunLock(config)) as lock,
     ):
-        lock = run_dir.RunLock(config)
-        held.callback(lock.release)
         start = from_rank_zero(ranks, lock.find_start)
         data.expect_service(config, ranks, start)
         if start.state is None:
@@ -144,19 +141,16 @@ class Trainer:
         Raises:
             BucketlineError: if a part is missing or two parts do not match; the message names them.
         """
-        self._device = accelerator.device
-        self._given, self.config = config, resolved(config, start, self._device)
-        config = self.config
-        self.ranks, self._accelerator = ranks, accelerator
-        self._progress = progress or ProgressLine(max_steps=config.max_steps, talks=False)
+        self.ranks, self._accelerator, self._device = ranks, accelerator, accelerator.device
+        self._progress = progress or ProgressLine(talks=False)
+        self._given, config = config, resolved(config, start, self._device)
         self.loader = data.open_loader(config, ranks, data.open_stores(config, ranks, start), self._device)
         expect_equal("the plan's digest", self.loader.plan.digest)
         window = data.continue_at(start, self.loader, config, ranks)
-        epochs, self.config = config.epochs, with_length(config, start, self.loader)
-        config, self._num_steps = self.config, self.config.num_steps
-        if epochs is not None:
-            self._progress.say(f"{counted(self._num_steps, 'step')}: --epochs is {epochs:g}")
-        self._progress.expect(self._num_steps)
+        config = with_length(config, start, self.loader)
+        if self._given.epochs is not None:
+            self._progress.say(f"{counted(config.num_steps, 'step')}: --epochs is {self._given.epochs:g}")
+        self._progress.expect(config.num_steps)
         given: tuple[GivenPrompts, ...] = ()
         if config.image_prompts:  # before the model takes its memory
             from bucketline.train.images.given_prompts import encode_given
@@ -164,12 +158,13 @@ class Trainer:
             given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
         recorded = None if start.state is None else start.state.config
         if (memory := memory_to_fit(config, recorded, self._device)) is None:
-            self.config = config = decided(config)
+            config = decided(config)
         else:
             from bucketline.train.memory.dial import fitted
 
-            self.config = config = fitted(config, ranks, self.loader, memory, self._progress.say)
-        self.training, self.schedule, self._weights = build(config, ranks, start, self.loader)
+            config = fitted(config, ranks, self.loader, memory, self._progress.say)
+        self.config = config
+        self.training, self._weights = build(config, ranks, start, self.loader)
         self._prompts: tuple[StoredPrompt, ...] = ()
         if config.num_images:
             from bucketline.train.images.prompts import load_prompts
@@ -188,7 +183,6 @@ class Trainer:
             from bucketline.train.outputs.hub import HubUploads
 
             self.uploads = HubUploads(config.push_to_hub.repository, self._progress.say)
-        self._save_steps = config.save_every and config.save_every.steps
         self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self.uploads)
         self._recorder = WindowRecorder(
             log_every=config.log_every,
@@ -208,8 +202,7 @@ class Trainer:
                 self._progress.say(
                     f"{self.loader.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)"
                 )
-            if self._validation_due():
-                self._validate()
+            self._validate_if_due()
             with rare_collection():
                 stopped_by = self._loop(stop)
             return self._finish(stopped_by)
@@ -227,7 +220,7 @@ class Trainer:
         self._progress.begin(self.steps_done)
         self.saver.restart_clock()
         began = mark(self._device)
-        while self.steps_done < self._num_steps:
+        while self.steps_done < self.config.num_steps:
             outcome = train_step(self.training, batches, self.steps_done)
             ended = mark(self._device)
             self.steps_done += 1
@@ -245,27 +238,27 @@ class Trainer:
 
     def _pause(self, agreed: Agreed) -> bool:
         """Run the tasks that are due between two steps; return whether there was one."""
-        has_taken_up = self._take_up(is_agreed=agreed.takes_up)
-        if is_validating := self._validation_due():
-            self._validate()
-        if agreed.saves or _due(self._save_steps, self.steps_done):
+        config, done = self.config, self.steps_done
+        is_pause = self._take_up(is_agreed=agreed.takes_up) | self._validate_if_due() | _due(COLLECT_EVERY_STEPS, done)
+        if agreed.saves or _due(self.saver.every_steps, done):
             self._to_save.add(Output.CHECKPOINT)
-        if _due(self.config.export_every, self.steps_done):
+        if _due(config.export_every, done):
             self._to_save.add(Output.EXPORT)
-        if is_saving := bool(self._to_save):
+        if self._to_save:
+            is_pause = True
             self._save()
-        is_due, is_first = _due(self.config.images_every, self.steps_done), self.steps_done == self._steps_before + 1
-        may_draw = self.config.num_images > 0 and self.steps_done < self._num_steps
-        if is_drawing := may_draw and (is_due or is_first):
-            sheet = self.config.output_dir / IMAGES_FOLDER / f"{folder_of_step(self.steps_done)}.png"
+        is_due, is_first = _due(config.images_every, done), done == self._steps_before + 1
+        if config.num_images and done < config.num_steps and (is_due or is_first):
+            is_pause = True
+            sheet = config.output_dir / IMAGES_FOLDER / f"{folder_of_step(done)}.png"
             self._draw(sheet if is_due else None)  # with all that a step leaves in memory: the first one tells what lacks
-        if is_pause := is_validating or is_saving or is_drawing or _due(COLLECT_EVERY_STEPS, self.steps_done):
+        if is_pause:
             gc.collect()
-        return is_pause or has_taken_up
+        return is_pause
 
     def _take_up(self, *, is_agreed: bool) -> bool:
         """Take up the generations that are due at this step, before its checkpoint, which then has them; return whether any."""
-        is_over = self.steps_done == self._num_steps
+        is_over = self.steps_done == self.config.num_steps
         if is_over or (generations := self._follower.due(self.steps_done, is_agreed=is_agreed)) is None:
             return False
         self._write(self._recorder.flush())
@@ -278,12 +271,14 @@ class Trainer:
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
         named = ", ".join(map(str, generations))
         self._progress.say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
-        gc.collect()  # stores and their buckets know each other
-        return True
+        return True  # and `_pause` collects: stores and their buckets know each other
 
-    def _validation_due(self) -> bool:
+    def _validate_if_due(self) -> bool:
         is_scheduled = self.steps_done == 0 or _due(self.config.validate_every, self.steps_done)
-        return is_scheduled and self.steps_done not in self._validations and bool(self.loader.rows.buckets("val"))
+        is_due = is_scheduled and self.steps_done not in self._validations and bool(self.loader.rows.buckets("val"))
+        if is_due:
+            self._validate()
+        return is_due
 
     def _validate(self) -> None:
         with data.open_val_loader(self.config, self.ranks, self.loader.shares, self._device) as batches:
@@ -302,7 +297,7 @@ class Trainer:
         window = self._recorder.state()
         expect_finite_weights(self.training.bare_model, self.steps_done)
         # Skipped steps may mean bad weights; keep the earlier checkpoints instead of replacing them.
-        if self._recorder.skips_now and not is_last:
+        if self._recorder.skipped and not is_last:
             return
         state = checkpoint.RunState(
             version=checkpoint.VERSION,
@@ -344,8 +339,8 @@ class Trainer:
             return False
         from bucketline.train.images.drawing import draw_images
 
-        of, done, keeps = (self.training, self.schedule, self.loader.shares, self._prompts), self.steps_done, self.ranks.is_main
-        draw = functools.partial(draw_images, *of, sheet, steps_done=done, keeps=keeps)
+        of, done = (self.training, self.loader.shares, self._prompts), self.steps_done
+        draw = functools.partial(draw_images, *of, sheet, steps_done=done, keeps=self.ranks.is_main)
         return draw() if isinstance(self.training.model, FSDPModule) else from_rank_zero(self.ranks, draw)
 
     def _finish(self, stopped_by: str | None) -> TrainSummary:
@@ -354,7 +349,7 @@ class Trainer:
         if stopped_by is None and self.loader.rows.buckets("val") and self._validations.get(self.steps_done) is None:
             self._validate()
         self._to_save.add(Output.CHECKPOINT)
-        if self.steps_done == self._num_steps and (self.config.export_every or self.config.push_to_hub):
+        if self.steps_done == self.config.num_steps and (self.config.export_every or self.config.push_to_hub):
             self._to_save.add(Output.EXPORT)
         self._save(is_last=True)
         self.saver.finish()
@@ -388,7 +383,6 @@ class Trainer:
 @contextlib.contextmanager
 def rare_collection() -> Iterator[None]:
     """Disable automatic garbage collection so that it never pauses the loop; freeze the objects that already exist."""
-    was_on = gc.isenabled()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -396,8 +390,7 @@ def rare_collection() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-        if was_on:
-            gc.enable()
+        gc.enable()
 
 
 def _due(every: int | None, steps_done: int) -> bool:

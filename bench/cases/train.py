@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import shutil
@@ -47,16 +48,17 @@ def _asked(folder: Path, model: str, rows: int, /, **more: Any) -> TrainConfig: 
 def _trainer(asked: TrainConfig, *progress: Any, is_kept: bool = False) -> Trainer:  # noqa: ANN401 - a progress line
     """Return the trainer of a run on one rank; `is_kept`: it takes its output folder."""
     from bucketline.train.checkpoint import Start
-    from bucketline.train.outputs.run_dir import find_start, make, take
+    from bucketline.train.outputs.run_dir import RunLock
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.setup import start_processes
     from bucketline.train.trainer import Trainer
 
     accelerator = start_processes(asked)
-    start = find_start(asked) if is_kept else Start(checkpoint=None, state=None)
+    start = Start(checkpoint=None, state=None)
     if is_kept:
-        make(asked.output_dir)
-        take(asked, start)
+        with contextlib.closing(RunLock(asked)) as lock:
+            start = lock.find_start()
+            lock.take(start)
     return Trainer(asked, TrainRanks(rank=0, world_size=1), accelerator, start, *progress)
 
 
@@ -283,7 +285,7 @@ class TrainSaves(Case):
             """When each step ended."""
 
             def __init__(self) -> None:
-                super().__init__(max_steps=0, talks=False)
+                super().__init__(talks=False)
                 self.ends: list[float] = []
 
             def step(self, steps_done: int) -> None:

@@ -17,10 +17,9 @@ from diffusers import FluxTransformer2DModel
 
 from bucketline.train.config import Precision
 from bucketline.train.ema import Average
-from bucketline.train.host_copy import HostMemory
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.outputs.saver import copied
+from bucketline.train.outputs.saver import HostMemory, copied
 from bucketline.train.outputs.weights import weights_of
 from bucketline.train.sharding import place_model
 from tests.unit.train.forked import fork_ranks

@@ -276,7 +276,7 @@ def test_a_run_resumes_to_the_last_bit(
     like: str, saved_at: int, steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run of today's takes over the old tensors after the step of the old checkpoint; from there on both are the same."""
-    old, last = checkpoint.checkpoint_folder(Path(like), saved_at), f"checkpoints/step-{steps:08d}"
+    old, last = Path(like) / "checkpoints" / checkpoint.folder_of_step(saved_at), f"checkpoints/step-{steps:08d}"
     train(like, like, steps, "--resume")
     assert "warning" not in capsys.readouterr().err
 
@@ -355,7 +355,7 @@ def expect_close(found: Any, expected: Any) -> None:
 def test_a_checkpoint_of_today_has_what_an_old_one_has() -> None:
     """Names, order and plan are the format: what a resume compares must stay as it was written."""
     train("run", "today", SAVED_AT)
-    (before, after) = (checkpoint.checkpoint_folder(Path(run), SAVED_AT) for run in ("run", "today"))
+    (before, after) = (Path(run) / "checkpoints" / checkpoint.folder_of_step(SAVED_AT) for run in ("run", "today"))
     listed = [json.loads((folder / checkpoint.DIGESTS).read_bytes())["files"].keys() for folder in (before, after)]
     assert listed[1] - {"scheduler/scheduler_config.json"} == listed[0]  # new since, so that a run may begin there
     old, new = (json.loads((folder / checkpoint.STATE).read_bytes()) for folder in (before, after))

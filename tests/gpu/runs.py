@@ -15,8 +15,8 @@ import torch.distributed as dist
 from bucketline.train.compile import graphs_compiled, warm_up
 from bucketline.train.config import Compile
 from bucketline.train.ema import Average
-from bucketline.train.parallel import load_optimizer, whole
-from bucketline.train.sharding import fill_from_rank_zero, shard, shard_mesh, tensors_of
+from bucketline.train.parallel import fill_from_rank_zero, load_optimizer, whole
+from bucketline.train.sharding import shard, shard_mesh, tensors_of
 from bucketline.train.step import train_step
 from bucketline.train.trainer import train
 from bucketline.train.values import EmaPlace

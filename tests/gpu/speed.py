@@ -85,7 +85,7 @@ def bench(name: str = "tiny", *more: str) -> None:
 
 def stall() -> None:
     """Cost to the loop of a checkpoint of SDXL's size (finding 14): pageable copies, pinned ones, and the checkpoint's own."""
-    from bucketline.train.host_copy import HostMemory
+    from bucketline.train.outputs.saver import HostMemory
 
     size = (10 << 30) if ON_GPU else (64 << 20)
     tensors = [torch.empty(size // 64, dtype=torch.uint8, device=DEVICE) for _ in range(64)]

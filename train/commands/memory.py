@@ -50,9 +50,9 @@ class TrainMemory:
             from bucketline.train.memory.dial import as_table
             from bucketline.train.memory.published import PUBLISHED_MODELS
             from bucketline.train.memory.table import as_tables
-            from bucketline.train.models.load import config_of
+            from bucketline.train.models.load import read_model_config
 
-            configs = {name: config_of(folder) for name, folder in _names(self.models).items()}
+            configs = {name: read_model_config(folder)[1] for name, folder in _names(self.models).items()}
             if self.memory is not None:
                 print(as_table(configs or PUBLISHED_MODELS, self.memory, self.lora_rank, self.images))
                 return 0

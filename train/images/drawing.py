@@ -24,8 +24,7 @@ from bucketline.train.checkpoint import folder_of_step, way_on
 from bucketline.train.images.image_files import PER_ROW, DrawnSample, write_images
 from bucketline.train.images.pipeline import draw_latents, guidance_of
 from bucketline.train.images.prompts import DrawingBatch, prompt_batches
-from bucketline.train.models.encoder_check import UNREADABLE, VAE_FOLDER, read_vae
-from bucketline.train.models.load import locate
+from bucketline.train.models.load import UNREADABLE, VAE_FOLDER, locate, read_vae
 from bucketline.train.noise import sample_noise
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from bucketline.store import Store
     from bucketline.train.config import TrainConfig
     from bucketline.train.images.prompts import StoredPrompt
-    from bucketline.train.noise import ModelSchedule
     from bucketline.train.step import Training
 
 log = logging.getLogger(__name__)
@@ -54,7 +52,6 @@ class NoRoom(Exception):  # noqa: N818 - a result: nothing is wrong with the run
 
 def draw_images(
     training: Training,
-    schedule: ModelSchedule,
     shares: Sequence[WeightedStore],
     prompts: Sequence[StoredPrompt],
     sheet: Path | None,
@@ -77,7 +74,7 @@ def draw_images(
     if (vae := drawing_vae(config, shares[0].store)) is None:
         return False
     batches = _prompt_batches(training, prompts) if prompts else _caption_batches(training, shares)
-    drawn = _drawn(training, schedule, vae, batches, keeps=keeps)
+    drawn = _drawn(training, vae, batches, keeps=keeps)
     torch.cuda.empty_cache()  # for the next step
     if isinstance(drawn, NoRoom):
         log.warning("no images: not enough device memory in addition to training (%.200s); training is not affected", drawn)
@@ -90,12 +87,10 @@ def draw_images(
     return True
 
 
-def _drawn(
-    training: Training, schedule: ModelSchedule, vae: nn.Module, batches: Iterable[DrawingBatch], *, keeps: bool
-) -> list[DrawnSample] | NoRoom:
+def _drawn(training: Training, vae: nn.Module, batches: Iterable[DrawingBatch], *, keeps: bool) -> list[DrawnSample] | NoRoom:
     """Return the images of all batches, if memory is short decoded in tiles, whose edges may be visible."""
     invert, device = training.prep.scale.invert, next(training.model.parameters()).device
-    sampled = _attempt(lambda: [(one, invert(draw_latents(training, schedule, vae, one))) for one in batches])
+    sampled = _attempt(lambda: [(one, invert(draw_latents(training, vae, one))) for one in batches])
     if isinstance(sampled, NoRoom):
         if isinstance(training.model, FSDPModule):
             raise TrainError(

@@ -23,24 +23,23 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Batch
     from bucketline.train.images.prompts import DrawingBatch
-    from bucketline.train.noise import ModelSchedule
     from bucketline.train.step import Training
 
 
 @torch.no_grad()
-def draw_latents(training: Training, schedule: ModelSchedule, vae: nn.Module, one: DrawingBatch) -> Tensor:
+def draw_latents(training: Training, vae: nn.Module, one: DrawingBatch) -> Tensor:
     """Return latents of the averaged model for a batch, in the model's scaling, [B, C, h, w] float32.
 
     With `negative` conditions, by classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598).
     """
-    scheduler = _scheduler(schedule)
+    scheduler = _scheduler(training)
     latents = _keep_latents(scheduler)
     # A batch in the shape of a validation's runs its graphs; nothing is compiled for another.
     with training.averaged() as model, torch.compiler.set_stance("eager_on_recompile"):
         if training.family.embeds:
             _draw_by_pipeline(training, model, scheduler, vae, one)
         else:
-            _draw_by_steps(training, model, scheduler, schedule, one)
+            _draw_by_steps(training, model, scheduler, one)
     return training.family.unpacked(latents[-1], *one.noise.shape[2:]).float()
 
 
@@ -84,15 +83,10 @@ def call_of(training: Training, vae: nn.Module, one: DrawingBatch) -> tuple[dict
     return given, batches
 
 
-def _draw_by_steps(
-    training: Training,
-    model: nn.Module,
-    scheduler: Any,  # noqa: ANN401 - likewise
-    schedule: ModelSchedule,
-    one: DrawingBatch,
-) -> None:
+def _draw_by_steps(training: Training, model: nn.Module, scheduler: Any, one: DrawingBatch) -> None:  # noqa: ANN401 - likewise
     """Draw for a family whose pipeline takes no embeddings, with the steps that the scheduler has by itself."""
-    mu = {"mu": schedule.noise.mu(*one.noise.shape[2:])} if isinstance(schedule.noise, FlowSchedule) else {}
+    noise = training.prep.schedule
+    mu = {"mu": noise.mu(*one.noise.shape[2:])} if isinstance(noise, FlowSchedule) else {}
     scheduler.set_timesteps(training.config.image_steps, device=one.noise.device, **mu)
     told = replace(training, family=training.family.with_guidance(one.guidance))
     latents = one.noise
@@ -105,7 +99,7 @@ def _draw_by_steps(
         latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
 
 
-def _scheduler(schedule: ModelSchedule) -> Any:  # noqa: ANN401 - likewise
+def _scheduler(training: Training) -> Any:  # noqa: ANN401 - likewise
     """Return diffusers' scheduler with the trained objective.
 
     Source: Song et al. 2020, "Denoising Diffusion Implicit Models" (arXiv 2010.02502), with trailing timesteps, since only the
@@ -113,14 +107,14 @@ def _scheduler(schedule: ModelSchedule) -> Any:  # noqa: ANN401 - likewise
     """
     from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
-    if isinstance(schedule.noise, FlowSchedule):
-        flow: Any = FlowMatchEulerDiscreteScheduler.from_config(schedule.config)
+    if isinstance(training.prep.schedule, FlowSchedule):
+        flow: Any = FlowMatchEulerDiscreteScheduler.from_config(training.scheduler)
         # Both are for pipelines of diffusion models, whose UNet may be trained as a flow.
         flow.init_noise_sigma = 1.0
         flow.scale_model_input = lambda sample, _timestep=None: sample
         return flow
     return DDIMScheduler.from_config(
-        schedule.config,
+        training.scheduler,
         clip_sample=False,
         thresholding=False,
         set_alpha_to_one=True,

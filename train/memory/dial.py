@@ -16,7 +16,7 @@ from bucketline.train.config import Base, TrainConfig
 from bucketline.train.memory.activations import BatchSizes, usual_sizes
 from bucketline.train.memory.table import EVERY_BLOCK, CountedModel, in_gb, label, run_of, table_of
 from bucketline.train.memory_choice import EMA_EVERY, decided
-from bucketline.train.models.load import config_of, locate
+from bucketline.train.models.load import locate, read_model_config
 from bucketline.train.optim import kind_of
 from bucketline.train.parallel import from_rank_zero
 from bucketline.train.sharding import is_sharded, shard_ranks_of
@@ -84,7 +84,8 @@ def fitted(config: TrainConfig, ranks: TrainRanks, loader: Loader, memory: int, 
 def _counted_choice(config: TrainConfig, ranks: int, loader: Loader, memory: int) -> Choice | None:
     compiled = compiles(config, loader.device)
     try:
-        counting, sizes = CountedModel(config_of(locate(config.model, config.model_config)[0])), largest_batch(loader)
+        folder, _ = locate(config.model, config.model_config)
+        counting, sizes = CountedModel(read_model_config(folder)[1]), largest_batch(loader)
         choice = choose(config, counting, sizes, memory, ranks=ranks, compiled=compiled and config.memory is None)
         chosen = replace(decided(config), **choice.options)
         least = counting.held(chosen, ranks).total
@@ -171,7 +172,7 @@ def savings_of(config: TrainConfig, ranks: int = 1) -> Iterator[Saving]:
             every = EMA_EVERY if config.ema.every == 1 else config.ema.every
             yield Saving(
                 options={"ema": replace(config.ema, place=EmaPlace.CPU, every=every)},
-                price=f"the average moves every {every} steps, by a copy of the weights to the host",
+                price=f"the average moves every {every} steps, by a copy to the device and back",
             )
         if config.optimizer is None and not config.resume:
             yield Saving(options={"optimizer": "adamw-bf16"}, price="moments are rounded to bf16")

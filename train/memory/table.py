@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from bucketline.errors import UsageError
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import family_of_model
+from bucketline.train.compile import recompute
 from bucketline.train.config import Base, Precision, TrainConfig, WeightDtype
 from bucketline.train.lowbit.offload import frozen_bytes, offloaded
 from bucketline.train.memory.activations import BatchSizes, StepBytes, kept_activations, latent_size, step_bytes
@@ -23,7 +24,6 @@ from bucketline.train.memory.live import LiveBytes
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.optim import OPTIMIZERS, kind_of, make_optimizer
 from bucketline.train.parallel import repeated_blocks, separate_blocks
-from bucketline.train.recompute import recompute
 from bucketline.train.values import DDP, Ema, EmaPlace
 
 if TYPE_CHECKING:

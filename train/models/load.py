@@ -1,10 +1,10 @@
-"""Load a model: find its family, check it against the store, read its weights or initialize them at random."""
+"""Load a model: find its family, check it and its encoders against the store, read its weights or initialize them at random."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 import diffusers
@@ -21,13 +21,15 @@ from bucketline.families.registry import (
     family_of_pipeline,
     nearest,
 )
+from bucketline.families.vaes import PACKED_VAES, vae_class
+from bucketline.fingerprint import config_hash, weights_hash
 from bucketline.model_file import INDEX, ModelFile, open_model_file, refuse_config_without_file, single_file
 from bucketline.store.format.columns import LATENT
 from bucketline.train.refusals import DENOISER_FOLDERS, refuse_no_model, store_channels
-from bucketline.weight_files import DIFFUSERS, variant_of
+from bucketline.weight_files import DIFFUSERS, safetensors_of, variant_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from torch import nn
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
-_PARTS = re.compile(r"-\d{5}-of-\d{5}")  # in the name of a file that has some of the weights
+VAE_FOLDER = "vae"
+UNREADABLE = (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError)  # diffusers' errors
 
 
 def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
@@ -120,7 +123,7 @@ def read_model(model_folder: Path, file: ModelFile | None = None) -> nn.Module:
     Raises:
         ModelError: if there are none, or they do not fit.
     """
-    folder, _, family = _read_config(model_folder)
+    folder, _, family = read_model_config(model_folder)
     if file is not None:
         found: nn.Module = file.load(folder.name)
         return found
@@ -130,49 +133,17 @@ def read_model(model_folder: Path, file: ModelFile | None = None) -> nn.Module:
 
 
 def checked(model_folder: Path, store: StoreFacts, file: ModelFile | None = None) -> tuple[Path, dict[str, Json], Family]:
-    """Return the folder of a model's configuration, the configuration as it is, and the family, checked against the store.
+    """Return what `read_model_config` does, checked against the store.
 
     Raises:
         ModelError, UsageError: as `load`, of which the weights need not be read.
     """
-    folder, config, family_class = _read_config(model_folder)
+    folder, config, family_class = read_model_config(model_folder)
     # Fields missing in the file get the class's defaults, so that the check sees the resolved configuration.
     parameters = inspect.signature(getattr(diffusers, family_class.model_class).__init__).parameters
     defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
     family = family_class({**defaults, **config}, store)
-    _check(family, folder / "config.json")
-    if file is not None or weight_files(folder):  # one that starts at random learns whatever captions the store has
-        _check_captions(family, folder / "config.json", read_index(model_folder).get("_class_name"))
-    return folder, config, family
-
-
-def config_of(model_folder: Path) -> dict[str, Json]:
-    """Return a model's configuration, with the name of its present class.
-
-    Raises:
-        ModelError: if there is none, or no family has this class.
-    """
-    _, config, family = _read_config(model_folder)
-    return {**config, "_class_name": family.model_class}
-
-
-def family_of(model_folder: Path) -> type[Family]:
-    """Return the family of a model.
-
-    Raises:
-        ModelError: as `config_of`.
-    """
-    return _read_config(model_folder)[2]
-
-
-def weight_files(folder: Path) -> list[str]:
-    """Return the names of the files of weights in a model's folder."""
-    return sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
-
-
-def _check(family: Family, path: Path) -> None:
-    """Check a configuration against the store; the error names the first mismatch."""
-    text = family.store.text
+    path, text = folder / "config.json", store.text
     for column in family.columns:
         if column not in text:
             raise ModelError(
@@ -185,6 +156,14 @@ def _check(family: Family, path: Path) -> None:
                 f"{path}: {expected.field} is {expected.found}, expected {expected.wanted}, since {expected.because}; "
                 "train a model that matches, or pack the source with this model's own encoders"
             )
+    if file is not None or weight_files(folder):  # one that starts at random learns whatever captions the store has
+        _check_captions(family, path, read_index(model_folder).get("_class_name"))
+    return folder, config, family
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the files of weights in a model's folder."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
 
 
 def _check_captions(family: Family, path: Path, pipeline: Json) -> None:
@@ -204,8 +183,12 @@ def _check_captions(family: Family, path: Path, pipeline: Json) -> None:
     )
 
 
-def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family]]:
-    """Return the folder of a model's configuration, the configuration as it is, and the family."""
+def read_model_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family]]:
+    """Return the folder of a model's configuration, the configuration with the name of its present class, and the family.
+
+    Raises:
+        ModelError: if there is none, or no family has this class.
+    """
     refuse_no_model(model_folder)
     for name in DENOISER_FOLDERS:
         path = model_folder / name / "config.json"
@@ -221,7 +204,7 @@ def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family
         if (wrong := crossed(index, config, name)) is not None:
             raise ModelError(f"{model_folder}: {wrong}, or remove model_index.json")
         if (family := family_of_model(config, name, index.get("_class_name"))) is not None:
-            return path.parent, config, family
+            return path.parent, {**config, "_class_name": family.model_class}, family
         classes = {one.model_class: f"{one.folder}/ {one.model_class}" for one in FAMILIES}
         raise ModelError(
             f"{path}: _class_name is {kind!r:.80}, expected one of {', '.join(sorted(classes.values()))}"
@@ -242,8 +225,7 @@ def read_index(model_folder: Path) -> dict[str, Any]:
 def _from_weights(model_class: Any, folder: Path, names: list[str], dtype: torch.dtype) -> nn.Module:  # noqa: ANN401 - untyped
     variant = variant_of(f"{folder}/", (path.name for path in folder.iterdir()), DIFFUSERS)
     # diffusers prefers safetensors too, but where there are none it prints an error before it reads the .bin
-    safe = ".".join(filter(None, (*DIFFUSERS, variant, "safetensors")))
-    is_safe = any(_PARTS.sub("", name) == safe for name in names)
+    is_safe = bool(safetensors_of(names, DIFFUSERS, variant))
     advice = "expected safetensors of the config.json next to them: download the model again"
     try:
         loaded, report = model_class.from_pretrained(
@@ -263,3 +245,76 @@ def _from_weights(model_class: Any, folder: Path, names: list[str], dtype: torch
             raise ModelError(f"{folder}: the weights do not match config.json: {kind} {found}; {advice}")
     model: nn.Module = loaded
     return model
+
+
+def refuse_other_encoders(
+    model_folder: Path, encoders: Mapping[str, Json], file: ModelFile | None = None, *, reads: bool = True
+) -> None:
+    """Reject a model folder whose VAE or text encoders have another configuration than the store's, or its VAE other weights.
+
+    `encoders`: the store's record of its encoders; `file`: the single file that has the weights, if there is one. Only a VAE is
+    loaded, if this `reads`. A folder without encoders passes, and a VAE that cannot be read.
+
+    Raises:
+        ModelError: if a part differs; the message names it and its digest.
+    """
+    text = encoders.get("text_encoder")
+    text = text if isinstance(text, dict) else {}
+    parts = text.get("parts") or {"text_encoder": text}  # a family of several encoders lists each
+    assert isinstance(parts, dict)
+    others: list[str | None] = []
+    for name, stored in {VAE_FOLDER: encoders["vae"], **parts}.items():
+        try:
+            config = json.loads((model_folder / name / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        what, found = "text encoder", {"config_hash": config_hash(config)}
+        if name == VAE_FOLDER:
+            what, found = "VAE", {"class": vae_class(config), **found}
+        if isinstance(stored, dict):
+            others.append(_difference(model_folder / name, what, found, stored))
+    if reads and not any(others):
+        with contextlib.suppress(*UNREADABLE):  # a warning follows when images are drawn
+            others.append(read_vae(model_folder / VAE_FOLDER, encoders, file)[1])
+    if other := next(filter(None, others), None):
+        raise ModelError(
+            f"{other}; this model was trained with its own encoders: pack the source with those of this folder, or remove "
+            "that part from the folder if the model is meant to learn from the store's"
+        )
+
+
+def read_vae(folder: Path, encoders: Mapping[str, Json], file: ModelFile | None = None) -> tuple[nn.Module, str | None]:
+    """Load a VAE in 32 bits; return it and how it differs from the store's, or None if it does not.
+
+    `file`: the single file that has the weights, if there is one; a VAE that it lacks comes from the folder.
+
+    Raises:
+        OSError, ValueError and others in `UNREADABLE`: if it cannot be loaded.
+    """
+    stored = encoders["vae"]
+    assert isinstance(stored, dict)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = vae_class(config)
+    if kind not in PACKED_VAES:
+        raise ValueError(f"its class is {kind!r:.80}, expected {' or '.join(PACKED_VAES)}")
+    try:
+        if file is not None and file.has(VAE_FOLDER):
+            vae = file.load(VAE_FOLDER)
+        else:
+            variant = variant_of(f"{folder}/", (path.name for path in folder.iterdir()), DIFFUSERS)
+            of_class: Any = getattr(diffusers, kind)
+            vae = of_class.from_pretrained(str(folder), torch_dtype=torch.float32, local_files_only=True, variant=variant)
+    except ModelError as error:
+        raise ValueError(str(error)) from error
+    found = {"config_hash": config_hash(config), "weights_hash": weights_hash(vae)}
+    return vae.requires_grad_(requires_grad=False).eval(), _difference(folder, "VAE", found, stored)
+
+
+def _difference(folder: Path, what: str, found: dict[str, str], stored: Mapping[str, Json]) -> str | None:
+    for field, value in found.items():
+        if field in stored and stored[field] != value:
+            return (
+                f"{folder} is not the {what} that the store was packed with: its {field} is {value}, "
+                f"the store has {stored[field]}"
+            )
+    return None

@@ -33,6 +33,8 @@ MLP = (
 """Likewise, of feed-forward networks; a block of one stream may have them in the same module as its attention."""
 NAMES = {Layers.ATTENTION: ATTENTION, Layers.ATTENTION_MLP: f"{ATTENTION}|{MLP}", Layers.ALL: ""}
 ADAPTER = ".lora_"  # in the names of peft's modules
+PEFT_PREFIX = "base_model.model."  # of the names in peft's files
+LORA_METADATA = "lora_adapter_metadata"  # in files of diffusers and ours: peft's configuration
 IN_A_BLOCK = re.compile(r"(^|\.)(\d+|mid_block)\.")
 
 
@@ -92,10 +94,9 @@ def layers_by_word(model: nn.Module, word: Layers) -> list[str]:
     by itself.
     """
     pattern = re.compile(NAMES[word])
-    found = ((bare_name(name), module) for name, module in model.named_modules() if ADAPTER not in name)
     return [
         name
-        for name, module in found
+        for name, module in plain_layers(model).items()
         if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)
         and getattr(module, "groups", 1) == 1
         and IN_A_BLOCK.search(name)
@@ -103,10 +104,6 @@ def layers_by_word(model: nn.Module, word: Layers) -> list[str]:
     ]
 
 
-def bare_name(layer: str) -> str:
-    """Return the name of a layer without what peft adds to one with an adapter.
-
-    >>> bare_name("mid_block.attn1.to_q.base_layer")
-    'mid_block.attn1.to_q'
-    """
-    return layer.removesuffix(".base_layer")
+def plain_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's modules by their names without what peft adds to one with an adapter, of which only the layer counts."""
+    return {name.removesuffix(".base_layer"): layer for name, layer in model.named_modules() if ADAPTER not in name}

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from bucketline.train.ema import Rounding
     from bucketline.train.optim import Groups, Options
-    from bucketline.train.rounding import Rounding
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # the first has signs
 _PARTS = ("codes", "scale", "qmap")  # the tensors of a quantised moment

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from bucketline.train.ema import Rounding
     from bucketline.train.optim import Groups, Options
-    from bucketline.train.rounding import Rounding
 
 
 CHUNK_VALUES = 1 << 24  # with 32-bit copies at a time: 64 MiB each of weights, gradients, both moments and random numbers

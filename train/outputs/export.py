@@ -10,6 +10,7 @@ exports/step-00000120/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import shutil
@@ -31,7 +32,7 @@ from bucketline.model_file import PICKLED, SUFFIX, converter, file_tensors, sing
 from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.train import checkpoint
 from bucketline.train.config import Objective
-from bucketline.train.models.load import config_of, family_of, locate, read_model
+from bucketline.train.models.load import locate, read_model, read_model_config
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.noise import load_schedule
 from bucketline.train.outputs import saved_tensors
@@ -42,7 +43,7 @@ from bucketline.train.outputs.single_file import in_original_layout
 from bucketline.train.outputs.weights import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE, save_tensors, weights_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -118,22 +119,18 @@ def _saved_weights(run: Path, *, last: bool) -> Path:
 
 
 def _write_folder(weights: Path, output: Path, dtype: str) -> None:
-    with staged_folder(output) as aside:
+    with staged_folder(output) as aside, _explaining(output, aside):
         inner = aside / weights_folder(weights.name)
         inner.mkdir(exist_ok=True)
-        try:
-            for path in weights.iterdir():
-                if path.suffix == SUFFIX:
-                    tensors, metadata = read_tensors(path)
-                    save_tensors(_in_dtype(tensors, dtype), inner / path.name, metadata)
-                else:
-                    shutil.copyfile(path, inner / path.name)
-            if (scheduler := weights.parent / SCHEDULER).exists():  # of a whole model, and not of an earlier version
-                (aside / SCHEDULER).parent.mkdir()
-                shutil.copyfile(scheduler, aside / SCHEDULER)
-        except (OSError, SafetensorError) as error:
-            said = failed_write(aside, error)
-            raise TrainError(f"{output} cannot be written: {said}; make room or choose another place") from error
+        for path in weights.iterdir():
+            if path.suffix == SUFFIX:
+                tensors, metadata = read_tensors(path)
+                save_tensors(_in_dtype(tensors, dtype), inner / path.name, metadata)
+            else:
+                shutil.copyfile(path, inner / path.name)
+        if (scheduler := weights.parent / SCHEDULER).exists():  # of a whole model, and not of an earlier version
+            (aside / SCHEDULER).parent.mkdir()
+            shutil.copyfile(scheduler, aside / SCHEDULER)
 
 
 def _write_pipeline(weights: Path, output: Path, like: Path | None, dtype: str, *, fuse: bool) -> None:
@@ -155,10 +152,10 @@ def _write_pipeline(weights: Path, output: Path, like: Path | None, dtype: str, 
             f"output that ends in {SUFFIX} to write one file"
         )
     model = like or own
-    family = family_of(model)
+    _, _, family = read_model_config(model)
     parts = other_parts(model, family.folder)
     if has_adapters:
-        trained, config = fused(weights, read_model(own, file)).state_dict(), config_of(own)
+        trained, config = fused(weights, read_model(own, file)).state_dict(), read_model_config(own)[1]
     else:
         trained, config = load_file(weights / MODEL_FILE), json.loads((weights / "config.json").read_text(encoding="utf-8"))
     if (kind := str(config["_class_name"])) != family.model_class:
@@ -166,15 +163,11 @@ def _write_pipeline(weights: Path, output: Path, like: Path | None, dtype: str, 
     kept = "moving average of the weights" if weights.name.endswith(AVERAGE_SUFFIX) else "last weights"
     kept += ", with the trained adapters added" if has_adapters else ""
     card = pipeline_card((weights.parent / checkpoint.CARD).read_text(encoding="utf-8"), given, family, dtype=dtype, kept=kept)
-    with staged_folder(output) as aside:
-        try:
-            write_parts(aside, parts, family.folder, kind, _schedule(weights, own, saved.config))
-            save_tensors(_in_dtype(trained, dtype), aside / family.folder / MODEL_FILE, {"format": "pt"})
-            (aside / family.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            (aside / checkpoint.CARD).write_text(card, encoding="utf-8")
-        except (OSError, SafetensorError) as error:
-            said = failed_write(aside, error)
-            raise TrainError(f"{output} cannot be written: {said}; make room or choose another place") from error
+    with staged_folder(output) as aside, _explaining(output, aside):
+        write_parts(aside, parts, family.folder, kind, _schedule(weights, own, saved.config))
+        save_tensors(_in_dtype(trained, dtype), aside / family.folder / MODEL_FILE, {"format": "pt"})
+        (aside / family.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (aside / checkpoint.CARD).write_text(card, encoding="utf-8")
 
 
 def _schedule(weights: Path, model: Path, options: Mapping[str, Json]) -> dict[str, Any]:
@@ -212,13 +205,21 @@ def _write_file(weights: Path, output: Path, like: Path | None, dtype: str) -> N
     tensors = in_original_layout(trained, load_file(template), lambda given: convert(given, config), item=str(template))
     aside = output.with_name(f"{output.name}.{secrets.token_hex(4)}.tmp")
     try:
-        save_tensors(tensors, aside, {"format": "pt"})
-        move_durably(aside, output)
-    except (OSError, SafetensorError) as error:
-        said = failed_write(output.parent, error)
-        raise TrainError(f"{output} cannot be written: {said}; make room or choose another place") from error
+        with _explaining(output, output.parent):
+            save_tensors(tensors, aside, {"format": "pt"})
+            move_durably(aside, output)
     finally:
         aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _explaining(output: Path, folder: Path) -> Iterator[None]:
+    """Turn an error of the body, which writes in a folder, into a TrainError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        said = failed_write(folder, error)
+        raise TrainError(f"{output} cannot be written: {said}; make room or choose another place") from error
 
 
 def _in_dtype(tensors: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.train.models.lora import ADAPTER, Layers, bare_name, layers_by_word
+from bucketline.train.models.lora import LORA_METADATA, PEFT_PREFIX, Layers, layers_by_word, plain_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PEFT_PREFIX = "base_model.model."
 MAGNITUDE = "magnitude_vector"  # of DoRA, for each output of a layer
 KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
-LORA_METADATA = "lora_adapter_metadata"  # in files of diffusers and ours: peft's configuration
 _NAME = re.compile(r"(?P<layer>.+?)\.(?:lora[_.](?:(?P<down>A|down)|(?P<up>B|up))(?:\.default)?\.weight|(?P<alpha>alpha))")
 PREFIX = re.compile(r"^(?:base_model\.model\.|diffusion_model\.|unet\.|transformer\.|lora_unet_|lora_transformer_)+")
 OF_TEXT_ENCODERS = ("lora_te", "text_encoder")
@@ -114,7 +112,7 @@ def _read(path: Path, model: nn.Module, pipeline: str | None) -> dict[str, Adapt
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(OF_TEXT_ENCODERS)}
     if len(kept) < len(tensors):
         log.warning("%s: the adapters of its text encoders are left out; this trainer trains none", path)
-    layers = [bare_name(name) for name, _ in model.named_modules() if ADAPTER not in name]
+    layers = plain_layers(model)
     found, unknown = _by_layer(kept, layers)
     if unknown and pipeline:
         found, unknown = _by_layer(_converted(kept, pipeline, model), layers)

@@ -49,17 +49,6 @@ class Scale:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the batches that the run is compiled for, by bucket
 
 
-@dataclass(slots=True, kw_only=True)
-class _Window:
-    """A window in progress, with the steps whose values are still on the device."""
-
-    state: WindowState
-    on_device: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    took: list[tuple[Mark, Mark]] = field(default_factory=list)
-    in_flight: Tensor | None = None  # [1 + W, n] float32 on the host: gradient norms, then each rank's losses
-    copied: torch.cuda.Event | None = None
-
-
 class WindowRecorder:
     """Collect steps into windows; a window's line is returned when the next window ends."""
 
@@ -80,14 +69,11 @@ class WindowRecorder:
         self._samples_of = samples_of
         self._scale = scale
         self._gather = gather
-        self._open = _Window(state=copy.deepcopy(begun)) if begun else None
-        self._pending: _Window | None = None
-        self._skipped: list[str] = []  # the latest steps, if they were skipped
-
-    @property
-    def skips_now(self) -> bool:
-        """True if the last step read back was skipped, possibly because of bad weights."""
-        return bool(self._skipped)
+        self._open = copy.deepcopy(begun)
+        self._on_device: list[tuple[Tensor, Tensor]] = []  # losses and gradient norms of the open window's latest steps
+        self._took: list[tuple[Mark, Mark]] = []  # likewise
+        self._pending: Callable[[], WindowState] | None = None  # reads what the last complete window's steps have measured
+        self.skipped: list[str] = []  # the last steps read back, if they were skipped, possibly because of bad weights
 
     def add(self, step: int, outcome: StepOutcome, *, took: tuple[Mark, Mark], wait_s: float) -> dict[str, Json] | None:
         """Add a step with its begin and end marks; if it completes a window, return the previous window's line.
@@ -95,26 +81,23 @@ class WindowRecorder:
         Raises:
             NotFiniteError: if a loss is not finite, or too many gradients in a row are not.
         """
-        window = self._open = self._open or _Window(state=WindowState(first_step=step))
-        window.on_device.append((outcome.loss, outcome.grad_norm))
-        window.took.append(took)
-        window.state.buckets.append(outcome.bucket)
-        window.state.wait_s += wait_s
-        window.state.learning_rate = outcome.learning_rate
+        window = self._open = self._open or WindowState(first_step=step)
+        self._on_device.append((outcome.loss, outcome.grad_norm))
+        self._took.append(took)
+        window.buckets.append(outcome.bucket)
+        window.wait_s += wait_s
+        window.learning_rate = outcome.learning_rate
         if (step + 1) % self._log_every:
             return None
-        self._send(window)
+        sent = self._sent(window)
         line = self.flush()
-        self._open, self._pending = None, window
+        self._open, self._pending = None, sent
         return line
 
     def flush(self) -> dict[str, Json] | None:
         """Return the line of the last complete window now, if it has not been returned yet; errors as of `add`."""
-        window, self._pending = self._pending, None
-        if window is None:
-            return None
-        self._receive(window)
-        return _line(window.state, self._scale)
+        read, self._pending = self._pending, None
+        return None if read is None else _line(read(), self._scale)
 
     def partial(self) -> dict[str, Json] | None:
         """Return the line of the incomplete window, or None if it is empty; for the end of a run."""
@@ -123,39 +106,35 @@ class WindowRecorder:
 
     def state(self) -> WindowState | None:
         """Return the incomplete window, or None if it is empty; errors as of `add`: no checkpoint may hold such a step."""
-        if self._open is None:
-            return None
-        self._send(self._open)
-        self._receive(self._open)
-        return copy.deepcopy(self._open.state)
+        return None if self._open is None else copy.deepcopy(self._sent(self._open)())
 
-    def _send(self, window: _Window) -> None:
-        """Start copying the window's values from the device to the host."""
-        if not window.on_device:
-            return
-        losses = torch.stack([loss for loss, _ in window.on_device])
-        norms = torch.stack([norm for _, norm in window.on_device])
-        values = torch.cat([norms, self._gather(losses)]).view(-1, len(window.on_device))
-        window.on_device = []
-        window.in_flight = values.to("cpu", non_blocking=True)  # into pinned memory
-        if values.is_cuda:
-            window.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            window.copied.record()
+    def _sent(self, window: WindowState) -> Callable[[], WindowState]:
+        """Start copying the window's values from the device to the host; return what waits for them and adds them to it.
 
-    def _receive(self, window: _Window) -> None:
-        """Read the values that `_send` copied; a step with a non-finite gradient was skipped, and gets None for both."""
-        if window.in_flight is None:
-            return
-        if window.copied is not None:
-            window.copied.synchronize()
-        norms, losses = window.in_flight[0], window.in_flight[1:]
-        for norm, loss, each in zip(norms.tolist(), losses.double().mean(0).tolist(), losses.T.tolist(), strict=True):
-            bad = [rank for rank, own in enumerate(each) if not math.isfinite(own)]
-            is_taken = self._is_taken(window.state, loss, norm, bad or range(len(each)))
-            window.state.losses.append(loss if is_taken else None)
-            window.state.grad_norms.append(norm if is_taken else None)
-        window.state.step_s += [seconds_between(begin, end) for begin, end in window.took]
-        window.in_flight, window.took = None, []
+        A step with a non-finite gradient was skipped, and gets None for both values.
+        """
+        if not self._on_device:
+            return lambda: window
+        on_device, took, self._on_device, self._took = self._on_device, self._took, [], []
+        losses, norms = map(torch.stack, zip(*on_device, strict=True))
+        # [1 + W, n] float32: gradient norms, then each rank's losses; into pinned memory
+        values = torch.cat([norms, self._gather(losses)]).view(-1, len(on_device))
+        on_host = values.to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+
+        def read() -> WindowState:
+            if copied is not None:
+                copied.synchronize()
+            norms, losses = on_host[0], on_host[1:]
+            for norm, loss, each in zip(norms.tolist(), losses.double().mean(0).tolist(), losses.T.tolist(), strict=True):
+                bad = [rank for rank, own in enumerate(each) if not math.isfinite(own)]
+                is_taken = self._is_taken(window, loss, norm, bad or range(len(each)))
+                window.losses.append(loss if is_taken else None)
+                window.grad_norms.append(norm if is_taken else None)
+            window.step_s += [seconds_between(begin, end) for begin, end in took]
+            return window
+
+        return read
 
     def _is_taken(self, state: WindowState, loss: float, norm: float, ranks: Sequence[int]) -> bool:
         """Return whether a window's next step changed the weights: a step with a non-finite gradient was skipped.
@@ -163,7 +142,7 @@ class WindowRecorder:
         `ranks`: those whose own loss is not finite, or all of them.
         """
         if math.isfinite(norm) and math.isfinite(loss):
-            self._skipped.clear()
+            self.skipped.clear()
             return True
         step, bucket = state.first_step + len(state.losses), state.buckets[len(state.losses)]
         found = f"the loss is {loss} and the gradient's norm {norm}"
@@ -174,11 +153,11 @@ class WindowRecorder:
                 f"step {step} (in the window of steps {state.first_step} to {state.last_step}), bucket {bucket}: {found}, "
                 "expected finite numbers; checkpoints only hold earlier weights"
             )
-        self._skipped.append(f"step {step} (bucket {bucket}): {found}")
-        log.warning("%s, expected finite numbers; the step was skipped", self._skipped[-1])
-        if len(self._skipped) == SKIPPED_IN_A_ROW:
+        self.skipped.append(f"step {step} (bucket {bucket}): {found}")
+        log.warning("%s, expected finite numbers; the step was skipped", self.skipped[-1])
+        if len(self.skipped) == SKIPPED_IN_A_ROW:
             raise NotFiniteError(
-                f"{self._skipped[0]}, expected finite numbers; this step and the next ones, {SKIPPED_IN_A_ROW} in a row, were "
+                f"{self.skipped[0]}, expected finite numbers; this step and the next ones, {SKIPPED_IN_A_ROW} in a row, were "
                 "skipped: the weights are no longer usable; checkpoints only hold earlier weights"
             )
         return False

@@ -81,7 +81,7 @@ def model_card(
 From {where}
 
 ```python
-{weights.example(model, folder)}
+{_example(weights, plain_class(model).__name__, folder)}
 ```
 
 {_DATA}
@@ -97,6 +97,24 @@ The digest is the manifest's, which holds the digest of every file of the store.
 ## Versions
 
 {_table([{"package": name, "version": version} for name, version in versions().items()])}"""
+
+
+def _example(weights: Weights, kind: str, folder: str) -> str:
+    """Return Python lines that load the weights in a `folder`, of a model's class `kind`."""
+    if not isinstance(weights, Adapters):
+        return f"""from diffusers import {kind}
+
+model = {kind}.from_pretrained(".", subfolder="{folder}")"""
+    if weights.pipeline:
+        return f"""from diffusers import {weights.pipeline}
+
+pipeline = {weights.pipeline}.from_pretrained("the model that was trained from")
+pipeline.load_lora_weights("{folder}")"""
+    return f"""from diffusers import {kind}
+from peft import PeftModel
+
+model = {kind}.from_pretrained("the model that was trained from", subfolder="{weights.part}")
+model = PeftModel.from_pretrained(model, "{folder}")"""
 
 
 def pipeline_card(card: str, model: Path, family: type[Family], *, dtype: str, kept: str) -> str:

@@ -21,9 +21,10 @@ from safetensors import SafetensorError
 from bucketline.errors import ModelError, StateError
 from bucketline.files.copy_bytes import copy_some
 from bucketline.model_file import INDEX
+from bucketline.train.models.lora import LORA_METADATA, PEFT_PREFIX
 from bucketline.train.noise import FLOW_CLASS
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
-from bucketline.train.outputs.lora_file import LORA_METADATA, PEFT_PREFIX, PREFIX, read_tensors
+from bucketline.train.outputs.lora_file import PREFIX, read_tensors
 from bucketline.train.outputs.weights import PEFT_CONFIG
 from bucketline.weight_files import DIFFUSERS, LORA_FILE, PEFT_FILE, TRANSFORMERS, safetensors_of, variant_of
 

@@ -7,8 +7,10 @@ import json
 import logging
 import time
 from datetime import timedelta
+from resource import RUSAGE_SELF, getrusage
 from typing import TYPE_CHECKING, cast
 
+import torch
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,7 +19,7 @@ from bucketline.command_line import counted, per_second
 from bucketline.errors import UsageError
 from bucketline.files.run_marker import LOSS_CURVE, METRICS
 from bucketline.progress import stderr_console
-from bucketline.train.compile import graphs_compiled, peak_memory_bytes
+from bucketline.train.compile import graphs_compiled
 from bucketline.train.metrics_file import read_metrics
 from bucketline.train.outputs.run_dir import RunStatus, write_status
 from bucketline.train.run_file import config_as_json
@@ -55,11 +57,11 @@ def expect_trackers(names: Sequence[str]) -> None:
 class ProgressLine(logging.Handler):
     """Print the progress of a run and its log messages; silent on all ranks but 0."""
 
-    def __init__(self, *, max_steps: int | None, talks: bool) -> None:
-        """`max_steps`: None as long as they are not known; `talks`: True on rank 0."""
+    def __init__(self, *, talks: bool) -> None:
+        """`talks`: True on rank 0."""
         super().__init__(logging.WARNING)
         self.console = stderr_console(quiet=not talks, highlight=False, soft_wrap=True)
-        self._max_steps = max_steps or 0
+        self._max_steps = 0  # until `expect`
         self._began = (0, time.monotonic())
         self._bar = Progress(
             TextColumn("step"),
@@ -70,7 +72,7 @@ class ProgressLine(logging.Handler):
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        self._task = self._bar.add_task("train", total=max_steps, news="")
+        self._task = self._bar.add_task("train", total=None, news="")
 
     def __enter__(self) -> ProgressLine:
         """Print the trainer's log messages from now on."""
@@ -78,12 +80,10 @@ class ProgressLine(logging.Handler):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the terminal."""
         logging.getLogger("bucketline.train").removeHandler(self)
         self.close()
 
     def expect(self, max_steps: int) -> None:
-        """Set the number of steps, once it is known."""
         self._max_steps = max_steps
         self._bar.update(self._task, total=max_steps)
 
@@ -94,7 +94,6 @@ class ProgressLine(logging.Handler):
         self._bar.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a log message."""
         self.say(f"{record.levelname.lower()}: {record.getMessage()}")
 
     def say(self, text: str) -> None:
@@ -102,11 +101,9 @@ class ProgressLine(logging.Handler):
         self.console.print(text, markup=False)
 
     def step(self, steps_done: int) -> None:
-        """Advance the bar."""
         self._bar.update(self._task, completed=steps_done)
 
     def window(self, line: dict[str, Json]) -> None:
-        """Show the metrics of a window or a validation."""
         if "val_loss" in line:
             loss, zero_loss = line["val_loss"], line["val_zero_loss"]
             after = counted(cast("int", line["step"]), "step")
@@ -127,7 +124,6 @@ class ProgressLine(logging.Handler):
             self.say(f"step {done} of {self._max_steps}  {news}  {timedelta(seconds=left_s)} left")
 
     def close(self) -> None:
-        """Restore the terminal."""
         self._bar.stop()
         super().close()
 
@@ -153,7 +149,9 @@ class RunLog:
     def write(self, line: dict[str, Json], steps_done: int) -> None:
         """Append a line, so that readers see it at once, and tell all who follow the run."""
         if is_window := "loss" in line:
-            line["peak_memory_mib"] = peak_memory_bytes(self._accelerator.device) >> 20
+            device, rss_kib = self._accelerator.device, getrusage(RUSAGE_SELF).ru_maxrss
+            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else rss_kib << 10
+            line["peak_memory_mib"] = peak >> 20
             line["recompiles"] = graphs_compiled() - self._graphs_before
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()

@@ -69,42 +69,8 @@ def find_start(config: TrainConfig) -> Start:
     return Start(checkpoint=folder, state=state, takes_new_plan=config.new_plan)
 
 
-def take(config: TrainConfig, start: Start) -> bytes:
-    """Claim the output folder, which exists, for this run; remove the metrics of an earlier run that recorded no step.
-
-    Return the `status.json` that this replaces, empty if there is none. Checkpoints that the start has skipped as damaged are
-    set aside.
-
-    Raises:
-        TrainError: if the folder cannot be written.
-    """
-    output = config.output_dir
-    try:
-        former = (output / STATUS).read_bytes() if (output / STATUS).exists() else b""
-        write_status(output, RunStatus.RUNNING, start.steps_done, begins=True)
-        if start.checkpoint is None:  # an earlier validation was of other weights
-            (output / METRICS).unlink(missing_ok=True)
-        else:
-            checkpoint.set_aside(start.checkpoint)
-    except OSError as error:
-        raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
-    return former
-
-
-def make(output: Path) -> None:
-    """Make the output folder unless it exists.
-
-    Raises:
-        TrainError: if it cannot be made.
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
-
-
 class RunLock:
-    """Exclusive use of a run's folder, on rank 0: from before it is read, if there is one, until `release`.
+    """Exclusive use of a run's folder, on rank 0: from before it is read, if there is one, until `close`.
 
     The kernel releases it when the process ends.
     """
@@ -124,17 +90,31 @@ class RunLock:
         return find_start(self._config)
 
     def take(self, start: Start) -> bytes:
-        """Make the folder ready for the run, as `take` of this module, and keep it locked.
+        """Claim the folder, which is made unless it exists; remove the metrics of an earlier run that recorded no step.
+
+        Return the `status.json` that this replaces, empty if there is none. Checkpoints that the start has skipped as damaged
+        are set aside.
 
         Raises:
             LockedError: if another run uses it by now.
+            TrainError: if the folder cannot be made or written.
         """
-        if self._lock is None:
-            make(self._config.output_dir)
-            self._acquire()
-            if not self._config.resume:
-                find_start(self._config)  # another run may have begun and ended there since
-        return take(self._config, start)
+        output = self._config.output_dir
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            if self._lock is None:
+                self._acquire()
+                if not self._config.resume:
+                    find_start(self._config)  # another run may have begun and ended there since
+            former = (output / STATUS).read_bytes() if (output / STATUS).exists() else b""
+            write_status(output, RunStatus.RUNNING, start.steps_done, begins=True)
+            if start.checkpoint is None:  # an earlier validation was of other weights
+                (output / METRICS).unlink(missing_ok=True)
+            else:
+                checkpoint.set_aside(start.checkpoint)
+        except OSError as error:
+            raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
+        return former
 
     def _acquire(self) -> None:
         output = self._config.output_dir
@@ -145,8 +125,7 @@ class RunLock:
         except NoLocksError as error:
             log.warning("%s; nothing keeps another run from writing to %s as well", error, output)
 
-    def release(self) -> None:
-        """Let other runs use the folder."""
+    def close(self) -> None:
         if self._lock is not None:
             self._lock.release()
 
@@ -224,16 +203,6 @@ def _state(path: Path) -> object:
     return None
 
 
-def _put_back(output_dir: Path, former: bytes) -> None:
-    """Undo what `take` has written, unless a rank has recorded a failure or has undone it already."""
-    path = output_dir / STATUS
-    if _state(path) == RunStatus.RUNNING:
-        if former:
-            write_durably(path, former)
-        else:
-            path.unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
 def failures_recorded(
     config: TrainConfig, ranks: TrainRanks, start: Start, former: bytes, steps_done: Callable[[], int | None]
@@ -253,7 +222,8 @@ def failures_recorded(
     except BaseException as error:
         reason = str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
         explained = ""
-        is_lost_peer = ranks.world_size > 1 and _is_lost_peer(error)
+        is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)  # which has no class of its own
+        is_lost_peer = ranks.world_size > 1 and (is_gloos or isinstance(error, dist.DistError))
         if isinstance(error, OSError):
             reason = f"{error.filename or output} cannot be read or written: {error.strerror or error}"
             explained = f"{reason}; {checkpoint.way_on(output, first='fix that, then ')}"
@@ -265,14 +235,10 @@ def failures_recorded(
         is_refusal = isinstance(error, BucketlineError | KeyboardInterrupt) or is_lost_peer
         with contextlib.suppress(OSError):  # on a failing disk, report the first failure
             if (done := steps_done()) is None and start.checkpoint is not None and is_refusal:
-                _put_back(output, former)
+                if _state(output / STATUS) == RunStatus.RUNNING:  # no rank has recorded a failure, or undone it already
+                    write_durably(output / STATUS, former) if former else (output / STATUS).unlink()
             else:
                 write_status(output, RunStatus.FAILED, start.steps_done if done is None else done, reason)
         if explained:
             raise TrainError(explained) from error
         raise
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error only follows from another rank's failure; gloo's errors have no separate class."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

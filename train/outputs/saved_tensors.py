@@ -12,13 +12,13 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 
 from bucketline.errors import StateError, TrainError
 from bucketline.files.atomic_write import sync_folder
 from bucketline.files.disk_space import failed_write
 from bucketline.store.format.hashing import file_digest
-from bucketline.train import parallel
 from bucketline.train.checkpoint import (
     ASIDE_SUFFIX,
     CARD,
@@ -34,7 +34,7 @@ from bucketline.train.checkpoint import (
 )
 from bucketline.train.outputs.metrics import NotFiniteError
 from bucketline.train.outputs.weights import average_folder
-from bucketline.train.parallel import whole
+from bucketline.train.parallel import fail_together, fill_from_rank_zero, load_optimizer, whole
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -90,21 +90,13 @@ def write(
         paths = sorted(path for path in aside.rglob("*") if path.is_file())
         digests = {path.relative_to(aside).as_posix(): Digest(*file_digest(path)) for path in paths}
         (aside / DIGESTS).write_text(json.dumps(encode(Digests(files=digests)), indent=1), encoding="utf-8")
-    _remove_old(output_dir, state.steps_done, keep)
-    return folder
-
-
-def _remove_old(output_dir: Path, steps_done: int, keep: int) -> None:
-    """Remove what is older than the newest `keep` complete checkpoints, as far as files' lengths show, which cost no reading.
-
-    What a resume has found damaged is `set_aside`, so its name is none of a checkpoint.
-    """
-    num_kept = 0
-    for step, folder in checkpoint_folders(output_dir).items():
+    num_kept = 0  # of the complete ones, as far as files' lengths show, which cost no reading; what is damaged is `set_aside`
+    for step, older in checkpoint_folders(output_dir).items():
         if num_kept == keep:
-            shutil.rmtree(folder)
-        elif step <= steps_done and damage(folder, reads=False) is None:
+            shutil.rmtree(older)
+        elif step <= state.steps_done and damage(older, reads=False) is None:
             num_kept += 1
+    return folder
 
 
 @contextlib.contextmanager
@@ -146,14 +138,26 @@ def expect_finite_weights(model: nn.Module, steps_done: int) -> None:
         )
 
 
-def load_weights(folder: Path, weights: Weights, model: nn.Module, *, averaged: bool = False) -> None:
-    """Load a checkpoint's weights, or its `averaged` weights, into a model, before it is sharded.
+def load_weights(folder: Path, weights: Weights, model: nn.Module, *, averaged: bool = False, alone: bool = True) -> None:
+    """Load a checkpoint's weights, or its `averaged` weights, into a placed model.
+
+    `alone`: every rank reads them; else rank 0 does, for all.
 
     Raises:
         StateError: if the checkpoint belongs to another model.
     """
-    with of_this_model(folder):
-        weights.fill(folder / (average_folder(weights) if averaged else weights.folder), model)
+    own, stored = weights.tensors(model), {}
+    with fail_together(), of_this_model(folder):
+        if alone or dist.get_rank() == 0:
+            stored = weights.read(folder / (average_folder(weights) if averaged else weights.folder))
+            if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in stored.items()}:
+                raise ValueError(f"its {len(stored)} tensors differ in names or shapes from the model's {len(own)}")
+    if not alone:
+        fill_from_rank_zero(own, stored)
+        return
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(stored[name])
 
 
 def load_saved_optimizer(folder: Path, optimizer: Optimizer, of_groups: Collection[str] = ()) -> None:
@@ -164,7 +168,7 @@ def load_saved_optimizer(folder: Path, optimizer: Optimizer, of_groups: Collecti
     """
     with of_this_model(folder):
         saved = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True, mmap=True)
-        parallel.load_optimizer(optimizer, saved, of_groups)
+        load_optimizer(optimizer, saved, of_groups)
 
 
 @contextlib.contextmanager

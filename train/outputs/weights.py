@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from bucketline.train.models.lora import LORA_METADATA, PEFT_PREFIX
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.parallel import plain_class
 from bucketline.weight_files import LORA_FILE, PEFT_FILE
@@ -40,13 +40,6 @@ class WholeModel:
         config = json.loads(model.to_json_string())  # type: ignore[operator]
         return json.dumps({**config, "_class_name": plain_class(model).__name__}, indent=2, sort_keys=True) + "\n"
 
-    def example(self, model: nn.Module, folder: str) -> str:
-        """Return Python lines that load the weights in a `folder` of a checkpoint's folder."""
-        kind = plain_class(model).__name__
-        return f"""from diffusers import {kind}
-
-model = {kind}.from_pretrained(".", subfolder="{folder}")"""
-
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the model's tensors to write, parameters and buffers, by their stored names."""
         return dict(model.state_dict(keep_vars=True))
@@ -60,16 +53,8 @@ model = {kind}.from_pretrained(".", subfolder="{folder}")"""
             path.parent.mkdir(exist_ok=True)
             path.write_text(self.scheduler, encoding="utf-8")
 
-    def fill(self, folder: Path, model: nn.Module) -> None:
-        """Load such a folder into a model.
-
-        Raises:
-            RuntimeError, ValueError: if the tensors belong to another model.
-        """
-        model.load_state_dict(self.read(folder))
-
     def read(self, folder: Path) -> dict[str, Tensor]:
-        """Return the tensors of such a folder, by the model's names."""
+        """Return the tensors of such a folder, by the names of `tensors`."""
         return load_file(folder / MODEL_FILE)
 
 
@@ -88,30 +73,15 @@ class Adapters:
         fields = {prefix + name: value for name, value in found.to_dict().items()}
         return json.dumps(fields, default=sorted, indent=2, sort_keys=True)  # a set is sorted
 
-    def example(self, model: nn.Module, folder: str) -> str:
-        kind = plain_class(model).__name__
-        if self.pipeline:
-            return f"""from diffusers import {self.pipeline}
-
-pipeline = {self.pipeline}.from_pretrained("the model that was trained from")
-pipeline.load_lora_weights("{folder}")"""
-        return f"""from diffusers import {kind}
-from peft import PeftModel
-
-model = {kind}.from_pretrained("the model that was trained from", subfolder="{self.part}")
-model = PeftModel.from_pretrained(model, "{folder}")"""
-
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         from peft import get_peft_model_state_dict
-
-        from bucketline.train.outputs.lora_file import PEFT_PREFIX
 
         prefix = f"{self.part}." if self.pipeline else PEFT_PREFIX
         state = get_peft_model_state_dict(model, model.state_dict(keep_vars=True))
         return {prefix + name: tensor for name, tensor in state.items()}
 
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
-        from bucketline.train.outputs.lora_file import LORA_METADATA, for_other_tools
+        from bucketline.train.outputs.lora_file import for_other_tools
 
         if self.pipeline:
             # The format of diffusers' `save_lora_weights`, which preserves rank, alpha and layers.
@@ -132,22 +102,11 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
         Raises:
             OSError, ValueError, KeyError: if it has no such adapters.
         """
-        from bucketline.train.outputs.lora_file import LORA_METADATA
-
         folder = checkpoint / self.folder
         if not self.pipeline:
             return [*json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))["target_modules"]]
         with safe_open(folder / LORA_FILE, "pt") as file:
             return [*json.loads(file.metadata()[LORA_METADATA])[f"{self.part}.target_modules"]]
-
-    def fill(self, folder: Path, model: nn.Module) -> None:
-        stored = self.read(folder)
-        own = self.tensors(model)
-        if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in stored.items()}:
-            raise ValueError(f"its adapters, {len(stored)} tensors, differ in names or shapes from the model's {len(own)}")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(stored[name])
 
 
 Weights = WholeModel | Adapters
@@ -180,11 +139,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     mode = path.stat().st_mode
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
     path.chmod(mode)
-    _sort_metadata(path)
-
-
-def _sort_metadata(path: Path) -> None:
-    """Sort the metadata in a safetensors file's header, which safetensors writes in another order each time."""
+    # sort the metadata in the header, which safetensors writes in another order each time
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

@@ -88,7 +88,7 @@ def test_the_trainer_loads_a_variant_and_names_what_it_looked_for(tmp_path: Path
 
 def test_the_trainer_compares_a_vae_of_a_variant_alone_with_the_stores(own: Path, tmp_path: Path) -> None:
     from bucketline.store import Store
-    from bucketline.train.models.encoder_check import read_vae
+    from bucketline.train.models.load import read_vae
 
     as_variant(own, "fp16")
     assert pack(own, tmp_path).code == 0

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from bucketline.families.family import Family
     from bucketline.loader import Batch
-    from bucketline.train.noise import ModelSchedule
 
 CPU = torch.device("cpu")
 LONG = "a red cat and a blue dog of the house " * 60  # longer than any pipeline's call takes by default
@@ -215,7 +214,7 @@ def test_latents_are_the_vaes_own_and_scaled_as_the_pipeline_undoes_it(made: Mad
 def test_an_image_drawn_in_training_is_the_one_that_the_pipeline_draws_from_the_text(made: Made) -> None:
     """From stored embeddings, with the same noise, steps and guidance, and the negative prompt if the pipeline takes one."""
     family, (height, width) = made.family, made.size
-    training, schedule = training_of(made)
+    training = training_of(made)
     count = family.most_drawn or 2
     captions, others = ("a red cat", "a blue dog of the house")[:count], ("the house", "a dog")[:count]
     takes_negative = "negative_prompt" in inspect.signature(type(made.pipeline).__call__).parameters
@@ -231,16 +230,16 @@ def test_an_image_drawn_in_training_is_the_one_that_the_pipeline_draws_from_the_
     is_guided = family.is_guided(3.0)
     empty = batch((negative,) * count) if is_guided else None
     one = DrawingBatch(batch=batch(captions), negative=empty, noise=noise, guidance=3.0, entries=())
-    drawn = training.prep.scale.invert(draw_latents(training, schedule, made.pipeline.vae, one))
+    drawn = training.prep.scale.invert(draw_latents(training, made.pipeline.vae, one))
     found = (vaes.vae_decode(made.pipeline.vae, drawn) / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
 
     pipeline = made.pipeline
     made.model.eval()
-    if isinstance(schedule.noise, NoiseSchedule):
+    if isinstance(training.prep.schedule, NoiseSchedule):
         changed = {"clip_sample": False, "set_alpha_to_one": True, "timestep_spacing": "trailing", "steps_offset": 1}
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, **changed)
     else:
-        pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(schedule.config)
+        pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(training.scheduler)
     guidance = 3.0 if is_guided or family.is_told_guidance else family.no_guidance
     asked = {**made.asked, family.guidance_argument: guidance, "num_inference_steps": STEPS, "height": height, "width": width}
     more = {"negative_prompt": [negative] * count} if is_guided and takes_negative else {}
@@ -255,7 +254,7 @@ def test_an_image_drawn_in_training_is_the_one_that_the_pipeline_draws_from_the_
     assert error < 0.01 * of_text, (float(error), float(of_text))
 
 
-def training_of(made: Made) -> tuple[Training, ModelSchedule]:
+def training_of(made: Made) -> Training:
     """Return the pipeline's model as if it was in training."""
     schedule = load_schedule(made.folder, CPU, patch_size=made.family.patch_size)
     asked: dict[str, Any] = {
@@ -265,7 +264,7 @@ def training_of(made: Made) -> tuple[Training, ModelSchedule]:
         "batch": "1",
         "max_steps": 1,
     }
-    training = Training(
+    return Training(
         config=TrainConfig(**asked, image_steps=STEPS),
         family=made.family,
         model=made.model,
@@ -277,8 +276,8 @@ def training_of(made: Made) -> tuple[Training, ModelSchedule]:
             objective=schedule.objective,
         ),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
+        scheduler=schedule.config,
     )
-    return training, schedule
 
 
 def file_of(family: type[Family]) -> Path:

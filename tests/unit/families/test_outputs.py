@@ -13,7 +13,6 @@ from bucketline.errors import UsageError
 from bucketline.families.registry import family_of_pipeline
 from bucketline.train.checkpoint import Start
 from bucketline.train.config import TrainConfig
-from bucketline.train.outputs import run_dir
 from bucketline.train.outputs.export import export_model
 from bucketline.train.parallel import StopRequest
 from bucketline.train.setup import start_processes
@@ -44,7 +43,7 @@ def trainer_of(packed: Packed | PackedFamily, output: Path, **changes: Any) -> I
 
 def run(trainer: Trainer) -> TrainSummary:
     """Train to the end."""
-    run_dir.make(trainer.config.output_dir)
+    trainer.config.output_dir.mkdir(exist_ok=True)
     with contextlib.closing(StopRequest(ALONE)) as stop:
         return trainer.run(stop)
 

@@ -49,9 +49,9 @@ def drawn_by(pipeline: Any, trainer: Trainer, one: DrawingBatch) -> np.ndarray:
     pipeline.check_inputs = lambda *_args, **_more: None  # of sizes for a VAE that divides by 8
     pipeline.set_progress_bar_config(disable=True)
     if isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
-        assert isinstance(trainer.schedule.noise, FlowSchedule)
-    elif isinstance(trainer.schedule.noise, FlowSchedule):  # the sampler of a run's images, as docs/training.md has it
-        pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(trainer.schedule.config)
+        assert isinstance(trainer.training.prep.schedule, FlowSchedule)
+    elif isinstance(trainer.training.prep.schedule, FlowSchedule):  # the sampler of a run's images, as docs/training.md has it
+        pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(trainer.training.scheduler)
     else:
         options: dict[str, Any] = {"timestep_spacing": "trailing", "set_alpha_to_one": True, "clip_sample": False}
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, **options)

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from bucketline.allocator import set_up_torch
 from bucketline.errors import UsageError
+from bucketline.train.compile import recomputed
 from bucketline.train.config import Objective
 from bucketline.train.metrics_file import read_metrics
 from bucketline.train.outputs import run_dir
-from bucketline.train.recompute import recomputed
 from bucketline.train.trainer import train
 from bucketline.train.values import Ema, LrSchedule
 from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts

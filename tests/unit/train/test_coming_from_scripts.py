@@ -16,9 +16,9 @@ from bucketline.families.flux import Flux
 from bucketline.families.sd3 import Sd3
 from bucketline.help_screen import options_of
 from bucketline.loader.plan.rng import Purpose, normal
-from bucketline.train.config import Objective, TrainConfig
+from bucketline.train.config import Objective, ObjectiveOptions, TrainConfig
 from bucketline.train.models.lora import adapted_layers
-from bucketline.train.noise import FlowSchedule, LatentScale, NoisingOptions, Prep, load_schedule, squared_error, weighted
+from bucketline.train.noise import FlowSchedule, LatentScale, Prep, draw_timesteps, load_schedule, squared_error
 from bucketline.train.optim import learning_rate_at
 from bucketline.train.option_names import ELSEWHERE
 from bucketline.train.step import loss_of
@@ -85,7 +85,7 @@ def test_a_logit_mean_has_the_other_sign() -> None:
     """Theirs draws an index into timesteps that fall: u near 1 has little noise."""
     z = normal(KEYS, Purpose.TIMESTEP, (1,)).squeeze(1).double()
     theirs = scripts_sigmas(torch.sigmoid(0.5 + 1.0 * -z), shift=3.0)  # -z is as likely as z
-    drawn = NoisingOptions(timesteps=Timesteps.parse("logit-normal:-0.5,1", "--timesteps")).draw(KEYS, 1000)
+    drawn = draw_timesteps(ObjectiveOptions(timesteps=Timesteps.parse("logit-normal:-0.5,1", "--timesteps")), KEYS, 1000)
     ours = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2).at(drawn, 8, 8).noise.flatten()
     torch.testing.assert_close(ours, theirs)
     assert float(theirs.mean()) < float(scripts_sigmas(torch.sigmoid(-0.5 + z), shift=3.0).mean())
@@ -108,12 +108,13 @@ def test_fluxs_noise_is_theirs_without_a_shift(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("scheme", "setting"), [("logit_normal", "sigma-squared"), ("sigma_sqrt", "none")])
 def test_sd3s_loss_is_theirs_of_preconditioned_outputs(scheme: str, setting: str) -> None:
     schedule = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2)
-    options = NoisingOptions(loss_weight=LossWeight.parse(setting, "--loss-weight"))
+    options = ObjectiveOptions(loss_weight=LossWeight.parse(setting, "--loss-weight"))
     batch = make_batch(8)
     scale = LatentScale(scale=1.0, shift=0.0)
     noised = Prep(scale=scale, schedule=schedule, objective=Objective.FLOW, options=options).for_training(batch)
     prediction = torch.randn(noised.noisy.shape, generator=torch.Generator().manual_seed(0))
-    ours = weighted(squared_error(prediction, noised.target), noised.weight)
+    errors = squared_error(prediction, noised.target)
+    ours = errors if noised.weight is None else errors * noised.weight
     model_input, noisy_model_input = batch.latents.float(), noised.noisy
     sigmas = (noised.timesteps / 1000).view(-1, 1, 1, 1)
     model_pred = prediction * (-sigmas) + noisy_model_input

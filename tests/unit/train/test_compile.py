@@ -315,11 +315,12 @@ def test_a_validation_runs_the_graphs_of_the_warm_up(tmp_path: Path, dynamo: obj
 @pytest.mark.slow
 def test_images_run_the_graphs_of_their_shape_and_compile_none(tmp_path: Path, dynamo: object) -> None:
     counting = CountsCalls()
-    training, plain = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=1)
+    made = [make_training(tmp_path, accumulation=1) for _ in range(2)]
+    scheduler = load_schedule(tmp_path, torch.device("cpu")).config
+    training, plain = (dataclasses.replace(one, scheduler=scheduler) for one in made)
     with torch.no_grad():
         for one in (training, plain):
             next(one.model.parameters()).add_(0.1)  # now the average differs
-    schedule = load_schedule(tmp_path, torch.device("cpu"))
     compile_blocks(training.model, backend=counting)
     warm_up(training, [make_batch(2)], validated=[make_batch(2)])
     before = copy.deepcopy(training.model.state_dict())
@@ -328,7 +329,7 @@ def test_images_run_the_graphs_of_their_shape_and_compile_none(tmp_path: Path, d
     for batch, num_calls in ((make_batch(2), each), (make_batch(1), 0), (make_batch(2, height=12), 0)):
         counting.calls = 0
         drawing = DrawingBatch(batch=batch, negative=None, noise=sample_noise(batch), guidance=1.0, entries=())
-        found, expected = (draw_latents(one, schedule, tiny_vae(), drawing) for one in (training, plain))
+        found, expected = (draw_latents(one, tiny_vae(), drawing) for one in (training, plain))
         assert counting.calls == num_calls * training.config.image_steps
         torch.testing.assert_close(found, expected)
     assert graphs_compiled() == warm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bucketline.train.host_copy import HostMemory, copy_through
+from bucketline.train.outputs.saver import HostMemory, copy_through
 
 SHAPES = ((), (0, 3), (7,), (5, 3, 2, 2), (1000,))
 

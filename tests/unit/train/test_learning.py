@@ -12,8 +12,9 @@ import torch
 from bucketline.errors import UsageError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
+from bucketline.train.config import ObjectiveOptions
 from bucketline.train.data import mean_weight
-from bucketline.train.noise import NoisingOptions, squared_error
+from bucketline.train.noise import draw_timesteps, squared_error
 from bucketline.train.step import loss_of
 from bucketline.train.trainer import train
 from bucketline.train.values import TimestepRange, Timesteps, TimestepSampling
@@ -29,14 +30,14 @@ KEYS = torch.arange(4000) * 7919 + 1
 @pytest.mark.parametrize("sampling", TimestepSampling)
 def test_timesteps_stay_in_their_range_and_fill_it(sampling: TimestepSampling) -> None:
     timesteps = Timesteps(name=sampling)
-    drawn = NoisingOptions(timesteps=timesteps, timestep_range=TimestepRange(low=0.25, high=0.75)).draw(KEYS, 1000)
+    drawn = draw_timesteps(ObjectiveOptions(timesteps=timesteps, timestep_range=TimestepRange(low=0.25, high=0.75)), KEYS, 1000)
     assert (int(drawn.min()), int(drawn.max())) >= (250, 700)
     assert int(drawn.min()) < 300
     assert int(drawn.max()) < 750
-    whole = NoisingOptions(timesteps=timesteps).draw(KEYS, 1000)
+    whole = draw_timesteps(ObjectiveOptions(timesteps=timesteps), KEYS, 1000)
     for low, wanted in ((0.0, whole), (0.5, 500 + whole // 2)):
-        ranged = NoisingOptions(timesteps=timesteps, timestep_range=TimestepRange(low=low, high=1.0))
-        assert torch.equal(ranged.draw(KEYS, 1000), wanted)
+        ranged = ObjectiveOptions(timesteps=timesteps, timestep_range=TimestepRange(low=low, high=1.0))
+        assert torch.equal(draw_timesteps(ranged, KEYS, 1000), wanted)
 
 
 def test_a_range_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -12,17 +12,15 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
 
 from bucketline.train.config import Objective
 from bucketline.train.noise import (
-    DynamicShift,
     FlowSchedule,
     NoiseSchedule,
     Shares,
     add_noise,
-    flow_weight,
-    min_snr_weight,
     squared_error,
     target,
+    weights_of_errors,
 )
-from bucketline.train.values import Weighting
+from bucketline.train.values import LossWeight, Weighting
 
 CPU = torch.device("cpu")
 
@@ -88,10 +86,17 @@ def test_a_flows_shift_by_size_is_that_of_flux_and_sd3_in_diffusers(kind: str, s
     scheduler: Any = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type=kind)
     mu = calculate_shift((size[0] // 2) * (size[1] // 2))
     wanted = scheduler.time_shift(mu, 1.0, scheduler.sigmas.flip(0))
-    dynamic = DynamicShift(base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096, time_shift_type=kind)
-    found = FlowSchedule(num_timesteps=1000, shift=dynamic, patch_size=2).at(torch.arange(1000), *size)
+    by_size = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256, "max_image_seq_len": 4096}
+    schedule = FlowSchedule(num_timesteps=1000, shift={**by_size, "time_shift_type": kind}, patch_size=2)
+    found = schedule.at(torch.arange(1000), *size)
     torch.testing.assert_close(found.noise.flatten(), wanted)
     torch.testing.assert_close(found.timesteps, wanted * 1000, rtol=1e-5, atol=1e-3)
+
+
+def min_snr(objective: Objective, shares: Shares, gamma: float) -> torch.Tensor:
+    found = weights_of_errors(LossWeight(name=Weighting.MIN_SNR, gamma=gamma), objective, shares)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("gamma", [1.0, 5.0])
@@ -101,8 +106,8 @@ def test_min_snr_weights_are_those_of_diffusers_training_scripts(gamma: float) -
     snr = compute_snr(scheduler, timesteps)
     least = torch.stack([snr, gamma * torch.ones_like(snr)], dim=1).min(dim=1)[0]
     shares = NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, CPU).at(timesteps, 8, 8)
-    torch.testing.assert_close(min_snr_weight(Objective.EPSILON, shares, gamma), least / snr)
-    torch.testing.assert_close(min_snr_weight(Objective.V_PREDICTION, shares, gamma), least / (snr + 1))
+    torch.testing.assert_close(min_snr(Objective.EPSILON, shares, gamma), least / snr)
+    torch.testing.assert_close(min_snr(Objective.V_PREDICTION, shares, gamma), least / (snr + 1))
 
 
 @pytest.mark.parametrize("weighting", [Weighting.COSMAP, Weighting.SIGMA_SQRT])
@@ -110,15 +115,14 @@ def test_a_flows_weights_are_those_of_diffusers_training_scripts(weighting: Weig
     scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)
     sigmas = scheduler.sigmas.flip(0)
     shares = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2).at(torch.arange(1000), 8, 8)
-    torch.testing.assert_close(
-        flow_weight(weighting, shares), compute_loss_weighting_for_sd3(weighting.replace("-", "_"), sigmas)
-    )
+    found = weights_of_errors(LossWeight(name=weighting), Objective.FLOW, shares)
+    torch.testing.assert_close(found, compute_loss_weighting_for_sd3(weighting.replace("-", "_"), sigmas))
 
 
 def test_min_snr_weights_are_numbers_where_there_is_noise_alone() -> None:
     shares = NoiseSchedule.from_alphas_cumprod(torch.tensor([0.5, 0.0]), CPU).at(torch.arange(2), 8, 8)
-    assert min_snr_weight(Objective.EPSILON, shares, 5.0).tolist() == [1.0, 1.0]
-    assert min_snr_weight(Objective.V_PREDICTION, shares, 5.0).tolist() == [pytest.approx(0.5), 0.0]
+    assert min_snr(Objective.EPSILON, shares, 5.0).tolist() == [1.0, 1.0]
+    assert min_snr(Objective.V_PREDICTION, shares, 5.0).tolist() == [pytest.approx(0.5), 0.0]
 
 
 def test_squared_error_is_a_mean_per_sample_in_32_bits() -> None:

@@ -12,16 +12,16 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import LatentKind
-from bucketline.train.config import Objective
+from bucketline.train.config import Objective, ObjectiveOptions
 from bucketline.train.noise import (
     FlowSchedule,
     LatentScale,
     Noised,
     NoiseSchedule,
-    NoisingOptions,
     Prep,
-    min_snr_weight,
+    draw_timesteps,
     sample_noise,
+    weights_of_errors,
 )
 from bucketline.train.values import LossWeight, Timesteps, TimestepSampling, Weighting
 from tests.unit.train.tiny_run import make_batch
@@ -91,23 +91,23 @@ def test_a_held_out_samples_noise_does_not_depend_on_its_batch() -> None:
     ("density", "theirs"),
     [
         (
-            NoisingOptions(timesteps=Timesteps(name=TimestepSampling.LOGIT_NORMAL, mean=0.5, std=1.5)),
+            ObjectiveOptions(timesteps=Timesteps(name=TimestepSampling.LOGIT_NORMAL, mean=0.5, std=1.5)),
             {"weighting_scheme": "logit_normal", "logit_mean": 0.5, "logit_std": 1.5},
         ),
         *(
             (
-                NoisingOptions(timesteps=Timesteps(name=TimestepSampling.MODE, scale=scale)),
+                ObjectiveOptions(timesteps=Timesteps(name=TimestepSampling.MODE, scale=scale)),
                 {"weighting_scheme": "mode", "mode_scale": scale},
             )
             for scale in (1.29, -0.8)
         ),
-        (NoisingOptions(), {"weighting_scheme": "none"}),
+        (ObjectiveOptions(), {"weighting_scheme": "none"}),
     ],
     ids=["logit_normal", "mode", "mode towards the ends", "uniform"],
 )
-def test_timesteps_are_spread_as_diffusers_draws_them(density: NoisingOptions, theirs: dict[str, Any]) -> None:
+def test_timesteps_are_spread_as_diffusers_draws_them(density: ObjectiveOptions, theirs: dict[str, Any]) -> None:
     """Held by the deciles of both, over 40,000 draws."""
-    found = density.draw(torch.arange(40_000) * 7919, 1000)
+    found = draw_timesteps(density, torch.arange(40_000) * 7919, 1000)
     generator = torch.Generator().manual_seed(0)
     drawn = compute_density_for_timestep_sampling(batch_size=40_000, generator=generator, **theirs)
     deciles = torch.linspace(0.1, 0.9, 9)
@@ -151,18 +151,20 @@ def test_a_held_out_samples_latent_is_drawn_the_same_each_time() -> None:
 
 def test_errors_are_weighted_where_that_is_asked_for_and_only_in_training() -> None:
     schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
-    options = NoisingOptions(loss_weight=LossWeight(name=Weighting.MIN_SNR, gamma=5.0))
+    options = ObjectiveOptions(loss_weight=LossWeight(name=Weighting.MIN_SNR, gamma=5.0))
     prep = Prep(scale=SCALE, schedule=schedule, objective=Objective.EPSILON, options=options)
     noised = prep.for_training(make_batch(8))
     assert noised.weight is not None
     shares = schedule.at(noised.timesteps, 8, 8)
-    assert torch.equal(noised.weight, min_snr_weight(Objective.EPSILON, shares, 5.0))
+    wanted = weights_of_errors(options.loss_weight, Objective.EPSILON, shares)
+    assert wanted is not None
+    assert torch.equal(noised.weight, wanted)
     assert make_prep().for_training(make_batch(8)).weight is None
 
 
 def test_a_flows_errors_are_weighted_by_the_noise_that_was_drawn() -> None:
     schedule = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=1)
-    options = NoisingOptions(loss_weight=LossWeight(name=Weighting.COSMAP))
+    options = ObjectiveOptions(loss_weight=LossWeight(name=Weighting.COSMAP))
     prep = Prep(scale=SCALE, schedule=schedule, objective=Objective.FLOW, options=options)
     noised = prep.for_training(make_batch(8))
     wanted = compute_loss_weighting_for_sd3("cosmap", noised.timesteps / 1000)

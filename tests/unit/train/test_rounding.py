@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bucketline.train.ema import Average
+from bucketline.train.ema import Average, Rounding
 from bucketline.train.optim import Options
 from bucketline.train.optimizers import rounded_adamw
 from bucketline.train.optimizers.rounded_adamw import make_bf16
-from bucketline.train.rounding import Rounding
-from bucketline.train.update import begin_step
+from bucketline.train.step import begin_step
 from bucketline.train.values import EmaPlace
 
 

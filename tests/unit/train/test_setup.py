@@ -18,12 +18,12 @@ from bucketline.store.format.schema import TextEntry, column_entries
 from bucketline.store.format.text_block import TextSpec
 from bucketline.train import setup
 from bucketline.train.checkpoint import Start
-from bucketline.train.compile import share_cores_of_compiler
+from bucketline.train.compile import recomputed, share_cores_of_compiler
 from bucketline.train.config import Compile, Objective, Precision
 from bucketline.train.models.load import load
-from bucketline.train.recompute import recomputed
+from bucketline.train.noise import LatentScale
 from bucketline.train.refusals import refuse_unread_columns
-from bucketline.train.setup import latent_scale, refuse_model, start_processes
+from bucketline.train.setup import refuse_model, start_processes
 from bucketline.train.trainer import Trainer, train
 from tests.kit import TEXT, rewrite_manifest
 from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, config, make_training_store
@@ -51,18 +51,23 @@ def with_vae(path: Path, **fields: Any) -> Store:
     return rewritten(path, encoders={"vae": {**VAE, **fields}, "text_encoder": dict(TEXT_ENCODER)})
 
 
+def latent_scale(store: Store) -> LatentScale:
+    vae: Any = store.manifest.encoders["vae"]
+    return LatentScale.of(Family.scaling(vae), CPU)
+
+
 def test_latents_are_scaled_by_what_the_store_says_of_its_vae(tmp_path: Path) -> None:
     store = with_vae(tmp_path / "s")
     refuse_unread_columns([WeightedStore(store=store)])
     latents = torch.randn(3, 2, 4, 4)
-    torch.testing.assert_close(latent_scale(store, CPU, Family).apply(latents), (latents - 0.25) * 0.5)
+    torch.testing.assert_close(latent_scale(store).apply(latents), (latents - 0.25) * 0.5)
 
 
 def test_channels_with_a_mean_and_spread_of_their_own_are_scaled_as_sdxls_pipeline_undoes_it(tmp_path: Path) -> None:
     mean, std = [0.5, -1.0], [2.0, 4.0]
     store = with_vae(tmp_path / "s", shift_factor=None, latents_mean=mean, latents_std=std)
     refuse_unread_columns([WeightedStore(store=store)])
-    scale, latents = latent_scale(store, CPU, Family), torch.randn(3, 2, 4, 4)
+    scale, latents = latent_scale(store), torch.randn(3, 2, 4, 4)
     seen = scale.apply(latents)
     means, stds = (torch.tensor(values).view(1, 2, 1, 1) for values in (mean, std))
     torch.testing.assert_close(seen * stds / 0.5 + means, latents)  # Source: StableDiffusionXLPipeline.__call__
@@ -75,7 +80,7 @@ def test_latents_in_patches_are_scaled_as_flux_2s_pipeline_undoes_it(tmp_path: P
     mean, std = torch.randn(8), torch.rand(8) + 0.5
     statistics: Any = {"mean": mean.tolist(), "std": std.tolist()}
     store = with_vae(tmp_path / "s", scaling_factor=1.0, shift_factor=0.0, batch_norm=statistics)
-    scale, latents = latent_scale(store, CPU, Family), torch.randn(3, 2, 4, 6)
+    scale, latents = latent_scale(store), torch.randn(3, 2, 4, 6)
     packed: Any = Flux2Pipeline._patchify_latents(scale.apply(latents))
     undone = Flux2Pipeline._unpatchify_latents(packed * std.view(1, -1, 1, 1) + mean.view(1, -1, 1, 1))
     torch.testing.assert_close(undone, latents)

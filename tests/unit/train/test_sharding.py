@@ -17,18 +17,23 @@ from bucketline.errors import UsageError
 from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.train.config import Objective, Precision
 from bucketline.train.ema import Average
-from bucketline.train.host_copy import HostMemory
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
 from bucketline.train.outputs import saved_tensors
-from bucketline.train.outputs.saver import copied
+from bucketline.train.outputs.saver import HostMemory, copied
 from bucketline.train.outputs.weights import weights_of
-from bucketline.train.parallel import TrainRanks, free_gathered, repeated_blocks, separate_blocks, without_sync
+from bucketline.train.parallel import (
+    TrainRanks,
+    fill_from_rank_zero,
+    free_gathered,
+    repeated_blocks,
+    separate_blocks,
+    without_sync,
+)
 from bucketline.train.parallel import whole as whole_tensor
 from bucketline.train.setup import replicated
 from bucketline.train.sharding import (
-    fill_from_rank_zero,
     keep_layout,
     place_model,
     shard,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bucketline.train.config import Objective
+from bucketline.train.config import Objective, ObjectiveOptions
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
-from bucketline.train.noise import LatentScale, NoiseSchedule, NoisingOptions, Prep, squared_error
+from bucketline.train.noise import LatentScale, NoiseSchedule, Prep, squared_error
 from bucketline.train.step import Training, train_step
 from bucketline.train.values import LossWeight, Weighting
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
@@ -69,7 +69,7 @@ def test_a_step_equals_one_written_by_hand(tmp_path: Path) -> None:
 
 def test_min_snr_weights_each_samples_error(tmp_path: Path) -> None:
     training = make_training(tmp_path, accumulation=1)
-    options = NoisingOptions(loss_weight=LossWeight(name=Weighting.MIN_SNR, gamma=5.0))
+    options = ObjectiveOptions(loss_weight=LossWeight(name=Weighting.MIN_SNR, gamma=5.0))
     training = dataclasses.replace(training, prep=dataclasses.replace(training.prep, options=options))
     batch = make_batch(4)
     noised = training.prep.for_training(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -316,7 +317,7 @@ def test_a_resume_with_another_global_batch_is_refused_naming_both(folder: Path)
 
 @pytest.mark.parametrize("former", [b'{"state": "done"}', b'{"state": "failed"}', b""])
 def test_a_refused_resume_puts_the_former_status_back_and_a_crash_is_recorded(tmp_path: Path, former: bytes) -> None:
-    asked, path = config(tmp_path), tmp_path / "run" / "status.json"
+    asked, path = config(tmp_path, resume=True), tmp_path / "run" / "status.json"
     path.parent.mkdir()
     start = cast("Any", SimpleNamespace(checkpoint=Path("step-00000002"), steps_done=2))
     ranks = TrainRanks(rank=0, world_size=2)
@@ -329,7 +330,8 @@ def test_a_refused_resume_puts_the_former_status_back_and_a_crash_is_recorded(tm
         path.unlink(missing_ok=True)
         if former:
             path.write_bytes(former)
-        taken = run_dir.take(asked, start)
+        with contextlib.closing(run_dir.RunLock(asked)) as lock:
+            taken = lock.take(start)
         assert status(path.parent)["state"] == "running"
         with (
             pytest.raises((type(error), TrainError)),

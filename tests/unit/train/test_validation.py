@@ -13,7 +13,7 @@ from bucketline.train.ema import Average
 from bucketline.train.models.load import load
 from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
 from bucketline.train.step import Training
-from bucketline.train.validation import ValidationResult, spaced_timesteps, validate
+from bucketline.train.validation import ValidationResult, validate
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
@@ -39,10 +39,6 @@ def run(folder: Path, *batches: Batch) -> ValidationResult:
     return validate(training, batches, lambda sums: sums)
 
 
-def test_timesteps_are_the_middles_of_equal_parts() -> None:
-    assert spaced_timesteps(5, 1000) == [100, 300, 500, 700, 900]
-
-
 def test_the_loss_is_the_same_whatever_the_batches(tmp_path: Path) -> None:
     whole = run(tmp_path, make_batch(4))
     parts = run(tmp_path, make_batch(1), make_batch(3, first=1))
@@ -61,7 +57,7 @@ def test_predicting_zero_scores_the_mean_square_of_the_target(tmp_path: Path) ->
     assert run(tmp_path, make_batch(64)).zero_loss == pytest.approx(1.0, abs=0.03)
 
 
-def test_the_mean_over_timesteps_is_the_loss(tmp_path: Path) -> None:
+def test_the_mean_over_timesteps_which_are_the_middles_of_equal_parts_is_the_loss(tmp_path: Path) -> None:
     found = run(tmp_path, make_batch(2))
-    assert list(found.loss_per_timestep) == spaced_timesteps(3, 1000)
+    assert list(found.loss_per_timestep) == [166, 500, 833]
     assert found.loss == pytest.approx(sum(found.loss_per_timestep.values()) / 3)

@@ -42,15 +42,13 @@ def test_images_have_the_guidance_of_the_familys_pipeline(family: type[Family]) 
 def test_guidance_leads_away_from_the_empty_caption(tmp_path: Path) -> None:
     """One step of DDIM is affine in the prediction, so its results are mixed as the predictions are."""
     training = make_training(tmp_path, accumulation=1)
-    training = dataclasses.replace(training, config=dataclasses.replace(training.config, image_steps=1))
-    schedule = load_schedule(tmp_path, torch.device("cpu"))
+    one_step = dataclasses.replace(training.config, image_steps=1)
+    training = dataclasses.replace(training, config=one_step, scheduler=load_schedule(tmp_path, torch.device("cpu")).config)
     batch, other = make_batch(2), make_batch(2, first=5)
     dropped = dataclasses.replace(batch, tokens=other.tokens)
     plain = DrawingBatch(batch=batch, negative=None, noise=sample_noise(batch), guidance=3.0, entries=())
-    guided = draw_latents(training, schedule, tiny_vae(), dataclasses.replace(plain, negative=dropped))
-    captioned, empty = (
-        draw_latents(training, schedule, tiny_vae(), dataclasses.replace(plain, batch=one)) for one in (batch, dropped)
-    )
+    guided = draw_latents(training, tiny_vae(), dataclasses.replace(plain, negative=dropped))
+    captioned, empty = (draw_latents(training, tiny_vae(), dataclasses.replace(plain, batch=one)) for one in (batch, dropped))
     assert not torch.equal(captioned, empty)
     torch.testing.assert_close(guided, empty + 3.0 * (captioned - empty), rtol=1e-3, atol=1e-4)
 
@@ -61,7 +59,7 @@ def test_a_run_draws_against_the_same_rows_with_empty_captions(
 ) -> None:
     drawn: list[DrawingBatch] = []
 
-    def noting(training: object, schedule: object, vae: object, one: DrawingBatch) -> torch.Tensor:
+    def noting(training: object, vae: object, one: DrawingBatch) -> torch.Tensor:
         drawn.append(one)
         return one.noise
 

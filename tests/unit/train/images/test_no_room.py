@@ -100,18 +100,18 @@ def test_a_sharded_model_is_drawn_with_by_all_ranks_and_one_that_lacks_memory_en
             average=average,
             prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule.noise, objective=Objective.EPSILON),
             autocast=torch.autocast("cpu", torch.bfloat16),
+            scheduler=schedule.config,
         )
 
     def body(ranks: TrainRanks) -> None:
         signal.alarm(100)
         training = training_of(ranks)
         before = {name: whole(tensor).clone() for name, tensor in tensors_of(training.model).items()}
-        schedule = load_schedule(folder / "model", CPU)
         shares = [WeightedStore(store=Store.open(path)) for path in asked.store]
 
         def drawn() -> bool:
             sheet = folder / "images.png"
-            return draw_images(training, schedule, shares, (), sheet, steps_done=2, keeps=ranks.is_main)
+            return draw_images(training, shares, (), sheet, steps_done=2, keeps=ranks.is_main)
 
         assert drawn() is ranks.is_main
         assert all(torch.equal(whole(tensor), before[name]) for name, tensor in tensors_of(training.model).items())

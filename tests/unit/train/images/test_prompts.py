@@ -106,7 +106,7 @@ def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(prompted: 
     assert [one.batch.token_mask.sum().item() for one in (first, second)] == [8, 2]
 
     def draw(one: Any, **changes: Any) -> torch.Tensor:
-        return draw_latents(run.training, run.schedule, vae, dataclasses.replace(one, **changes))
+        return draw_latents(run.training, vae, dataclasses.replace(one, **changes))
 
     plain = draw(second, negative=None)
     assert torch.equal(draw(second), draw(second))
@@ -173,7 +173,7 @@ def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_
     vae = drawing.drawing_vae(asked, run.loader.shares[0].store)
     assert vae is not None
     (one,) = prompt_batches(run._prompts, 4, 7.0, CPU, run.training.family)
-    found = draw_latents(run.training, run.schedule, vae, one)
+    found = draw_latents(run.training, vae, one)
 
     pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(packed.model)
     pipeline.set_progress_bar_config(disable=True)

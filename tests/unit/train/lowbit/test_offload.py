@@ -11,9 +11,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bucketline.errors import UsageError
-from bucketline.train import recompute, setup
+from bucketline.train import setup
 from bucketline.train.checkpoint import Start
-from bucketline.train.compile import compile_blocks, graphs_compiled
+from bucketline.train.compile import compile_blocks, graphs_compiled, recompute
 from bucketline.train.config import Base, Compile, Precision
 from bucketline.train.lowbit.offload import Offload
 from bucketline.train.parallel import repeated_blocks
@@ -162,7 +162,7 @@ def test_compiled_blocks_get_a_budget_instead(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(functorch, "activation_memory_budget", 1.0)
     model = torch.nn.Module()
-    recompute.recompute(model, config(tmp_path, recompute=0.75), is_compiled=True)
+    recompute(model, config(tmp_path, recompute=0.75), is_compiled=True)
     assert functorch.activation_memory_budget == 0.25
 
 

@@ -29,8 +29,8 @@ from bucketline.train.memory.dial import (
     savings_of,
 )
 from bucketline.train.memory.table import CountedModel, label, run_of
-from bucketline.train.memory_choice import decided, memory_of
-from bucketline.train.models.load import config_of
+from bucketline.train.memory_choice import decided, memory_to_fit
+from bucketline.train.models.load import read_model_config
 from bucketline.train.trainer import train
 from bucketline.train.values import Ema, EmaPlace, MemoryLimit
 from tests.step_memory import NARROW, measured_on_ranks, measured_steps
@@ -199,7 +199,8 @@ def test_a_refusal_of_one_image_has_adapters_if_they_fit(counting: CountedModel)
 
 
 def test_nothing_is_counted_on_a_cpu_without_a_memory(folder: Path) -> None:
-    assert [memory_of(config(folder, memory=given), CPU) for given in (None, "off", "3GiB")] == [None, None, 3 << 30]
+    found = [memory_to_fit(config(folder, memory=given), None, CPU) for given in (None, "off", "3GiB")]
+    assert found == [None, None, 3 << 30]
     with pytest.raises(UsageError, match="--memory is 'much', expected off, or a number of bytes above 0"):
         config(folder, memory="much")
 
@@ -225,7 +226,7 @@ def test_a_run_says_what_it_chose_and_a_resumed_one_keeps_it(folder: Path, capsy
 
 def test_a_run_that_may_fit_since_it_is_compiled_is_not_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = config(folder, memory="1MiB", lora_rank=2, compile=Compile.ON)
-    counting = CountedModel(config_of(asked.model))
+    counting = CountedModel(read_model_config(asked.model)[1])
     said: list[str] = []
     with Loader(folder / "tiny.store", LoaderConfig(batch_size=2), rank=0, world_size=1, device=CPU) as loader:
         every = choose(asked, counting, largest_batch(loader), 1)

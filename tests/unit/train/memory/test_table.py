@@ -14,6 +14,7 @@ from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import FAMILIES, family_of_model
 from bucketline.train.commands.memory import DOCUMENTED_RANK, TrainMemory
+from bucketline.train.compile import recompute
 from bucketline.train.config import Base, Precision, WeightDtype
 from bucketline.train.ema import Average
 from bucketline.train.lowbit.frozen_base import quantise_base
@@ -24,7 +25,6 @@ from bucketline.train.memory.table import RANKS, CountedModel, as_tables, choice
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.optim import OPTIMIZERS, average_of, make_optimizer
 from bucketline.train.parallel import separate_blocks
-from bucketline.train.recompute import recompute
 from bucketline.train.values import EmaPlace
 from tests.commands import ROOT
 from tests.family_models import PIPELINES, RECENT_PIPELINES, tiny_model

@@ -13,17 +13,14 @@ from torch import nn
 
 from bucketline.train.compile import graphs_compiled
 from bucketline.train.config import Objective, TrainConfig
-from bucketline.train.ema import Average
-from bucketline.train.host_copy import HostMemory
+from bucketline.train.ema import Average, Rounding
 from bucketline.train.models.load import load
 from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
 from bucketline.train.optim import OPTIMIZERS, Options, average_of, learning_rate_at, make_optimizer
-from bucketline.train.outputs.saver import copied
+from bucketline.train.outputs.saver import HostMemory, copied
 from bucketline.train.outputs.weights import WholeModel
 from bucketline.train.parallel import load_optimizer, repeated_blocks
-from bucketline.train.rounding import Rounding
-from bucketline.train.step import Training, loss_of, train_step
-from bucketline.train.update import begin_step
+from bucketline.train.step import Training, begin_step, loss_of, train_step
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:

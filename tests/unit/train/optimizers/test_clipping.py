@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bucketline.train import update as of_update
+from bucketline.train import step as of_step
+from bucketline.train.ema import Rounding
 from bucketline.train.optim import Options
 from bucketline.train.optimizers.rounded_adamw import make_bf16
-from bucketline.train.rounding import Rounding
-from bucketline.train.update import begin_step, make_adamw, update
+from bucketline.train.step import begin_step, make_adamw, update
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ def stepped(kind: str, scale: float, *, in_step: bool) -> Tensor:
 def test_a_step_that_clips_is_one_whose_gradients_were_clipped(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scales = (1e-3, 10.0, float("inf"))  # not clipped, clipped, skipped
     expected = [stepped(kind, scale, in_step=False) for scale in scales]
-    monkeypatch.setattr(of_update, "is_whole_on_gpu", lambda _: True)
+    monkeypatch.setattr(of_step, "is_whole_on_gpu", lambda _: True)
     found = [stepped(kind, scale, in_step=True) for scale in scales]
     rtol = 1e-2 if kind == "bf16 weights" else 1e-5
     for one, other in zip(found, expected, strict=True):

@@ -22,9 +22,8 @@ from bucketline.store.format.hashing import file_digest
 from bucketline.train import checkpoint
 from bucketline.train.checkpoint import RunState, damage, last_whole, read_state
 from bucketline.train.ema import Average
-from bucketline.train.host_copy import HostMemory
 from bucketline.train.outputs import saved_tensors
-from bucketline.train.outputs.saver import copied
+from bucketline.train.outputs.saver import HostMemory, copied
 from bucketline.train.outputs.weights import WholeModel
 from tests.commands import spawn
 from tests.kit import flip_bit, tree
@@ -255,7 +254,7 @@ def test_a_checkpoint_with_files_of_other_lengths_does_not_count_as_kept(tmp_pat
     trained = parts()
     for steps_done in (1, 2, 3):
         save(tmp_path, trained, state(steps_done), keep=9)
-    (checkpoint.checkpoint_folder(tmp_path, 3) / "optimizer.pt").write_bytes(b"cut")
+    (tmp_path / "checkpoints" / "step-00000003" / "optimizer.pt").write_bytes(b"cut")
     save(tmp_path, trained, state(4), keep=2)
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
     save(tmp_path, trained, state(5), keep=2)

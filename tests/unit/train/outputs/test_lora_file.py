@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.errors import BucketlineError, ModelError, UsageError
 from bucketline.train.metrics_file import read_metrics
-from bucketline.train.models.lora import ADAPTER, Layers, bare_name, layers_by_word
+from bucketline.train.models.lora import Layers, layers_by_word, plain_layers
 from bucketline.train.outputs.lora_file import start_from
 from bucketline.train.outputs.weights import KOHYA_FILE, Adapters
 from bucketline.train.trainer import train
@@ -317,7 +317,7 @@ def test_a_checkpoint_names_the_layers_with_adapters(family: str, word: Layers, 
     written(model, family, tmp_path / "lora")
     weights = Adapters(part="unet" if family == "sd" else "transformer", pipeline=pipeline_of(family))
     ends = weights.layers(tmp_path)  # which peft shortens if they are many
-    names = {bare_name(name) for name, _ in model.named_modules() if ADAPTER not in name}
+    names = set(plain_layers(model))
     assert {name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)} == set(layers_by_word(model, word))
 
 

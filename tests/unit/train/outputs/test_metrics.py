@@ -148,7 +148,7 @@ def test_a_step_without_a_finite_gradient_counts_in_no_mean_and_five_in_a_row_ar
     found = [(line["loss"], line["grad_norm"], line["skipped_steps"]) for line in lines if line]
     assert found == [(1.0, 1.0, 1), (None, None, 2), (1.0, 3.0, 1), (None, None, 2)]
     windows.flush()
-    assert windows.skips_now
+    assert windows.skipped
     windows.add(10, outcome(nan, norm=nan), took=(0.0, 1.0), wait_s=0)
     with pytest.raises(TrainError, match=r"^step 6 \(bucket train/64x64\): the loss is nan .* 5 in a row"):
         windows.state()

@@ -15,7 +15,8 @@ LINE: dict[str, Json] = {"step": 9, "loss": 0.51234, "samples_per_s": 12.34, "da
 
 
 def shown(capsys: pytest.CaptureFixture[str], line: dict[str, Json], *, talks: bool = True) -> str:
-    progress = ProgressLine(max_steps=10, talks=talks)
+    progress = ProgressLine(talks=talks)
+    progress.expect(10)
     progress.begin(0)
     progress.window(line)
     progress.close()

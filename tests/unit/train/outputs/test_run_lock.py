@@ -82,7 +82,7 @@ def test_the_kernel_frees_the_folder_of_a_run_that_was_killed(folder: Path) -> N
     lock = RunLock(asked)
     assert lock.find_start() == FRESH
     lock.take(FRESH)
-    lock.release()
+    lock.close()
 
 
 def test_a_run_that_began_and_ended_since_the_folder_was_looked_at_is_seen(folder: Path) -> None:
@@ -90,10 +90,8 @@ def test_a_run_that_began_and_ended_since_the_folder_was_looked_at_is_seen(folde
     waiting = RunLock(asked)
     start = waiting.find_start()
     train(asked, ALONE)
-    with contextlib.closing(contextlib.ExitStack()) as stack:
-        stack.callback(waiting.release)
-        with pytest.raises(UsageError, match="already has a run; continue it with --resume"):
-            waiting.take(start)
+    with contextlib.closing(waiting), pytest.raises(UsageError, match="already has a run; continue it with --resume"):
+        waiting.take(start)
 
 
 def test_a_file_system_without_locks_is_told_and_no_reason_to_stop(

@@ -10,8 +10,9 @@ import torch
 
 from bucketline.errors import TrainError
 from bucketline.files.run_marker import METRICS
-from bucketline.train import checkpoint, host_copy
+from bucketline.train import checkpoint
 from bucketline.train.outputs import saved_tensors
+from bucketline.train.outputs import saver as saving
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.step import Training
 from tests.unit.train.outputs.test_checkpoint import WEIGHTS, load, parts, state
@@ -139,7 +140,7 @@ def test_a_failure_of_a_copy_ends_the_save_and_leaves_nothing(
     def fail(*_: object) -> None:
         raise RuntimeError("no such memory")
 
-    monkeypatch.setattr(host_copy, "copy_through", fail)
+    monkeypatch.setattr(saving, "copy_through", fail)
     with pytest.raises(RuntimeError, match="no such memory"):
         save(saver, 1)
     saver.finish()

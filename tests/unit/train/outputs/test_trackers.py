@@ -57,7 +57,7 @@ def test_a_tracker_gets_windows_and_validations_at_the_steps_done_with_nested_nu
     tracker = Remembering()
     accelerator = Accelerator(cpu=True, log_with=[tracker])
     asked = config(tmp_path, output_dir=tmp_path, seed=3, clip_norm=None)
-    log = RunLog(asked, accelerator, ProgressLine(max_steps=10, talks=False))
+    log = RunLog(asked, accelerator, ProgressLine(talks=False))
     log.write({"step": 9, "loss": 0.5, "buckets": {"train/64x64": 10}, "samples_per_s": 2.0, "data_wait_fraction": 0.0}, 10)
     log.write({"step": 10, "val_loss": 0.4, "val_zero_loss": 1.0, "val_loss_per_timestep": {"250": 0.3}}, 10)
     log.close()
