@@ -12,6 +12,7 @@ import pytest
 from bucketline.forks import ForkSafeLock, OwnerProcess
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking while threads run is what is tested
 def test_locks_may_be_made_during_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     unraisable: list[object] = []

@@ -92,6 +92,7 @@ def test_a_damaged_sidecar_is_the_first_batchs_error_and_is_not_asked_for_again(
     assert sent.gets[f"/a/shards/{path.name}"] + sent.refused <= 8
 
 
+@pytest.mark.slow
 def test_damaged_sidecars_of_many_shards_are_found_together_not_one_after_the_other(tmp_path: Path) -> None:
     store = make_store(tmp_path / "a.store", *(samples_of({"train/64x64": 4}, f"{number}/") for number in range(12)))
     (tmp_path / "served" / "a").mkdir(parents=True)
@@ -138,6 +139,7 @@ def test_a_web_server_without_ranges_is_called_so_at_once(folder: Path, tmp_path
     assert "is answered with all of it. A store is read by ranges" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["manifest.json", ".extents", ".lines", "prompts/default.safetensors"])
 def test_a_length_of_a_tebibyte_is_refused_before_anything_is_allocated(name: str, old: Path, tmp_path: Path) -> None:
     folder = old

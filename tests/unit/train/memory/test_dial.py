@@ -136,6 +136,7 @@ def test_several_ranks_choose_only_what_can_be_sharded() -> None:
     assert names(run_of({"sharding": "fsdp", "lora_rank": 8}), ranks=8) == WHOLE[:4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"lora_rank": 8}], ids=label)
 def test_the_first_that_fits_is_chosen(given: dict[str, Any], counting: CountedModel) -> None:
     asked = run_of(given)

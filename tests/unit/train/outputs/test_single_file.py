@@ -43,6 +43,7 @@ def stored(checkpoint: Path, part: str) -> dict[str, Tensor]:
     return load_file(checkpoint / part / "diffusion_pytorch_model.safetensors")
 
 
+@pytest.mark.slow
 def test_training_from_one_file_equals_training_from_the_folder(in_one_file: tuple[Packed, Path, Path], tmp_path: Path) -> None:
     packed, _, run = in_one_file
     train(packed.config(tmp_path / "run"), ALONE)
@@ -161,6 +162,7 @@ def test_a_file_of_another_model_is_not_followed(sd_run: tuple[Packed, Path], tm
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.slow
 def test_adapters_are_one_file_already(sd_run: tuple[Packed, Path], tmp_path: Path) -> None:
     packed, _ = sd_run
     train(packed.config(tmp_path / "run", max_steps=1, lora_rank=2), ALONE)
