@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bucketline.store.commands.place import FORMER_SHARD_SIZE
+
 _TEMPLATE = "a --caption-template without {caption} is the trigger word"
 _HELD_OUT = "--val-fraction 0.02:folder hashes the folder"
 _FROM = "--captions-from takes a column's name or an extension with its dot"
@@ -63,6 +65,8 @@ _IN_FILE = {
     "background": ("bg-color", "background-color"),
     "max_upscale = 1.0": ("bucket-no-upscale", "no-upscale"),
 }
+OF_FILE = {other: f"it is {ours}" for ours, others in _IN_FILE.items() for other in others}
+"""The answers of a data set file, by the options of other programs without their hyphens."""
 _STORE = "STORE is given without an option: `ingest pack SOURCE STORE --model MODEL`"
 _ELSEWHERE = {
     "SOURCE is given without an option: `ingest pack SOURCE STORE --model MODEL`": (
@@ -135,7 +139,7 @@ def _answers(*lacking: str) -> dict[str, str]:
     found = {
         **_FORMER,
         **{other: here(ours) for ours, others in _OURS.items() for other in others},
-        **{other: f"it is {ours}, in a data set file" for ours, others in _IN_FILE.items() for other in others},
+        **{other: f"{answer}, in a data set file" for other, answer in OF_FILE.items()},
         **{other: answer for answer, others in _ELSEWHERE.items() for other in others if answer not in lacking},
     }
     return {f"--{other}": answer for other, answer in found.items()}
@@ -152,7 +156,7 @@ OF_PEEK = _answers("--batch-size", "--flip", "--max-tokens", "--val-fraction", "
 OF_IMPORT = {
     **_only("--model", "--batch-size", "--device", "--max-tokens", "--val-fraction", _PARTS, _PRECISION, _QUANTISED),
     "--split-by": _HELD_OUT,
-    "--shard-size-mib": "it is --shard-size, such as --shard-size 2GiB",
+    **FORMER_SHARD_SIZE,
 }
 OF_A_STORE = _only("--model", "--device", _PARTS)
 """The answers of `ingest prompts` and `ingest previews`."""

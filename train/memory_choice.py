@@ -36,7 +36,7 @@ def with_recorded(config: TrainConfig, recorded: Mapping[str, Json]) -> TrainCon
     taken: dict[str, Any] = {}
     if config.optimizer is None:  # whose state the checkpoint has
         taken["optimizer"] = recorded.get("optimizer", "adamw")
-    if config.memory is None or str(config.memory) == recorded.get("memory"):
+    if _is_fitted(config, recorded):
         taken |= {name: recorded.get(name) for name in ("recompute", "offload_blocks") if getattr(config, name) is None}
         if config.base is None and config.lora_rank is not None:
             taken["base"] = Base(str(found)) if (found := recorded.get("base")) else BASE_OFF
@@ -50,10 +50,15 @@ def with_recorded(config: TrainConfig, recorded: Mapping[str, Json]) -> TrainCon
 def memory_to_fit(config: TrainConfig, recorded: Mapping[str, Json] | None, device: torch.device) -> int | None:
     """Return the bytes of each device into which a run is to be fitted; None: nothing is counted.
 
-    `recorded`: the options of a resumed run's first part, which was fitted already if its memory was the same.
+    `recorded`: the options of a resumed run's first part.
     """
-    if recorded is not None and (config.memory is None or str(config.memory) == recorded.get("memory")):
+    if recorded is not None and _is_fitted(config, recorded):
         return None
     if config.memory is not None:
         return config.memory.num_bytes
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
+def _is_fitted(config: TrainConfig, recorded: Mapping[str, Json]) -> bool:
+    """Return whether a run's first part was fitted into the memory that it has now."""
+    return config.memory is None or str(config.memory) == recorded.get("memory")

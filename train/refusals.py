@@ -24,6 +24,7 @@ from bucketline.loader.mixture import join, open_shares, parse_stores
 from bucketline.loader.plan.make_plan import make_plan
 from bucketline.model_file import single_file
 from bucketline.option_types import OnResume, options_on_resume
+from bucketline.option_value import as_option
 from bucketline.store import Bucket, Store
 from bucketline.store.format.columns import FLIPPED
 from bucketline.store.format.manifest import MANIFEST
@@ -147,7 +148,7 @@ def refuse_changes(config: TrainConfig, state: RunState, folder: Path) -> None:
         is_open = name == "optimizer" and config.optimizer is None  # the checkpoint's is taken
         if is_open or before == present[name] or (config.new_plan and name in LoaderConfig.__dataclass_fields__):
             continue
-        option = "--" + name.replace("_", "-")
+        option = as_option(name)
         remedy = (
             f"use {option} {before}".removesuffix(" True")
             if before is not None and before is not False
@@ -196,7 +197,7 @@ def refuse_other_batch(config: TrainConfig, state: RunState, world_size: int, bu
 
 def _local_buckets(config: TrainConfig, state: RunState) -> Iterator[Bucket]:
     """Yield the buckets of a resumed run, of its stores on a disk; what is wrong with a store is said when it is read."""
-    for given, recorded in zip(parse_stores(config.store), state.stores, strict=False):
+    for given, recorded in zip(parse_stores(config.store, "--store"), state.stores, strict=False):
         if isinstance(given.path, Path):
             with contextlib.suppress(StoreError):
                 yield from Store.open(given.path, recorded.generation).buckets("train")

@@ -23,7 +23,7 @@ from bucketline.errors import UsageError
 from bucketline.files.run_marker import CONFIG
 from bucketline.help_screen import ALONE, options_of, sections_of, suggestion
 from bucketline.option_types import COMMAND_LINE_ONLY
-from bucketline.option_value import OptionValue, value_fields
+from bucketline.option_value import OptionValue, as_option, value_fields
 from bucketline.train.option_names import ELSEWHERE, translated
 from bucketline.typed_json import TypedJsonError, as_toml, decode, encode
 
@@ -135,7 +135,7 @@ def _known_option(options: type, known: Mapping[str, Option], given: str, sectio
     """
     place = given if section is None else f"{given}, [{section}]"
     if (option := known.get(name.replace("-", "_"))) is None:
-        typed = "--" + name.replace("_", "-")
+        typed = as_option(name)
         spelt = {one.replace("_", "-"): found for one, found in known.items()}
         nearest = suggestion(name, [*spelt])
         near = next((found for one, found in spelt.items() if f"'{one}'" in nearest), None)

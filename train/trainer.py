@@ -383,6 +383,7 @@ class Trainer:
 @contextlib.contextmanager
 def rare_collection() -> Iterator[None]:
     """Disable automatic garbage collection so that it never pauses the loop; freeze the objects that already exist."""
+    was_on = gc.isenabled()  # a program that calls `train` may have it off
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -390,7 +391,8 @@ def rare_collection() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-        gc.enable()
+        if was_on:
+            gc.enable()
 
 
 def _due(every: int | None, steps_done: int) -> bool:

@@ -30,14 +30,14 @@ from bucketline.files.paths import Overlap, overlap, why_not_there
 from bucketline.files.regular_file import why_unread
 from bucketline.help_screen import options_of, suggestion
 from bucketline.ingest.held_out import HeldOut
-from bucketline.ingest.option_names import OF_PACK
+from bucketline.ingest.option_names import OF_FILE
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.kohya_folders import is_regularization, repeats_and_subject
 from bucketline.ingest.sources.open_source import is_pattern, open_source
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.tar.tar_source import has_scheme
-from bucketline.option_value import as_option, value_fields
+from bucketline.option_value import value_fields
 from bucketline.typed_json import TypedJsonError, decode, decode_field, encode
 
 if TYPE_CHECKING:
@@ -234,8 +234,8 @@ def _settings(path: Path, table: str, values: object, declared: type) -> dict[st
         raise SourceError(f"{path}: {table} is {values!r:.60}, expected a table [{table}]")
     names = [field.name for field in fields(declared)]
     if unknown := next((name for name in values if name not in names), None):
-        is_of_file = "in a data set file" in (answer := OF_PACK.get(as_option(unknown), ""))
-        better = f"; {answer}" if is_of_file else suggestion(unknown, names)
+        answer = OF_FILE.get(unknown.replace("_", "-"))
+        better = f"; {answer}" if answer else suggestion(unknown, names)
         raise SourceError(f"{path}: [{table}] has an unknown option {unknown!r}{better}")
     choices = {one.field: one.choices for one in options_of(declared)}
     given = {

@@ -102,11 +102,12 @@ class SeenCommand(RemoteArguments):
                 "unknown": encode(seen.unknown),
             }
             print_json(document)
-        for sample_id, sightings, buckets in [] if self.json else found:
-            where = f"in {', '.join(buckets)}" if buckets else "in no generation that the run read"
-            print(f"{one_line(sample_id)}: seen {_times(_count(sightings))} in {counted(seen.state.step, 'step')}, {where}")
-            for one in sightings:
-                print(f"  {printable(_said(one))}")
+        else:
+            for sample_id, sightings, buckets in found:
+                where = f"in {', '.join(buckets)}" if buckets else "in no generation that the run read"
+                print(f"{one_line(sample_id)}: seen {_times(_count(sightings))} in {counted(seen.state.step, 'step')}, {where}")
+                for one in sightings:
+                    print(f"  {printable(_said(one))}")
         missing = [repr(sample_id) for sample_id, _, buckets in found if not buckets]
         named = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
         about = f"no generation that the run read has {named}; ids are paths in the source, with their extension"

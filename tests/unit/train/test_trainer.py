@@ -31,7 +31,7 @@ from bucketline.train.outputs import progress, run_dir, weights
 from bucketline.train.parallel import TrainRanks
 from bucketline.train.report import loss_curve
 from bucketline.train.report.loss_curve import draw_loss_curve
-from bucketline.train.trainer import train
+from bucketline.train.trainer import rare_collection, train
 from tests.kit import flip_bit, tree
 from tests.unit.train.tiny_run import ALONE, add_to_store, as_arguments, config, losses, make_training_store, samples
 
@@ -536,3 +536,14 @@ def test_bf16_trains(folder: Path) -> None:
     summary = train(config(folder, precision=Precision.BF16, max_steps=3), ALONE)
     assert summary.validation is not None
     assert 0 < summary.validation.loss < 2
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_garbage_collection_is_on_after_the_loop_if_it_was_before(is_on: bool) -> None:  # noqa: FBT001 - a parameter
+    (gc.enable if is_on else gc.disable)()
+    try:
+        with rare_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() is is_on
+    finally:
+        gc.enable()
