@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -42,7 +43,8 @@ class FetchThreads:
         self._sequence = 0
         self.bytes_in_flight = self._num_threads = self._num_idle = 0
         self._most_in_flight = min(MAX_BYTES_IN_FLIGHT, max(LEAST_IN_FLIGHT, int(FIRST_BYTES_S * deadline_s)))
-        self._is_closed = self._is_looking = False
+        self._look_at = math.inf  # when a thread looks again for all
+        self._is_closed = False
 
     def add(self, line: HeldLine) -> None:
         """Queue a line."""
@@ -131,9 +133,14 @@ class FetchThreads:
                 return claimed
             if not self._queue and now - idle_since > IDLE_S:
                 break
-            is_first = later and not self._is_looking  # one thread looks again for all
-            self._is_looking = self._is_looking or bool(is_first)
-            self._work.wait(pause if is_first else IDLE_S)
-            if is_first:
-                self._is_looking = False
+            self._wait(now + pause if later else math.inf, pause)
         return None
+
+    def _wait(self, look_at: float, pause: float) -> None:
+        """Wait for work; look again after a pause, unless another thread does so before."""
+        is_first = look_at < self._look_at
+        if is_first:
+            self._look_at = look_at
+        self._work.wait(pause if is_first else IDLE_S)
+        if is_first and self._look_at == look_at:
+            self._look_at = math.inf

@@ -25,7 +25,7 @@ class HeldLine:
     __slots__ = (
         "error",
         "holders",
-        "is_without_room",
+        "lacked_room_at",
         "not_before",
         "number",
         "priority",
@@ -44,13 +44,18 @@ class HeldLine:
         self.error: Exception | None = None  # of the last try
         self.requested_at: float | None = None  # of the first try
         self.not_before = 0.0
-        self.is_without_room = False
+        self.lacked_room_at: float | None = None  # of the last try that found no room, since the last request
         self.reserved = 0  # bytes
 
     @property
     def num_bytes(self) -> int:
         begin, end = self.shard.place(self.number)
         return end - begin
+
+    @property
+    def is_without_room(self) -> bool:
+        """Return whether it waits for room in the cache."""
+        return self.state is State.QUEUED and self.lacked_room_at is not None
 
     def is_stuck(self, now: float, seconds: float) -> bool:
         """Return whether a request of it has failed, or has been under way for longer than so many seconds."""

@@ -55,6 +55,7 @@ class LineFetcher:
         self._threads = FetchThreads(lock, self._try_claim, self._fetch, deadline_s=deadline_s)
         self._lines: dict[tuple[int, int], HeldLine] = {}  # by (id of the shard, line): held, or being fetched
         self._last_arrival = 0.0
+        self._lacked_room_at: float | None = None  # of the last try of any line that found no room
         self._is_closed = False
         self._counts: Counter[str] = Counter()
         self._waited_s = self._fetch_s = 0.0
@@ -134,7 +135,7 @@ class LineFetcher:
 
     def lack_room(self, lines: Iterable[HeldLine]) -> bool:
         """Return whether one of the lines waits for room in the cache."""
-        return any(line.is_without_room and line.state is State.QUEUED for line in lines)
+        return any(line.is_without_room for line in lines)
 
     def wait(
         self,
@@ -186,7 +187,7 @@ class LineFetcher:
         return now - self._last_arrival > patience_s or any(line.is_stuck(now, patience_s) for line in missing)
 
     def _named(self, line: HeldLine, seconds: float) -> StoreError:
-        if line.is_without_room and line.error is None:
+        if line.error is None and line.state is not State.FAILED and self._is_for_room(line):
             return self._cache.full()
         begin, end = line.shard.place(line.number)
         where = f"{self._url}/shards/{line.shard.path.name}, line {line.number} (bytes {begin} to {end})"
@@ -194,6 +195,11 @@ class LineFetcher:
             return type(line.error)(f"{where}: {line.error}") if isinstance(line.error, StoreError) else StoreError(f"{where}")
         why = f": {line.error}" if line.error is not None else ""
         return StoreError(f"{where} has not arrived within {seconds:.0f} s{why}; iterate again when the store answers")
+
+    def _is_for_room(self, line: HeldLine) -> bool:
+        """Return whether a line is missing for want of room: it or one queued before it waits for some, or it just got some."""
+        at = self._lacked_room_at if line.state is State.QUEUED else line.lacked_room_at
+        return line.is_without_room or (at is not None and time.monotonic() - at < self._deadline_s / STUCK_PART)
 
     def wake(self) -> None:
         """Let everybody who waits look again."""
@@ -242,11 +248,10 @@ class LineFetcher:
             return False
         if state == ABSENT:
             if not self._cache.reserve(line.num_bytes):
-                line.is_without_room = True
+                line.lacked_room_at = self._lacked_room_at = time.monotonic()
                 shard.locks.unlock(lock)
                 return False
             line.reserved = line.num_bytes
-        line.is_without_room = False
         line.state = State.FETCHING
         return True
 
@@ -312,7 +317,7 @@ class LineFetcher:
     def _arrived(self, line: HeldLine) -> None:
         """Make a line that is present READY; its claim becomes a shared one, which is released with it."""
         shard, number = line.shard, line.number
-        line.error, line.tries, line.requested_at, line.is_without_room = None, 0, None, False
+        line.error, line.tries, line.requested_at, line.lacked_room_at = None, 0, None, None
         line.state = State.READY
         self._last_arrival = time.monotonic()
         shard.last_use[number] = self._cache.room.tick()
@@ -327,7 +332,7 @@ class LineFetcher:
         self._counts["retries"] += 1
         line.error = error if isinstance(error, StoreError) else StoreError(f"it cannot be fetched: {error!r}")
         self._cache.room.give_back(line.reserved)
-        line.reserved = 0
+        line.reserved, line.lacked_room_at = 0, None
         line.shard.locks.unlock(line.shard.lock_of(line.number))
         line.wrong += is_wrong(error)
         line.not_before = time.monotonic() + pause_after(line.tries)

@@ -15,6 +15,7 @@ from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.remote.cache import cached_shard, fetch_threads, folder, line_fetcher
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, PINNED, RING
 from bucketline.store.remote.deadlines import IN_TIME
+from tests.leftovers import wait_until
 from tests.unit.store.remote.cache.lines import NUM_BYTES, NUM_LINES, Objects, line_of, open_shard
 
 if TYPE_CHECKING:
@@ -230,6 +231,66 @@ def test_lines_beyond_the_pinned_share_pass_through_the_ring(tmp_path: Path, mon
     assert opened.fetcher.wait(other)
     assert opened.states() == [PINNED, PINNED, RING, ABSENT, ABSENT]
     assert opened.cache.room.used() <= opened.cache.limit
+
+
+def test_a_line_that_waited_for_room_until_a_moment_ago_or_behind_one_is_missing_for_want_of_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder.CacheFolder, "ring_bytes", property(lambda own: own.limit - 2 * LINE_BYTES))
+    monkeypatch.setattr(folder, "LEAST_BYTES", LINE_BYTES)
+    monkeypatch.setattr(folder, "_EVICT_AT_ONCE", 1)
+    may_arrive = threading.Event()
+    opened = open_shard(tmp_path / "cache", limit=3 * LINE_BYTES + 100_000, deadline_s=80.0)
+    opened.read(0, 1)
+    held = opened.fetcher.hold([(opened.shard, 3)], 0)
+    assert opened.fetcher.wait(held)
+    opened.objects.fault = lambda _: None if may_arrive.wait(60) else b""
+    other, behind = (opened.fetcher.hold([(opened.shard, number)], number) for number in (2, 4))
+    assert wait_until(lambda: opened.fetcher.lack_room(other))
+    long_ago = time.monotonic() - 100
+    other[0].requested_at = behind[0].requested_at = long_ago
+    with pytest.raises(StoreError, match="has no room for another line or file"):
+        opened.fetcher.wait(behind, begun=long_ago)
+    opened.fetcher.release(held)
+    assert wait_until(lambda: 2 in opened.objects.requested)
+    assert not opened.fetcher.lack_room(other)
+    with pytest.raises(StoreError, match="has no room for another line or file"):
+        opened.fetcher.wait(other, begun=long_ago)
+    other[0].lacked_room_at = long_ago  # it has had room for long
+    with pytest.raises(StoreError, match=r"line 2 .*has not arrived"):
+        opened.fetcher.wait(other, begun=long_ago)
+    may_arrive.set()
+    assert opened.fetcher.wait(other)
+    opened.close()
+
+
+def test_a_line_that_is_tried_again_much_later_keeps_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_fetcher, "pause_after", lambda _: 60.0)
+
+    def refused(number: int) -> None:
+        if number in (0, 3):
+            raise StoreError("the store is busy")
+
+    arrived, may_arrive = threading.Event(), threading.Event()
+
+    def slowly(_: int) -> None:
+        arrived.set()
+        may_arrive.wait(60)
+
+    first, second = (open_shard(tmp_path / "cache", Objects(fault=fault)) for fault in (refused, slowly))
+    first.read(2, 4)  # by two threads, which are idle then
+    fetched = second.fetcher.hold([(second.shard, 1)], 0)
+    assert arrived.wait(10)
+    refusals = first.fetcher.hold([(first.shard, 0), (first.shard, 3)], 0)
+    assert wait_until(lambda: first.fetcher.stats().retries == 2)
+    other = first.fetcher.hold([(first.shard, 1)], 1)
+    time.sleep(0.1)  # both threads have looked
+    may_arrive.set()
+    assert second.fetcher.wait(fetched)
+    assert first.fetcher.wait(other)
+    for opened, lines in ((first, refusals), (first, other), (second, fetched)):
+        opened.fetcher.release(lines)
+        opened.close()
 
 
 def test_a_smaller_limit_leaves_pinned_lines_to_the_ring_once_nobody_relies_on_them(
