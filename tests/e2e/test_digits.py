@@ -24,4 +24,4 @@ def test_drawn_digits_are_those_that_were_asked_for(tmp_path: Path) -> None:
     with Image.open(tmp_path / "run" / "digits.png") as sheet:
         assert sheet.size[0] > sheet.size[1] > 300
     for number in range(asked):  # each drawn digit is a file of its own
-        assert (tmp_path / "run" / "images" / "step-00000600" / f"{number + 1:02}.png").exists()
+        assert (tmp_path / "run" / "images" / "step-00000540" / f"{number + 1:02}.png").exists()
