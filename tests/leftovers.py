@@ -52,7 +52,7 @@ def descriptors(pid: int) -> Iterator[str]:
             yield str(descriptor.readlink())
 
 
-def wait_until(is_so: object, seconds: float = 10.0) -> bool:
+def wait_until(is_so: object, seconds: float = 60.0) -> bool:
     """Look again and again until a condition holds, for so many seconds at most; say whether it came to hold."""
     assert callable(is_so)
     until = time.monotonic() + seconds

@@ -101,8 +101,8 @@ def test_a_service_follows_as_well(grown: Path) -> None:
 
 def until(loader: Loader, generation: int) -> list[Batch]:
     """Iterate until a generation is taken up, and for a step more."""
-    taken, end = [], time.monotonic() + 20
-    for batch in loader:
+    taken, end = [], time.monotonic() + 60
+    for batch in loader.forever():
         taken.append(batch)
         if loader.shares[0].store.manifest.generation == generation:
             return taken
@@ -163,8 +163,8 @@ def test_a_generation_without_rows_to_read_is_not_taken_up(tmp_path: Path, monke
     drop(made.path, [sample.id for sample in PARTS[0]])
     with Loader(Store.open(made.path, 1), config_of(), follow=True) as loader, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        end = time.monotonic() + 20
-        for _ in loader:
+        end = time.monotonic() + 60
+        for _ in loader.forever():
             time.sleep(0.01)
             if caught or time.monotonic() > end:
                 break

