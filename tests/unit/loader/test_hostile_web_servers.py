@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ROWS = {"train/64x64": 60}
-SOON_S = 6.0  # and far less than the deadline
+SOON_S = 30.0  # and far less than the deadline
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_generations_that_take_longer_than_the_deadline_are_refused(
     with pytest.raises(CorruptError, match="or more generations after that of manifest"):
         generations.newest_generation(ObjectFolder.open(f"file://{tmp_path}", RemoteOptions(deadline_s=0.2)))
     assert generations.FEW_AHEAD < len(asked) < generations.MAX_AHEAD
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < SOON_S
 
 
 def test_a_large_file_that_is_not_of_prompts_is_not_read_whole(folder: Path, tmp_path: Path) -> None:

@@ -256,13 +256,13 @@ def test_a_store_that_is_gone_is_an_error_at_next_and_the_iteration_goes_on_when
     url = pushed(store)
     expected = batches_of(store)
     objects = Path(url.removeprefix("file://")) / "shards"
-    config = LoaderConfig(batch_size=4, epochs=1, columns=(), cache=str(tmp_path / "cache"), deadline=1.0)
+    config = LoaderConfig(batch_size=4, epochs=1, columns=(), cache=str(tmp_path / "cache"), deadline=3.0)
     with Loader(url, config) as loader:
         objects.rename(objects.with_name("away"))
         begun = time.monotonic()
         with pytest.raises(StoreError, match=r"shards/"):
             next(loader.forever())
-        assert time.monotonic() - begun < 5.0
+        assert time.monotonic() - begun < 30.0
         objects.with_name("away").rename(objects)
         time.sleep(0.1)
         assert bits(list(loader.forever())) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager, nullcontext
@@ -18,7 +19,7 @@ from bucketline.errors import StoreError
 from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.remote.objects import NoRangesError, ObjectFolder, RemoteOptions
 from bucketline.store.remote.web_server import WebError, WebServer, _Server
-from tests.commands import spawn
+from tests.leftovers import wait_until
 from tests.unit.loader.service.test_tcp import certificate_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 NUM_BYTES = (3 << 20) + 17
 NAME = "shards/a b.lmdb"
-DEADLINE_S = 4.0
+DEADLINE_S = 8.0
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_what_fails_or_breaks_off_once_is_requested_again(
 ) -> None:
     if fault is Fault.SHORT_LENGTH and part == slice(None):
         part = slice(NUM_BYTES - NUM_BYTES // 2)  # nothing says that it is longer: the caller compares the length
-    with RangeServer(tmp_path, schedule=Schedule([fault]), stall_s=2.0, drip_s=0.1) as server:
+    with RangeServer(tmp_path, schedule=Schedule([fault]), stall_s=DEADLINE_S, drip_s=0.1) as server:
         assert read(folder_on(server)) == data[part]
         assert server.statistics.faults[fault] == 1
 
@@ -96,7 +97,7 @@ def test_what_fails_or_breaks_off_once_is_requested_again(
 def test_another_answer_is_named(fault: Fault, kind: type[StoreError], message: str, data: bytes, tmp_path: Path) -> None:
     with RangeServer(tmp_path) as server:
         server.outage = fault
-        folder = ObjectFolder.open(f"{server.url}/a.store", RemoteOptions(deadline_s=1.0))
+        folder = ObjectFolder.open(f"{server.url}/a.store", RemoteOptions(deadline_s=4.0))
         with pytest.raises(kind, match=message):
             folder.read_range(NAME, 9, 99)
         server.outage = None
@@ -181,15 +182,17 @@ def test_connections_are_used_again(data: bytes, tmp_path: Path) -> None:
 
 def test_an_interpreter_may_end_while_a_thread_reads(data: bytes, tmp_path: Path) -> None:
     script = (
-        "import sys, threading, time; from bucketline.store.remote.objects import ObjectFolder\n"
+        "import sys, threading; from bucketline.store.remote.objects import ObjectFolder\n"
         "folder = ObjectFolder.open(sys.argv[1])\n"
         "threading.Thread(target=lambda: folder.read('shards/a b.lmdb'), daemon=True).start()\n"
-        "time.sleep(0.3)"
+        "sys.stdin.read()"
     )
     with RangeServer(tmp_path, schedule=Schedule([Fault.STALL_BODY])) as server:
-        ran = spawn([sys.executable, "-c", script, f"{server.url}/a.store"])
-        assert server.statistics.faults[Fault.STALL_BODY] == 1
-    assert ran.code == 0, ran.err
+        command = [sys.executable, "-c", script, f"{server.url}/a.store"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert wait_until(lambda: server.statistics.faults[Fault.STALL_BODY] == 1)
+            _, err = process.communicate()
+    assert process.returncode == 0, err
 
 
 @contextmanager
@@ -215,7 +218,7 @@ def test_https_is_read_with_a_certificate_that_is_trusted_and_http_may_redirect_
     certificate, key = certificate_of(tmp_path, "127.0.0.1")
     monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
     with over_tls(tmp_path, certificate, key) as url, RangeServer(tmp_path, elsewhere=url) as server:
-        folder = ObjectFolder.open(f"{url}/a.store", RemoteOptions(deadline_s=0.5))
+        folder = ObjectFolder.open(f"{url}/a.store", RemoteOptions(deadline_s=4.0))
         with pytest.raises(StoreError, match="certificate verify failed"):
             folder.read(NAME)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))

@@ -63,8 +63,8 @@ def test_what_stays_missing_ends_a_pull_within_the_deadline(made: Path, tmp_path
     with RangeServer(tmp_path / "served") as server:
         begun = time.monotonic()
         with pytest.raises(MissingObjectError, match=r"g1\.index is missing"):
-            pull(reaching(server, 3.0), tmp_path / "b.store")
-        assert time.monotonic() - begun < 3.0
+            pull(reaching(server, 8.0), tmp_path / "b.store")
+        assert time.monotonic() - begun < 8.0
         assert server.statistics.refused > 2
 
 
@@ -85,4 +85,4 @@ def test_verifying_waits_for_no_deadline_where_objects_are_missing(made: Path, t
         begun = time.monotonic()
         found = verify_folder(reaching(server, 60.0), lambda _: None, 1)
         assert [fault.shard for fault in found.corrupt] == ["g0", "g1"]
-        assert time.monotonic() - begun < 10.0
+        assert time.monotonic() - begun < 30.0
