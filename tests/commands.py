@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -88,14 +89,25 @@ def torchrun(processes: int, *arguments: object) -> Ran:
     return spawn([*launcher, *arguments])
 
 
+@contextmanager
+def kept_port() -> Iterator[int]:
+    """Yield a port of this machine that no other process is given meanwhile, and that a server may listen at.
+
+    The socket stays bound: the system gives its port to nobody who asks for any. `SO_REUSEADDR` lets those bind it who set that
+    too, as `socket.create_server` and torch's stores do; until one of them listens, a connection is refused.
+    """
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", 0))
+        yield sock.getsockname()[1]
+
+
 def forked_ranks(processes: int, command: str, *args: object, seconds: int = 120) -> Ran:
     """Call a console command's `main` in several ranks forked off this process, which has imported everything already.
 
     The code is the first that is not 0; the output is that of all ranks, in their order.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
+    with kept_port() as port, tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, f"{rank}.json") for rank in range(processes)]
         children = []
         for rank in range(processes):

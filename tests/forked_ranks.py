@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,13 +18,13 @@ import traceback
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from tests.commands import ROOT, Ran
+from tests.commands import ROOT, Ran, kept_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-LONGEST_S = 180.0  # of a run in a test
+LONGEST_S = 300.0  # of a run in a test
 IMPORTED_ONCE = (
     *("bucketline.train.main", "bucketline.train.trainer"),
     # what a run imports when it needs it: two seconds of each rank
@@ -88,11 +87,6 @@ def _answer(answers: IO[bytes]) -> dict[str, Any]:
     return found
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def _fork_rank(rank: int, arguments: list[str], output: Path) -> int:
     child = os.fork()
     if child:
@@ -127,8 +121,8 @@ def _serve() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         processes, arguments = json.loads(line)
-        os.environ |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        with tempfile.TemporaryDirectory() as folder:
+        with kept_port() as port, tempfile.TemporaryDirectory() as folder:
+            os.environ |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             pids = [_fork_rank(rank, arguments, Path(folder)) for rank in range(processes)]
             print(json.dumps({"pids": pids}), flush=True)
             codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

@@ -36,7 +36,7 @@ def serving(socket: Path, *stores: Path, options: tuple[str, ...] = ()) -> Itera
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,9 @@ import gc
 import os
 import pickle
 import signal
-import socket
 import threading
 import traceback
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from bucketline.loader import Loader, LoaderConfig, ServiceAddress, WeightedStor
 from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push import push
+from tests.commands import kept_port
 from tests.conditioned import Form, conditioned_store
 from tests.kit import add_samples, flip_bit, make_store, samples_of, store_writer
 from tests.leftovers import children, held, left_since, wait_until
@@ -245,7 +245,7 @@ def test_a_generation_is_taken_up_between_steps(tmp_path: Path, backend: Backend
             writer.publish()
         if backend.name == "url":
             push(store.path, ObjectFolder.open(f"file://{tmp_path}/pushed/s"))
-        assert wait_until(lambda: other.newer() == (2,), 40)
+        assert wait_until(lambda: other.newer() == (2,), 120)
         other.take_up((2,))
         found += [values(next(batches)) for _ in range(3)]
         state = other.state_dict()
@@ -352,7 +352,7 @@ def test_several_loaders_read_at_once(store: Store, backend: Backend) -> None:
             thread.start()
         found[0] = [values(batch) for batch in first.forever()]
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=240)
     assert found == {rank: expected_of(store, config, rank=rank, world_size=3) for rank in range(3)}
 
 
@@ -361,12 +361,12 @@ def test_several_loaders_read_at_once(store: Store, backend: Backend) -> None:
 def test_a_service_that_is_killed_is_an_error_and_the_next_iteration_continues(tmp_path: Path, name: str) -> None:
     store = make_store(tmp_path / "large.store", samples_of({"train/2048x2048": 64}))  # 32 MiB: more than sockets hold
     config = LoaderConfig(batch_size=4, epochs=1, prefetch_bytes=1)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    where = {"auto": "auto", "unix": str(tmp_path / "sock"), "tcp": f"tcp://{port}"}[name]
     found: list[tuple[Any, ...]] = []
     others, errors = children(), 0
-    with Loader(store, config, service=ServiceAddress(where, deadline_s=0.5)) as loader:
+    with ExitStack() as using:
+        port = using.enter_context(kept_port())
+        where = {"auto": "auto", "unix": str(tmp_path / "sock"), "tcp": f"tcp://{port}"}[name]
+        loader = using.enter_context(Loader(store, config, service=ServiceAddress(where, deadline_s=0.5)))
         expected = expected_of(store, config)
         for is_killed in (True, True, False):
             if len(found) == len(expected):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from bucketline.store.folder import Folder
     from tests.object_storage import S3Bucket
 
+CLOCK_S = 300.0  # two clocks that are the same, on a machine that may be busy; time zones are quarters of an hour apart
 OUTSIDE = ("../secret", "shards/../../secret", "..", "/secret", "shards//a", "shards/./a")
 
 
@@ -110,7 +111,7 @@ def test_files_are_listed_by_folder_with_their_lengths(folder: Folder) -> None:
     assert names(folder, "none") == []
     for file in folder.names("shards"):
         assert file.num_bytes == len(file.name)
-        assert abs(file.modified_s - before) < 5
+        assert abs(file.modified_s - before) < CLOCK_S
         found = folder.look_up(file.name)
         assert found is not None
         assert (found.name, found.num_bytes) == (file.name, file.num_bytes)
@@ -155,7 +156,7 @@ def test_a_name_that_leaves_the_folder_is_refused(folder: Folder, tmp_path: Path
 
 
 def test_the_time_is_that_of_the_clock_that_dates_the_files_and_leaves_nothing(folder: Folder) -> None:
-    assert abs(folder_time(folder) - time.time()) < 5
+    assert abs(folder_time(folder) - time.time()) < CLOCK_S
     assert names(folder) == []
 
 

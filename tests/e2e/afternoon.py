@@ -17,7 +17,6 @@ import runpy
 import shlex
 import shutil
 import signal
-import socket
 import sys
 import tarfile
 import time
@@ -27,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.commands import BIN, ROOT
+from tests.commands import BIN, ROOT, kept_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -315,9 +314,10 @@ class Afternoon:
         """Run `main` in a child, or in as many as there are ranks, and return what is wrong with code or output."""
         self.num_run += 1
         self._output.write_bytes(b"")
-        given = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        pids = [self.fork(main, **given, RANK=n, LOCAL_RANK=n) for n in range(ranks)] or [self.fork(main)]
-        codes = {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids}
+        with kept_port() as port:
+            given = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            pids = [self.fork(main, **given, RANK=n, LOCAL_RANK=n) for n in range(ranks)] or [self.fork(main)]
+            codes = {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids}
         output = self._output.read_text(encoding="utf-8", errors="replace")
         if codes != {expected}:
             return f"{command}\nexit code {codes}, expected {expected}\n{output}"
@@ -443,11 +443,6 @@ def write_prompts(path: Path) -> None:
 
 def write_ids(path: Path) -> None:
     path.write_text("cats/a.png\n1/1.jpg\n", encoding="utf-8")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def cut_short(store: Path) -> None:

@@ -25,7 +25,7 @@ def test_a_rank_killed_under_torchrun_is_named_before_its_trace_and_the_next_run
     (tmp_path / "photos" / "broken.png").write_bytes(b"no image")
     options = ("--model", model, *SMALL, "--batch-size", 2, "--json")
     asked = ("pack", tmp_path / "photos", tmp_path / "s", *options)
-    ran = torchrun(3, "-m", "tests.fault.noted_pack", tmp_path / "s.committed", "1:row:9:kill", *asked)
+    ran = torchrun(3, "-m", "tests.fault.noted_pack", tmp_path / "s.committed", "1:row:9:kill-late", *asked)
     assert (ran.code, ran.out) == (1, "")
     before, named, after = ran.err.partition("error: rank 1 (pid ")
     assert named

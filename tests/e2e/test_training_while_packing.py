@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 NUM_IMAGES = 120
 FIRST_ROWS = 9  # on which training begins
-LONGEST_S = 90.0
+LONGEST_S = 300.0
 SLOWED_S = 0.02  # between two images, while packing must not come to its end
 
 

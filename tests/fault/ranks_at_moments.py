@@ -12,30 +12,25 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import socket
 import sys
 import tempfile
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from tests.commands import kept_port
 from tests.fault.ground import import_for_packs
 from tests.fault.noted_pack import ended_within, fork_pack
 
 HUNG_S = 300.0  # a run takes 5 s on a quiet machine; a busy one must not look hung
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def run(num_ranks: int, failure: str, asked: list[str], notes: str | None = None) -> dict[str, Any]:
     """Run the ranks to their ends; `notes`, or else STORE.committed, is what the names of their notes begin with."""
-    os.environ |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     exchange: Any = importlib.import_module("bucketline.ingest.parallel.exchange")
     exchange.CHECK_S = (0.0, 0.0)  # at every image; the images here take milliseconds
-    with tempfile.TemporaryDirectory() as folder:
+    with kept_port() as port, tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         notes = notes or f"{asked[2].removeprefix('file://')}.committed"
         children = [
             fork_pack([part.replace("RANK", str(rank)) for part in asked], notes, Path(folder, f"{rank}"), failure, rank)

@@ -23,6 +23,7 @@ from bucketline.store.transfer import sender
 from bucketline.store.transfer.sender import PendingNotes, pending_shards
 from bucketline.store.verify.verify import verify
 from tests.kit import everything
+from tests.leftovers import wait_until
 from tests.object_storage import in_memory
 
 if TYPE_CHECKING:
@@ -211,10 +212,7 @@ def test_notes_of_ended_tasks_are_repeated_while_the_job_lasts(monkeypatch: pyte
     time.sleep(0.05)
     monkeypatch.setattr(sender, "REPEAT_S", 0.01)
     with PendingNotes(place, "ray-a-"):
-        end = time.monotonic() + 10
-        while pending_shards(place, 0.04, time.time())[0] != {"one", "two"} and time.monotonic() < end:
-            time.sleep(0.01)
-        assert pending_shards(place, 0.04, time.time()) == ({"one", "two"}, ["pending/rank-0"])
+        assert wait_until(lambda: pending_shards(place, 0.04, time.time()) == ({"one", "two"}, ["pending/rank-0"]))
 
 
 def test_a_store_writer_refuses_a_url() -> None:

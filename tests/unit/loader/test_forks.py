@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONFIG = LoaderConfig(batch_size=2, epochs=1, prefetch_bytes=1)
-CHILD_S = 20  # before a child that hangs is ended by SIGALRM
+CHILD_S = 120  # before a child that hangs is ended by SIGALRM
 
 MOMENTS: dict[str, tuple[object, str]] = {
     "while it plans the copies": (Window, "copy_plans"),

@@ -97,7 +97,7 @@ def test_a_process_that_ends_in_any_way_leaves_no_process_behind(store: Store, s
         assert process.stdout.readline() == "ready\n"
         if end == "sys.stdin.read()":
             process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
         with os.fdopen(read, "rb") as watched:
             assert watched.read() == b""
     assert process.returncode == code

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 ROWS = {"train/64x64": 40, "train/96x64": 15}
-DEADLINE_S = 20.0  # of a run that gets no room
-LONGEST_S = 60.0
+DEADLINE_S = 60.0  # of a run that gets no room
+LONGEST_S = 240.0
 
 
 def small_lines(patch: Any = setattr) -> None:
@@ -122,7 +122,8 @@ def test_files_that_are_fetched_whole_take_the_place_of_lines(tmp_path: Path, mo
 
     def noted(room: Room, num_bytes: int, limit: int) -> bool:
         nonlocal most
-        most = max(most, room.used())
+        with room.locked():  # or other threads could free and reserve while this one adds up
+            most = max(most, room.used())
         return reserve(room, num_bytes, limit)
 
     monkeypatch.setattr(Room, "reserve", noted)

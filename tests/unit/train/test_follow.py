@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import StateError, UsageError
+from bucketline.loader.follow import GenerationWatch
 from bucketline.loader.recorded_run import read_loader_state
 from bucketline.loader.state import schedule_of
 from bucketline.train import data as data_module
@@ -33,6 +33,9 @@ from tests.unit.train.tiny_run import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bucketline.loader.mixture import WeightedStore
     from bucketline.train.config import TrainConfig
     from bucketline.train.data import FollowSchedule
 
@@ -40,15 +43,23 @@ MORE = {3: {"train/128x128": 6, "val/128x128": 1}, 8: {"train/128x192": 5, "trai
 
 
 def grows_while_it_is_trained_on(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Publish a generation at each step of `MORE`; the trainer finds it at once."""
+    """Publish a generation at each step of `MORE`; the trainer finds it at the next one, however long a look takes."""
     monkeypatch.setattr("bucketline.loader.follow.LOOK_EVERY_S", 0.0)
+    newer = GenerationWatch.newer
+
+    def waiting(watch: GenerationWatch, shares: Sequence[WeightedStore]) -> tuple[int, ...] | None:
+        newer(watch, shares)  # begins a look
+        if watch._thread is not None:
+            watch._thread.join()
+        return newer(watch, shares)
+
+    monkeypatch.setattr(GenerationWatch, "newer", waiting)
 
     def step(*args: object) -> object:
         done = args[2]
         assert isinstance(done, int)
         if done in MORE:
             add_to_store(store, samples(MORE[done], f"{done}/"))
-        time.sleep(0.05)  # a look takes some milliseconds
         return train_step(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run_module, "train_step", step)
@@ -69,7 +80,7 @@ def test_a_followed_run_is_repeated_by_its_schedule_in_one_go_or_stopped_and_res
         train(followed, ALONE)
     (start, first), (second_at, second), (third_at, third) = schedule(followed)
     assert (start, first, second, third) == (0, (1,), (2,), (3,))
-    assert 3 < second_at <= third_at - 1 < 16
+    assert 3 < second_at < third_at < 16
     assert f"from step {second_at} on generation 2: 26 rows per pass" in capsys.readouterr().err
     again = replace(asked, follow=Followed(run=followed.output_dir), output_dir=folder / "again")
     train(again, ALONE)

@@ -88,7 +88,7 @@ def test_a_service_that_is_stopped_says_so_to_its_clients_and_removes_its_socket
             batches = loader.forever()
             assert next(batches).step == 0
             process.send_signal(number)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=120)
             assert (process.returncode, err) == (0, "")
             with pytest.raises(DeliveryError, match="the service was stopped; restart it"):
                 list(batches)
@@ -102,6 +102,7 @@ def test_a_service_that_is_stopped_says_so_to_its_clients_and_removes_its_socket
 
 
 def test_statistics_say_who_was_given_what(store: Store, socket_path: Path) -> None:
+    assert wait_until(lambda: not call_stats(socket_path)["clients"])  # those of earlier tests have left
     config = LoaderConfig(batch_size=2, prefetch_bytes=1)
     with Loader(store, config, rank=1, world_size=2, service=socket_path) as loader:
         batches = loader.forever()
@@ -145,6 +146,6 @@ def test_a_service_prints_readable_statistics_every_so_often_and_at_its_end(stor
         for _ in range(2):
             assert f"{store.path}: no client now, 0 since the start; 0 samples and 0 B in " in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
         assert (process.returncode, out) == (0, "")
         assert "no client now" in err.splitlines()[-1]

@@ -28,7 +28,7 @@ from bucketline.loader.service.server import Service
 from bucketline.loader.service.sockets import Security, shut
 from bucketline.loader.service.tokens import proof_of
 from bucketline.loader.service.wire import allowed, receive, send, sent
-from tests.commands import call, spawn
+from tests.commands import call, kept_port, spawn
 from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until
 from tests.network_faults import Faults, faulty_proxy
@@ -127,12 +127,13 @@ STRANGERS = {
 def test_strangers_at_the_port_change_nothing(
     store: Store, token: Path, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(client_connection, "REQUEST_S", 0.3)
     with served(store) as found:
-        with socket.create_connection(("127.0.0.1", found.port)) as sock:
+        with monkeypatch.context() as patch, ExitStack() as using:
+            patch.setattr(client_connection, "REQUEST_S", 0.3)  # a client of ours may take longer on a busy machine
+            sock = using.enter_context(socket.create_connection(("127.0.0.1", found.port)))
             receive(sock, 10)
             sock.sendall(STRANGERS[said])
-            sock.settimeout(10)
+            sock.settimeout(60)
             answer = b""
             with suppress(ConnectionResetError):  # it left with bytes unread
                 while part := sock.recv(1 << 16):
@@ -146,7 +147,7 @@ def test_strangers_at_the_port_change_nothing(
 def test_stalled_clients_hold_up_the_end_of_a_server_once_and_not_one_by_one(
     tmp_path: Path, token: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "END_S", 0.2)
+    monkeypatch.setattr(server, "END_S", 2.0)
     large = make_store(tmp_path / "large.store", samples_of({"train/512x512": 64}))
     with Loader(large, LoaderConfig(batch_size=64)) as loader:
         request = {**wire.message_of(loader._request()), "protocol": wire.PROTOCOL}
@@ -170,7 +171,7 @@ def test_stalled_clients_hold_up_the_end_of_a_server_once_and_not_one_by_one(
         assert wait_until(is_full)
         begun = time.monotonic()
         found.service.stop()
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 6 * server.END_S
 
 
 def test_a_client_that_reads_nothing_holds_up_no_sign_of_life_of_others() -> None:
@@ -187,7 +188,7 @@ def test_a_client_that_reads_nothing_holds_up_no_sign_of_life_of_others() -> Non
         ours.setblocking(True)
         thread = threading.Thread(target=client.show_life, daemon=True)
         thread.start()
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
         ours.close()
         client.show_life()
@@ -240,7 +241,7 @@ def test_a_handshake_that_never_ends_holds_up_no_end_of_a_server(store: Store, t
         assert wait_until(lambda: bool(of_service()))
         begun = time.monotonic()
         found.service.stop()
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < client_connection.REQUEST_S - 1
 
 
 def test_what_a_client_requests_has_limits(store: Store, token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,12 +256,11 @@ def test_what_a_client_requests_has_limits(store: Store, token: Path, monkeypatc
 
 
 def test_no_server_is_an_error_within_the_deadline_that_says_how_to_start_one(token: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     begun = time.monotonic()
-    with pytest.raises(DeliveryError, match=rf"no server .* at 127.0.0.1:{port} within 1 s; .*refused.* --at tcp://"):
+    words = r"no server .* at 127.0.0.1:\d+ within 1 s; .*refused.* --at tcp://"
+    with kept_port() as port, pytest.raises(DeliveryError, match=words):  # at which nobody listens
         far_loader(f"tcp://{port}", LoaderConfig(batch_size=1), token, deadline_s=1)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize(
@@ -410,11 +410,13 @@ def test_tls_encrypts_and_a_certificate_that_is_not_trusted_is_refused(
         monkeypatch.setattr(links, "SILENCE_S", 0.3)
         with pytest.raises(DeliveryError, match=r"connection is lost: .*; if the server has --certificate, name its file"):
             far_loader(found, config, token, deadline_s=0.3)
+    monkeypatch.setattr(links, "SILENCE_S", 60.0)
+    monkeypatch.setattr(links, "FIRST_PAUSE_S", 100.0)  # beyond the deadline: one try, which may take as long as that
     with (
         served(store) as found,
         pytest.raises(DeliveryError, match=r"TLS fails: WRONG_VERSION_NUMBER; does the server have --certificate\?"),
     ):
-        far_loader(found, config, token, deadline_s=0.3, certificate=certificate)
+        far_loader(found, config, token, deadline_s=60, certificate=certificate)
     with pytest.raises(UsageError, match="cannot be used"), served(store, certificate=token):
         pass
 
@@ -431,7 +433,7 @@ def test_cuts_and_stalls_lose_and_change_nothing(
         shared = Faults(faults, most_bytes=60_000, seed=faults)
         proxies = [using.enter_context(faulty_proxy(one.port, shared)) for one in servers]
         addresses = "tcp://" + ",".join(f"127.0.0.1:{one.port}" for one in proxies)
-        far = using.enter_context(far_loader(addresses, config, token, deadline_s=30))
+        far = using.enter_context(far_loader(addresses, config, token, deadline_s=300))
         batches, found = far.forever(), []
         while shared.left:
             found.append(next(batches))

@@ -260,7 +260,7 @@ def test_a_server_that_never_answers_holds_up_no_loader_that_is_closed(store: St
         assert has_asked.wait(10)
         closing = threading.Thread(target=loader.close, daemon=True)
         closing.start()
-        closing.join(5)
+        closing.join(30)
         assert not closing.is_alive()
 
 
