@@ -207,7 +207,7 @@ def kill_client(bench: Bench, _service: str | None) -> Ended:
             client.send_signal(bench.random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
         begun = time.perf_counter()
         while left := [name for name in Counter(descriptors(server.pid)) - before if not name.startswith(str(path))]:
-            if time.perf_counter() - begun > 2 * WITHIN_S:  # a file of the store may be held: it is opened once for all
+            if time.perf_counter() - begun > WITHIN_S:  # a file of the store may be held: it is opened once for all
                 raise WrongEndError(f"the service holds on to what was the client's: {left}")
         ended = Ended(seconds=time.perf_counter() - begun, how="clean end")
         next(batches)
