@@ -232,7 +232,8 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     STORE may be a URL: shards are made in a folder on a disk (--work), sent, and committed together at the end. An interrupted
     run is continued from there; several machines may pack into one URL.
 
-    A store keeps the rules that its first pack was given: later ones take what their options leave out from it.
+    A store keeps the rules that its first pack was given, and where its model is: later packs take from it what their options
+    leave out.
 
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 
@@ -242,14 +243,27 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     """
 
     SECTION = "changes: packing again, and what the run prints"
-    FIRST = ("grid", "val_fraction", "flip", "dtype", "encode_dtype", "batch_size", "device", "prune", "max_rejects", "dry_run")
+    FIRST = (
+        "model",
+        "grid",
+        "val_fraction",
+        "flip",
+        "dtype",
+        "encode_dtype",
+        "batch_size",
+        "device",
+        "prune",
+        "max_rejects",
+        "dry_run",
+    )
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Images to pack. A folder is searched recursively; links to folders are not followed."""
     place: tyro.conf.Positional[StorePlace]
     """Folder of the store, outside the source; created if missing. Or its URL, such as s3://bucket/photos.store."""
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
-    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = ""
+    """Folder in diffusers layout, one .safetensors checkpoint, or a hub model's name, needed for a new store. The folder has
+    vae/, text_encoder/ and tokenizer/. Default: the model of the last pack into STORE on this machine."""
     check: Check = Check.SIZE_TIME
     """How to detect unchanged images: by file size and mtime, or by content (reads every file, encodes only changed ones)."""
     prune: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = field(default=None, metadata={ALONE: PRUNE})
@@ -269,7 +283,7 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     json: bool = False
     """Print the summary as one JSON object."""
     left_out: tyro.conf.Suppress[frozenset[str]] = frozenset()
-    """Fields that are taken from the store, if there is one, since the command line left them out."""
+    """Fields that are taken from the store, if there is one, since the command line left them out: its rules, and its model."""
 
     def __post_init__(self) -> None:
         ChangingArguments.__post_init__(self)

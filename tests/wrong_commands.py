@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bucketline.ingest.packing.packed_model import PACKED_MODEL
 from bucketline.store.format.hashing import file_digest
 from tests.commands import BIN, ROOT, called
 from tests.models import png, write_model
@@ -83,6 +84,9 @@ def prepare(folder: Path) -> None:
         options = "--store photos.store --model sd15 --output-dir runs/a --batch 2 --max-steps 2 --num-images 0 --seed 1"
         trained = called(train, *options.split())
         assert not trained.code, trained.err  # it returns nothing after a run
+    shutil.copytree(folder / "photos.store", folder / "pulled.store", ignore=shutil.ignore_patterns(PACKED_MODEL))
+    note = shutil.copytree(folder / "photos.store", folder / "relocated.store") / PACKED_MODEL
+    note.write_text(note.read_text(encoding="utf-8").replace("sd15", "sd14"), encoding="utf-8")
     shutil.copytree(folder / "photos.store", folder / "broken.store")
     next((folder / "broken.store" / "shards").glob("*.lmdb")).unlink()
 
@@ -160,7 +164,8 @@ def _files(folder: Path) -> dict[str, object]:
 
 _LINES_HEAD = """{} command lines as users type them wrongly, each with the answer, the CPU seconds of its process, and what it
 left behind. `python -m tests.mistakes --write` makes this page by running them next to a small store (`photos.store`, of
-`photos`), a model (`sd15`), one without a VAE (`no-vae`), a run (`runs/a`) and a store that lost a shard (`broken.store`). A
+`photos`), a model (`sd15`), one without a VAE (`no-vae`), a run (`runs/a`), and stores that do not know
+their model (`pulled.store`), whose model is gone (`relocated.store`), or that lost a shard (`broken.store`). A
 test runs them again and holds the answers, what is left, and a limit of {:g} CPU second. An answer goes to stderr; its exit
 code is 2 if the request makes no sense, and 1 if it met a failure. The seconds were measured on 2 cores that others used too.
 

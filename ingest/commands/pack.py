@@ -44,22 +44,32 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = PackConfig.__doc__
 
     def run(self) -> int:
+        from bucketline.ingest.packing.packed_model import naming_packed_model, with_packed_model
         from bucketline.ingest.parallel.signals import exit_code_of
-        from bucketline.ingest.sources.dataset_file import is_dataset_file
 
         if self.engine is not None:
             _prepare_environment(self)
+        own = with_packed_model(self)
+        if own.model != self.model and not (self.json or torchrun_ranks()["rank"]):
+            print(f"model: {printable(own.model)}, as the last pack into {shown(self.place)}")
         try:
-            if is_dataset_file(self.source):
-                return self._dry_run() if self.dry_run else self._run_each()
-            own = self._as_stored()
-            return own._dry_run() if self.dry_run else own._pack()
+            with naming_packed_model(own):
+                return own._run()
         except SourceError:
             _refuse_swapped(self.source, self.place)
             raise
         except KeyboardInterrupt as stop:
             print(f"interrupted: {_what_is_kept(stop)}", file=sys.stderr)
             return exit_code_of(stop)
+
+    def _run(self) -> int:
+        """Pack, or compare, the source or those of a data set file."""
+        from bucketline.ingest.sources.dataset_file import is_dataset_file
+
+        if is_dataset_file(self.source):
+            return self._dry_run() if self.dry_run else self._run_each()
+        own = self._as_stored()
+        return own._dry_run() if self.dry_run else own._pack()
 
     def _pack(self) -> int:
         _refuse_model_without_vae(self.model)
@@ -83,7 +93,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         from bucketline.ingest.sources.dataset_file import with_dataset_file
 
         options, given = with_dataset_file(options, options.source, given, FILE_TABLES)
-        return replace(options, left_out=RULES - given)
+        return replace(options, left_out=(RULES | {"model"}) - given)
 
     def _as_stored(self) -> Pack:
         """Return the options with the store's for those that were left out, and say which."""

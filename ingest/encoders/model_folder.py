@@ -222,12 +222,12 @@ def _found(name: str, config: str | None) -> ModelFolder:
         return ModelFolder(name=name, path=file.config, file=file)
     refuse_config_without_file(redacted(name), config)
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         return ModelFolder(name=name, path=path)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
-            f"{redacted(name)} is not a folder; expected a model folder in diffusers' layout (vae/, text_encoder/, tokenizer/)"
-            ", a .safetensors file, or a hub name such as owner/model"
+            f"{redacted(name) or '--model, an empty text,'} is not a folder; expected a model folder in diffusers' layout "
+            "(vae/, text_encoder/, tokenizer/), a .safetensors file, or a hub name such as owner/model"
         )
     found = snapshot(name)
     return ModelFolder(name=name, path=found.path, hub_files=found.files, is_unreached=found.files is None)
