@@ -89,8 +89,8 @@ def with_packed_model(config: _C) -> _C:
         raise UsageError(f"{needs}, since it is a new store (`ingest pack --help` explains it)")
     if not found:
         raise UsageError(
-            f"{needs}, since it does not know where its model is on this machine: it was pulled or copied here, or packed by an "
-            "earlier version; give it once"
+            f"{needs}, since it does not know where its model is on this machine: it was pulled or copied here, or packed by "
+            "an earlier version; give it once"
         )
     (first, own), *others = found.items()
     if other := next((store for store, noted in others if noted != own), None):
