@@ -364,5 +364,5 @@ def _record_bytes(config: ScanConfig, seen: list[_Seen]) -> int:
         split = image.bucket.partition("/")[0]
         caption_rows = (row,) * min(len(image.item.captions) or 1, config.max_captions)
         record = record_of(image.item, image.placement, image.stamp, split, bytes(DIGEST_BYTES), caption_rows)
-        total += len(encode_record(replace(record, row=row)))
+        total += len(encode_record(record, row=row))
     return total

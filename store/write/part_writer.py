@@ -174,20 +174,20 @@ class PartWriter:
             expect(f"{item}: a caption", text, str, "a str")
             if text not in captions:
                 raise UsageError(f"{item} has the caption {text!r:.80} without an embedding; give one for each caption")
-            if is_repeat_checked:
-                self._refuse_other(shard, item, text, captions[text])
             digest = caption_digest(text)
+            if is_repeat_checked:
+                self._refuse_other(shard, item, text, digest, captions[text])
             if digest not in new and not shard.has_caption(digest):
                 new[digest] = self._form.caption(item, text, captions[text])
         return list(new.values())
 
-    def _refuse_other(self, shard: ShardWriter, item: str, text: str, given: Arrays) -> None:
+    def _refuse_other(self, shard: ShardWriter, item: str, text: str, digest: bytes, given: Arrays) -> None:
         """Check that a caption which the shard has comes with the same arrays again.
 
         Raises:
             UsageError: if it comes with others.
         """
-        digest, own = caption_digest(text), CaptionSketch.of(given)
+        own = CaptionSketch.of(given)
         if not shard.has_caption(digest):
             self._sketches[digest] = own
         elif not self._sketches.setdefault(digest, own).is_like(own):

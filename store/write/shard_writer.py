@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +51,13 @@ SPARE_MAP_BYTES = 1 << 30  # in addition to a full shard; the map grows if that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
-    """A sample waiting for its block; the record's `row` is set when it is written."""
+    """A sample waiting for its block; the record gets its row and caption rows when it is written."""
 
     spec: BlockSpec
     row: Row
     record: SampleRecord
+    digest: bytes  # of its id
+    caption_rows: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -175,23 +177,24 @@ class ShardWriter:
         max_captions = spec.column(CAPTIONS).shape[0]
         padded = (caption_rows + (-1,) * max_captions)[:max_captions]
         numbers = {group: self._number_of(group, entry) for group, entry in entries.items()}
+        digest = sample_digest(record.id)
         values = {
             **latents,
             **{group: np.array(number, dtype="<i4") for group, number in numbers.items()},
             CAPTIONS: np.array(padded, dtype="<i4"),
             ORIGINAL_SIZE: np.array(record.original_size, dtype="<i4"),
             CROP: np.array(record.crop[:2], dtype="<i4"),
-            ID: np.frombuffer(sample_digest(record.id), dtype="<u8"),
+            ID: np.frombuffer(digest, dtype="<u8"),
         }
-        sample = _Taken(spec=spec, row=make_row(spec, values), record=replace(record, caption_rows=caption_rows))
+        row = make_row(spec, values)
         for caption in new:  # not before the row is known to be sound
             self.add_caption(caption)
         for group, entry in entries.items():
             if entry is not None and numbers[group] == self._num_entries[group]:
                 self._append(group, entry)
         buffer = self._buffers.setdefault(spec.bucket, _Buffer(samples=[], since=time.monotonic()))
-        buffer.samples.append(sample)
-        self._taken_bytes += spec.row_bytes + len(encode_record(sample.record)) + DIGEST_BYTES
+        buffer.samples.append(_Taken(spec=spec, row=row, record=record, digest=digest, caption_rows=caption_rows))
+        self._taken_bytes += spec.row_bytes + len(encode_record(record, caption_rows=caption_rows)) + DIGEST_BYTES
         now = time.monotonic()
         if self._taken_bytes >= COMMIT_BYTES or now - self._last_commit > COMMIT_AFTER_S:
             self._commit(whole_only=True)
@@ -288,10 +291,10 @@ class ShardWriter:
             txn.put(META_KEY, msgpack.packb({**self._meta, TEXT_ERROR: encode(self._error)}))
 
     def _put_record(self, txn: Any, sample: _Taken, row: int) -> int:  # noqa: ANN401 - lmdb has no types
-        record = encode_record(replace(sample.record, row=row))
+        record = encode_record(sample.record, row=row, caption_rows=sample.caption_rows)
         if len(record) > MAX_RECORD_BYTES:
             raise StoreError(f"sample {sample.record.id!r} has a record of {len(record)} bytes, at most {MAX_RECORD_BYTES} fit")
-        if not txn.put(sample_key(sample_digest(sample.record.id)), record, overwrite=False):
+        if not txn.put(sample_key(sample.digest), record, overwrite=False):
             raise StoreError(f"sample {sample.record.id!r} is in shard {self.name} twice; ids must be unique")
         return len(record) + DIGEST_BYTES
 
