@@ -66,23 +66,29 @@ def file_stamp(path: str | Path, within: Path | None = None) -> Stamp:
         raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
 
 
-def read_file(path: str | Path, within: Path | None = None) -> SourceBytes:
+def read_file(path: str | Path, within: Path | None = None, at_most: int = MAX_FILE_BYTES) -> SourceBytes:
     """Read a file with its current size and mtime; treats links as `file_stamp` does.
 
+    With few system calls, since an image may have a caption file.
+
     Raises:
-        RejectedError: if it is not a file, cannot be read, or is too large.
+        TooLargeError: if it has more than `at_most` bytes.
+        RejectedError: if it is not a file, or cannot be read.
     """
-    with open_file(path, within) as file:
-        stamp = _stamp(os.fstat(file.fileno()))
+    try:
+        descriptor = _opened(path, within)
         try:
-            data = file.read(stamp.num_bytes)
-        except OSError as error:
-            raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
-        if len(data) < stamp.num_bytes:
-            raise RejectedError(
-                Reason.UNREADABLE, f"it has {len(data)} of {stamp.num_bytes} bytes: it changed while it was read"
-            )
-        return SourceBytes(data=data, stamp=stamp)
+            stamp, data = _stamp(os.fstat(descriptor)), b""
+            refuse_too_large(stamp.num_bytes, at_most)
+            while len(data) < stamp.num_bytes and (part := os.read(descriptor, stamp.num_bytes - len(data))):
+                data += part
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
+    if len(data) < stamp.num_bytes:
+        raise RejectedError(Reason.UNREADABLE, f"it has {len(data)} of {stamp.num_bytes} bytes: it changed while it was read")
+    return SourceBytes(data=data, stamp=stamp)
 
 
 def open_file(path: str | Path, within: Path | None = None) -> BinaryIO:
@@ -101,23 +107,6 @@ def open_file(path: str | Path, within: Path | None = None) -> BinaryIO:
         file.close()
         raise
     return file
-
-
-def read_small_file(path: str | Path, within: Path | None, at_most: int) -> bytes | int:
-    """Read a file with as few system calls as possible, since there may be one per image; return its size if it is too large.
-
-    Raises:
-        RejectedError: as `open_file`.
-    """
-    try:
-        descriptor = _opened(path, within)
-        try:
-            num_bytes = _stamp(os.fstat(descriptor)).num_bytes
-            return os.read(descriptor, num_bytes) if num_bytes <= at_most else num_bytes
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
 
 
 class LinkedOutError(RejectedError):
@@ -139,14 +128,22 @@ def followed(path: str | Path, within: Path) -> str:
     return real
 
 
-def refuse_too_large(num_bytes: int) -> None:
+class TooLargeError(RejectedError):
+    """A file has more bytes than are read into memory."""
+
+    def __init__(self, num_bytes: int, at_most: int) -> None:
+        super().__init__(Reason.TOO_LARGE, f"a file of {num_bytes} bytes, at most {at_most} are read")
+        self.num_bytes = num_bytes
+
+
+def refuse_too_large(num_bytes: int, at_most: int = MAX_FILE_BYTES) -> None:
     """Check the size of a file before it is read into memory.
 
     Raises:
-        RejectedError: if it has more than MAX_FILE_BYTES.
+        TooLargeError: if it has more than `at_most` bytes.
     """
-    if num_bytes > MAX_FILE_BYTES:
-        raise RejectedError(Reason.TOO_LARGE, f"a file of {num_bytes} bytes, at most {MAX_FILE_BYTES} are read")
+    if num_bytes > at_most:
+        raise TooLargeError(num_bytes, at_most)
 
 
 def _stamp(status: os.stat_result) -> Stamp:

@@ -16,8 +16,7 @@ import torch
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import damaged, odd_files_rejected, squeezed
 from bucketline.ingest.importers.reading.zip_members import stored_members
-from bucketline.ingest.sources.local_files import _opened, open_file, read_small_file, refuse_too_large
-from bucketline.ingest.sources.source import MAX_FILE_BYTES
+from bucketline.ingest.sources.local_files import _opened, open_file, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,11 +34,7 @@ def read_whole(source: Path, path: str) -> bytes:
     Raises:
         RejectedError: if it cannot be read or is too large.
     """
-    data = read_small_file(f"{source}/{path}", source, MAX_FILE_BYTES)
-    if isinstance(data, bytes):
-        return data
-    refuse_too_large(data)
-    raise AssertionError(f"{path}: {data} bytes are not too large")
+    return read_file(f"{source}/{path}", source).data
 
 
 def read_torch(source: Path, path: str) -> Any:  # noqa: ANN401 - tensors in whatever containers the trainer used

@@ -18,7 +18,7 @@ from bucketline.ingest.sources.captions.caption_text import (
     ambiguous,
     too_long,
 )
-from bucketline.ingest.sources.local_files import read_small_file
+from bucketline.ingest.sources.local_files import TooLargeError, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -97,13 +97,14 @@ class CaptionFiles:
         """Return the paths of the files that may hold an image's captions."""
         return [path for path, _ in self._files.get(name_key(image[: image.rindex(".")]), ())]
 
-    def load(self, path: str) -> bytes | int:
-        """Return a file's content, or its size if it is more than MAX_CAPTIONS_BYTES.
+    def load(self, path: str) -> bytes:
+        """Return a file's content.
 
         Raises:
+            TooLargeError: if it has more than MAX_CAPTIONS_BYTES.
             RejectedError: if it cannot be read at present.
         """
-        return read_small_file(f"{self.folder}/{path}", self.within, MAX_CAPTIONS_BYTES)
+        return read_file(f"{self.folder}/{path}", self.within, MAX_CAPTIONS_BYTES).data
 
     def pass_over(self, image: str) -> None:
         """Record that an image's captions come from elsewhere, so that its caption files do not count as stray."""
@@ -126,8 +127,10 @@ class CaptionFiles:
         name = path.rpartition("/")[2]
         try:
             data = self.load(path)
+        except TooLargeError as error:
+            return too_long(name, error.num_bytes)
         except RejectedError as error:
             # An I/O error, a dangling link, a link out of the source: none says what the captions are, so the row is kept.
             self._out_of_reach.add(name_key(path[: -len(extension)]))
             return (), f"{name}: {error.detail}"
-        return too_long(name, data) if isinstance(data, int) else self.names.read(extension, name, data)
+        return self.names.read(extension, name, data)

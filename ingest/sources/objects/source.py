@@ -184,7 +184,7 @@ class CaptionObjects(CaptionFiles):
 
     objects: ObjectFolder
     pool: ThreadPoolExecutor
-    _coming: dict[str, Future[bytes | int]] = field(default_factory=dict)
+    _coming: dict[str, Future[bytes]] = field(default_factory=dict)
 
     def find_all(self, images: Iterable[str]) -> Iterator[tuple[Captions, str | None]]:
         """Yield what `find` returns for each image, in order."""
@@ -205,26 +205,11 @@ class CaptionObjects(CaptionFiles):
             self._coming.pop(path, None)
         return found
 
-    def load(self, path: str) -> bytes | int:
-        """Return a file's content, or its size if it is too large; see `CaptionFiles.load`."""
+    def load(self, path: str) -> bytes:
+        """Return a file's content; see `CaptionFiles.load`."""
         coming = self._coming.get(path)
         return self._get(path) if coming is None else coming.result()
 
-    def _get(self, path: str) -> bytes | int:
-        def refuse(entry: ListedFile) -> None:
-            if entry.num_bytes > MAX_CAPTIONS_BYTES:
-                raise _TooLargeError(entry.num_bytes)
-
-        try:
-            with of_one_image():
-                return self.objects.fetch(path, refuse)[0]
-        except _TooLargeError as error:
-            return error.num_bytes
-
-
-class _TooLargeError(Exception):
-    """A caption file is too large to be read."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(num_bytes)
-        self.num_bytes = num_bytes
+    def _get(self, path: str) -> bytes:
+        with of_one_image():
+            return self.objects.fetch(path, lambda entry: refuse_too_large(entry.num_bytes, MAX_CAPTIONS_BYTES))[0]
