@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path  # noqa: TC003 - decoded by its annotation
@@ -12,11 +11,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.sources.captions.caption_text import CaptionNames, as_texts, stripped, unusable
+from bucketline.ingest.sources.captions.caption_text import CaptionNames
 from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp, note_place
-from bucketline.ingest.sources.splits import TRAIN, VAL, SplitPlan, plan_splits, splits_in_words
+from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp
+from bucketline.ingest.sources.splits import SplitPlan, SplitRow, add_rows, image_column, plan_splits, splits_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -68,12 +67,7 @@ class DatasetSource:
 
     @cached_property
     def _plans(self) -> list[SplitPlan]:
-        names = list(self._loaded)
-        if names == [""]:
-            if self.options.dataset_splits:
-                raise SourceError(f"{self.path} has no splits, but dataset_splits has {self.options.dataset_splits[0]!r}")
-            return [SplitPlan(name="", target=TRAIN)]
-        return plan_splits(str(self.path), names, self.options.dataset_splits)
+        return plan_splits(str(self.path), [*self._loaded], self.options.dataset_splits)
 
     @cached_property
     def _splits(self) -> list[tuple[SplitPlan, Any, str]]:
@@ -89,30 +83,13 @@ class DatasetSource:
         for plan in plans:
             if plan.target is not None:
                 rows = self._loaded[plan.name]
-                column = self._image_column(plan.name, rows, datasets.Image)
+                images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+                column = image_column(self._place(plan.name), images, rows.column_names)
                 found.append((plan, rows.cast_column(column, datasets.Image(decode=False)), column))
         return found
 
-    def _caption_column(self, split: str, rows: Any, names: CaptionNames, notes: list[str]) -> str | None:  # noqa: ANN401
-        column = names.column_of(rows.column_names)
-        if column is None:
-            where, others = f"{self.path}{f', split {split}' if split else ''}", ", ".join(rows.column_names)
-            if names.is_asked_for:
-                raise SourceError(f"{where} has no column {names.columns[0]} (--captions-from); it has {others}")
-            notes.append(
-                f"{where} has no captions: it has no column {', '.join(names.columns)}, only {others}; "
-                "--captions-from selects another"
-            )
-        return column
-
-    def _image_column(self, split: str, rows: Any, kind: type) -> str:  # noqa: ANN401 - a datasets.Dataset
-        columns = [name for name, feature in rows.features.items() if isinstance(feature, kind)]
-        if "image" in columns or len(columns) == 1:
-            return "image" if "image" in columns else columns[0]
-        raise SourceError(
-            f"{self.path}{f', split {split}' if split else ''}: expected one column of images, or one named image; "
-            f"found {', '.join(columns) or 'none'} among {', '.join(rows.column_names)}"
-        )
+    def _place(self, split: str) -> str:
+        return f"{self.path}, split {split}" if split else str(self.path)
 
     def listing(self) -> Listing:
         """List every row.
@@ -122,29 +99,17 @@ class DatasetSource:
         """
         listing, seen, tried = Listing(), dict[str, str](), CaptionNames.of(self.options)
         for number, (plan, rows, column) in enumerate(self._splits):
-            name = plan.name
-            text = self._caption_column(name, rows, tried, listing.notes)
-            mtime_ns = _newest_ns(rows)
+            place, mtime_ns = self._place(plan.name), _newest_ns(rows)
+            text = tried.column_in(rows.column_names, place, listing.notes)
             names, sizes = _names_and_sizes(rows, column)
-            counts = Counter(names)
             texts = _texts(rows, text) if text is not None else iter([None] * len(names))
-            for row, (own, size, value) in enumerate(zip(names, sizes, texts, strict=True)):
-                captions = as_texts(value)
-                place = f"{self.path}, {f'split {name}, ' if name else ''}row {row}"
-                if captions is None:
-                    raise SourceError(f"{place}: {text} is a {type(value).__name__}, expected a string or a list of strings")
-                shown = own if own and counts[own] == 1 else f"{row:08d}"
-                sample_id = f"{name}/{shown}" if name else shown
-                note_place(seen, sample_id, place)
-                kept = stripped(captions)
-                error = unusable(f"the column {text}", kept)
-                at = (number, row, size, mtime_ns)
-                listing.captions_from[f"column {text}"] += bool(kept)
-                is_held_out = plan.target == VAL
-                listing.items.append(SourceItem(id=sample_id, captions=kept, caption_error=error, held_out=is_held_out, at=at))
+            found = [
+                SplitRow(own, f"{row:08d}", text, value, f"{place}, row {row}", (number, row, size, mtime_ns))
+                for row, (own, size, value) in enumerate(zip(names, sizes, texts, strict=True))
+            ]
+            add_rows(listing, seen, plan, found)
         if not listing.items:
             raise SourceError(f"{self.path} is a dataset without rows")
-        listing.captions_from += Counter()  # removes zero counts
         listing.notes += splits_in_words(self._plans, {name: rows.num_rows for name, rows in self._loaded.items()})
         return listing
 

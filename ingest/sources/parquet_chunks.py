@@ -1,14 +1,39 @@
-"""The memory that reading columns of a Parquet file takes, bounded before anything is read: a few kB can hold gigabytes."""
+"""Open Parquet files, and bound the memory that reading a column takes before it is read: a few kB can hold gigabytes."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from bucketline.errors import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+    from pathlib import Path
 
 MAX_CHUNK_BYTES = 256 << 20  # of a column in a row group, uncompressed, or
 MAX_MEAN_BYTES = 1 << 10  # of a value on average: a million captions of 300 bytes are usual
+
+
+@contextmanager
+def opened_parquet(path: Path, shown: str) -> Iterator[Any]:
+    """Open a Parquet file as a `pyarrow.parquet.ParquetFile`; `shown` names it in errors, those of the block included.
+
+    Raises:
+        SourceError: if it cannot be read, or pyarrow is not installed.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise SourceError(
+            f"{shown}: reading it needs pyarrow; install the extra tables: pip install 'bucketline[tables]'"
+        ) from error
+    try:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            yield file
+    except (pa.ArrowException, OSError, UnicodeDecodeError, RuntimeError) as error:  # the last of Parquet itself
+        raise SourceError(f"{shown} cannot be read: {error!s:.200}") from error
 
 
 def why_too_large(file: Any, source: Any, columns: Collection[str]) -> str | None:  # noqa: ANN401 - pyarrow has no types

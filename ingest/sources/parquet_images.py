@@ -5,22 +5,20 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path  # noqa: TC003 - decoded by its annotation
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bucketline.errors import SourceError
-from bucketline.files.regular_file import why_unread
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.sources.captions.caption_text import CaptionNames, as_texts, refuse_unmet, stripped, unusable
+from bucketline.ingest.sources.captions.caption_text import CaptionNames, refuse_unmet
 from bucketline.ingest.sources.captions.metadata_table import FILE_NAME
 from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.parquet_chunks import column_chunks, why_too_large
-from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp, note_place
-from bucketline.ingest.sources.splits import VAL, plan_splits, splits_in_words
+from bucketline.ingest.sources.parquet_chunks import column_chunks, opened_parquet, why_too_large
+from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp
+from bucketline.ingest.sources.splits import SplitRow, add_rows, image_column, plan_splits, splits_in_words
 from bucketline.store.format.sample_record import storable_mtime_ns
 
 if TYPE_CHECKING:
@@ -81,54 +79,29 @@ class ParquetSource:
         """
         listing, seen, tried = Listing(), dict[str, str](), CaptionNames.of(self.options)
         names = list(dict.fromkeys(map(_split_name, self.files)))
-        if names == [""] and self.options.dataset_splits:
-            raise SourceError(f"{self.files[0]} has no splits, but dataset_splits has {self.options.dataset_splits[0]!r}")
-        plans = {plan.name: plan for plan in plan_splits(str(self.files[0].parent), names, self.options.dataset_splits)}
-        sizes = Counter[str]()
-        rows = {number: self._rows(number, tried, listing) for number in range(len(self.files))}
-        for split, plan in plans.items():
-            numbers = [number for number, path in enumerate(self.files) if _split_name(path) == split]
-            sizes[split] = sum(len(rows[number]) for number in numbers)
-            if plan.target is None:
-                continue
-            counts = Counter(own for number in numbers for own, _, _ in rows[number])
-            for number in numbers:
-                for row, (own, value, at) in enumerate(rows[number]):
-                    place = f"{self.files[number]}, row {row}"
-                    captions = as_texts(value)
-                    if captions is None:
-                        raise SourceError(
-                            f"{place}: its caption is a {type(value).__name__}, expected a string or a list of them"
-                        )
-                    shown = own if own and counts[own] == 1 else f"{self.files[number].stem}/{row:08d}"
-                    sample_id = f"{split}/{shown}" if split else shown
-                    note_place(seen, sample_id, place)
-                    kept = stripped(captions)
-                    error = unusable(f"row {row}", kept)
-                    is_held_out = plan.target == VAL
-                    item = SourceItem(id=sample_id, captions=kept, caption_error=error, held_out=is_held_out, at=at)
-                    listing.items.append(item)
+        place = self.files[0] if len(self.files) == 1 else self.files[0].parent
+        plans = plan_splits(str(place), names, self.options.dataset_splits)
+        rows: dict[str, list[SplitRow]] = {name: [] for name in names}
+        for number, path in enumerate(self.files):
+            rows[_split_name(path)] += self._rows(number, tried, listing)
+        for plan in plans:
+            if plan.target is not None:
+                add_rows(listing, seen, plan, rows[plan.name])
         if not listing.items:
             raise SourceError(f"{self.files[0]}: its {len(self.files)} files have no rows to pack")
-        listing.captions_from += Counter()  # removes zero counts
         refuse_unmet(self.options, listing.captions_from)
-        listing.notes += splits_in_words([*plans.values()], sizes)
+        listing.notes += splits_in_words(plans, {name: len(own) for name, own in rows.items()})
         return listing
 
-    def _rows(self, number: int, tried: CaptionNames, listing: Listing) -> list[tuple[str | None, object, tuple[int, ...]]]:
-        """Return the name, caption and `at` of each row of a file."""
-        path = self.files[number]
+    def _rows(self, number: int, tried: CaptionNames, listing: Listing) -> list[SplitRow]:
+        """Return the rows of a file."""
+        path, found = self.files[number], list[SplitRow]()
         with self._opened(number) as (file, column):
-            there = list(file.schema_arrow.names)
-            text = tried.column_of(there)
-            if text is None:
-                if tried.is_asked_for:
-                    raise SourceError(f"{path} has no column {tried.columns[0]} (--captions-from); it has {', '.join(there)}")
-                listing.notes.append(f"{path} has no captions: it has only {', '.join(there)}; --captions-from selects another")
+            text = tried.column_in(file.schema_arrow.names, str(path), listing.notes)
             wanted = [f"{column}.path", *([] if text is None else [text])]
             if why := why_too_large(file, path, wanted):
                 raise SourceError(f"{path}: {why}")
-            mtime_ns, found = storable_mtime_ns(path.stat().st_mtime_ns), list[tuple[str | None, object, tuple[int, ...]]]()
+            mtime_ns = storable_mtime_ns(path.stat().st_mtime_ns)
             for group, chunk in column_chunks(file, path, {f"{column}.bytes"}):
                 size = chunk.total_uncompressed_size
                 if size > _MAX_GROUP_BYTES:
@@ -136,40 +109,22 @@ class ParquetSource:
                         f"{path}: the images of a row group have {size} bytes, at most {_MAX_GROUP_BYTES} are read; "
                         "write it with smaller row groups"
                     )
-                mean = size // max(1, file.metadata.row_group(group).num_rows)
-                row = 0
+                mean, first = size // max(1, file.metadata.row_group(group).num_rows), len(found)
                 for batch in file.iter_batches(_ROWS, row_groups=[group], columns=wanted, use_threads=False):
                     own = batch.column(column).field("path").to_pylist()
                     texts = [None] * len(own) if text is None else batch.column(text).to_pylist()
                     for name, value in zip(own, texts, strict=True):
-                        found.append((name, value, (number, group, row, mean, mtime_ns)))
-                        row += 1
-                    if text is not None:
-                        listing.captions_from[f"column {text}"] += sum(bool(value) for value in texts)
+                        row = len(found)
+                        at = (number, group, row - first, mean, mtime_ns)
+                        found.append(SplitRow(name, f"{path.stem}/{row:08d}", text, value, f"{path}, row {row}", at))
         return found
 
     @contextmanager
     def _opened(self, number: int) -> Iterator[tuple[Any, str]]:
-        """Open a file, with the name of its column of images; name it in errors."""
+        """Open a file, with the name of its column of images."""
         path = self.files[number]
-        try:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-        except ImportError as error:
-            raise SourceError(
-                f"{path}: reading it needs pyarrow; install the extra tables: pip install 'bucketline[tables]'"
-            ) from error
-        try:
-            with pq.ParquetFile(path, pre_buffer=False) as file:
-                columns = _image_columns(file.schema_arrow)
-                if "image" not in columns and len(columns) != 1:
-                    found = ", ".join(columns) or "none"
-                    raise SourceError(f"{path}: expected one column of images, or one named image; found {found}")
-                yield file, "image" if "image" in columns else columns[0]
-        except OSError as error:
-            raise SourceError(f"{path} {why_unread(error)}") from error
-        except (pa.ArrowException, UnicodeDecodeError, RuntimeError) as error:  # the last of Parquet itself
-            raise SourceError(f"{path} is not Parquet that can be read: {str(error)[:200]}") from error
+        with opened_parquet(path, str(path)) as file:
+            yield file, image_column(str(path), _image_columns(file.schema_arrow), file.schema_arrow.names)
 
     def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
         """Return the items with their bytes: each row group is read once, a few rows at a time."""

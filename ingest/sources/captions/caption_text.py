@@ -49,6 +49,22 @@ class CaptionNames:
         """Return the caption column among the columns `there`; None if there is none."""
         return next((name for name in self.columns if name in there), None)
 
+    def column_in(self, there: Collection[str], name: str, notes: list[str]) -> str | None:
+        """Return as `column_of`; if there is none, add a note that `name`, a table or a split, has no captions.
+
+        Raises:
+            SourceError: if the user named the column.
+        """
+        column, others = self.column_of(there), ", ".join(there) or "none"
+        if column is None and self.is_asked_for:
+            raise SourceError(f"{name} has no column {self.columns[0]} (--captions-from); it has {others}")
+        if column is None:
+            tried = ", ".join(self.columns)
+            notes.append(
+                f"{name} has no captions: it has no column {tried}, only {others}; --captions-from NAME selects another"
+            )
+        return column
+
     def read(self, extension: str, name: str, data: bytes) -> Captions:
         """Parse a caption file by its extension, in lower case; return the captions, or why there are none."""
         if extension == JSON:

@@ -16,7 +16,7 @@ from pathlib import Path
 from bucketline.errors import SourceError
 from bucketline.files.regular_file import why_unread
 from bucketline.ingest.sources.captions.caption_text import CAPTION_COLUMNS, CaptionNames, as_texts, lines_of, stripped
-from bucketline.ingest.sources.parquet_chunks import why_too_large
+from bucketline.ingest.sources.parquet_chunks import opened_parquet, why_too_large
 
 FILE_NAME = "file_name"
 _BATCH = 1024  # rows of a Parquet file together; values that it holds once become as many copies
@@ -42,18 +42,11 @@ def read_rows(path: Path, name: str, names: CaptionNames, notes: list[str]) -> I
     if not path.is_file():  # a pipe would block, and a device never ends
         raise SourceError(f"{name} does not exist, or is not a file; expected a table")
     columns: dict[str, None] = {}  # of all rows, in order
-    is_empty, has_captions = True, False
+    row = None
     for row in _READERS[path.suffix.lower()](path, name, names, columns):
-        is_empty, has_captions = False, has_captions or row.column is not None
         yield row
-    if not is_empty and not has_captions:
-        others = ", ".join(column for column in columns if column != FILE_NAME) or "none"
-        if names.is_asked_for:
-            raise SourceError(f"{name} has no column {names.columns[0]} (--captions-from); it has {FILE_NAME} and {others}")
-        notes.append(
-            f"{name} has no captions: it has no column {', '.join(names.columns)}, only {others}; "
-            "--captions-from NAME selects another"
-        )
+    if row is not None:
+        names.column_in([column for column in columns if column != FILE_NAME], name, notes)
 
 
 def _jsonl(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -> Iterator[TableRow]:
@@ -97,28 +90,18 @@ def _csv(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -
 
 
 def _parquet(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -> Iterator[TableRow]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise SourceError(
-            f"{name}: reading it needs pyarrow; install the extra tables: pip install 'bucketline[tables]'"
-        ) from error
-    try:
-        with pq.ParquetFile(path) as file:
-            there = list(file.schema_arrow.names)
-            _refuse_without_file_name(name, there)
-            columns |= dict.fromkeys(there)
-            column = names.column_of(there)
-            read, number = [FILE_NAME] if column is None else [FILE_NAME, column], 0
-            if why := why_too_large(file, path, read):
-                raise SourceError(f"{name}: {why}")
-            for batch in file.iter_batches(columns=read, batch_size=_BATCH):
-                for row in batch.to_pylist():
-                    yield _row(path, f"{name}, row {number}", row[FILE_NAME], row.get(column), column)
-                    number += 1
-    except (pa.ArrowException, OSError, UnicodeDecodeError, RuntimeError) as error:  # the last of Parquet itself
-        raise SourceError(f"{name} cannot be read: {error}") from error
+    with opened_parquet(path, name) as file:
+        there = list(file.schema_arrow.names)
+        _refuse_without_file_name(name, there)
+        columns |= dict.fromkeys(there)
+        column = names.column_of(there)
+        read, number = [FILE_NAME] if column is None else [FILE_NAME, column], 0
+        if why := why_too_large(file, path, read):
+            raise SourceError(f"{name}: {why}")
+        for batch in file.iter_batches(columns=read, batch_size=_BATCH):
+            for row in batch.to_pylist():
+                yield _row(path, f"{name}, row {number}", row[FILE_NAME], row.get(column), column)
+                number += 1
 
 
 def _row(path: Path, place: str, file_name: object, text: object, column: str | None) -> TableRow:
