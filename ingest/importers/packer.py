@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from bucketline.ingest.importers.account import ImportPlan
     from bucketline.ingest.importers.cache import CacheEntry
     from bucketline.ingest.importers.captions import CaptionedRow, CaptionSource
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.ingest.importers.rows import ImportedRow
+    from bucketline.ingest.importers.rows import ImportedRow, ImportPlan
     from bucketline.ingest.importers.vae.named_vae import NamedVae
     from bucketline.store.transfer.sender import ShardSender
     from bucketline.store.write.row_form import RowForm

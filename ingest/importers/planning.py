@@ -11,13 +11,13 @@ from bucketline.command_line import counted
 from bucketline.errors import FingerprintError, SourceError, UsageError
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers.account import ImportPlan
 from bucketline.ingest.importers.cache import Crops, ListRequest
 from bucketline.ingest.importers.captions import SOURCE, CaptionSource, text_plan
 from bucketline.ingest.importers.changes import not_stored, read_entry, rejects_named, unique
 from bucketline.ingest.importers.columns import ColumnRules, as_frames, named_roles, side_columns, stored_columns
 from bucketline.ingest.importers.origins import named_as_stored, refuse_other_origin
 from bucketline.ingest.importers.registry import importer_of, listed
+from bucketline.ingest.importers.rows import ImportPlan
 from bucketline.ingest.importers.vae.named_vae import has_weights, named_vae
 from bucketline.ingest.importers.vae.round_trip import SAMPLES, refuse_other_vae
 from bucketline.ingest.importers.vae.spread import refuse_wrong_scale

@@ -13,25 +13,40 @@ from bucketline.ingest.held_out import held_out
 from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.geometry import Placement, bucket_placement
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import Crops, damaged
-from bucketline.ingest.importers.columns import as_frames
+from bucketline.ingest.importers.cache import Crops, Scaling, damaged
+from bucketline.ingest.importers.columns import ColumnRules, as_frames
 from bucketline.ingest.importers.origins import origin_of
 from bucketline.store import SampleRecord
 from bucketline.store.format.columns import FLIPPED_SUFFIX, TARGET
 from bucketline.store.format.hashing import checksum, identity
 from bucketline.store.format.sample_record import UNKNOWN_BOX, storable_mtime_ns
 from bucketline.store.format.schema import bucket_name
+from bucketline.typed_json import Json  # noqa: TC001 - it reads the types of fields, as of the two above
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.ingest.importers.account import ImportPlan
     from bucketline.ingest.importers.cache import Cached, CacheEntry, Geometry, Text
     from bucketline.ingest.importers.config import ImportConfig
     from bucketline.ingest.importers.vae.named_vae import NamedVae
 
 ROUNDING_PX = 1  # by which another trainer's resized size may differ from ours, which rounds half up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportPlan:
+    """The decisions of rank 0, for all ranks."""
+
+    kind: str
+    variant: str
+    scaling: Scaling
+    latents: str
+    text: str
+    crops: Crops
+    columns: ColumnRules
+    rules: dict[str, Json]
+    is_written: bool  # there is something new, and it is not a dry run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

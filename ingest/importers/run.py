@@ -13,12 +13,13 @@ from bucketline.allocator import keep_freed_memory
 from bucketline.errors import UsageError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.importers.account import ImportPlan, ImportResult
 from bucketline.ingest.importers.cache import CacheEntry
 from bucketline.ingest.importers.captions import CaptionSource
 from bucketline.ingest.importers.changes import not_stored
 from bucketline.ingest.importers.packer import CachePacker, SentPart
 from bucketline.ingest.importers.planning import Planned, plan_import
+from bucketline.ingest.importers.rows import ImportPlan
+from bucketline.ingest.importers.summary import ImportResult
 from bucketline.ingest.importers.vae.named_vae import named_vae
 from bucketline.ingest.pack import pack_session, run_slice
 from bucketline.ingest.packing.meanwhile import Meanwhile

@@ -1,16 +1,19 @@
-"""Print what an import did, or would do."""
+"""The summary of an import, and how it is printed."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted, human_bytes, human_number, one_line, printable
 from bucketline.store.commands.place import shown
 
 if TYPE_CHECKING:
-    from bucketline.ingest.importers.account import ImportResult
     from bucketline.ingest.importers.config import ImportConfig
+    from bucketline.ingest.importers.vae.round_trip import RoundTrip
+    from bucketline.ingest.importers.vae.spread import LatentSpread
+    from bucketline.ingest.summary import Reject
 
 _TEXT = {
     "source": "text embeddings are those of the cache",
@@ -18,6 +21,40 @@ _TEXT = {
     "plain": "captions are stored as the last hidden state of --model's text encoder",
     "none": "no text embeddings are stored, only the captions",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportResult:
+    """Summary of an import, or of what it would be."""
+
+    kind: str
+    variant: str
+    found: int
+    imported: int
+    replaced: int  # of those, samples that the store had, with other values or captions
+    unchanged: int
+    rejected: int
+    rejected_by_reason: dict[str, int]
+    rejects: list[Reject]  # the first 20
+    buckets: dict[str, int]  # of what is imported
+    without_caption: int  # imported samples
+    text: str  # source, encode or none
+    crop: str
+    scaling_undone: str
+    vae: str
+    captions_from: str
+    columns: list[str]  # roles of what is stored next to the latents
+    spread: LatentSpread | None  # None: nothing new, or the check was declined
+    round_trip: RoundTrip | None  # likewise, or the VAE's weights are not there
+    left_out: dict[str, int]  # what samples have that a store does not take
+    kept: int  # samples of the store whose cache is rejected now; their rows stay
+    not_in_source: int  # samples of the store that the cache no longer has; their rows stay
+    notes: list[str]
+    too_many_rejects: bool
+    dry_run: bool
+    generation: int
+    disk_bytes: int
+    seconds: float
 
 
 def print_import(result: ImportResult, config: ImportConfig) -> None:

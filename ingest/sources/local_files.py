@@ -91,18 +91,18 @@ def read_file(path: str | Path, within: Path | None = None, at_most: int = MAX_F
     return SourceBytes(data=data, stamp=stamp)
 
 
-def open_file(path: str | Path, within: Path | None = None) -> BinaryIO:
+def open_file(path: str | Path, within: Path | None = None, at_most: int = MAX_FILE_BYTES) -> BinaryIO:
     """Open a file to read a part of it; treats links as `file_stamp` does.
 
     Raises:
-        RejectedError: if it is not a file, cannot be read, or is too large.
+        RejectedError: if it is not a file, cannot be read, or has more than `at_most` bytes.
     """
     try:
         file = open(_opened(path, within), "rb")  # noqa: SIM115 - the caller closes it
     except OSError as error:
         raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
     try:
-        refuse_too_large(_stamp(os.fstat(file.fileno())).num_bytes)
+        refuse_too_large(_stamp(os.fstat(file.fileno())).num_bytes, at_most)
     except BaseException:
         file.close()
         raise

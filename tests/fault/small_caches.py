@@ -18,13 +18,12 @@ import numpy as np
 
 from bucketline.errors import BucketlineError
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers.account import ImportPlan
 from bucketline.ingest.importers.cache import Crops, ListRequest
 from bucketline.ingest.importers.changes import cache_stamp, read_entry, rejects_named
 from bucketline.ingest.importers.columns import ColumnRules
 from bucketline.ingest.importers.config import ImportConfig
 from bucketline.ingest.importers.registry import IMPORTERS, _is_here, listed
-from bucketline.ingest.importers.rows import row_of
+from bucketline.ingest.importers.rows import ImportPlan, row_of
 from bucketline.ingest.importers.vae.named_vae import named_vae
 from bucketline.store import SampleRecord
 from tests.models import png

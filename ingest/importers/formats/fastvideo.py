@@ -19,7 +19,7 @@ from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
-from bucketline.ingest.importers.reading.row_groups import RowGroups, listed_rows
+from bucketline.ingest.importers.reading.row_groups import listed_rows, read_row
 from bucketline.ingest.importers.reading.text_layouts import text_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ _VALUES = [f"{name}_{part}" for name in (_LATENT, _TEXT, _FIRST) for part in _PA
 _LISTED = (f"{_LATENT}_shape", "id", "caption", f"{_TEXT}_shape", "clip_feature_shape", "trajectory_latents_shape")
 _OTHERS = {"clip_feature_shape": "a CLIP feature", "trajectory_latents_shape": "an ODE trajectory"}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_groups = RowGroups()
 
 
 def _is_here(source: Path) -> bool:
@@ -90,7 +89,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
 
 
 def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
-    row = _groups.row(source, entry.path, int(entry.at[0]), int(entry.at[1]), _VALUES)
+    row = read_row(source, entry.path, int(entry.at[0]), int(entry.at[1]), _VALUES)
     latent, tokens, first = (_tensor(row, name) for name in (_LATENT, _TEXT, _FIRST))
     if latent is None:
         raise cache.damaged("its vae_latent is empty")

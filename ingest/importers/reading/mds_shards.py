@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import bz2
 import struct
-import threading
 import zlib
-from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePosixPath
@@ -20,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading.read_files import read_part, read_whole
+from bucketline.ingest.importers.reading.read_files import LastRead, read_part, read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +33,9 @@ _COLUMNS = ("column_names", "column_encodings", "column_sizes")
 _PICKLES = ("pkl", "pickle")
 _BY_ARROW = {"zstd": "zstd", "br": "brotli", "snappy": "snappy"}
 _STANDARD = ("gz", "bz2")
+
+
+_unpacked: LastRead[bytes] = LastRead(_KEPT_BYTES, len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,36 +169,10 @@ def mds_part_of(source: Path, path: str, compression: str, num_bytes: int, offse
     """
     if not compression:
         return read_part(source, path, offset, length)
-    data = _unpacked.of(source, path, compression, num_bytes)
+    data = _unpacked.part(source, path, 0, lambda: _unpack(read_whole(source, path), path, compression, num_bytes))
     if offset + length > len(data):
         raise cache.damaged(f"{path} ends at {len(data)}, before the sample's last byte at {offset + length}")
     return data[offset : offset + length]
-
-
-class _Unpacked:
-    """The shards that were unpacked last: entries are read in turn, by several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()
-
-    def of(self, source: Path, path: str, compression: str, num_bytes: int) -> bytes:
-        """Return a shard, uncompressed; one thread unpacks, the others wait for it."""
-        try:
-            stat = (source / path).stat()
-        except OSError as error:
-            raise cache.damaged(f"{path} cannot be read ({error.strerror})") from error
-        key = (f"{source}/{path}", stat.st_size, stat.st_mtime_ns)
-        with self._lock:
-            if (data := self._kept.get(key)) is None:
-                data = self._kept[key] = _unpack(read_whole(source, path), path, compression, num_bytes)
-            self._kept.move_to_end(key)
-            while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT_BYTES:
-                self._kept.popitem(last=False)
-            return data
-
-
-_unpacked = _Unpacked()
 
 
 def _unpack(data: bytes, path: str, compression: str, num_bytes: int) -> bytes:

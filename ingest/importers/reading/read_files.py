@@ -6,9 +6,12 @@ import io
 import json
 import os
 import pickle
+import sys
+import threading
 import zipfile
 import zlib
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,16 +19,17 @@ import torch
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import damaged, odd_files_rejected, squeezed
 from bucketline.ingest.importers.reading.zip_members import stored_members
-from bucketline.ingest.sources.local_files import _opened, open_file, read_file
+from bucketline.ingest.sources.local_files import file_stamp, open_file, read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torch import Tensor
 
 MAX_UNPACKED_BYTES = 256 << 20  # of a compressed file, or a compressed member of one
 _GZIP, _ZIP = b"\x1f\x8b", b"PK"
+T = TypeVar("T")
 
 
 def read_whole(source: Path, path: str) -> bytes:
@@ -184,9 +188,31 @@ def values_by_role(found: Mapping[str, Any], roles: Mapping[str, str]) -> dict[s
     }
 
 
-def open_of_any_size(source: Path, path: str) -> io.BufferedReader:
+def open_of_any_size(source: Path, path: str) -> BinaryIO:
     """Open a shard, which may be larger than a sample's file may be."""
-    try:
-        return os.fdopen(_opened(f"{source}/{path}", source), "rb")
-    except OSError as error:
-        raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
+    return open_file(f"{source}/{path}", source, sys.maxsize)
+
+
+class LastRead(Generic[T]):
+    """Parts of large files that were read last, in memory: entries are read in turn, by several threads."""
+
+    def __init__(self, at_most: int, size_of: Callable[[T], int]) -> None:
+        """Keep parts of `at_most` together, as `size_of` counts them, but at least one."""
+        self._at_most, self._size_of = at_most, size_of
+        self._kept: OrderedDict[tuple[Any, ...], T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def part(self, source: Path, path: str, number: int, read: Callable[[], T]) -> T:
+        """Return a part of a file as it is now; one thread reads it, the others wait for it.
+
+        Raises:
+            RejectedError: if the file cannot be read.
+        """
+        key = (f"{source}/{path}", number, file_stamp(f"{source}/{path}", source))
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = read()
+            self._kept.move_to_end(key)
+            while len(self._kept) > 1 and sum(map(self._size_of, self._kept.values())) > self._at_most:
+                self._kept.popitem(last=False)
+            return self._kept[key]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from bucketline.ingest.importers.cache import damaged, odd_files_rejected
-from bucketline.ingest.importers.reading.read_files import open_of_any_size
+from bucketline.ingest.importers.reading.read_files import LastRead, open_of_any_size
 from bucketline.ingest.sources.parquet_chunks import why_too_large
 
 if TYPE_CHECKING:
@@ -19,31 +16,19 @@ MAX_GROUP_BYTES = 8 << 30  # of a row group, uncompressed
 KEPT_GROUPS = 2  # row groups; neighbouring rows are read by several threads at a time, so two may be in use
 
 
-class RowGroups:
-    """The row groups that were read last. Rows are read in order, and Parquet has no smaller part that can be read."""
+_groups: LastRead[Any] = LastRead(KEPT_GROUPS, lambda _: 1)
 
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, tuple[int, int], int], Any] = OrderedDict()
-        self._lock = threading.Lock()  # so that one thread reads a group and the others wait for it
 
-    def row(self, source: Path, path: str, group: int, row: int, columns: Sequence[str]) -> dict[str, Any]:
-        """Return a row's values of some columns by name, binary ones as buffers.
+def read_row(source: Path, path: str, group: int, row: int, columns: Sequence[str]) -> dict[str, Any]:
+    """Return a row's values of some columns by name, binary ones as buffers. Parquet has no smaller part than a row group.
 
-        Raises:
-            RejectedError: if the file cannot be read or is damaged.
-        """
-        with open_of_any_size(source, path) as file, self._lock:
-            status = os.fstat(file.fileno())
-            key = (f"{source}/{path}", (status.st_size, status.st_mtime_ns), group)
-            if key not in self._kept:
-                self._kept[key] = _read(file, path, group, columns)
-                while len(self._kept) > KEPT_GROUPS:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(key)
-            table = self._kept[key]
-        if row >= table.num_rows:
-            raise damaged(f"{path} has {table.num_rows} rows in group {group}")
-        return {name: _value(table[name][row]) for name in table.column_names}
+    Raises:
+        RejectedError: if the file cannot be read or is damaged.
+    """
+    table = _groups.part(source, path, group, lambda: _read(source, path, group, columns))
+    if row >= table.num_rows:
+        raise damaged(f"{path} has {table.num_rows} rows in group {group}")
+    return {name: _value(table[name][row]) for name in table.column_names}
 
 
 def _value(scalar: Any) -> Any:  # noqa: ANN401 - any column
@@ -52,10 +37,10 @@ def _value(scalar: Any) -> Any:  # noqa: ANN401 - any column
     return scalar.as_buffer() if pa.types.is_binary(scalar.type) or pa.types.is_large_binary(scalar.type) else scalar.as_py()
 
 
-def _read(file: Any, path: str, group: int, columns: Sequence[str]) -> Any:  # noqa: ANN401 - pyarrow has no types
+def _read(source: Path, path: str, group: int, columns: Sequence[str]) -> Any:  # noqa: ANN401 - pyarrow has no types
     import pyarrow.parquet as pq
 
-    with odd_files_rejected(path):
+    with open_of_any_size(source, path) as file, odd_files_rejected(path):
         whole = pq.ParquetFile(file)
         if (size := whole.metadata.row_group(group).total_byte_size) > MAX_GROUP_BYTES:
             raise ValueError(f"a row group of {size} bytes, at most {MAX_GROUP_BYTES} are read")
