@@ -180,11 +180,14 @@ def ids_of_paths(paths: Sequence[str]) -> dict[str, str]:
     return {path: own.removeprefix(start).lstrip("/") for path, own in plain.items()}
 
 
-def chosen_variant(found: Counter[str], request: ListRequest, kind: str, *, variants: str = "models") -> str:
+def chosen_variant(
+    found: Counter[str], request: ListRequest, kind: str, *, variants: str = "models", unknown: Sequence[str] = ()
+) -> str:
     """Return the variant to import: the only one of the source, or the one that the user names; `variants` are what they are.
 
     Raises:
-        SourceError: if the source has none, several and none is named, or not the named one.
+        SourceError: if the source has none, several and none is named, or not the named one, or if its name has a word of
+            `unknown`: those of models whose scaling is not known.
     """
     if not found:
         raise SourceError(f"{request.source} has no latents in the format of {kind}; name the folder that has the cache")
@@ -192,13 +195,15 @@ def chosen_variant(found: Counter[str], request: ListRequest, kind: str, *, vari
     if request.variant is not None:
         if request.variant not in found:
             raise SourceError(f"{request.source} has no latents of {request.variant!r:.80}, it has {there}; correct --variant")
-        return request.variant
-    if len(found) > 1:
+    elif len(found) > 1:
         raise SourceError(f"{request.source} has latents of several {variants}: {there}; choose one by --variant NAME")
-    return next(iter(found))
+    variant = next(iter(found)) if request.variant is None else request.variant
+    if any(word in variant.lower() for word in unknown):
+        raise refuse_variant(kind, variant)
+    return variant
 
 
-def refuse_variant(kind: str, variant: str, why: str) -> SourceError:
+def refuse_variant(kind: str, variant: str, why: str = "how they are scaled is unknown") -> SourceError:
     """Return the error for a variant that cannot be imported."""
     return SourceError(f"latents of {variant!r:.80} in the format of {kind} cannot be imported: {why}")
 

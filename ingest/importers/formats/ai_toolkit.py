@@ -50,11 +50,8 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
             elif folder.endswith(_TEXTS):
                 texts.add(folder + name)
                 with_text.add(folder.removesuffix(_TEXTS) + name[:-_HASH_CHARS])
-    variant = cache.chosen_variant(
-        Counter(str(fields.get("latent_space_version", "")) for _, fields in found), request, "ai-toolkit"
-    )
-    if any(word in variant.lower() for word in _UNKNOWN):
-        raise cache.refuse_variant("ai-toolkit", variant, "how they are scaled is unknown")
+    spaces = Counter(str(fields.get("latent_space_version", "")) for _, fields in found)
+    variant = cache.chosen_variant(spaces, request, "ai-toolkit", unknown=_UNKNOWN)
     entries, edited = [], 0
     for path, fields in found:
         if str(fields.get("latent_space_version", "")) != variant:

@@ -43,10 +43,9 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
     for folder, names in cache.files_below(request.source):
         if (match := _LATENTS.fullmatch(folder)) and _DB in names:
             found.append((folder, _model(request.source, match["model"] or "")))
-    model = cache.chosen_variant(Counter(name for _, name in found), request, "diffusion-pipe")
-    if any(word in model.lower() for word in _UNKNOWN):
-        raise cache.refuse_variant("diffusion-pipe", model, "how they are scaled is unknown")
-    places = [place for folder, own in found if own == model for place in _places(request.source, folder)]
+    model = cache.chosen_variant(Counter(name for _, name in found), request, "diffusion-pipe", unknown=_UNKNOWN)
+    folders = [folder for folder, own in found if own == model]
+    places = [place for folder in folders for place in _places(request.source, folder)]
     images = list(_images(request.source, places))
     ids = cache.ids_of_paths([image for image in images if image is not None])
     entries: list[cache.CacheEntry] = []
@@ -68,7 +67,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
             )
         )
     notes = ["text embeddings are not imported; the captions, which the cache has, can be encoded again"]
-    if unlisted := sorted(_unlisted(request.source, [folder for folder, own in found if own == model], places)):
+    if unlisted := sorted(_unlisted(request.source, folders, places)):
         notes.append(
             f"{unlisted[0]}{f' and {len(unlisted) - 1} more' if len(unlisted) > 1 else ''} is not in its index: caching was "
             "interrupted; let the trainer finish it, and import again"

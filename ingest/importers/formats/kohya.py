@@ -42,9 +42,7 @@ _KEY = re.compile(r"latents((_\d+x\d+)?)\.npy")
 
 def _listed(request: cache.ListRequest) -> cache.CacheListing:
     captions = CaptionFolder(request)
-    found: list[tuple[str, str, str, set[str]]] = []  # folder, file, stem, all names
-    models: Counter[str] = Counter()
-    of: dict[str, list[tuple[str, str, str, set[str]]]] = {}
+    found: dict[str, list[tuple[str, str, str, set[str]]]] = {}  # folder, file, stem, all names; by model
     for folder, names in cache.files_below(request.source):
         own = set(names)
         for name in names:
@@ -52,13 +50,11 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
             if match is None and (not name.endswith(".npz") or _TEXT_FILE.fullmatch(name)):
                 continue
             model, stem = (match["model"], match["stem"]) if match else (OLD, name.removesuffix(".npz"))
-            models[model] += 1
-            of.setdefault(model, []).append((folder, name, stem, own))
-    variant = cache.chosen_variant(models, request, "kohya")
-    found = of[variant]
+            found.setdefault(model, []).append((folder, name, stem, own))
+    variant = cache.chosen_variant(Counter({model: len(files) for model, files in found.items()}), request, "kohya")
     family = variant if variant in _TEXTS else None
     entries = []
-    for folder, name, stem, own in found:
+    for folder, name, stem, own in found[variant]:
         sample_id = folder + cache.named_image(stem, own)
         text = f"{stem}{_TEXTS[variant]}.npz" if family else ""
         texts, problem = captions.of(sample_id, stem=folder + stem)

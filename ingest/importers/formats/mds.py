@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from torch import Tensor
+
+    Columns = Mapping[str, tuple[str, int | None]]  # encoding and length by name, as of `MdsShard`
 
 _LATENTS = re.compile(r"latents_(?P<height>\d{1,6})(x(?P<width>\d{1,6}))?")
 _SIZES = {"int": 8, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8}
@@ -93,7 +96,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
     )
 
 
-def _refuse_other_numbers(path: Path, latents: str, columns: Mapping[str, tuple[str, int | None]]) -> None:
+def _refuse_other_numbers(path: Path, latents: str, columns: Columns) -> None:
     """Check that the columns that are read hold floats.
 
     Raises:
@@ -105,9 +108,7 @@ def _refuse_other_numbers(path: Path, latents: str, columns: Mapping[str, tuple[
             raise SourceError(f"{path}: {why}; write the dataset again")
 
 
-def _named(
-    source: Path, path: str, packed: tuple[str, int], place: tuple[int, int], columns: Mapping[str, tuple[str, int | None]]
-) -> str | None:
+def _named(source: Path, path: str, packed: tuple[str, int], place: tuple[int, int], columns: Columns) -> str | None:
     """Return what names a sample, if a column does; reads only the lengths and that column."""
     name = next((key for key in _KEYS if columns.get(key, ("",))[0] == "str"), None)
     if name is None:
@@ -120,7 +121,7 @@ def _named(
 
 
 def _column_places(
-    source: Path, path: str, packed: tuple[str, int], place: tuple[int, int], columns: Mapping[str, tuple[str, int | None]]
+    source: Path, path: str, packed: tuple[str, int], place: tuple[int, int], columns: Columns
 ) -> dict[str, tuple[int, int]]:
     """Return the offset in the shard, and the length, of each column of a sample.
 
@@ -155,6 +156,7 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
         number = _number(values, columns, "caption_tokens") or _NUM_TOKENS
         texts = (cache.Text(caption=caption, tokens=floats(_TOKENS, columns[_TOKENS][0], tokens, (number, -1))),)
     height, width = (_number(values, columns, f"original_{side}") for side in ("height", "width"))
+    flipped = name + FLIPPED_SUFFIX  # which `store export` writes next to the latent
     if not values[name]:
         raise cache.damaged(f"its {name} is empty: the image was smaller")
     latent = floats(name, columns[name][0], values[name], _shape(name, _text(values, "latents_shape")))
@@ -162,7 +164,7 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
         raise cache.damaged(f"its {name} has the shape {list(latent.shape)}, expected [C, h, w]")
     return cache.Cached(
         latent=latent,
-        flipped=_flipped(name, columns, values, tuple(latent.shape)),
+        flipped=floats(flipped, columns[flipped][0], values[flipped], tuple(latent.shape)) if values.get(flipped) else None,
         geometry=cache.Geometry(original=(int(height), int(width)) if height and width else None),
         captions=(caption,) if caption else (),
         texts=texts,
@@ -171,17 +173,7 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     )
 
 
-def _flipped(
-    name: str, columns: Mapping[str, tuple[str, int | None]], values: Mapping[str, bytes], shape: tuple[int, ...]
-) -> torch.Tensor | None:
-    """Return the mirrored image's latent, which `store export` writes next to the latent."""
-    own = name + FLIPPED_SUFFIX
-    return floats(own, columns[own][0], values[own], shape) if values.get(own) else None
-
-
-def _side(
-    values: dict[str, bytes], columns: Mapping[str, tuple[str, int | None]], shape: tuple[int, ...]
-) -> dict[str, torch.Tensor]:
+def _side(values: dict[str, bytes], columns: Columns, shape: tuple[int, ...]) -> dict[str, Tensor]:
     """Return the columns that `store export` writes next to the latents, of a sample that has them."""
     found = {
         name: floats(name, columns[name][0], data, shape)

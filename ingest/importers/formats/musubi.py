@@ -93,11 +93,11 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
 
 def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     tensors, metadata = read_safetensors(source, entry.path)
-    columns: dict[str | None, list[str]] = {}
+    columns: dict[str, list[str]] = {}
     for name in tensors:
         if match := _LATENT.fullmatch(name):
-            columns.setdefault(match["column"], []).append(name)
-    names = columns.pop(None, [])
+            columns.setdefault(match["column"] or "", []).append(name)
+    names = columns.pop("", [])
     if len(names) != 1:
         raise cache.damaged(f"it has {len(names)} latents, only {', '.join(sorted(tensors))[:200] or 'nothing'}; expected one")
     if (arch := metadata.get("architecture")) is None or "width" not in metadata or "height" not in metadata:
@@ -109,8 +109,8 @@ def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
         found, told = read_safetensors(source, entry.text_path)
         caption = told.get("caption1", "")
         captions, texts = (caption,) if caption else (), _texts(found, caption, variant)
-    controls = {_role(column): cache.squeezed(tensors[of[0]], of[0]) for column, of in columns.items() if _is_control(column)}
-    others = sorted(str(column) for column in columns if not _is_control(column))
+    others = sorted(column for column in columns if not column.startswith("control"))
+    controls = {_role(column): cache.squeezed(tensors[of[0]], of[0]) for column, of in columns.items() if column not in others}
     return cache.Cached(
         latent=cache.squeezed(tensors[names[0]]),
         geometry=cache.Geometry(original=(height, width)),
@@ -121,13 +121,9 @@ def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     )
 
 
-def _is_control(column: str | None) -> bool:
-    return column is not None and column.startswith("control")
-
-
-def _role(column: str | None) -> str:
+def _role(column: str) -> str:
     """Return the role of a control image's latents: `control/image`, or of several `control/0` and so on."""
-    return f"control/{(column or '').removeprefix('control').removeprefix('_') or 'image'}"
+    return f"control/{column.removeprefix('control').removeprefix('_') or 'image'}"
 
 
 def _texts(tensors: Mapping[str, Tensor], caption: str, arch: str) -> tuple[cache.Text, ...]:

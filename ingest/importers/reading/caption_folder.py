@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from bucketline.errors import SourceError
 from bucketline.ingest.importers.cache import files_below
 from bucketline.ingest.sources.captions.caption_files import CaptionFiles
-from bucketline.ingest.sources.captions.caption_text import EXTENSIONS
 from bucketline.ingest.sources.options import SourceOptions
 
 if TYPE_CHECKING:
@@ -36,9 +35,7 @@ class CaptionFolder:
         self._files = CaptionFiles(folder=folder, options=SourceOptions())
         for inside, names in files_below(folder):
             for name in names:
-                extension = name[name.rfind(".") :].lower() if "." in name else ""
-                if extension in EXTENSIONS:
-                    self._files.add(inside + name, extension)
+                self._files.add(inside + name, f".{name.rpartition('.')[2].lower()}")
 
     def of(
         self, sample_id: str, *, stem: str | None = None, in_cache: tuple[str, ...] | None = None
