@@ -11,7 +11,7 @@ from bucketline.ingest.packing.prepare import opened_source, prepare
 from bucketline.ingest.packing.target import newest_whole
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.slice_worker import PackPlan
-from bucketline.ingest.sources.source_json import source_as_json
+from bucketline.ingest.sources.open_source import source_as_json
 from bucketline.ingest.summary import MAX_LONG_CAPTIONS, check_identity, joined_summaries
 
 if TYPE_CHECKING:

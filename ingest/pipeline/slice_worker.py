@@ -16,7 +16,7 @@ from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.pipeline.model.device import share_of_cores
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer
-from bucketline.ingest.sources.source_json import source_from_json
+from bucketline.ingest.sources.open_source import source_from_json
 from bucketline.ingest.summary import RunSummary  # noqa: TC001 - decoded by its annotation
 from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
 from bucketline.store.sync.parts import PartStore, SentShard

@@ -1,11 +1,11 @@
-"""Choose the kind of source by what SOURCE is."""
+"""Choose the kind of source by what SOURCE is; and sources as JSON, for ranks that do not choose again."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import IMAGE_SUFFIXES, why_not_there
@@ -20,9 +20,11 @@ from bucketline.ingest.sources.parquet_images import ParquetSource, has_images
 from bucketline.ingest.sources.table import TableSource
 from bucketline.ingest.sources.tar.tar_source import Shard, TarSource, expand, has_scheme, local_path
 from bucketline.store.remote.urls import parse_url, refuse_misspelt
+from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
     from bucketline.ingest.sources.source import Source
+    from bucketline.typed_json import Json
 
 _EXPECTED = (
     "a folder of images, of tars or of Parquet files with images, a table (.jsonl, .csv, .parquet), WebDataset tars (a file, "
@@ -30,6 +32,10 @@ _EXPECTED = (
 )
 _PARQUET = ".parquet"
 _TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (FolderSource, TableSource, DatasetSource, ParquetSource, TarSource, ObjectFolderSource, ObjectTableSource)
+}
 
 
 def open_source(text: str, options: SourceOptions | None = None) -> Source:
@@ -119,3 +125,21 @@ def _in_objects(url: str, options: SourceOptions) -> Source:
 def is_pattern(text: str) -> bool:
     """Return True if a text is a pattern for several files."""
     return any(letter in text for letter in "{*?[") or "::" in text
+
+
+def source_as_json(source: Source) -> Json:
+    """Return a source's kind, path or tars, and options."""
+    return {"kind": type(source).__name__, "source": encode(source)}
+
+
+def source_from_json(value: Json) -> Source:
+    """Parse the output of `source_as_json`.
+
+    Raises:
+        ValueError: if the value is anything else.
+    """
+    match value:
+        case {"kind": str(kind), "source": fields} if kind in _KINDS:
+            source: Source = decode(_KINDS[kind], fields)
+            return source
+    raise ValueError(f"not a source: {value!r:.200}")

@@ -13,8 +13,7 @@ import pytest
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.sources.open_source import open_source
-from bucketline.ingest.sources.source_json import source_as_json, source_from_json
+from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
 from bucketline.store import Store
 from tests.commands import call
 from tests.kit import edit_json

@@ -17,9 +17,8 @@ from bucketline.errors import SourceError, StoreError, UsageError
 from bucketline.ingest.sources.objects import object_file
 from bucketline.ingest.sources.objects.place import refuse_overlapping_urls, stamp_of
 from bucketline.ingest.sources.objects.source import ObjectFolderSource
-from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.source_json import source_as_json, source_from_json
 from bucketline.store import Store
 from bucketline.store.folder import ListedFile
 from bucketline.store.remote.objects import ObjectFolder

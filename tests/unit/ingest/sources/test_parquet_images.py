@@ -12,9 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from bucketline.errors import SourceError
-from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
 from bucketline.ingest.sources.parquet_images import ParquetSource
-from bucketline.ingest.sources.source_json import source_as_json, source_from_json
 from bucketline.ingest.sources.tar.tar_source import TarSource
 from bucketline.store import Store
 from tests.commands import call, spawn

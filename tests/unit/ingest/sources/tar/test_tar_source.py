@@ -21,8 +21,7 @@ from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import Framing
 from bucketline.ingest.images.decode import placed_by_header
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.sources.open_source import open_source
-from bucketline.ingest.sources.source_json import source_as_json, source_from_json
+from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
 from bucketline.ingest.sources.tar.tar_grouping import key_and_extension
 from tests.commands import call
 from tests.kit import tree
