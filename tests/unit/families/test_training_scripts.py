@@ -88,7 +88,7 @@ def worst(pytestconfig: pytest.Config) -> Iterator[Worst]:
             printer.write_line(f"\n{what}: at most {difference:.1e} from diffusers' script, {item}")
 
 
-@pytest.mark.parametrize(("form", "options"), CASES, indirect=["form"])
+@pytest.mark.parametrize(("form", "options"), CASES, indirect=["form"], scope="session")  # a form's pipeline is packed once
 def test_two_steps_are_those_of_diffusers_script(
     packed: Packed, options: dict[str, Any], tmp_path: Path, worst: Worst, request: pytest.FixtureRequest
 ) -> None:
