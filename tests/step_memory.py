@@ -135,23 +135,29 @@ def measured_on_ranks(config: Mapping[str, Any], options: Mapping[str, Any], siz
         for step in range(3 * STEPS):
             with record_function(f"step {step}"):
                 train_step(training, _micro_batches(training, batch, step), step)
-    found = torch.tensor(min(_most_bytes(seen, f"step {step}") for step in range(STEPS, 3 * STEPS)))
+    steps = [f"step {step}" for step in range(STEPS, 3 * STEPS)]
+    found = torch.tensor(min(_most_bytes(seen, *steps)))
     dist.all_reduce(found, dist.ReduceOp.MIN)
     return int(found)
 
 
-def _most_bytes(seen: profile, within: str | None = None) -> int:
-    """Return the most bytes that tensors have within a recorded part, beyond what was there when the profile began."""
+def _most_bytes(seen: profile, *parts: str) -> list[int]:
+    """Return the most bytes that tensors have within each recorded part, beyond what was there when the profile began."""
     profiler: Any = seen.profiler
-    events = profiler.kineto_results.events()
-    parts = [(one.start_ns(), one.start_ns() + one.duration_ns()) for one in events if one.name() == within]
-    changes = sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]")
-    now = most = 0
-    for when, num_bytes in changes:
+    changes: list[tuple[int, int]] = []
+    spans: dict[str, tuple[int, int]] = {}
+    for one in profiler.kineto_results.events():
+        if (name := one.name()) == "[memory]":
+            changes.append((one.start_ns(), one.nbytes()))
+        elif name in parts:
+            spans[name] = one.start_ns(), one.start_ns() + one.duration_ns()
+    now, most = 0, dict.fromkeys(parts, 0)
+    for when, num_bytes in sorted(changes):
         now += num_bytes
-        if within is None or any(begin <= when <= end for begin, end in parts):
-            most = max(most, now)
-    return most
+        for name, (begin, end) in spans.items():
+            if begin <= when <= end:
+                most[name] = max(most[name], now)
+    return [most[name] for name in parts]
 
 
 @contextlib.contextmanager
@@ -165,9 +171,9 @@ def _peak_of(device: torch.device) -> Iterator[list[int]]:
         torch.cuda.synchronize(device)
         found[0] = torch.cuda.max_memory_allocated(device)
         return
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, record_function("all"):
         yield found
-    found[0] = _most_bytes(seen)
+    (found[0],) = _most_bytes(seen, "all")
 
 
 def training_of(
