@@ -26,8 +26,7 @@ from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.make_plan import asked_window, plan_of
 from bucketline.loader.prefetch.threads import ThreadBackend
 from bucketline.loader.service.address import AUTO, ServiceAddress
-from bucketline.loader.service.client import ServiceBackend
-from bucketline.loader.service.client_stores import served_names, served_shares
+from bucketline.loader.service.client import ServiceBackend, served_names, served_shares
 from bucketline.loader.service.links import link_to
 from bucketline.loader.service.wire import Request, sent
 from bucketline.loader.state import (

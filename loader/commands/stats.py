@@ -60,13 +60,11 @@ def stats_of(address: ServiceAddress | Path | str) -> dict[str, Any]:
     """
     from bucketline.loader.service.address import ServiceAddress
     from bucketline.loader.service.links import link_to
+    from bucketline.loader.service.wire import StatsRequest, StatsResponse
 
     link = link_to(ServiceAddress.of(address))
     link.silence_s = _LOST_AFTER_S
-    answer = link.ask({"ask": "stats"})
-    answer.close()
-    stats: dict[str, Any] = answer.message["stats"]
-    return stats
+    return link.told(StatsRequest()).parsed(StatsResponse).stats
 
 
 def summary(stats: dict[str, Any]) -> str:

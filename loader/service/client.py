@@ -1,24 +1,40 @@
-"""The client: requests batches from a service, which come through shared memory or over TCP."""
+"""The client: what a loader requests of a service, which is batches, and without stores here also manifests and names."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bucketline.errors import DeliveryError
+from bucketline.loader.mixture import WeightedStore
 from bucketline.loader.prefetch.cuda_copy import CudaCopier
 from bucketline.loader.prefetch.delivery import OwnBuffers
 from bucketline.loader.service.frame_stream import FrameStream
 from bucketline.loader.service.links import Servers
 from bucketline.loader.service.ring_stream import RingStream
-from bucketline.loader.service.wire import message_of
+from bucketline.loader.service.wire import (
+    NamesRequest,
+    NamesResponse,
+    StoresRequest,
+    StoresResponse,
+    WantedStore,
+    message_of,
+)
+from bucketline.store import Store
+from bucketline.store.format.manifest import Manifest, parse_manifest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
+    from bucketline.loader.history import StoreId
     from bucketline.loader.plan.cursor import Cursor
     from bucketline.loader.service.links import Link
     from bucketline.loader.service.wire import Request
+    from bucketline.store.remote.urls import RemoteOptions
 
 
 class ServiceBackend:
@@ -52,3 +68,60 @@ class ServiceBackend:
     def close(self) -> None:
         """End a private service."""
         self.link.close()
+
+
+class ServedStore(Store):
+    """A store that a service reads, for plans here: its manifest, and none of its files."""
+
+    def __init__(self, place: str, manifest: Manifest, link: Link) -> None:
+        super().__init__(Path(place), manifest, plain_reads=True)
+        self.where, self._place, self._link = place, place, link
+
+    @property
+    def place(self) -> Path | str:
+        return self._place
+
+    @property
+    def absolute(self) -> Path | str:
+        return self._place
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    def reopened(self, generation: int | None = None, remote: RemoteOptions | None = None) -> Store:
+        """Return the store at another generation that the service has."""
+        del remote  # the service's own
+        return served_shares(self._link, [WantedStore(store_id=self.manifest.store_id, generation=generation)])[0].store
+
+
+def served_shares(link: Link, wanted: Sequence[WantedStore] = ()) -> tuple[WeightedStore, ...]:
+    """Return the stores that a service has, all at their newest generation, or those that are wanted.
+
+    Raises:
+        DeliveryError: if its answer is not that of a service.
+        StoreError: if a generation is gone.
+    """
+    shares, answer = [], link.told(StoresRequest(wanted=tuple(wanted)))
+    for one in answer.parsed(StoresResponse).stores:
+        data = one.manifest.encode(errors="replace")  # JSON can have half a surrogate pair, which is not text
+        manifest = parse_manifest(data, f"the manifest of {one.place} from {answer.name}")
+        shares.append(WeightedStore(store=ServedStore(one.place, manifest, link), repeats=one.repeats))
+    found = [(share.store.manifest.store_id, share.store.manifest.generation) for share in shares]
+    asked = [(one.store_id, one.generation or number) for one, (_, number) in zip(wanted, found, strict=False)]
+    if not shares or (wanted and asked != found):
+        raise DeliveryError(f"the answer of {answer.name} is invalid: it has other stores than were requested")
+    return tuple(shares)
+
+
+def served_names(link: Link, stores: Sequence[StoreId], digests: Sequence[bytes]) -> list[str]:
+    """Return sample ids by their digests, of the stores that a service has.
+
+    Raises:
+        StoreError: if a row is of another store.
+    """
+    answer = link.told(NamesRequest(stores=tuple(stores), digests=tuple(digest.hex() for digest in digests)))
+    names = list(answer.parsed(NamesResponse).names)
+    if len(names) != len(digests):
+        raise DeliveryError(f"the answer of {answer.name} is invalid: it has {len(names)} names of {len(digests)} rows")
+    return names

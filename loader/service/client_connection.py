@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.loader.service.sockets import shut
 from bucketline.loader.service.tokens import is_proof, new_nonce
-from bucketline.loader.service.wire import PROTOCOL, failure_as_json, receive, send
+from bucketline.loader.service.wire import MAX_ANSWER_BYTES, PROTOCOL, failure_as_json, receive, send
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.config import LoaderConfig
@@ -77,11 +77,9 @@ class Client(ABC):
         """Return the configuration within the limits of this kind of client."""
         return config
 
-    def answer(self, message: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> None:
-        """Send the only answer, and the bytes that follow it."""
-        send(self.sock, message)
-        for blob in blobs:
-            self.sock.sendall(blob)
+    def answer(self, message: Mapping[str, Any], fd: int | None = None) -> None:
+        """Send the only answer, with a descriptor if one is given."""
+        send(self.sock, message, fd, MAX_ANSWER_BYTES)
 
     def refuse(self, error: Exception) -> None:
         """Send an error in place of an answer."""

@@ -22,7 +22,7 @@ from bucketline.loader.stats import Stats
 if TYPE_CHECKING:
     import socket
     import ssl
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.config import LoaderConfig
@@ -68,11 +68,11 @@ class FrameClient(Client):
         """Return the configuration within the limits of another machine's client."""
         return allowed(config)
 
-    def answer(self, message: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> None:
+    def answer(self, message: Mapping[str, Any], fd: int | None = None) -> None:
         """Send the answer, after which no sign of life is expected."""
         with self._sending:
             self._show = None
-            super().answer(message, blobs)
+            super().answer(message, fd)
 
     def begin(self, builder: BatchBuilder, wanted: Request) -> dict[str, Any]:
         """Start the threads and say how large batches are; return who the client is.

@@ -12,7 +12,7 @@ from bucketline.forks import OwnerProcess
 from bucketline.loader.prefetch.threads import depth_of
 from bucketline.loader.service.frames import FrameReader
 from bucketline.loader.service.layouts import FrameKind
-from bucketline.loader.service.links import FIRST_PAUSE_S, paused
+from bucketline.loader.service.links import Search
 from bucketline.loader.service.sockets import shut
 from bucketline.loader.service.wire import LostError, failure_of, message_of
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.prefetch.delivery import OwnBuffers
-    from bucketline.loader.service.links import Servers, ServiceAnswer
-    from bucketline.loader.service.wire import Request
+    from bucketline.loader.service.links import Servers
+    from bucketline.loader.service.wire import Request, ServiceAnswer
     from bucketline.loader.stats import Stats
 
 
@@ -37,7 +37,7 @@ class FrameStream:
         """
         self._servers, self._wanted = servers, wanted
         try:
-            buffer_bytes = answer.response().buffer_bytes
+            buffer_bytes = answer.granted().buffer_bytes
             depth = depth_of(wanted.config, buffer_bytes)
             self._delivery = buffers.delivery(buffer_bytes, depth + 2, depth)
         except BaseException:
@@ -71,52 +71,45 @@ class FrameStream:
     def _receive(self, first: ServiceAnswer) -> None:
         """Receive until the end, from one server after another."""
         answer: ServiceAnswer | None = first
-        until, pause, failures = time.monotonic() + self._servers.deadline_s, FIRST_PAUSE_S, 0
+        search = Search(self._servers, self._over)
         while not self._over.is_set():
             turn = self._turn
             try:
-                if answer is None:
-                    answer = self._servers.asked_until(message_of(self._wanted), until, self._over)
+                answer = answer or search.ask(message_of(self._wanted))
                 reached = time.monotonic()
                 try:
-                    if self._receive_all(answer):
-                        return
+                    self._receive_all(answer)
+                    return
                 finally:
-                    until += time.monotonic() - reached  # the deadline is of the time without a server
-            except (LostError, OSError):
+                    search.until += time.monotonic() - reached  # the deadline is of the time without a server
+            except (LostError, OSError) as error:
                 if self._turn != turn:
-                    until, pause, failures = time.monotonic() + self._servers.deadline_s, FIRST_PAUSE_S, 0
-                elif time.monotonic() > until:
-                    raise
-            answer, failures = None, failures + 1
-            self._servers.lost()
-            if failures >= self._servers.count:  # each has failed since the last batch
-                pause = paused(pause, self._over)
+                    search = Search(self._servers, self._over)
+                search.turn(error)
+            answer = None
 
-    def _receive_all(self, answer: ServiceAnswer) -> bool:
-        """Receive from one server until the end; return True if that was the iteration's.
+    def _receive_all(self, answer: ServiceAnswer) -> None:
+        """Receive from one server until the iteration's end.
 
         Raises:
             LostError: if the server is lost, or says that it is stopped; the request is at the next micro-batch.
             BucketlineError: if every server refuses the request or cannot read the next batch.
         """
         self._sock = sock = answer.sock
-        if self._over.is_set():
-            sock.close()
-            return True
         with sock:
-            frames = FrameReader(sock, min(answer.response().buffer_bytes, self._delivery.pool.buffer_bytes))
+            if self._over.is_set():
+                return
+            frames = FrameReader(sock, min(answer.granted().buffer_bytes, self._delivery.pool.buffer_bytes))
             while (kind := frames.next_kind()) is not FrameKind.END:
                 if kind is FrameKind.FAILURE:
                     self._refused(failure_of(frames.failure()))
                 if kind is FrameKind.BATCH and not self._take(frames):
-                    return True
-        return True
+                    return
 
     def _refused(self, failure: BucketlineError) -> None:
         """Try the next server, unless all have failed at this batch."""
         self._refusals += 1
-        if isinstance(failure, DeliveryError) or self._refusals < self._servers.count:
+        if isinstance(failure, DeliveryError) or self._refusals < len(self._servers.addresses):
             raise LostError(str(failure))
         raise failure
 

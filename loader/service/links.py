@@ -2,58 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import DeliveryError, UsageError
-from bucketline.loader.service.child_process import ChildService
+from bucketline.forks import OwnerProcess
 from bucketline.loader.service.sockets import connected, end_when_peer_is_lost, limit_silence
 from bucketline.loader.service.tokens import read_token
-from bucketline.loader.service.wire import MAX_BATCH_BYTES, LostError, Response, ask, close_all, parsed
+from bucketline.loader.service.wire import LostError, ask, failure_of, message_of, receive
+from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from bucketline.loader.service.address import ServiceAddress
-    from bucketline.store.remote.arguments import RemoteArguments
+    from bucketline.loader.service.wire import AnyRequest, ServiceAnswer
 
+START_S = 120.0  # for a private service
+STOP_S = 1.0  # grace period before one that does not end is killed
 SILENCE_S = 10.0  # a server over TCP that sends not even a sign of life for so long is lost
-FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # before all servers are tried again
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceAnswer:
-    """A service's answer, and the connection that it came by."""
-
-    sock: socket.socket
-    name: str  # of the service, in messages
-    message: dict[str, Any]
-    fds: list[int]
-
-    def response(self) -> Response:
-        """Return the answer to a request for batches.
-
-        Raises:
-            DeliveryError: if it is none, or impossible.
-        """
-        found = parsed(Response, self.message, f"the answer of {self.name}")
-        if not (0 < found.buffer_bytes <= MAX_BATCH_BYTES or self.fds) or found.depth < 1:
-            raise DeliveryError(
-                f"the answer of {self.name} is invalid: buffer_bytes is {found.buffer_bytes} and depth {found.depth}"
-            )
-        return found
-
-    def close(self) -> None:
-        """Close the connection, and the descriptors that came."""
-        self.sock.close()
-        close_all(self.fds)
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # before all servers are tried again
 
 
 class Link(ABC):
@@ -70,24 +50,19 @@ class Link(ABC):
             BucketlineError: if it refuses.
         """
 
+    def told(self, request: AnyRequest) -> ServiceAnswer:
+        """Return the answer to what is not a request for batches; the connection is closed.
+
+        Raises:
+            DeliveryError: if no service can be reached.
+            BucketlineError: if it refuses.
+        """
+        answer = self.ask(message_of(request))
+        answer.close()
+        return answer
+
     def close(self) -> None:  # noqa: B027 - most have nothing to end
         """End a private service."""
-
-    def _asked(
-        self,
-        sock: socket.socket,
-        name: str,
-        message: Mapping[str, Any],
-        token: bytes | None = None,
-        over: threading.Event | None = None,
-    ) -> ServiceAnswer:
-        try:
-            is_local = sock.family == socket.AF_UNIX
-            answer, fds = ask(sock, name, message, token, self.silence_s, with_fd=is_local, over=over)
-        except BaseException:
-            sock.close()
-            raise
-        return ServiceAnswer(sock=sock, name=name, message=answer, fds=fds)
 
 
 class UnixLink(Link):
@@ -97,38 +72,100 @@ class UnixLink(Link):
         self._path = path
 
     def ask(self, message: Mapping[str, Any]) -> ServiceAnswer:
-        return self._asked(connected(self._path), f"the service at {self._path}", message)
+        return ask(connected(self._path), f"the service at {self._path}", message, silence_s=self.silence_s)
 
 
 class ChildLink(Link):
-    """A private service, which is started when it is needed and ends with this process."""
+    """A private service: a process without a socket's path, started when it is needed, that always ends with this one.
+
+    The two share a channel, through which each connection's other end is sent. It closes when this process is gone.
+    """
 
     def __init__(self, stores: Sequence[str], remote: RemoteArguments) -> None:
-        self._stores, self._remote = stores, remote
-        self._child: ChildService | None = None
+        """Start nothing. Credentials reach the process by its environment."""
+        options = {field.name: getattr(remote, field.name) for field in fields(RemoteArguments)}
+        self._arguments = [json.dumps(options), *stores]
+        self._stop: weakref.finalize[..., ChildLink] | None = None
 
     def ask(self, message: Mapping[str, Any]) -> ServiceAnswer:
-        child = self._own()
+        self.start()
         try:
-            return self._asked(child.connect(), child.name, message)
+            return self._ask(message)
         except DeliveryError:
-            if not child.has_ended():
+            if not self._has_ended():
                 raise
-        child = self._own()  # the previous one was killed a moment ago
-        return self._asked(child.connect(), child.name, message)
+        self.start()
+        return self._ask(message)
 
-    def _own(self) -> ChildService:
-        """Return this process's child; start one if there is none or it has died."""
-        child = self._child
-        if child is None or not child.owner.is_current or not child.is_alive():
+    def start(self) -> None:
+        """Start the process, unless this process has one that lives, and wait until it has opened the stores.
+
+        Raises:
+            StoreError: if it cannot open a store.
+            DeliveryError: if it does not start.
+        """
+        if self._stop is not None and self._stop.alive and self._owner.is_current and self._process.poll() is None:
+            return
+        self.close()
+        self._owner = OwnerProcess()
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "bucketline.loader.service.child_process",
+                    str(theirs.fileno()),
+                    *self._arguments,
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self._name = f"the private service (process {self._process.pid})"
+        self._stop = weakref.finalize(self, _stop, self._channel, self._process, self._owner)
+        try:
+            answer, _ = receive(self._channel, START_S)
+        except DeliveryError as error:
             self.close()
-            child = self._child = ChildService(self._stores, self._remote)
-        return child
+            raise DeliveryError(f"the private service did not start: {error}") from error
+        if "error" in answer:
+            self.close()
+            raise failure_of(answer)
+
+    def _ask(self, message: Mapping[str, Any]) -> ServiceAnswer:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            try:
+                socket.send_fds(self._channel, [b"c"], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise DeliveryError(f"{self._name} has ended: {error.strerror}") from error
+        return ask(ours, self._name, message, silence_s=self.silence_s)
+
+    def _has_ended(self) -> bool:
+        """Return True if the process has ended or ends within `STOP_S`: the system takes a moment to end a killed one."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+            return True
+        return False
 
     def close(self) -> None:
-        if self._child is not None:
-            self._child.stop()
-            self._child = None
+        if self._stop is not None:
+            self._stop()
+
+
+def _stop(channel: socket.socket, process: subprocess.Popen[bytes], owner: OwnerProcess) -> None:
+    channel.close()
+    if not owner.is_current:  # a forked process: the private service belongs to its parent
+        process.returncode = 0
+        return
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 class Servers(Link):
@@ -140,79 +177,82 @@ class Servers(Link):
         Raises:
             UsageError: if a file cannot be used.
         """
-        self._addresses = address.servers
-        self._token = None if address.token is None else read_token(address.token)
-        self.deadline_s = address.deadline_s
-        self._context: ssl.SSLContext | None = None
+        self.addresses, self.deadline_s, self.silence_s = address.servers, address.deadline_s, SILENCE_S
+        self.first = 0  # the one that worked last
+        self.token = None if address.token is None else read_token(address.token)
+        self.context: ssl.SSLContext | None = None
         if address.certificate is not None:
             try:
-                self._context = ssl.create_default_context(cafile=address.certificate)
+                self.context = ssl.create_default_context(cafile=address.certificate)
             except OSError as error:
                 raise UsageError(f"the certificates {address.certificate} cannot be used: {error}") from error
-        self._first, self.count = 0, len(self._addresses)
-        self.silence_s = SILENCE_S
 
     def ask(self, message: Mapping[str, Any]) -> ServiceAnswer:
-        return self.asked_until(message, time.monotonic() + self.deadline_s, threading.Event())
+        search = Search(self, threading.Event())
+        while True:
+            try:
+                return search.ask(message)
+            except (OSError, LostError) as error:
+                search.turn(error)
 
-    def lost(self) -> None:
-        """Begin with the next server, since the present one has failed."""
-        self._first = (self._first + 1) % self.count
 
-    def asked_until(self, message: Mapping[str, Any], until: float, over: threading.Event) -> ServiceAnswer:
-        """Return the answer of the first server that answers; try each in turn, and all again after a pause.
+class Search:
+    """The search for a server that works: each in turn, and all again after a pause, until the deadline."""
+
+    def __init__(self, servers: Servers, over: threading.Event) -> None:
+        """Begin with the server that worked last. `over`: set when nobody waits any more."""
+        self._servers, self._over = servers, over
+        self.until = time.monotonic() + servers.deadline_s
+        self._num_failures, self._pause_s = 0, _FIRST_PAUSE_S
+
+    def ask(self, message: Mapping[str, Any]) -> ServiceAnswer:
+        """Ask the server whose turn it is.
 
         Raises:
-            DeliveryError: if none can be reached before `until` (of the monotonic clock).
-            BucketlineError: if a server refuses: the others would as well.
+            OSError, LostError: if it is lost.
+            BucketlineError: if it refuses: the others would as well.
         """
-        pause, failure = FIRST_PAUSE_S, ""
-        while True:
-            for _ in self._addresses:
-                host, port = self._addresses[self._first]
-                try:
-                    return self._ask((host, port), message, max(0.1, until - time.monotonic()), over)
-                except (OSError, LostError) as error:
-                    failure = f"{host}:{port}: {getattr(error, 'strerror', None) or error}"
-                    self.lost()
-            if over.is_set() or time.monotonic() + pause > until:
-                names = ", ".join(f"{host}:{port}" for host, port in self._addresses)
-                raise DeliveryError(
-                    f"no server of batches can be reached at {names} within {self.deadline_s:g} s; the last failure: "
-                    f"{failure}; start one (loader serve STORE --at tcp://HOST:PORT), and iterate again: it continues at "
-                    "the same batch"
-                )
-            pause = paused(pause, over)
-
-    def _ask(self, address: tuple[str, int], message: Mapping[str, Any], left: float, over: threading.Event) -> ServiceAnswer:
-        sock = socket.create_connection(address, timeout=min(left, self.silence_s))
+        servers = self._servers
+        host, port = servers.addresses[servers.first]
+        sock = socket.create_connection((host, port), timeout=min(max(0.1, self.until - time.monotonic()), servers.silence_s))
         try:
             end_when_peer_is_lost(sock)
-            if self._context is not None:
-                sock = self._context.wrap_socket(sock, server_hostname=address[0])
-        except ssl.SSLError as error:
+            if servers.context is not None:
+                sock = servers.context.wrap_socket(sock, server_hostname=host)
+            answer = ask(sock, f"{host}:{port}", message, servers.token, silence_s=servers.silence_s, over=self._over)
+            limit_silence(sock, servers.silence_s)
+        except BaseException as error:
             sock.close()
             if isinstance(error, ssl.SSLCertVerificationError):
                 raise DeliveryError(
-                    f"the certificate of {address[0]} is not trusted: {error.verify_message}; name the file that it is in"
+                    f"the certificate of {host} is not trusted: {error.verify_message}; name the file that it is in"
                 ) from error
-            raise LostError(f"TLS fails: {error.reason or error}; does the server have --certificate?") from error
-        except BaseException:
-            sock.close()
+            if isinstance(error, ssl.SSLError):
+                raise LostError(f"TLS fails: {error.reason or error}; does the server have --certificate?") from error
+            if isinstance(error, LostError) and servers.context is None:
+                raise LostError(f"{error}; if the server has --certificate, name its file") from error
             raise
-        try:
-            answer = self._asked(sock, f"{address[0]}:{address[1]}", message, self._token, over)
-        except LostError as error:
-            hint = "; if the server has --certificate, name its file" if self._context is None else ""
-            raise LostError(f"{error}{hint}") from error
-        limit_silence(sock, self.silence_s)
         return answer
 
+    def turn(self, error: Exception) -> None:
+        """Turn to the next server, since the present one has failed; pause once each has.
 
-def paused(pause: float, over: threading.Event) -> float:
-    """Wait, unless the iteration ends; return the next pause."""
-    over.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311 - so that ranks do not come all at once
-    return min(2 * pause, _MAX_PAUSE_S)
+        Raises:
+            DeliveryError: if none works before the deadline, or nobody waits.
+        """
+        servers, names = self._servers, [f"{host}:{port}" for host, port in self._servers.addresses]
+        failed, servers.first = names[servers.first], (servers.first + 1) % len(names)
+        self._num_failures += 1
+        if self._num_failures % len(names):
+            return
+        if self._over.is_set() or time.monotonic() + self._pause_s > self.until:
+            raise DeliveryError(
+                f"no server of batches can be reached at {', '.join(names)} within {servers.deadline_s:g} s; the last failure: "
+                f"{failed}: {getattr(error, 'strerror', None) or error}; start one (loader serve STORE --at tcp://HOST:PORT), "
+                "and iterate again: it continues at the same batch"
+            ) from error
+        self._over.wait(self._pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - so that ranks do not come all at once
+        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 
 
 def link_to(address: ServiceAddress, stores: Sequence[str] = (), remote: RemoteArguments | None = None) -> Link:

@@ -19,7 +19,7 @@ from bucketline.loader.service.control_page import FREE, MAX_SLABS, TAKEN, Contr
 from bucketline.loader.service.layouts import LayoutWriter
 from bucketline.loader.service.shared_memory import HEAD_BYTES, SharedMemory
 from bucketline.loader.service.sockets import peer_uid
-from bucketline.loader.service.wire import WAKE, Response, failure_as_json, send
+from bucketline.loader.service.wire import WAKE, Response, failure_as_json
 from bucketline.loader.stats import Stats
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class RingClient(Client):
         """Make the shared memory and send its descriptor; return who the client is."""
         self._depth = depth_of(builder.config, builder.buffer_bytes)
         threads = ClientThreads(self.sock, builder, wanted.cursor, depth=self._depth, is_pinned=wanted.is_pinned)
-        send(self.sock, asdict(Response(buffer_bytes=builder.buffer_bytes, depth=self._depth)), threads.memory.fd)
+        self.answer(asdict(Response(buffer_bytes=builder.buffer_bytes, depth=self._depth)), threads.memory.fd)
         self._threads = threads
         return {"pid": wanted.pid}
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.prefetch.cuda_copy import CudaCopier
-    from bucketline.loader.service.links import ServiceAnswer
+    from bucketline.loader.service.wire import ServiceAnswer
     from bucketline.loader.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class RingStream:
         self._sock, self._name, self._copier = answer.sock, answer.name, copier
         self._owner = OwnerProcess()
         try:
-            self._granted = answer.response()
+            self._granted = answer.granted()
             if len(answer.fds) != 1:
                 raise DeliveryError(f"the answer of {answer.name} is invalid: it comes with {len(answer.fds)} descriptors")
         except BaseException:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import StoreError, UsageError
+from bucketline.errors import DeliveryError, StoreError, UsageError
 from bucketline.loader.collate.gather import Gather
 from bucketline.loader.mixture import StoreArgument, WeightedStore, join, parse_stores
 from bucketline.store import Store
@@ -131,8 +131,11 @@ class ServedStores:
         They count as read until `using` ends.
 
         Raises:
+            DeliveryError: if it names none.
             StoreError: if one is not served, or its generation is gone, or is another one than the client's.
         """
+        if not wanted:
+            raise DeliveryError("0 stores were requested, expected 1 or more")
         arguments = [self._argument(one.store_id, one.path) for one in wanted]
         with self._lock:
             key = (*((one.store_id, one.generation, one.repeats) for one in wanted), plain_reads)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
 import time
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import DeliveryError, UsageError
@@ -19,7 +19,18 @@ from bucketline.loader.service.address import address_of, is_loopback
 from bucketline.loader.service.frame_client import FrameClient
 from bucketline.loader.service.ring_client import RingClient
 from bucketline.loader.service.served_stores import ServedStores
-from bucketline.loader.service.wire import NamesRequest, Request, StoresRequest, parse_request, sent
+from bucketline.loader.service.wire import (
+    NamesRequest,
+    NamesResponse,
+    Request,
+    ServedManifest,
+    StatsRequest,
+    StatsResponse,
+    StoresRequest,
+    StoresResponse,
+    parse_request,
+    sent,
+)
 from bucketline.loader.stats import ClientCounts
 from bucketline.store.format.manifest import dump_manifest
 
@@ -27,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from bucketline.loader.mixture import WeightedStore
     from bucketline.loader.service.client_connection import Client
     from bucketline.loader.service.sockets import Security
     from bucketline.store.remote.urls import RemoteOptions
@@ -167,32 +179,22 @@ class Service:
 
     def _granted(self, client: Client, using: ExitStack) -> dict[str, Any] | None:
         """Answer a client; return who it is, if it requested batches, which `using` keeps open."""
-        message = client.request()
-        if message.get("ask") == "stats":
-            client.answer({"stats": self.stats()})
-            return None
-        wanted = parse_request(message)
-        if isinstance(wanted, StoresRequest):
-            self._tell_stores(client, wanted)
-            return None
-        if not wanted.stores:
-            raise DeliveryError("0 stores were requested, expected 1 or more")
-        if isinstance(wanted, NamesRequest):
-            rows = self._stores.open(wanted.stores, plain_reads=True, using=using).store
-            blob = json.dumps(rows.ids_of([bytes.fromhex(one) for one in wanted.digests])).encode()
-            client.answer({"bytes": len(blob)}, [blob])
-            return None
-        return self._begun_for(client, wanted, using)
+        wanted = parse_request(client.request())
+        if isinstance(wanted, Request):
+            return self._begun_for(client, wanted, using)
+        client.answer(asdict(self._told(wanted, using)))
+        return None
 
-    def _tell_stores(self, client: Client, wanted: StoresRequest) -> None:
-        """Send the manifests that a client plans by."""
-        shares = self._stores.at(wanted.wanted)
-        blobs = [dump_manifest(share.store.manifest) for share in shares]
-        told = [
-            {"place": str(share.store.place), "repeats": share.repeats, "manifest_bytes": len(blob)}
-            for share, blob in zip(shares, blobs, strict=True)
-        ]
-        client.answer({"stores": told}, blobs)
+    def _told(
+        self, wanted: StatsRequest | StoresRequest | NamesRequest, using: ExitStack
+    ) -> StatsResponse | StoresResponse | NamesResponse:
+        """Return the answer to what is not a request for batches."""
+        if isinstance(wanted, StatsRequest):
+            return StatsResponse(stats=self.stats())
+        if isinstance(wanted, StoresRequest):
+            return StoresResponse(stores=tuple(map(_as_served, self._stores.at(wanted.wanted))))
+        rows = self._stores.open(wanted.stores, plain_reads=True, using=using).store
+        return NamesResponse(names=tuple(rows.ids_of([bytes.fromhex(one) for one in wanted.digests])))
 
     def _begun_for(self, client: Client, wanted: Request, using: ExitStack) -> dict[str, Any]:
         """Open what a client requests, and let it begin; return who it is."""
@@ -209,3 +211,8 @@ class Service:
         reserve_ring(builder, opened.store, plan, wanted.rank, wanted.world_size)
         stores = tuple(str(share.store.place) for share in opened.shares)
         return {**client.begin(builder, wanted), "rank": wanted.rank, "world_size": wanted.world_size, "stores": stores}
+
+
+def _as_served(share: WeightedStore) -> ServedManifest:
+    manifest = dump_manifest(share.store.manifest).decode()
+    return ServedManifest(place=str(share.store.place), repeats=share.repeats, manifest=manifest)

@@ -1,8 +1,8 @@
 """The messages between a client and a service: a greeting, one request, one answer. Each is a JSON object.
 
-A message is its length (four bytes, big-endian) and that many bytes of JSON; an answer may be followed by as many bytes as it
-says. Nothing else is accepted, and nothing is unpickled. The service greets with a nonce, and the client's request carries its
-proof of the token, which over a unix socket is empty: there, the system says whose process it is.
+A message is its length (four bytes, big-endian) and that many bytes of JSON. Nothing else is accepted, and nothing is
+unpickled. The service greets with a nonce, and the client's request carries its proof of the token, which over a unix socket is
+empty: there, the system says whose process it is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from bucketline import errors
 from bucketline.errors import BucketlineError, DeliveryError
@@ -21,20 +21,22 @@ from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` read
 from bucketline.loader.history import StoreId  # noqa: TC001 - likewise
 from bucketline.loader.plan.cursor import Cursor  # noqa: TC001 - likewise
 from bucketline.loader.service.tokens import proof_of
-from bucketline.typed_json import TypedJsonError, decode, encode
+from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Mapping, Sequence
 
-PROTOCOL = 6
-MAX_MESSAGE_BYTES = 1 << 20
+PROTOCOL = 7
+MAX_MESSAGE_BYTES = 1 << 20  # that a service accepts
+MAX_ANSWER_BYTES = 1 << 29  # that a client accepts: manifests are in it
 ALIVE_EVERY_S = 2.0  # over TCP, a server with nothing to send sends a sign of life
 ALIVE = {"alive": True}  # before the answer; then it is a frame
 WAKE = b"\0"  # over a unix socket, each byte after the answer means: read the control page again
 MAX_BATCH_BYTES = 1 << 30  # that a client on another machine can request
 _MAX_PREFETCH_BYTES, _MAX_THREADS = 1 << 28, 4  # of such a client, on the server
 _LENGTH = struct.Struct(">I")
+_PART_BYTES = 1 << 20
 
 T = TypeVar("T")
 
@@ -78,11 +80,11 @@ class StoresRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedManifest:
-    """A store as the service tells of it; its manifest follows the answer."""
+    """A store as the service tells of it."""
 
     place: str
     repeats: int | float
-    manifest_bytes: int
+    manifest: str  # as it is in its file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,18 +102,38 @@ class NamesRequest:
     digests: tuple[str, ...]
 
 
-_KINDS = {"batches": Request, "stores": StoresRequest, "names": NamesRequest}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamesResponse:
+    """The answer to a `NamesRequest`."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StatsRequest:
+    """A client that requests the service's statistics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatsResponse:
+    """The answer to a `StatsRequest`."""
+
+    stats: dict[str, Json]  # see `Service.stats`
+
+
+AnyRequest: TypeAlias = Request | StoresRequest | NamesRequest | StatsRequest
+_KINDS = {"batches": Request, "stores": StoresRequest, "names": NamesRequest, "stats": StatsRequest}
 
 
 class LostError(DeliveryError):
     """The other side has ended, is silent, or sends anything but what is expected. The next server may be right."""
 
 
-def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None) -> None:
+def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
     """Send one message, with a descriptor if one is given."""
     body = json.dumps(message).encode()
-    if len(body) > MAX_MESSAGE_BYTES:
-        raise DeliveryError(f"a message to the service has {len(body)} bytes, expected at most {MAX_MESSAGE_BYTES}")
+    if len(body) > max_bytes:
+        raise DeliveryError(f"a message has {len(body)} bytes, expected at most {max_bytes}")
     data = _LENGTH.pack(len(body)) + body
     if fd is not None:
         sent = socket.send_fds(sock, [data], [fd])
@@ -120,8 +142,10 @@ def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None)
         sock.sendall(data)
 
 
-def receive(sock: socket.socket, timeout_s: float, *, with_fd: bool = False) -> tuple[dict[str, Any], list[int]]:
-    """Receive one message within `timeout_s` and `MAX_MESSAGE_BYTES`. The socket has no timeout afterwards.
+def receive(
+    sock: socket.socket, timeout_s: float, *, with_fd: bool = False, max_bytes: int = MAX_MESSAGE_BYTES
+) -> tuple[dict[str, Any], list[int]]:
+    """Receive one message within `timeout_s`, and that again for each further MiB. The socket has no timeout afterwards.
 
     Raises:
         LostError: if the other side ends, is too slow, or sends anything else.
@@ -130,9 +154,12 @@ def receive(sock: socket.socket, timeout_s: float, *, with_fd: bool = False) -> 
     fds: list[int] = []
     try:
         (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size, until, fds if with_fd else None))
-        if length > MAX_MESSAGE_BYTES:
-            raise LostError(f"a message of {length} bytes was announced, expected at most {MAX_MESSAGE_BYTES}")
-        message = json.loads(_exactly(sock, length, until, None))
+        if length > max_bytes:
+            raise LostError(f"a message of {length} bytes was announced, expected at most {max_bytes}")
+        body = _exactly(sock, min(length, _PART_BYTES), until, None)
+        while len(body) < length:
+            body += _exactly(sock, min(length - len(body), _PART_BYTES), time.monotonic() + timeout_s, None)
+        message = json.loads(body)
         if not isinstance(message, dict):
             raise LostError(f"a message is a {type(message).__name__}, expected an object")
     except OSError as error:
@@ -149,24 +176,7 @@ def receive(sock: socket.socket, timeout_s: float, *, with_fd: bool = False) -> 
     return message, fds
 
 
-def receive_bytes(sock: socket.socket, count: int, silence_s: float) -> bytes:
-    """Receive what follows an answer, as long as something comes every `silence_s`.
-
-    Raises:
-        LostError: if the other side ends, or sends nothing for too long.
-    """
-    data = bytearray()
-    try:
-        while len(data) < count:
-            data += _exactly(sock, min(count - len(data), 1 << 20), time.monotonic() + silence_s, None)
-    except OSError as error:
-        raise LostError(f"the other side sent {len(data)} of {count} bytes: {error}") from error
-    finally:
-        sock.settimeout(None)
-    return bytes(data)
-
-
-def _exactly(sock: socket.socket, count: int, until: float, fds: list[int] | None) -> bytes:
+def _exactly(sock: socket.socket, count: int, until: float, fds: list[int] | None) -> bytearray:
     data = bytearray()
     while len(data) < count:
         left = until - time.monotonic()
@@ -181,7 +191,7 @@ def _exactly(sock: socket.socket, count: int, until: float, fds: list[int] | Non
         if not part:
             raise ConnectionError("the other side has ended")
         data += part
-    return bytes(data)
+    return data
 
 
 def close_all(fds: Sequence[int]) -> None:
@@ -190,50 +200,91 @@ def close_all(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceAnswer:
+    """A service's answer, and the connection that it came by."""
+
+    sock: socket.socket
+    name: str  # of the service, in messages
+    message: dict[str, Any]
+    fds: list[int]
+
+    def parsed(self, kind: type[T]) -> T:
+        """Return the answer as a record.
+
+        Raises:
+            DeliveryError: if it is none.
+        """
+        return parsed(kind, self.message, f"the answer of {self.name}")
+
+    def granted(self) -> Response:
+        """Return the answer to a request for batches.
+
+        Raises:
+            DeliveryError: if it is none, or impossible.
+        """
+        found = self.parsed(Response)
+        if not (0 < found.buffer_bytes <= MAX_BATCH_BYTES or self.fds) or found.depth < 1:
+            raise DeliveryError(
+                f"the answer of {self.name} is invalid: buffer_bytes is {found.buffer_bytes} and depth {found.depth}"
+            )
+        return found
+
+    def close(self) -> None:
+        """Close the connection, and the descriptors that came."""
+        self.sock.close()
+        close_all(self.fds)
+
+
 def ask(
     sock: socket.socket,
     name: str,
     message: Mapping[str, Any],
-    token: bytes | None,
-    timeout_s: float,
+    token: bytes | None = None,
     *,
-    with_fd: bool = False,
+    silence_s: float,
     over: threading.Event | None = None,
-) -> tuple[dict[str, Any], list[int]]:
-    """Send a message to a service that greets, and return its answer, with descriptors. `name` identifies the service.
+) -> ServiceAnswer:
+    """Send a message to a service that greets, and return its answer; close the connection if there is none.
+
+    `name` identifies the service. It has `silence_s` to open a store and plan, or over TCP for a sign of life.
 
     Raises:
-        LostError: if it ends, sends nothing for `timeout_s`, or anything else than messages; if nobody waits any more (`over`).
+        LostError: if it ends, is silent, or sends anything but messages; if nobody waits any more (`over`).
         BucketlineError: if it refuses.
     """
-    answer, _ = receive(sock, timeout_s)
-    if "nonce" not in answer and "error" not in answer:
-        raise LostError(f"the greeting of {name} is invalid; is it a service of the same bucketline?")
     fds: list[int] = []
-    if "nonce" in answer:
-        try:
-            send(sock, {**message, "protocol": PROTOCOL, "proof": proof_of(token, str(answer["nonce"]))})
-        except OSError as error:
-            raise LostError(f"{name} has ended before it was asked: {error.strerror or error}") from error
-        answer = ALIVE
-    while answer == ALIVE:
-        if over is not None and over.is_set():
-            raise LostError("the iteration has ended")
-        answer, fds = receive(sock, timeout_s, with_fd=with_fd)
-    if "error" in answer:
-        close_all(fds)
-        raise failure_of(answer)
-    return answer, fds
+    try:
+        found, _ = receive(sock, silence_s)
+        if "nonce" in found:
+            try:
+                send(sock, {**message, "protocol": PROTOCOL, "proof": proof_of(token, str(found["nonce"]))})
+            except OSError as error:
+                raise LostError(f"{name} has ended before it was asked: {error.strerror or error}") from error
+            found = ALIVE
+        elif "error" not in found:
+            raise LostError(f"the greeting of {name} is invalid; is it a service of the same bucketline?")
+        while found == ALIVE:
+            if over is not None and over.is_set():
+                raise LostError("the iteration has ended")
+            found, fds = receive(sock, silence_s, with_fd=sock.family == socket.AF_UNIX, max_bytes=MAX_ANSWER_BYTES)
+        if "error" in found:
+            close_all(fds)
+            raise failure_of(found)
+    except BaseException:
+        sock.close()
+        raise
+    return ServiceAnswer(sock=sock, name=name, message=found, fds=fds)
 
 
-def message_of(request: Request | StoresRequest | NamesRequest) -> dict[str, Any]:
+def message_of(request: AnyRequest) -> dict[str, Any]:
     """Return a request as a message."""
     encoded = encode(request)
     assert isinstance(encoded, dict)
     return {"ask": next(name for name, kind in _KINDS.items() if kind is type(request)), **encoded}
 
 
-def parse_request(message: Mapping[str, Any]) -> Request | StoresRequest | NamesRequest:
+def parse_request(message: Mapping[str, Any]) -> AnyRequest:
     """Parse a client's request.
 
     Raises:

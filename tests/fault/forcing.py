@@ -90,7 +90,7 @@ def until_error(batches: Iterator[Batch], first: int, kind: type[BucketlineError
 def started(loader: Loader) -> Loader:
     """Start a private service, which takes seconds, so that the clock only runs from the failure."""
     if isinstance(loader._backend, ServiceBackend) and isinstance(loader._backend.link, ChildLink):
-        loader._backend.link._own()
+        loader._backend.link.start()
     return loader
 
 

@@ -74,8 +74,7 @@ def test_what_was_collected_is_unmapped_once_its_last_client_has_gone(tmp_path: 
             assert [next(batches).step for batches in iterators] == [0, 0]
             backend = loader._backend
             assert isinstance(backend, ServiceBackend)
-            child = backend.link._child if isinstance(backend.link, ChildLink) else None
-            pid = process.pid if child is None else child._process.pid
+            pid = backend.link._process.pid if isinstance(backend.link, ChildLink) else process.pid
             supersede(path)
             assert mapped(pid, path, deleted=True) > 0
             loader._end_stream()

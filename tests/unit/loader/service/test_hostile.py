@@ -116,7 +116,7 @@ def test_random_bytes_never_end_the_service(socket_path: Path, store: Store) -> 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ask": "more"}, "requests 'more', expected one of batches, stores, names"),
+        ({"ask": "more"}, "requests 'more', expected one of batches, stores, names, stats"),
         ({"rank": 5}, "rank is 5 of 1 ranks"),
         ({"rank": "0"}, "rank is '0', expected int"),
         ({"cursor": {"step": -1, "micro_step": 0, "num_steps": None}}, "step is -1, expected 0 to"),
@@ -134,7 +134,7 @@ def test_a_request_that_makes_no_sense_is_refused_by_name(
     changes: dict[str, object], words: str, socket_path: Path, store: Store
 ) -> None:
     with connected(socket_path) as sock, pytest.raises(BucketlineError, match=re.escape(words)):
-        ask(sock, "it", asked(store, **changes), None, 30.0, with_fd=True)
+        ask(sock, "it", asked(store, **changes), silence_s=30.0)
 
 
 @pytest.mark.parametrize(
@@ -167,12 +167,12 @@ def test_another_version_or_a_wrong_proof_is_refused_by_name(
 )
 def test_a_question_that_makes_no_sense_is_refused_by_name(message: dict[str, Any], words: str, socket_path: Path) -> None:
     with connected(socket_path) as sock, pytest.raises(BucketlineError, match=re.escape(words)):
-        ask(sock, "it", message, None, 30.0)
+        ask(sock, "it", message, silence_s=30.0)
 
 
 def test_a_client_that_writes_nonsense_into_its_memory_harms_nobody_else(socket_path: Path, store: Store) -> None:
     with connected(socket_path) as sock:
-        _, (fd,) = ask(sock, "it", asked(store), None, 30.0, with_fd=True)
+        (fd,) = ask(sock, "it", asked(store), silence_s=30.0).fds
         page = map_shared(fd, 0, CONTROL_BYTES)
         with pytest.raises(PermissionError):
             os.ftruncate(fd, 0)  # the service would die of it

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bucketline.loader.service.links import ServiceAnswer
-    from bucketline.loader.service.wire import Request
+    from bucketline.loader.service.wire import Request, ServiceAnswer
     from bucketline.store import Store
 
 REFUSED = 801  # cudaErrorNotSupported

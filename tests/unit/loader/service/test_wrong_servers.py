@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 from bucketline.errors import BucketlineError, CorruptError, DeliveryError
 from bucketline.loader import Loader, LoaderConfig, ServiceAddress
-from bucketline.loader.service.client_stores import served_names
+from bucketline.loader.service.client import served_names
 from bucketline.loader.service.control_page import ControlPage
 from bucketline.loader.service.layouts import HEAD, FrameKind
 from bucketline.loader.service.links import link_to
@@ -129,45 +130,54 @@ def test_a_wrong_answer_is_an_error_that_names_the_server(store: Store, name: st
         next(far.forever())
 
 
-def told(place: object = "s", repeats: object = 1, manifest_bytes: object = 4) -> dict[str, Any]:
-    return {"stores": [{"place": place, "repeats": repeats, "manifest_bytes": manifest_bytes}]}
+def told(place: object = "s", repeats: object = 1, manifest: object = "{}{}") -> dict[str, Any]:
+    return {"stores": [{"place": place, "repeats": repeats, "manifest": manifest}]}
 
 
-STORES: dict[str, tuple[dict[str, Any], bytes]] = {
-    "nothing": ({}, b""),
-    "no store": ({"stores": []}, b""),
-    "a place that is none": (told(place=1), b"{}{}"),
-    "repeats that are none": (told(repeats="x"), b"{}{}"),
-    "repeats of 0": (told(repeats=0), b"{}{}"),
-    "no bytes": (told(manifest_bytes=0), b""),
-    "bytes beyond reason": (told(manifest_bytes=1 << 40), b""),
-    "fewer bytes than said": (told(manifest_bytes=100), b"{}"),
-    "a manifest that is none": (told(), b"{}{}"),
-    "a manifest that is deep": (told(manifest_bytes=100_000), b"[" * 100_000),
+STORES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "no store": {"stores": []},
+    "a place that is none": told(place=1),
+    "repeats that are none": told(repeats="x"),
+    "repeats of 0": told(repeats=0),
+    "no bytes": told(manifest=""),
+    "no manifest": told(manifest=None),
+    "half a manifest": told(manifest='{"format_version":'),
+    "a manifest that is none": told(),
+    "a manifest that is not text": told(manifest="\ud800"),
+    "a manifest that is deep": told(manifest="[" * 100_000),
 }
 
 
 @pytest.mark.parametrize("name", STORES)
 def test_wrong_stores_are_an_error(name: str) -> None:
-    with server(*STORES[name]) as found, pytest.raises(BucketlineError):
+    with server(STORES[name]) as found, pytest.raises(BucketlineError):
         reader(None, found)
+
+
+@pytest.mark.parametrize("said", [b"\xff\xff\xff\xff", b"\0\0\0\x64{}", b"\0\0\x40\0" + b"[" * 0x4000, b"\0\0\0\x02[]", b""])
+def test_an_answer_that_is_not_a_message_is_an_error_of_delivery(said: bytes) -> None:
+    with answering(partial(greet_and_say, said)) as port:
+        address = ServiceAddress(f"tcp://{port}", deadline_s=0.15)
+        with pytest.raises(DeliveryError, match=rf"127.0.0.1:{port}: "):
+            Loader(None, CONFIG, service=address)
 
 
 def test_a_manifest_that_was_changed_on_the_way_is_an_error(store: Store) -> None:
-    data = dump_manifest(store.manifest)
-    changed = data.replace(b'"generation":2', b'"generation":3')
+    data = dump_manifest(store.manifest).decode()
+    changed = data.replace('"generation":2', '"generation":3')
     assert changed != data
-    with server(told(manifest_bytes=len(data)), changed) as found, pytest.raises(CorruptError, match="the manifest of s from"):
+    with server(told(manifest=changed)) as found, pytest.raises(CorruptError, match=r"the manifest of s from 127\.0\.0\.1:"):
         reader(None, found)
-    with server(told(manifest_bytes=len(data)), data) as found, reader(None, found) as far:
+    with server(told(manifest=data)) as found, reader(None, found) as far:
         assert far.shares[0].store.manifest == store.manifest
         with pytest.raises(DeliveryError, match="it has other stores than were requested"):
             far.shares[0].store.reopened(1)
 
 
-@pytest.mark.parametrize("names", [b"", b"[1]", b'["a", "b"]', b"{}", b"[" * 100_000])
-def test_wrong_names_are_an_error(names: bytes) -> None:
-    with server({"bytes": len(names)}, names) as found, pytest.raises(DeliveryError, match=r"the answer of .* is invalid"):
+@pytest.mark.parametrize("names", [None, [1], ["a", "b"], {}, []])
+def test_wrong_names_are_an_error(names: object) -> None:
+    with server({"names": names}) as found, pytest.raises(DeliveryError, match=r"the answer of .* is invalid"):
         served_names(link_to(ServiceAddress(f"tcp://{found.port}")), [], [bytes(16)])
 
 
@@ -234,6 +244,12 @@ def answering(*answers: Callable[[socket.socket], None]) -> Iterator[int]:
         yield sock.getsockname()[1]
         sock.shutdown(socket.SHUT_RDWR)
     thread.join(10)
+
+
+def greet_and_say(said: bytes, sock: socket.socket) -> None:
+    send(sock, HELLO)
+    receive(sock, 10)
+    sock.sendall(said)
 
 
 def begin_and_end(sock: socket.socket) -> None:
