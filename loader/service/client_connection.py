@@ -48,8 +48,8 @@ class Client(ABC):
         """Send batches until all are sent, the client leaves or `stop` is called."""
 
     @abstractmethod
-    def stop(self, reason: str) -> None:
-        """Let the iteration end with an error; `run` returns soon."""
+    def stop(self, failure: DeliveryError) -> None:
+        """Let the iteration end with a failure; `run` returns soon."""
 
     @abstractmethod
     def stats(self) -> Stats:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import threading
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from bucketline.loader.service.wire import failure_as_json, failure_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import numpy as np
     from numpy.typing import NDArray
 
+    from bucketline.errors import BucketlineError
     from bucketline.loader.stats import Stats
 
 MAX_SLABS = 1 << 16
@@ -33,22 +34,14 @@ class Word(IntEnum):
     """Index of a number in the page. Numbers that change often have separate cache lines."""
 
     ANNOUNCED = 0  # by the service: micro-batches filled so far
-    STATE = 8  # by the service, after the last announcement
-    FAILURE_BYTES = 9
+    HAS_ENDED = 8  # by the service, after the last announcement
+    FAILURE_BYTES = 9  # of the failure's text; 0 if all batches were announced
     SLABS = 10  # by the service: number of buffers
     SERVICE_WAITS = 16  # by the service: wake it when there is room
     TAKEN = 24  # by the client: micro-batches popped so far
     CLIENT_WAITS = 32  # by the client: wake it when there is news
     WAITS = 33  # by the client: how often it had to wait for a micro-batch
     WAITED_US = 34  # by the client: for how long, in microseconds
-
-
-class BufferState(IntEnum):
-    """The state of an iteration: whether more batches will be announced."""
-
-    RUNNING = 0
-    ENDED = 1
-    FAILED = 2
 
 
 def fence() -> None:
@@ -92,18 +85,19 @@ class ControlPage:
         stats.buffers, stats.waits = self.words[Word.SLABS], self.words[Word.WAITS]
         stats.is_waiting = bool(self.words[Word.CLIENT_WAITS])
 
-    def end(self, failure: Mapping[str, Any] | None) -> None:
-        """Announce that no more batches will follow, with the failure if there is one."""
-        if self.words[Word.STATE] != BufferState.RUNNING:
+    def end(self, failure: BaseException | None) -> None:
+        """Announce that no more batches will follow, because of a failure if there is one. The first end counts."""
+        if self.words[Word.HAS_ENDED]:
             return
         if failure is not None:
-            text = json.dumps({**failure, "message": str(failure["message"])[: _FAILURE_BYTES // 8]}).encode()
+            told = failure_as_json(failure)
+            text = json.dumps({**told, "message": told["message"][: _FAILURE_BYTES // 8]}).encode()
             self._failure[: len(text)] = text
             self.words[Word.FAILURE_BYTES] = len(text)
         fence()
-        self.words[Word.STATE] = BufferState.ENDED if failure is None else BufferState.FAILED
+        self.words[Word.HAS_ENDED] = 1
 
-    def failure(self) -> dict[str, Any]:
-        """Return the failure, once the state is FAILED."""
-        found: dict[str, Any] = json.loads(bytes(self._failure[: self.words[Word.FAILURE_BYTES]]))
-        return found
+    def failure(self) -> BucketlineError | None:
+        """Return the failure of an iteration that has ended."""
+        num_bytes = self.words[Word.FAILURE_BYTES]
+        return failure_of(json.loads(bytes(self._failure[:num_bytes]))) if num_bytes else None

@@ -16,7 +16,7 @@ from bucketline.loader.service import client_connection
 from bucketline.loader.service.client_connection import Client
 from bucketline.loader.service.frames import FrameWriter
 from bucketline.loader.service.sockets import end_when_peer_is_lost, has_room
-from bucketline.loader.service.wire import ALIVE, MAX_BATCH_BYTES, Response, allowed, failure_as_json, send
+from bucketline.loader.service.wire import ALIVE, MAX_BATCH_BYTES, Response, allowed, send
 from bucketline.loader.stats import Stats
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class FrameClient(Client):
         self._sending = threading.Lock()
         self._stream: ThreadStream | None = None
         self._is_over = False
-        self._reason: str | None = None  # why the service stops
+        self._failure: BucketlineError | None = None  # that ends the batches
         self._counts = Stats(begun=time.perf_counter())
         self._show: Callable[[], None] | None = None  # sends a sign of life, in the form that the client expects now
         self._ends_at: float | None = time.monotonic() + client_connection.REQUEST_S  # until it has proved who it is
@@ -92,7 +92,7 @@ class FrameClient(Client):
 
     def run(self) -> None:
         """Send batches until all are sent, the client leaves or `stop` is called."""
-        stream, writer, failure = self._stream, self._writer, None
+        stream, writer = self._stream, self._writer
         assert stream is not None
         asked = self._counts.begun = time.perf_counter()
         try:
@@ -106,13 +106,11 @@ class FrameClient(Client):
         except OSError:
             return  # the client has left
         except BucketlineError as error:
-            failure = failure_as_json(error)
+            self._failure = error
             self._counts.errors += 1
-        if failure is None and self._reason is not None:
-            failure = failure_as_json(DeliveryError(self._reason))
         with self._sending, suppress(OSError):
             self._is_over = True
-            writer.end(failure)
+            writer.end(self._failure)
 
     def show_life(self) -> None:
         """Send a sign of life, unless a batch is being sent or unread; end the iteration of a client that has gone."""
@@ -129,9 +127,9 @@ class FrameClient(Client):
         finally:
             self._sending.release()
 
-    def stop(self, reason: str) -> None:
-        """Let the iteration end with an error; a client that has none is shut out."""
-        self._reason = reason
+    def stop(self, failure: DeliveryError) -> None:
+        """Let the iteration end with a failure; a client that has none is shut out."""
+        self._failure = failure
         if not self._release():
             self.shut()
 

@@ -14,7 +14,7 @@ from bucketline.loader.service.frames import FrameReader
 from bucketline.loader.service.layouts import FrameKind
 from bucketline.loader.service.links import Search
 from bucketline.loader.service.sockets import shut
-from bucketline.loader.service.wire import LostError, failure_of, message_of
+from bucketline.loader.service.wire import LostError, message_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,10 +101,10 @@ class FrameStream:
                 return
             frames = FrameReader(sock, min(answer.granted().buffer_bytes, self._delivery.pool.buffer_bytes))
             while (kind := frames.next_kind()) is not FrameKind.END:
-                if kind is FrameKind.FAILURE:
-                    self._refused(failure_of(frames.failure()))
                 if kind is FrameKind.BATCH and not self._take(frames):
                     return
+            if (failure := frames.failure()) is not None:
+                self._refused(failure)
 
     def _refused(self, failure: BucketlineError) -> None:
         """Try the next server, unless all have failed at this batch."""

@@ -15,12 +15,13 @@ import torch
 from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.iteration import filled_batch
 from bucketline.loader.service.layouts import HEAD, FrameKind, LayoutReader, LayoutWriter
-from bucketline.loader.service.wire import MAX_BATCH_BYTES, LostError
+from bucketline.loader.service.wire import MAX_BATCH_BYTES, LostError, failure_as_json, failure_of
 from bucketline.store.format.columns import LatentKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bucketline.errors import BucketlineError
     from bucketline.loader.collate.buffer_pool import Field
 
 MAX_LAYOUT_BYTES = 1 << 20
@@ -44,12 +45,10 @@ class FrameWriter:
         """Send a sign of life."""
         self._sock.sendall(HEAD.pack(FrameKind.ALIVE, 0, 0, 0, 0, 0))
 
-    def end(self, failure: dict[str, str] | None) -> None:
-        """Send the end, or the failure that ends the iteration."""
-        message = b"" if failure is None else json.dumps(failure).encode()[:MAX_LAYOUT_BYTES]
-        self._sock.sendall(
-            HEAD.pack(FrameKind.END if failure is None else FrameKind.FAILURE, 0, 0, 0, len(message), 0) + message
-        )
+    def end(self, failure: BaseException | None) -> None:
+        """Send the end, with the failure if one ends the iteration."""
+        message = b"" if failure is None else json.dumps(failure_as_json(failure)).encode()
+        self._sock.sendall(HEAD.pack(FrameKind.END, 0, 0, 0, len(message), 0) + message)
 
 
 class FrameReader:
@@ -73,7 +72,7 @@ class FrameReader:
                 f"a frame of kind {kind} with {length} and {self._num_bytes} bytes came, expected at most {MAX_LAYOUT_BYTES} "
                 f"and {self._buffer_bytes}; is it a server of the same bucketline?"
             )
-        if length:
+        if length or kind == FrameKind.END:
             text = bytearray(length)
             self._exactly(memoryview(text))
             self._layout = bytes(text)
@@ -90,13 +89,15 @@ class FrameReader:
         self._exactly(buffer.numpy().data[: filled.num_bytes])
         return filled
 
-    def failure(self) -> dict[str, object]:
-        """Return the failure whose header was read."""
+    def failure(self) -> BucketlineError | None:
+        """Return the failure with which the iteration ends, whose end was read."""
+        if not self._layout:
+            return None
         try:
             found = json.loads(self._layout)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
-        return found if isinstance(found, dict) else {"message": "the server failed without a message"}
+        return failure_of(found if isinstance(found, dict) else {"message": "the server failed without a message"})
 
     def _exactly(self, into: memoryview) -> None:
         """Fill memory; of a plain socket with as few system calls as can be."""

@@ -26,8 +26,7 @@ class FrameKind(IntEnum):
 
     BATCH = 1
     ALIVE = 2  # nothing is ready yet
-    END = 3
-    FAILURE = 4  # with a message as of `failure_as_json`
+    END = 3  # with a message as of `failure_as_json`, if a failure ends the iteration
 
 
 class LayoutWriter:

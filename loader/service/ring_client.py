@@ -19,7 +19,7 @@ from bucketline.loader.service.control_page import FREE, MAX_SLABS, TAKEN, Contr
 from bucketline.loader.service.layouts import LayoutWriter
 from bucketline.loader.service.shared_memory import HEAD_BYTES, SharedMemory
 from bucketline.loader.service.sockets import peer_uid
-from bucketline.loader.service.wire import WAKE, Response, failure_as_json
+from bucketline.loader.service.wire import WAKE, Response
 from bucketline.loader.stats import Stats
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ClientThreads(PrefetchThreads):
             self._is_over = True
             failure = self._end[1]
             self._counts.errors += failure is not None
-            self.control.end(None if failure is None else failure_as_json(failure))
+            self.control.end(failure)
             self._changed.notify_all()
             return True
         return self._turn != begun
@@ -199,15 +199,15 @@ class RingClient(Client):
             while self.sock.recv(4096):
                 self._threads.look_again()
         except DeliveryError as error:
-            self.stop(str(error))
+            self.stop(error)
         except OSError:
             pass  # a client that was killed with bytes unread
 
-    def stop(self, reason: str) -> None:
-        """End the client's iteration with an error after the ready batches; `run` returns soon."""
+    def stop(self, failure: DeliveryError) -> None:
+        """End the client's iteration with the failure after the ready batches; `run` returns soon."""
         threads = self._threads
         if threads is not None:
-            threads.control.end(failure_as_json(DeliveryError(reason)))
+            threads.control.end(failure)
             threads.release()
         self.shut()
 

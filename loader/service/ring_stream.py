@@ -18,10 +18,10 @@ import torch
 
 from bucketline.errors import DeliveryError
 from bucketline.forks import OwnerProcess
-from bucketline.loader.service.control_page import CONTROL_BYTES, FREE, BufferState, ControlPage, Word, fence
+from bucketline.loader.service.control_page import CONTROL_BYTES, FREE, ControlPage, Word, fence
 from bucketline.loader.service.layouts import HEAD, LayoutReader
 from bucketline.loader.service.shared_memory import HEAD_BYTES, map_shared, stride_of
-from bucketline.loader.service.wire import WAKE, failure_of
+from bucketline.loader.service.wire import WAKE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,16 +158,16 @@ class RingStream:
         try:
             while True:
                 fence()
-                state = words[Word.STATE]
+                has_ended = words[Word.HAS_ENDED]
                 fence()
                 self._announced = words[Word.ANNOUNCED]
                 if self._announced != self._taken:
                     fence()
                     return True
-                if state == BufferState.ENDED:
+                if has_ended:
+                    if (failure := self._control.failure()) is not None:
+                        raise failure
                     return False
-                if state == BufferState.FAILED:
-                    raise failure_of(self._control.failure())
                 if is_gone:
                     raise DeliveryError(
                         f"{self._name} has ended without a message (was it killed?); restart it and iterate again: the next "

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from bucketline.store.remote.urls import RemoteOptions
 
 END_S = 1.0  # for all clients to read the end of their iterations
-_ENDED = (
+_STOPPED = DeliveryError(
     "the service was stopped; restart it, or name another, and iterate again: the next iteration continues at the same batch"
 )
 
@@ -131,7 +131,7 @@ class Service:
         with self._lock:
             clients = dict(self._clients)
         for client in clients.values():
-            client.stop(_ENDED)
+            client.stop(_STOPPED)
         until = time.monotonic() + END_S
         for thread in clients:
             thread.join(max(0.0, until - time.monotonic()))
@@ -169,7 +169,7 @@ class Service:
                 if who is None:
                     return
                 if self._stopped.is_set():
-                    client.stop(_ENDED)
+                    client.stop(_STOPPED)
                 with self._counts[type(client)].client(who, client.stats):
                     client.run()
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import random
 import re
@@ -18,7 +17,7 @@ from bucketline.errors import BucketlineError, DeliveryError, StoreError, UsageE
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.plan.make_plan import plan_of
 from bucketline.loader.service import sockets as listening_module
-from bucketline.loader.service.control_page import CONTROL_BYTES, BufferState, ControlPage, Word
+from bucketline.loader.service.control_page import CONTROL_BYTES, ControlPage, Word
 from bucketline.loader.service.server import Service
 from bucketline.loader.service.shared_memory import map_shared
 from bucketline.loader.service.sockets import connected, listen
@@ -319,13 +318,13 @@ def test_a_failure_is_read_as_it_was_told_and_only_the_first_counts() -> None:
 
     control = ControlPage(np.zeros(CONTROL_BYTES, dtype=np.uint8))
     control.announce(3)
-    control.end({"error": "StoreError", "message": "sample 'ä'" + "x" * (1 << 20)})
+    control.end(StoreError("sample 'ä'" + "x" * (1 << 20)))
     control.end(None)
-    assert control.words[Word.STATE] == BufferState.FAILED
+    assert control.words[Word.HAS_ENDED]
     assert control.announced(0) == 3
     found = control.failure()
-    assert found["message"].startswith("sample 'ä'xxx")
-    assert json.dumps(found)
+    assert type(found) is StoreError
+    assert str(found).startswith("sample 'ä'xxx")
 
 
 def test_a_failure_keeps_the_nearest_class_that_a_client_knows() -> None:

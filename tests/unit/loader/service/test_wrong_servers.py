@@ -83,7 +83,7 @@ def server(answer: dict[str, Any], frames: bytes = b"", hello: dict[str, Any] = 
 
 def failure(kind: str) -> bytes:
     message = json.dumps({"error": kind, "message": "the disk is on fire"}).encode()
-    return HEAD.pack(FrameKind.FAILURE, 0, 0, 0, len(message), 0) + message
+    return HEAD.pack(FrameKind.END, 0, 0, 0, len(message), 0) + message
 
 
 def layout_of(*values: object, num_bytes: int = 0) -> bytes:
