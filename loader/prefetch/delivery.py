@@ -33,6 +33,10 @@ class Delivery:
         self._copying = threading.Lock()
         self._ready: ReorderBuffer[_Ready] = ReorderBuffer(depth, FIRST_DEPTH)
 
+    def acquire(self) -> Tensor:
+        """Return a buffer to fill, `[buffer_bytes]` uint8."""
+        return self.pool.take()
+
     def put(self, turn: int, filled: FilledBuffer) -> bool:
         """Let a filled buffer, or its copy on the device, wait for its turn and the caller; return False if nobody needs it."""
         if self._copier is not None:

@@ -6,8 +6,7 @@ import atexit
 import os
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -34,14 +33,27 @@ def depth_of(config: LoaderConfig, buffer_bytes: int) -> int:
     return min(max(config.prefetch_bytes // buffer_bytes, MIN_DEPTH), _MAX_DEPTH)
 
 
-class PrefetchThreads(ABC):
-    """The threads of one iteration. A subclass owns the buffers and delivers what is filled, in this process or to another.
+class Sink(Protocol):
+    """The place that filled buffers go to: the caller in this process (`Delivery`), or another process."""
 
-    They know nothing of the loader, so that a dropped loader ends them.
-    """
+    def acquire(self) -> Tensor:
+        """Return a buffer to fill, `[buffer_bytes]` uint8; never waits."""
 
-    def __init__(self, builder: BatchBuilder, cursor: Cursor) -> None:
-        self._builder = builder
+    def put(self, turn: int, filled: FilledBuffer) -> bool:
+        """Deliver the buffer of a turn, counted from 0; waits for room. Return False if nobody needs it any more."""
+
+    def end(self, turn: int, failure: BaseException | None) -> None:
+        """End the batches before this turn, because all are done or because of a failure; the earliest such turn counts."""
+
+    def close(self) -> None:
+        """Release the threads that wait for room; nothing is delivered any more."""
+
+
+class PrefetchThreads:
+    """The threads of one iteration. They know nothing of the loader, so that a dropped loader ends them."""
+
+    def __init__(self, builder: BatchBuilder, cursor: Cursor, sink: Sink) -> None:
+        self._builder, self._sink = builder, sink
         self._readahead = Readahead(builder, cursor.micro_steps(builder.config.accumulation))
         self._copy_plans = self._readahead.__iter__()
         self._order = threading.Lock()  # what comes next is located and planned by one thread at a time
@@ -51,22 +63,6 @@ class PrefetchThreads(ABC):
         self._threads = [
             threading.Thread(target=self._run, name="bucketline-builder", daemon=True) for _ in range(builder.config.threads)
         ]
-
-    @abstractmethod
-    def acquire(self) -> Tensor:
-        """Return a buffer to fill, `[buffer_bytes]` uint8; never waits."""
-
-    @abstractmethod
-    def put(self, turn: int, filled: FilledBuffer) -> bool:
-        """Deliver the buffer of a turn, counted from 0; waits for room. Return False if nobody needs it any more."""
-
-    @abstractmethod
-    def end(self, turn: int, failure: BaseException | None) -> None:
-        """End the batches before this turn, because all are done or because of a failure; the earliest such turn counts."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Release the threads that wait for room; nothing is delivered any more."""
 
     def start(self) -> None:
         """Start the threads. The number of torch's own threads is unchanged when this returns.
@@ -100,7 +96,7 @@ class PrefetchThreads(ABC):
         """End the iteration; the threads are gone when this returns. A forked child has none. Batches held stay valid."""
         if not self._owner.is_current:
             return
-        self.release()
+        self._sink.close()
         self._readahead.stop()
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
@@ -127,17 +123,17 @@ class PrefetchThreads(ABC):
                 copy_plan = next(self._copy_plans, None)
             if copy_plan is not None:
                 try:
-                    filled = self._builder.fill(self.acquire(), copy_plan)
+                    filled = self._builder.fill(self._sink.acquire(), copy_plan)
                 finally:
                     copy_plan.batch.release()
                 del copy_plan  # or its window's arrays would be held while this waits for room
-                return self.put(turn, filled)
+                return self._sink.put(turn, filled)
             failure: BaseException | None = None
         except Exception as error:  # noqa: BLE001 - delivered to the caller, who raises it
             failure = error
         except BaseException as error:  # noqa: BLE001 - what is meant for this thread must not end the caller's too
             failure = DeliveryError(f"a prefetch thread was ended by {error!r}; start a new iteration")
-        self.end(self._next_turn if turn is None else turn, failure)
+        self._sink.end(self._next_turn if turn is None else turn, failure)
         return False
 
 
@@ -157,7 +153,7 @@ class ThreadStream(PrefetchThreads):
 
     def __init__(self, builder: BatchBuilder, delivery: Delivery, cursor: Cursor) -> None:
         """Start the threads."""
-        super().__init__(builder, cursor)
+        super().__init__(builder, cursor, delivery)
         self._delivery = delivery
         self.start()
 
@@ -173,20 +169,8 @@ class ThreadStream(PrefetchThreads):
         """Set what is ready at this moment, and how often the caller had to wait since the stream began."""
         self._delivery.note_queue(stats)
 
-    def acquire(self) -> Tensor:
-        """Return a buffer to fill; see `PrefetchThreads`."""
-        return self._delivery.pool.take()
-
-    def put(self, turn: int, filled: FilledBuffer) -> bool:
-        """Let a filled buffer wait for its turn and the caller."""
-        return self._delivery.put(turn, filled)
-
-    def end(self, turn: int, failure: BaseException | None) -> None:
-        """End the caller's iteration before this turn."""
-        self._delivery.end(turn, failure)
-
     def release(self) -> None:
-        """Return the buffers that the caller has not popped to the pool."""
+        """Let no more be delivered; the threads end soon."""
         self._delivery.close()
 
 

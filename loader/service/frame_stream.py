@@ -116,7 +116,7 @@ class FrameStream:
     def _take(self, frames: FrameReader) -> bool:
         """Receive one batch; return False if nobody needs it any more."""
         pool, cursor = self._delivery.pool, self._wanted.cursor
-        buffer = pool.take()
+        buffer = self._delivery.acquire()
         try:
             filled = frames.batch(buffer)
             if (filled.step, filled.micro_step) != (cursor.step, cursor.micro_step):

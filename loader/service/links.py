@@ -81,6 +81,9 @@ class ChildLink(Link):
     The two share a channel, through which each connection's other end is sent. It closes when this process is gone.
     """
 
+    _process: subprocess.Popen[bytes]
+    _owner: OwnerProcess
+
     def __init__(self, stores: Sequence[str], remote: RemoteArguments) -> None:
         """Start nothing. Credentials reach the process by its environment."""
         options = {field.name: getattr(remote, field.name) for field in fields(RemoteArguments)}

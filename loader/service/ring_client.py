@@ -28,22 +28,20 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.collate.buffer_pool import FilledBuffer
-    from bucketline.loader.plan.cursor import Cursor
     from bucketline.loader.service.wire import Request
 
 _LOOK_EVERY_S = 0.1  # poll interval for room: no wake-up can be lost (`fence`), but if one were, this would be the delay
 
 
-class ClientThreads(PrefetchThreads):
-    """The threads of a client's iteration: filled buffers are announced in shared memory, in turn, at most `depth` ahead.
+class Ring:
+    """A client's buffers in shared memory: filled ones are announced there, in turn, at most `depth` ahead.
 
     No thread waits for another's turn: a buffer filled early is announced by the thread that fills the missing one.
     """
 
-    def __init__(self, sock: socket.socket, builder: BatchBuilder, cursor: Cursor, *, depth: int, is_pinned: bool) -> None:
-        super().__init__(builder, cursor)
+    def __init__(self, sock: socket.socket, buffer_bytes: int, *, depth: int, is_pinned: bool) -> None:
         self._sock, self._depth, self._may_shrink = sock, depth, not is_pinned
-        self.memory = SharedMemory(builder.buffer_bytes)
+        self.memory = SharedMemory(buffer_bytes)
         self.control = ControlPage(self.memory.control)
         self._layouts = LayoutWriter()
         self._buffers: list[NDArray] = []  # type: ignore[type-arg]
@@ -140,17 +138,20 @@ class ClientThreads(PrefetchThreads):
         if is_news:
             self._wake_client()
 
-    def counted(self) -> Stats:
-        """Return what was announced so far."""
+    def stats(self) -> Stats:
+        """Return what was announced so far: the client counts its waits itself, in the shared page."""
         with self._changed:
-            return self._counts.until_now()
+            counts = self._counts.until_now()
+        self.control.note_queue(counts)
+        counts.waited_s, counts.depth = self.control.words[Word.WAITED_US] / 1e6, self._depth
+        return counts
 
     def look_again(self) -> None:
         """Wake the threads that wait for room, so that they check again."""
         with self._changed:
             self._changed.notify_all()
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Release the threads that wait for room."""
         with self._changed:
             self._is_over = True
@@ -170,8 +171,8 @@ class RingClient(Client):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
-        self._threads: ClientThreads | None = None
-        self._depth = 0
+        self._ring: Ring | None = None
+        self._threads: PrefetchThreads | None = None
 
     def admit(self) -> None:
         """Refuse processes of other users.
@@ -185,19 +186,20 @@ class RingClient(Client):
 
     def begin(self, builder: BatchBuilder, wanted: Request) -> dict[str, Any]:
         """Make the shared memory and send its descriptor; return who the client is."""
-        self._depth = depth_of(builder.config, builder.buffer_bytes)
-        threads = ClientThreads(self.sock, builder, wanted.cursor, depth=self._depth, is_pinned=wanted.is_pinned)
-        self.answer(asdict(Response(buffer_bytes=builder.buffer_bytes, depth=self._depth)), threads.memory.fd)
-        self._threads = threads
+        depth = depth_of(builder.config, builder.buffer_bytes)
+        self._ring = Ring(self.sock, builder.buffer_bytes, depth=depth, is_pinned=wanted.is_pinned)
+        self._threads = PrefetchThreads(builder, wanted.cursor, self._ring)
+        self.answer(asdict(Response(buffer_bytes=builder.buffer_bytes, depth=depth)), self._ring.memory.fd)
         return {"pid": wanted.pid}
 
     def run(self) -> None:
         """Fill buffers until the client leaves or `stop` is called."""
         assert self._threads is not None
+        assert self._ring is not None
         try:
             self._threads.start()
             while self.sock.recv(4096):
-                self._threads.look_again()
+                self._ring.look_again()
         except DeliveryError as error:
             self.stop(error)
         except OSError:
@@ -205,24 +207,22 @@ class RingClient(Client):
 
     def stop(self, failure: DeliveryError) -> None:
         """End the client's iteration with the failure after the ready batches; `run` returns soon."""
-        threads = self._threads
-        if threads is not None:
-            threads.control.end(failure)
-            threads.release()
+        ring = self._ring
+        if ring is not None:
+            ring.control.end(failure)
+            ring.close()
         self.shut()
 
     def close(self) -> None:
-        """End the threads, and close the memory and the connection."""
-        threads, self._threads = self._threads, None
+        """End the threads, and close the memory and the connection; keep nothing that maps a store."""
+        threads, ring, self._threads, self._ring = self._threads, self._ring, None, None
         if threads is not None:
             threads.close()
-            threads.memory.close()
+        if ring is not None:
+            ring.memory.close()
         self.sock.close()
 
     def stats(self) -> Stats:
-        """Return the statistics so far: the client counts its waits itself, in the shared page."""
-        assert self._threads is not None
-        counts, control = self._threads.counted(), self._threads.control
-        control.note_queue(counts)
-        counts.waited_s, counts.depth = control.words[Word.WAITED_US] / 1e6, self._depth
-        return counts
+        """Return the statistics so far."""
+        assert self._ring is not None
+        return self._ring.stats()
