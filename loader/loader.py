@@ -8,7 +8,6 @@ with Loader("photos.store", LoaderConfig(batch_size=8), device=torch.device("cud
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -195,7 +194,6 @@ class Loader(EpochLoader):
             plan=self.plan.digest,
             cursor=Cursor(step=0, micro_step=0, num_steps=None),  # replaced by each iteration's
             is_pinned=self.device.type == "cuda",
-            pid=os.getpid(),
         )
 
     def _before_batch(self) -> None:

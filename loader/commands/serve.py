@@ -101,7 +101,7 @@ class Serve(RemoteArguments):
         """Return the path of the unix socket and the `HOST:PORT` of TCP, None if there is none, after checking all options."""
         from bucketline.errors import UsageError
         from bucketline.loader.mixture import open_shares
-        from bucketline.loader.service.address import address_of, is_loopback, listening_at
+        from bucketline.loader.service.address import expect_token, listening_at
         from bucketline.loader.service.sockets import refuse_file
         from bucketline.store.remote.urls import is_url
 
@@ -123,11 +123,8 @@ class Serve(RemoteArguments):
                 )
         if len(self.certificate) > 2:
             raise UsageError(f"--certificate has {len(self.certificate)} files, expected the chain, and its key if apart")
-        if addresses and self.token_file is None and not is_loopback(address_of(addresses[0])[0]):
-            raise UsageError(
-                f"--at tcp://{addresses[0]} can be reached from other machines; give --token-file FILE, which clients must "
-                "have too"
-            )
+        if addresses:
+            expect_token(addresses[0], has_token=self.token_file is not None)
         for path in sockets:
             refuse_file(path)
         if local := [one for one in self.stores if not is_url(one)]:

@@ -76,6 +76,18 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def expect_token(address: str, *, has_token: bool) -> None:
+    """Refuse to listen without a token at an address that other machines can reach.
+
+    Raises:
+        UsageError: if they can, or it is not an address.
+    """
+    if not has_token and not is_loopback(address_of(address)[0]):
+        raise UsageError(
+            f"--at tcp://{address} can be reached from other machines; give --token-file FILE, which clients must have too"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceAddress:
     """The address of a service, and the files that a client of one on another machine needs.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +40,7 @@ class ServiceBackend:
     """Requests batches from a service."""
 
     def __init__(self, link: Link, request: Request, device: torch.device) -> None:
-        """Start nothing. `request` is sent with each iteration's own cursor and process id."""
+        """Start nothing. `request` is sent with each iteration's own cursor."""
         self.link, self._request, self._device = link, request, device
         self._buffers = OwnBuffers(device)
 
@@ -55,7 +54,7 @@ class ServiceBackend:
         Raises:
             DeliveryError: if the service cannot be reached.
         """
-        request = replace(self._request, cursor=cursor, pid=os.getpid())
+        request = replace(self._request, cursor=cursor)
         if isinstance(self.link, Servers):
             return FrameStream(self.link, request, self.link.ask(message_of(request)), self._buffers)
         answer = self.link.ask(message_of(request))

@@ -5,6 +5,7 @@ The client receives the bytes into the memory that they are used in.
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import ssl
@@ -14,7 +15,7 @@ import torch
 
 from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.iteration import filled_batch
-from bucketline.loader.service.layouts import HEAD, FrameKind, LayoutReader, LayoutWriter
+from bucketline.loader.service.layouts import HEAD, FrameKind, LayoutWriter, decoded, filled_as_laid_out
 from bucketline.loader.service.wire import MAX_BATCH_BYTES, LostError, failure_as_json, failure_of
 from bucketline.store.format.columns import LatentKind
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.errors import BucketlineError
-    from bucketline.loader.collate.buffer_pool import Field
 
 MAX_LAYOUT_BYTES = 1 << 20
 
@@ -56,8 +56,7 @@ class FrameReader:
 
     def __init__(self, sock: socket.socket, buffer_bytes: int) -> None:
         self._sock, self._buffer_bytes = sock, buffer_bytes
-        self._layouts, self._layout = LayoutReader(_expect_batch), b""
-        self._head = bytearray(HEAD.size)
+        self._head, self._layout = bytearray(HEAD.size), b""
 
     def next_kind(self) -> FrameKind:
         """Receive a header, and what follows it but a batch's tensors.
@@ -81,7 +80,8 @@ class FrameReader:
     def batch(self, buffer: Tensor) -> FilledBuffer:
         """Receive the tensors of the batch whose header was read into a buffer, `[buffer_bytes]` uint8."""
         try:
-            filled = self._layouts.filled(buffer, self._position, self._layout)
+            _expect_batch(self._layout)
+            filled = filled_as_laid_out(buffer, self._position, self._layout)
         except (ValueError, TypeError, RecursionError) as error:
             raise LostError(f"a batch's layout is damaged: {error}; is it a server of the same bucketline?") from error
         if filled.num_bytes != self._num_bytes:
@@ -114,12 +114,14 @@ class FrameReader:
             at += got
 
 
-def _expect_batch(bucket: str, num_bytes: int, fields: list[Field]) -> None:
+@functools.lru_cache(maxsize=1024)
+def _expect_batch(layout: bytes) -> None:
     """Check that a layout is that of a batch, by making one of it.
 
     Raises:
-        ValueError: if it is not.
+        ValueError, TypeError: if it is not.
     """
+    bucket, num_bytes, fields = decoded(layout)
     if type(bucket) is not str or type(num_bytes) is not int or not 0 <= num_bytes <= MAX_BATCH_BYTES:
         raise ValueError(f"it is of bucket {bucket!r:.100} with {num_bytes!r:.100} bytes")
     if len({one.name for one in fields}) != len(fields):

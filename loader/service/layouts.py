@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import struct
@@ -13,7 +14,7 @@ import torch
 from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field, FilledBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -58,40 +59,31 @@ def _layout(filled: FilledBuffer) -> bytes:
     return json.dumps([filled.bucket, filled.num_bytes, fields]).encode()
 
 
-class LayoutReader:
-    """Decodes layouts, equal ones once."""
+def filled_as_laid_out(buffer: Tensor, position: Sequence[int], layout: bytes) -> FilledBuffer:
+    """Return the description of a buffer from a layout; `position` is the step, micro step and epoch of its head.
 
-    def __init__(self, check: Callable[[str, int, list[Field]], object] | None = None) -> None:
-        """Decode layouts. `check` is called with the bucket, bytes and fields of each new one, and may refuse it."""
-        self._check = check
-        self._known: dict[bytes, tuple[str, int, list[Field]]] = {}
+    Raises:
+        ValueError, TypeError: if the layout is damaged.
+    """
+    bucket, num_bytes, fields = decoded(layout)
+    step, micro_step, epoch = position
+    return FilledBuffer(
+        buffer=buffer, fields=fields, num_bytes=num_bytes, step=step, micro_step=micro_step, epoch=epoch, bucket=bucket
+    )
 
-    def filled(self, buffer: Tensor, position: Sequence[int], layout: bytes) -> FilledBuffer:
-        """Return the description of a buffer; `position` is the step, micro step and epoch of its head."""
-        bucket, num_bytes, fields = self.decoded(layout)
-        step, micro_step, epoch = position
-        return FilledBuffer(
-            buffer=buffer, fields=fields, num_bytes=num_bytes, step=step, micro_step=micro_step, epoch=epoch, bucket=bucket
-        )
 
-    def decoded(self, layout: bytes) -> tuple[str, int, list[Field]]:
-        """Return the bucket, bytes and fields that were encoded.
+@functools.lru_cache(maxsize=_MAX_KNOWN)
+def decoded(layout: bytes) -> tuple[str, int, list[Field]]:
+    """Return the bucket, bytes and fields that were encoded.
 
-        Raises:
-            ValueError, TypeError: if it is damaged.
-        """
-        known = self._known.get(layout)
-        if known is None:
-            if len(self._known) > _MAX_KNOWN:
-                self._known.clear()
-            bucket, num_bytes, fields = json.loads(layout)
-            known = (bucket, num_bytes, [_field(*one) for one in fields])
-            if any(one.begin + one.num_bytes > num_bytes for one in known[2]):
-                raise ValueError(f"it has a tensor beyond its {num_bytes} bytes")
-            if self._check is not None:
-                self._check(*known)
-            self._known[layout] = known
-        return known
+    Raises:
+        ValueError, TypeError: if the layout is damaged.
+    """
+    bucket, num_bytes, fields = json.loads(layout)
+    found = [_field(*one) for one in fields]
+    if any(one.begin + one.num_bytes > num_bytes for one in found):
+        raise ValueError(f"it has a tensor beyond its {num_bytes} bytes")
+    return bucket, num_bytes, found
 
 
 def _field(name: str, dtype: str, shape: list[int], begin: int, num_bytes: int) -> Field:

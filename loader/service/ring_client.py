@@ -18,7 +18,7 @@ from bucketline.loader.service.client_connection import Client
 from bucketline.loader.service.control_page import FREE, MAX_SLABS, TAKEN, ControlPage, Word, fence
 from bucketline.loader.service.layouts import LayoutWriter
 from bucketline.loader.service.shared_memory import HEAD_BYTES, SharedMemory
-from bucketline.loader.service.sockets import peer_uid
+from bucketline.loader.service.sockets import peer_of
 from bucketline.loader.service.wire import WAKE, Response
 from bucketline.loader.stats import Stats
 
@@ -180,7 +180,7 @@ class RingClient(Client):
         Raises:
             DeliveryError: if the client belongs to another user than this process.
         """
-        uid = peer_uid(self.sock)
+        self._pid, uid = peer_of(self.sock)
         if uid != os.geteuid():
             raise DeliveryError(f"the service belongs to user {os.geteuid()}, you are user {uid}; start your own")
 
@@ -190,7 +190,7 @@ class RingClient(Client):
         self._ring = Ring(self.sock, builder.buffer_bytes, depth=depth, is_pinned=wanted.is_pinned)
         self._threads = PrefetchThreads(builder, wanted.cursor, self._ring)
         self.answer(asdict(Response(buffer_bytes=builder.buffer_bytes, depth=depth)), self._ring.memory.fd)
-        return {"pid": wanted.pid}
+        return {"pid": self._pid}
 
     def run(self) -> None:
         """Fill buffers until the client leaves or `stop` is called."""

@@ -19,7 +19,7 @@ import torch
 from bucketline.errors import DeliveryError
 from bucketline.forks import OwnerProcess
 from bucketline.loader.service.control_page import CONTROL_BYTES, FREE, ControlPage, Word, fence
-from bucketline.loader.service.layouts import HEAD, LayoutReader
+from bucketline.loader.service.layouts import HEAD, filled_as_laid_out
 from bucketline.loader.service.shared_memory import HEAD_BYTES, map_shared, stride_of
 from bucketline.loader.service.wire import WAKE
 
@@ -65,7 +65,6 @@ class RingStream:
         self._buffers: dict[int, NDArray[np.uint8]] = {}
         self._may_register = True
         self._registered: list[NDArray[np.uint8]] = []
-        self._layouts = LayoutReader()
         self._taken = self._announced = 0
         self._copied: list[tuple[FilledBuffer, Tensor, torch.cuda.Event]] = []
         self._low_water = self._granted.depth * 3 // 4
@@ -95,7 +94,7 @@ class RingStream:
         _, *position, length, _ = HEAD.unpack_from(head)
         layout = bytes(head[HEAD.size : min(HEAD.size + length, HEAD_BYTES)])
         try:
-            filled = self._layouts.filled(buffer, position, layout)  # type: ignore[arg-type]
+            filled = filled_as_laid_out(buffer, position, layout)  # type: ignore[arg-type]
         except (ValueError, TypeError, RecursionError) as error:
             raise DeliveryError(f"{self._name} sent a damaged batch: {error}; is it of the same bucketline?") from error
         if filled.num_bytes > self._granted.buffer_bytes:

@@ -15,7 +15,7 @@ from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.make_plan import plan_of
 from bucketline.loader.service import wire
-from bucketline.loader.service.address import address_of, is_loopback
+from bucketline.loader.service.address import address_of, expect_token
 from bucketline.loader.service.frame_client import FrameClient
 from bucketline.loader.service.ring_client import RingClient
 from bucketline.loader.service.served_stores import ServedStores
@@ -78,10 +78,7 @@ class Service:
             UsageError: if nothing can listen there, or others than this machine could connect without a token.
         """
         host, port = address_of(address)
-        if security.token is None and not is_loopback(host):
-            raise UsageError(
-                f"--at tcp://{address} can be reached from other machines; give --token-file FILE, which clients must have too"
-            )
+        expect_token(address, has_token=security.token is not None)
         self._security, self._context = security, security.context()
         try:
             sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

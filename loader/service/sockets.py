@@ -193,7 +193,7 @@ def connected(path: Path | str) -> socket.socket:
         raise DeliveryError(
             f"no service can be reached at {path}: {error.strerror}; start one: loader serve STORE --at unix:{path}"
         ) from error
-    uid = peer_uid(sock)
+    _, uid = peer_of(sock)
     if uid not in _trusted():
         sock.close()
         raise DeliveryError(
@@ -202,10 +202,10 @@ def connected(path: Path | str) -> socket.socket:
     return sock
 
 
-def peer_uid(sock: socket.socket) -> int:
-    """Return the user of the process at the other end, which connected or listens."""
-    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(uid)
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Return the id and the user of the process at the other end, which connected or listens."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

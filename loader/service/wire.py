@@ -52,7 +52,6 @@ class Request:
     plan: str  # digest: both sides must compute the same plan
     cursor: Cursor
     is_pinned: bool  # the client registers shared memory with its device, so pages must not move
-    pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

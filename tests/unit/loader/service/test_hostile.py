@@ -68,7 +68,6 @@ def asked(store: Store, **changes: object) -> dict[str, Any]:
         "plan": plan_of(store, LoaderConfig(batch_size=1, prefetch_bytes=1), 1).digest,
         "cursor": {"step": 0, "micro_step": 0, "num_steps": None},
         "is_pinned": False,
-        "pid": os.getpid(),
     }
     return {**message, **changes}
 
