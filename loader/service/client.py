@@ -55,13 +55,13 @@ class ServiceBackend:
             DeliveryError: if the service cannot be reached.
         """
         request = replace(self._request, cursor=cursor)
-        if isinstance(self.link, Servers):
-            return FrameStream(self.link, request, self.link.ask(message_of(request)), self._buffers)
         answer = self.link.ask(message_of(request))
         try:
+            if isinstance(self.link, Servers):
+                return FrameStream(self.link, request, answer, self._buffers)
             return RingStream(answer, CudaCopier(self._device) if request.is_pinned else None)
         except BaseException:
-            answer.sock.close()
+            answer.close()
             raise
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ class Client(ABC):
         self.admit()
         nonce = new_nonce()
         send(self.sock, {"bucketline": PROTOCOL, "nonce": nonce})
-        message, _ = receive(self.sock, REQUEST_S)
+        message = receive(self.sock, REQUEST_S)
         if not is_proof(message.pop("proof", None), self._token, nonce):
             raise DeliveryError("the token is not the server's; use the same token file on both sides")
         return message

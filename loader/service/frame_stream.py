@@ -36,13 +36,9 @@ class FrameStream:
             DeliveryError: if the answer is invalid.
         """
         self._servers, self._wanted = servers, wanted
-        try:
-            buffer_bytes = answer.granted().buffer_bytes
-            depth = depth_of(wanted.config, buffer_bytes)
-            self._delivery = buffers.delivery(buffer_bytes, depth + 2, depth)
-        except BaseException:
-            answer.close()
-            raise
+        buffer_bytes = answer.granted().buffer_bytes
+        depth = depth_of(wanted.config, buffer_bytes)
+        self._delivery = buffers.delivery(buffer_bytes, depth + 2, depth)
         self._owner, self._over = OwnerProcess(), threading.Event()
         self._sock = answer.sock
         self._turn = 0

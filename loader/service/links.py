@@ -129,7 +129,7 @@ class ChildLink(Link):
         self._name = f"the private service (process {self._process.pid})"
         self._stop = weakref.finalize(self, _stop, self._channel, self._process, self._owner)
         try:
-            answer, _ = receive(self._channel, START_S)
+            answer = receive(self._channel, START_S)
         except DeliveryError as error:
             self.close()
             raise DeliveryError(f"the private service did not start: {error}") from error

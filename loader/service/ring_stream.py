@@ -51,15 +51,10 @@ class RingStream:
         """
         self._sock, self._name, self._copier = answer.sock, answer.name, copier
         self._owner = OwnerProcess()
-        try:
-            self._granted = answer.granted()
-            if len(answer.fds) != 1:
-                raise DeliveryError(f"the answer of {answer.name} is invalid: it comes with {len(answer.fds)} descriptors")
-        except BaseException:
-            answer.close()
-            raise
+        self._granted = answer.granted()
+        if len(answer.fds) != 1:
+            raise DeliveryError(f"the answer of {answer.name} is invalid: it comes with {len(answer.fds)} descriptors")
         (self._fd,) = answer.fds
-        self._close_fd = weakref.finalize(self, os.close, self._fd)
         self._control = ControlPage(map_shared(self._fd, 0, CONTROL_BYTES))
         self._stride = stride_of(self._granted.buffer_bytes)
         self._buffers: dict[int, NDArray[np.uint8]] = {}
@@ -71,6 +66,7 @@ class RingStream:
         self._poll = select.poll()
         self._poll.register(self._sock, select.POLLIN)
         self._is_closed = False
+        self._close_fd = weakref.finalize(self, os.close, self._fd)  # last: until here, the caller closes it
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None:
         """Return the next micro-batch; see `ThreadStream.next`."""

@@ -142,40 +142,36 @@ def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None,
 
 
 def receive(
-    sock: socket.socket, timeout_s: float, *, with_fd: bool = False, max_bytes: int = MAX_MESSAGE_BYTES
-) -> tuple[dict[str, Any], list[int]]:
+    sock: socket.socket, timeout_s: float, fds: list[int] | None = None, *, max_bytes: int = MAX_MESSAGE_BYTES
+) -> dict[str, Any]:
     """Receive one message within `timeout_s`, and that again for each further MiB. The socket has no timeout afterwards.
+
+    Descriptors that come are appended to `fds`, if it is given.
 
     Raises:
         LostError: if the other side ends, is too slow, or sends anything else.
     """
     until = time.monotonic() + timeout_s
-    fds: list[int] = []
     try:
-        (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size, until, fds if with_fd else None))
+        (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size, until, fds))
         if length > max_bytes:
             raise LostError(f"a message of {length} bytes was announced, expected at most {max_bytes}")
-        body = _exactly(sock, min(length, _PART_BYTES), until, None)
+        body = _exactly(sock, min(length, _PART_BYTES), until)
         while len(body) < length:
-            body += _exactly(sock, min(length - len(body), _PART_BYTES), time.monotonic() + timeout_s, None)
+            body += _exactly(sock, min(length - len(body), _PART_BYTES), time.monotonic() + timeout_s)
         message = json.loads(body)
-        if not isinstance(message, dict):
-            raise LostError(f"a message is a {type(message).__name__}, expected an object")
     except OSError as error:
-        close_all(fds)
         raise LostError(f"the connection is lost: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        close_all(fds)
         raise LostError(f"the other side sent an invalid message: {str(error) or type(error).__name__}") from error
-    except LostError:
-        close_all(fds)
-        raise
     finally:
         sock.settimeout(None)
-    return message, fds
+    if not isinstance(message, dict):
+        raise LostError(f"a message is a {type(message).__name__}, expected an object")
+    return message
 
 
-def _exactly(sock: socket.socket, count: int, until: float, fds: list[int] | None) -> bytearray:
+def _exactly(sock: socket.socket, count: int, until: float, fds: list[int] | None = None) -> bytearray:
     data = bytearray()
     while len(data) < count:
         left = until - time.monotonic()
@@ -193,8 +189,7 @@ def _exactly(sock: socket.socket, count: int, until: float, fds: list[int] | Non
     return data
 
 
-def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors."""
+def _close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
 
@@ -232,7 +227,7 @@ class ServiceAnswer:
     def close(self) -> None:
         """Close the connection, and the descriptors that came."""
         self.sock.close()
-        close_all(self.fds)
+        _close_all(self.fds)
 
 
 def ask(
@@ -254,7 +249,7 @@ def ask(
     """
     fds: list[int] = []
     try:
-        found, _ = receive(sock, silence_s)
+        found = receive(sock, silence_s)
         if "nonce" in found:
             try:
                 send(sock, {**message, "protocol": PROTOCOL, "proof": proof_of(token, str(found["nonce"]))})
@@ -266,12 +261,12 @@ def ask(
         while found == ALIVE:
             if over is not None and over.is_set():
                 raise LostError("the iteration has ended")
-            found, fds = receive(sock, silence_s, with_fd=sock.family == socket.AF_UNIX, max_bytes=MAX_ANSWER_BYTES)
+            found = receive(sock, silence_s, fds if sock.family == socket.AF_UNIX else None, max_bytes=MAX_ANSWER_BYTES)
         if "error" in found:
-            close_all(fds)
             raise failure_of(found)
     except BaseException:
         sock.close()
+        _close_all(fds)
         raise
     return ServiceAnswer(sock=sock, name=name, message=found, fds=fds)
 

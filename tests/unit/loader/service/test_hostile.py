@@ -96,7 +96,7 @@ def test_garbage_is_answered_with_an_error_or_the_end_and_the_service_goes_on(
         receive(sock, 30.0)
         sock.sendall(GARBAGE[what])
         sock.shutdown(socket.SHUT_WR)
-        answer, _ = receive(sock, 30.0)
+        answer = receive(sock, 30.0)
     assert answer["error"] == "DeliveryError"
     with Loader(store, LoaderConfig(batch_size=1), service=socket_path) as loader:
         assert next(loader.forever()).step == 0
@@ -149,7 +149,7 @@ def test_another_version_or_a_wrong_proof_is_refused_by_name(
     with connected(socket_path) as sock:
         receive(sock, 30.0)
         send(sock, {**asked(store), "protocol": PROTOCOL, "proof": "", **changes})
-        answer, _ = receive(sock, 30.0)
+        answer = receive(sock, 30.0)
     assert words in answer["message"]
 
 
@@ -189,7 +189,7 @@ def test_another_user_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours:
         service.take_in(theirs)
-        answer, _ = receive(ours, 30.0)
+        answer = receive(ours, 30.0)
     service.stop()
     assert f"the service belongs to user {os.getuid() + 1}, you are user {os.getuid()}" in answer["message"]
 
