@@ -20,14 +20,13 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     from importlib import metadata
 
     from bucketline.allocator import set_up_torch
-    from bucketline.command_line import hide_warnings_of_torchao, print_error, run_one_of, torchrun_ranks
-    from bucketline.errors import BucketlineError, UsageError
-    from bucketline.extras import extra_named
+    from bucketline.command_line import guarded, run_one_of, torchrun_ranks
     from bucketline.train.commands import COMMANDS, DESCRIPTION
     from bucketline.train.config import parse_on, write_run_file
 
     given_args = sys.argv[1:] if args is None else args
-    try:
+
+    def run() -> int:
         commands = [] if not given_args or given_args[0].startswith("-") else [*COMMANDS, "version"]
         if given_args and given_args[0] in commands:
             sys.exit(run_one_of(prog, DESCRIPTION, COMMANDS, given_args))
@@ -37,35 +36,27 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
             if given["rank"] == 0:
                 write_run_file(config.write, config, given_args)
                 print(f"{config.write}: run it by `bucketline train {config.write}`")
-            return
+            return 0
         if given["rank"] == 0:
             from bucketline.train.refusals import refuse_early
 
             refuse_early(config, given["world_size"])
-        hide_warnings_of_torchao()
-        with extra_named("train"):
-            set_up_torch(os.environ, metadata.version("torch"))
-            from bucketline.train.parallel import OtherRankFailedError, TrainRanks
-            from bucketline.train.trainer import train
+        set_up_torch(os.environ, metadata.version("torch"))
+        from bucketline.train.parallel import OtherRankFailedError, TrainRanks
+        from bucketline.train.trainer import train
 
         ranks = TrainRanks(rank=given["rank"], world_size=given["world_size"])
         try:
-            with extra_named("train"):
-                summary = train(config, ranks)
+            summary = train(config, ranks)
         except OtherRankFailedError:  # the other rank has printed the reason
-            sys.exit(1)
-    except BucketlineError as error:
-        print_error(error)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
-    if ranks.is_main:
-        print(summary)
-    if summary.stopped_by and "RANK" not in os.environ:
-        sys.exit(128 + signal.Signals[summary.stopped_by])
+            return 1
+        if ranks.is_main:
+            print(summary)
+        return 128 + signal.Signals[summary.stopped_by] if summary.stopped_by and "RANK" not in os.environ else 0
+
+    if exit_code := guarded(run, "train"):
+        sys.exit(exit_code)
 
 
 if __name__ == "__main__":
-    import sys
-
-    from bucketline.command_line import guarded
-
-    sys.exit(guarded(main))
+    main()
