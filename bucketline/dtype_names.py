@@ -1,7 +1,8 @@
-"""The names of dtypes: one spelling that commands print, and the others that they take."""
+"""The names of dtypes: one spelling that commands print, and the others that they take; the formats of quantised weights."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ _OTHERS = {
     "fp8": ("f8_e4m3", "f8-e4m3", "float8"),
 }
 """Other spellings of a dtype; among them that of safetensors, which a store's manifest has."""
+WeightFormat = StrEnum("WeightFormat", ["INT8", "FP8", "NF4"])
+"""Formats of quantised weights, as options name them."""
 _SPELLING = {other: name for name, others in _OTHERS.items() for other in others}
 
 

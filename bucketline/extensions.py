@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bucketline.errors import UsageError
 
@@ -71,11 +71,13 @@ class Extensions(Mapping[str, T]):
 
     def own(self, name: str) -> T | None:
         """Return our part of a name, None if there is none; whether another package has one too is not looked for."""
-        if name not in self._ours:
-            return None
-        module, _, attribute = self._ours[name].partition(":")
-        ours: T = getattr(importlib.import_module(module), attribute)
-        return ours
+        return imported(self._ours[name]) if name in self._ours else None
+
+
+def imported(place: str) -> Any:  # noqa: ANN401 - any function or class
+    """Return what `MODULE:NAME` names."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 @cache

@@ -67,7 +67,7 @@ class ModelFile:
         common: dict[str, Any] = {"config": str(self.config), "local_files_only": True}
         if dtype is not None:
             common["torch_dtype"] = dtype
-        config, index = self._config_of(part), _read_json(self.config / INDEX)
+        config, index = self._config_of(part), read_model_json(self.config / INDEX)
         try:
             if class_name := config.get("_class_name"):
                 kind = getattr(diffusers, str(class_name))
@@ -119,7 +119,7 @@ class ModelFile:
 
     def _config_of(self, part: str) -> dict[str, Any]:
         path = self.config / part / "config.json"
-        return _read_json(path) if path.exists() else {}
+        return read_model_json(path) if path.exists() else {}
 
 
 def converter(kind: str) -> Callable[[dict[str, Tensor], Mapping[str, Any]], dict[str, Tensor]]:
@@ -237,7 +237,12 @@ def _named_config(name: str) -> Path:
         ) from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_model_json(path: Path) -> dict[str, Any]:
+    """Return the object in one of a model's JSON files.
+
+    Raises:
+        ModelError: if it cannot be read, or is something else.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from bucketline.weight_format import WeightFormat
+from bucketline.dtype_names import WeightFormat
 
 if TYPE_CHECKING:
     from torch import Tensor

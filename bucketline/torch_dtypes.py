@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bucketline.dtype_names import choice_of
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -35,6 +37,11 @@ TORCH_DTYPES = {
 
 # Dtypes that numpy lacks, by safetensors name.
 BITS_ONLY = {dtype: name for name, dtype in TORCH_DTYPES.items() if name.startswith(("BF16", "F8"))}
+
+
+def dtype_named(word: str) -> torch.dtype:
+    """Return a dtype by any of its names, in any case."""
+    return TORCH_DTYPES[choice_of(word, TORCH_DTYPES) or word]
 
 
 def as_stored(tensor: torch.Tensor) -> NDArray[Any]:

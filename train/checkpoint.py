@@ -62,7 +62,6 @@ class Start:
 
     checkpoint: Path | None
     state: RunState | None
-    takes_new_plan: bool = False  # keep weights and optimizer, use the current stores
 
     @property
     def steps_done(self) -> int:
@@ -88,11 +87,6 @@ class Digests:
 def folder_of_step(steps_done: int) -> str:
     """Return the name of a step's folder."""
     return f"step-{steps_done:08d}"
-
-
-def checkpoint_folder(output_dir: Path, steps_done: int) -> Path:
-    """Return the folder of the checkpoint at a step."""
-    return output_dir / CHECKPOINTS / folder_of_step(steps_done)
 
 
 def last_whole(output_dir: Path) -> Path:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from bucketline.command_line import parse_line, parse_options
+from bucketline.dtype_names import WeightFormat
 from bucketline.errors import UsageError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.help_screen import ALONE, ONLY_IN_FILE, asked_for_help
@@ -46,7 +47,6 @@ from bucketline.train.values import (
     Timesteps,
 )
 from bucketline.typed_line import read_line
-from bucketline.weight_format import WeightFormat
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -77,7 +77,7 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
         ModelError: if this trainer cannot train on a store, or would ignore or misread one of its columns.
     """
     asked = from_rank_zero(ranks, lambda: parse_stores(config.store, "--store"))
-    before = None if start.state is None or start.takes_new_plan else start.state.stores
+    before = None if start.state is None or config.new_plan else start.state.stores
     if before is not None and len(before) != len(asked):
         raise StateError(
             f"{start.checkpoint} was trained on {len(before)} stores ({', '.join(one.path for one in before)}), "
@@ -163,7 +163,7 @@ def continue_at(start: Start, loader: Loader, config: TrainConfig, ranks: TrainR
     """
     if start.state is None:
         return None
-    if start.takes_new_plan:
+    if config.new_plan:  # keep weights and optimizer, use the current stores
         loader.start_anew(start.state.loader)  # at the same step, so that no random draw is repeated
         return None
     refuse_other_batch(config, start.state, ranks.world_size, loader.rows.buckets())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import UsageError
-from bucketline.extensions import Extensions
+from bucketline.extensions import Extensions, imported
 from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.values import ADAMS_BETAS, DDP, Betas, Course
 
@@ -147,12 +146,6 @@ def average_of(config: TrainConfig, model: nn.Module, optimizer: Optimizer) -> A
         return None
     average: Average = imported(place)(model, optimizer, config.ema.place)
     return average
-
-
-def imported(place: str) -> Any:  # noqa: ANN401 - any function or class
-    """Return what `MODULE:NAME` names."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:

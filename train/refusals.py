@@ -314,11 +314,23 @@ def refuse_stores(shares: Sequence[WeightedStore]) -> None:
     """Reject stores that this trainer cannot train on, or would misread.
 
     Raises:
-        ModelError: if one lacks the VAE's channels, or has a column or field that would be ignored.
+        ModelError: if one lacks the VAE's channels, or has a column or field that would be ignored; the message names the
+            field, its value and what is expected.
     """
-    for share in shares:
-        store_channels(share.store)
-    refuse_unread_columns(shares)
+    for store in [share.store for share in shares]:
+        store_channels(store)
+        manifest, vae = store.manifest, store.manifest.encoders.get("vae")
+        assert isinstance(vae, dict)
+        both = vae.get("shift_factor") and vae.get("latents_mean")
+        for field, found, is_known, expected in (
+            ("text.tokens", ", ".join(manifest.text.tokens), len(store.text.delivered.tokens) == 1, "one column"),
+            ("encoders.vae.shift_factor", vae.get("shift_factor"), not both, "none in addition to latents_mean"),
+        ):
+            if not is_known:
+                raise ModelError(
+                    f"{store.path}: its manifest has {field} {found!s:.100}, expected {expected}; this trainer would ignore it "
+                    "and train on something else: pack the source again without it"
+                )
 
 
 def store_channels(store: Store) -> int:
@@ -335,24 +347,3 @@ def store_channels(store: Store) -> int:
             "latents fit; pack or import the source again with the model's VAE"
         )
     return channels
-
-
-def refuse_unread_columns(shares: Sequence[WeightedStore]) -> None:
-    """Reject stores with fields that this trainer would ignore or misread.
-
-    Raises:
-        ModelError: if there is one; the message names the field, its value and what is expected.
-    """
-    for store in [share.store for share in shares]:
-        manifest, vae = store.manifest, store.manifest.encoders.get("vae")
-        assert isinstance(vae, dict)
-        both = vae.get("shift_factor") and vae.get("latents_mean")
-        for field, found, is_known, expected in (
-            ("text.tokens", ", ".join(manifest.text.tokens), len(store.text.delivered.tokens) == 1, "one column"),
-            ("encoders.vae.shift_factor", vae.get("shift_factor"), not both, "none in addition to latents_mean"),
-        ):
-            if not is_known:
-                raise ModelError(
-                    f"{store.path}: its manifest has {field} {found!s:.100}, expected {expected}; this trainer would ignore it "
-                    "and train on something else: pack the source again without it"
-                )

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bucketline.attention import avoid_cudnn_attention
 from bucketline.command_line import counted, torchrun_ranks
 from bucketline.errors import UsageError
+from bucketline.extensions import imported
 from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import open_shares, parse_stores
 from bucketline.option_types import OnResume, options_on_resume
@@ -46,7 +47,7 @@ from bucketline.train.models.load import (
 )
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise import LatentScale, Prep, load_schedule
-from bucketline.train.optim import average_of, imported, kind_of, make_optimizer, refuse_combinations
+from bucketline.train.optim import average_of, kind_of, make_optimizer, refuse_combinations
 from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.metrics import Scale
 from bucketline.train.outputs.progress import TRACKED, expect_trackers
@@ -163,7 +164,7 @@ def with_length(config: TrainConfig, start: Start, loader: Loader) -> TrainConfi
     if config.epochs is not None:
         state, plan = start.state, loader.plan
         past = [] if state is None else state.loader.get("history")
-        if start.takes_new_plan or (isinstance(past, list) and any("plan" in one for one in past if isinstance(one, dict))):
+        if config.new_plan or (isinstance(past, list) and any("plan" in one for one in past if isinstance(one, dict))):
             raise UsageError(f"--epochs is {config.epochs:g}, and the run has had several plans; give --max-steps")
         steps = steps_of_epochs(plan, config.epochs)
         if start.steps_done > steps:
@@ -344,7 +345,7 @@ def tell_assumptions(start: Start, given: TrainConfig, training: Training, loade
                 *(config.model, config.seed, fits),
             )
         return
-    if start.takes_new_plan:
+    if config.new_plan:
         before, now = (
             ", ".join(f"{store.path} generation {store.generation}" for store in stores)
             for stores in (start.state.stores, map(StoreId.of, loader.shares))

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.images.given_prompts import GivenPrompts
     from bucketline.train.images.prompts import StoredPrompt
     from bucketline.train.outputs.hub import HubUploads
     from bucketline.train.parallel import Agreed
@@ -151,7 +150,7 @@ class Trainer:
         if self._given.epochs is not None:
             self._progress.say(f"{counted(config.num_steps, 'step')}: --epochs is {self._given.epochs:g}")
         self._progress.expect(config.num_steps)
-        given: tuple[GivenPrompts, ...] = ()
+        given: dict[str, bytes] = {}
         if config.image_prompts:  # before the model takes its memory
             from bucketline.train.images.given_prompts import encode_given
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bucketline.dtype_names import WeightFormat
 from bucketline.errors import ModelError
 from bucketline.fingerprint import config_hash, weights_hash
 from bucketline.ingest.encoders.part_weights import part_weights
@@ -16,7 +17,6 @@ from bucketline.ingest.encoders.weights import loading, refuse_incomplete, token
 from bucketline.quantised_linear import QuantisedLinear, quantise_layers
 from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.weight_files import TRANSFORMERS
-from bucketline.weight_format import WeightFormat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -35,14 +35,6 @@ _PREFIX = "error: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenPrompts:
-    """Prompts that are in no store, and the file of their embeddings."""
-
-    name: str  # for the ids of their images
-    data: bytes  # as in a file of a store's prompts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
     name: str
     path: Path | None  # of a user's file
@@ -55,14 +47,16 @@ class _Source:
         return f"{hashlib.blake2b(about or b'', digest_size=8).hexdigest()}{suffix}"
 
 
-def encode_given(config: TrainConfig, store: Store) -> tuple[GivenPrompts, ...]:
+def encode_given(config: TrainConfig, store: Store) -> dict[str, bytes]:
     """Return the prompts of a run that are in no store, encoded as the captions of `store`, once.
+
+    They are by the name for the ids of their images, each as a file of a store's prompts.
 
     Raises:
         UsageError: if a file does not exist.
         SourceError: if they cannot be encoded.
     """
-    folder, found = config.output_dir / PROMPTS_FOLDER, []
+    folder, found = config.output_dir / PROMPTS_FOLDER, dict[str, bytes]()
     for source in _sources(config.image_prompts):
         kept = folder / source.kept_name
         encoded = kept.with_name(f"{kept.name}.safetensors")
@@ -75,8 +69,8 @@ def encode_given(config: TrainConfig, store: Store) -> tuple[GivenPrompts, ...]:
                 write_durably(kept, source.data)
             _encode(config, store, source.path or kept, encoded)
             write_durably(kept, source.data)
-        found.append(GivenPrompts(name=source.name, data=encoded.read_bytes()))
-    return tuple(found)
+        found[source.name] = encoded.read_bytes()
+    return found
 
 
 def _sources(given: tuple[str, ...]) -> Iterator[_Source]:

@@ -6,6 +6,7 @@ Letters: B prompts, C latent channels, h and w latent height and width, L tokens
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.train.refusals import STORED_CAPTIONS, refuse_unknown_sets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from bucketline.store.prompts.prompt_file import Prompt, PromptSet
     from bucketline.store.read.store import Store
     from bucketline.train.config import TrainConfig
-    from bucketline.train.images.given_prompts import GivenPrompts
     from bucketline.typed_json import Json
 
 
@@ -64,11 +64,11 @@ class DrawingBatch:
 
 
 def load_prompts(
-    config: TrainConfig, shares: Sequence[WeightedStore], family: Family, given: Sequence[GivenPrompts] = ()
+    config: TrainConfig, shares: Sequence[WeightedStore], family: Family, given: Mapping[str, bytes] = MappingProxyType({})
 ) -> tuple[StoredPrompt, ...]:
     """Return the prompts that a run draws, of all of its stores and those `given` besides; none if it draws stored captions.
 
-    Each prompt comes once.
+    Each prompt comes once. `given`: what `encode_given` returns.
 
     Raises:
         UsageError: if no store has a set that --image-prompts names, or the model cannot draw a prompt's size.
@@ -86,9 +86,9 @@ def load_prompts(
         for store, one in sets:
             if one is not None:
                 found += _new(_prompts_of(store, name, one, family), found)
-    for other in given:
+    for name, data in given.items():
         store = shares[0].store
-        found += _new(_prompts_of(store, other.name, decode_prompts(store.manifest, other.data, other.name), family), found)
+        found += _new(_prompts_of(store, name, decode_prompts(store.manifest, data, name), family), found)
     return tuple(found)
 
 

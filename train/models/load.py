@@ -23,7 +23,7 @@ from bucketline.families.registry import (
 )
 from bucketline.families.vaes import PACKED_VAES, vae_class
 from bucketline.fingerprint import config_hash, weights_hash
-from bucketline.model_file import INDEX, ModelFile, open_model_file, refuse_config_without_file, single_file
+from bucketline.model_file import INDEX, ModelFile, open_model_file, read_model_json, refuse_config_without_file, single_file
 from bucketline.store.format.columns import LATENT
 from bucketline.train.refusals import DENOISER_FOLDERS, refuse_no_model, store_channels
 from bucketline.weight_files import DIFFUSERS, safetensors_of, variant_of
@@ -190,27 +190,18 @@ def read_model_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[F
         ModelError: if there is none, or no family has this class.
     """
     refuse_no_model(model_folder)
-    for name in DENOISER_FOLDERS:
-        path = model_folder / name / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path} cannot be read as JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise ModelError(f"{path} holds {config!r:.80}, expected a model's configuration")
-        index, kind = read_index(model_folder), str(class_name(config))
-        if (wrong := crossed(index, config, name)) is not None:
-            raise ModelError(f"{model_folder}: {wrong}, or remove model_index.json")
-        if (family := family_of_model(config, name, index.get("_class_name"))) is not None:
-            return path.parent, {**config, "_class_name": family.model_class}, family
-        classes = {one.model_class: f"{one.folder}/ {one.model_class}" for one in FAMILIES}
-        raise ModelError(
-            f"{path}: _class_name is {kind!r:.80}, expected one of {', '.join(sorted(classes.values()))}"
-            f"{nearest(kind, classes)}; name a model of one of these"
-        )
-    raise AssertionError("one of them was there")  # a moment ago
+    path = next(path for name in DENOISER_FOLDERS if (path := model_folder / name / "config.json").exists())
+    config = read_model_json(path)
+    index, kind, folder = read_index(model_folder), str(class_name(config)), path.parent
+    if (wrong := crossed(index, config, folder.name)) is not None:
+        raise ModelError(f"{model_folder}: {wrong}, or remove model_index.json")
+    if (family := family_of_model(config, folder.name, index.get("_class_name"))) is not None:
+        return folder, {**config, "_class_name": family.model_class}, family
+    classes = {one.model_class: f"{one.folder}/ {one.model_class}" for one in FAMILIES}
+    raise ModelError(
+        f"{path}: _class_name is {kind!r:.80}, expected one of {', '.join(sorted(classes.values()))}"
+        f"{nearest(kind, classes)}; name a model of one of these"
+    )
 
 
 def read_index(model_folder: Path) -> dict[str, Any]:

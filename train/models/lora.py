@@ -34,6 +34,7 @@ MLP = (
 NAMES = {Layers.ATTENTION: ATTENTION, Layers.ATTENTION_MLP: f"{ATTENTION}|{MLP}", Layers.ALL: ""}
 ADAPTER = ".lora_"  # in the names of peft's modules
 PEFT_PREFIX = "base_model.model."  # of the names in peft's files
+PEFT_CONFIG = "adapter_config.json"  # next to them
 LORA_METADATA = "lora_adapter_metadata"  # in files of diffusers and ours: peft's configuration
 IN_A_BLOCK = re.compile(r"(^|\.)(\d+|mid_block)\.")
 

@@ -21,7 +21,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from bucketline.dtype_names import choice_of
 from bucketline.errors import ModelError, StateError, TrainError, UsageError
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.atomic_write import move_durably
@@ -29,7 +28,7 @@ from bucketline.files.disk_space import failed_write
 from bucketline.files.run_marker import CHECKPOINTS
 from bucketline.loader.recorded_run import from_start, started_in
 from bucketline.model_file import PICKLED, SUFFIX, converter, file_tensors, single_file
-from bucketline.torch_dtypes import TORCH_DTYPES
+from bucketline.torch_dtypes import dtype_named
 from bucketline.train import checkpoint
 from bucketline.train.config import Objective
 from bucketline.train.models.load import locate, read_model, read_model_config
@@ -223,5 +222,5 @@ def _explaining(output: Path, folder: Path) -> Iterator[None]:
 
 
 def _in_dtype(tensors: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    kind = TORCH_DTYPES[choice_of(dtype, TORCH_DTYPES) or dtype]
+    kind = dtype_named(dtype)
     return {name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}

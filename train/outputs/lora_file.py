@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.train.models.lora import LORA_METADATA, PEFT_PREFIX, Layers, layers_by_word, plain_layers
+from bucketline.train.models.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX, Layers, layers_by_word, plain_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -60,6 +60,19 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 - not a dict
 
 
+def read_adapters(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a file's adapters and peft's configuration of them: in its metadata, or next to peft's own file; {} if neither is.
+
+    Raises:
+        OSError, SafetensorError, ValueError: if one of them cannot be read.
+    """
+    tensors, metadata = read_tensors(path)
+    beside = path.with_name(PEFT_CONFIG)
+    is_pefts = any(name.startswith("base_model.") for name in tensors) and beside.exists()
+    text = beside.read_text(encoding="utf-8") if is_pefts else metadata.get(LORA_METADATA, "{}")
+    return tensors, {name.rpartition(".")[2]: value for name, value in json.loads(text).items()}
+
+
 def start_from(path: Path, model: nn.Module, pipeline: str | None) -> None:
     """Fill a model's adapters from a file, so that each has the file's strength whatever its alpha; others stay at 0.
 
@@ -100,11 +113,7 @@ def start_from(path: Path, model: nn.Module, pipeline: str | None) -> None:
 def _read(path: Path, model: nn.Module, pipeline: str | None) -> dict[str, Adapter]:
     """Return a file's adapters by the model's names of the layers."""
     try:
-        tensors, metadata = read_tensors(path)
-        beside = path.with_name("adapter_config.json")  # peft's
-        is_pefts = any(name.startswith("base_model.") for name in tensors) and beside.exists()
-        text = beside.read_text(encoding="utf-8") if is_pefts else metadata.get(LORA_METADATA, "{}")
-        said = {name.rpartition(".")[2]: value for name, value in json.loads(text).items()}
+        tensors, said = read_adapters(path)
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(f"--lora-from {path} cannot be read as a .safetensors file of adapters: {error}") from error
     if said.get("use_rslora") or said.get("use_dora") or said.get("alpha_pattern"):

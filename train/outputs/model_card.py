@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 
-from bucketline.dtype_names import choice_of
 from bucketline.loader.history import StoreId
-from bucketline.torch_dtypes import TORCH_DTYPES
+from bucketline.torch_dtypes import dtype_named
 from bucketline.train.checkpoint import CARD, folder_of_step
 from bucketline.train.outputs.run_dir import versions
 from bucketline.train.outputs.weights import Adapters, average_folder, weights_folder
@@ -122,7 +121,7 @@ def pipeline_card(card: str, model: Path, family: type[Family], *, dtype: str, k
 
     `model`: which the run began from. `kept`: which of the run's weights it has.
     """
-    kind = TORCH_DTYPES[choice_of(dtype, TORCH_DTYPES) or dtype]
+    kind = dtype_named(dtype)
     precision = "" if kind is torch.float32 else f", torch_dtype={kind}"
     example = "\n".join(
         [

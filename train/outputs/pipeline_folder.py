@@ -21,11 +21,10 @@ from safetensors import SafetensorError
 from bucketline.errors import ModelError, StateError
 from bucketline.files.copy_bytes import copy_some
 from bucketline.model_file import INDEX
-from bucketline.train.models.lora import LORA_METADATA, PEFT_PREFIX
+from bucketline.train.models.lora import PEFT_PREFIX
 from bucketline.train.noise import FLOW_CLASS
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
-from bucketline.train.outputs.lora_file import PREFIX, read_tensors
-from bucketline.train.outputs.weights import PEFT_CONFIG
+from bucketline.train.outputs.lora_file import PREFIX, read_adapters
 from bucketline.weight_files import DIFFUSERS, LORA_FILE, PEFT_FILE, TRANSFORMERS, safetensors_of, variant_of
 
 if TYPE_CHECKING:
@@ -68,14 +67,9 @@ def fused(folder: Path, model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     try:
-        if (file := folder / LORA_FILE).exists():
-            tensors, metadata = read_tensors(file)
-            fields: dict[str, Any] = json.loads(metadata[LORA_METADATA])
-        else:
-            tensors, _ = read_tensors(folder / PEFT_FILE)
-            fields = json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))
-        wanted = LoraConfig(**{name.rpartition(".")[2]: value for name, value in fields.items()})
-        adapted: Any = get_peft_model(model, wanted)
+        file = folder / LORA_FILE
+        tensors, fields = read_adapters(file if file.exists() else folder / PEFT_FILE)
+        adapted: Any = get_peft_model(model, LoraConfig(**fields))
         given = {PEFT_PREFIX + PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
         if unknown := set_peft_model_state_dict(adapted, given).unexpected_keys:
             raise ValueError(f"the model has no layer for {unknown[0]}")

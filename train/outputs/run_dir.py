@@ -66,7 +66,7 @@ def find_start(config: TrainConfig) -> Start:
     folder = checkpoint.last_whole(output)
     state = checkpoint.read_state(folder)
     refuse_changes(config, state, folder)
-    return Start(checkpoint=folder, state=state, takes_new_plan=config.new_plan)
+    return Start(checkpoint=folder, state=state)
 
 
 class RunLock:

@@ -27,7 +27,6 @@ from bucketline.train.checkpoint import (
     STATE,
     Digest,
     Digests,
-    checkpoint_folder,
     checkpoint_folders,
     damage,
     way_on,
@@ -65,21 +64,12 @@ class Copies:
         return found
 
 
-def write(
-    output_dir: Path,
-    weights: Weights,
-    copies: Copies,
-    state: RunState,
-    *,
-    card: str,
-    keep: int,
-) -> Path:
-    """Write a checkpoint, and remove all but the newest `keep`.
+def write(folder: Path, weights: Weights, copies: Copies, state: RunState, *, card: str, keep: int) -> None:
+    """Write a checkpoint, and remove all but the newest `keep` of its run.
 
     Raises:
         TrainError: if it cannot be written; earlier checkpoints are unchanged.
     """
-    folder = checkpoint_folder(output_dir, state.steps_done)
     with written_aside(folder, card) as aside:
         assert copies.last is not None
         weights.write(aside / weights.folder, copies.config, copies.last)
@@ -91,12 +81,11 @@ def write(
         digests = {path.relative_to(aside).as_posix(): Digest(*file_digest(path)) for path in paths}
         (aside / DIGESTS).write_text(json.dumps(encode(Digests(files=digests)), indent=1), encoding="utf-8")
     num_kept = 0  # of the complete ones, as far as files' lengths show, which cost no reading; what is damaged is `set_aside`
-    for step, older in checkpoint_folders(output_dir).items():
+    for step, older in checkpoint_folders(folder.parent.parent).items():
         if num_kept == keep:
             shutil.rmtree(older)
         elif step <= state.steps_done and damage(older, reads=False) is None:
             num_kept += 1
-    return folder
 
 
 @contextlib.contextmanager

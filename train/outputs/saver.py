@@ -104,11 +104,11 @@ class Saver:
 
     def _write(self, copies: Copies, due: Mapping[Output, Path], cards: Mapping[Output, str], state: RunState) -> None:
         config, weights = self._training.config, self._weights
-        if Output.CHECKPOINT in due:
+        if (folder := due.get(Output.CHECKPOINT)) is not None:
             with (config.output_dir / METRICS).open("rb") as lines:
                 os.fsync(lines.fileno())  # a checkpoint relies on those before it
             card, keep = cards[Output.CHECKPOINT], config.keep
-            saved_tensors.write(config.output_dir, weights, copies, state, card=card, keep=keep)
+            saved_tensors.write(folder, weights, copies, state, card=card, keep=keep)
         if (folder := due.get(Output.EXPORT)) is not None:
             from bucketline.train.outputs.export import write_export
 

@@ -6,10 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from bucketline.train.models.lora import LORA_METADATA, PEFT_PREFIX
+from bucketline.train.models.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.parallel import plain_class
 from bucketline.weight_files import LORA_FILE, PEFT_FILE
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
 KOHYA_FILE = "kohya_lora.safetensors"
-PEFT_CONFIG = "adapter_config.json"
 ADAPTERS, AVERAGE_SUFFIX = "lora", "_ema"
 
 
@@ -83,18 +81,21 @@ class Adapters:
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
         from bucketline.train.outputs.lora_file import for_other_tools
 
-        if self.pipeline:
-            # The format of diffusers' `save_lora_weights`, which preserves rank, alpha and layers.
-            save_tensors(tensors, folder / LORA_FILE, {"format": "pt", LORA_METADATA: config})
-        else:
-            save_tensors(tensors, folder / PEFT_FILE, {"format": "pt"})
+        # The format of diffusers' `save_lora_weights` preserves rank, alpha and layers.
+        metadata = {LORA_METADATA: config} if self.pipeline else {}
+        save_tensors(tensors, folder / self._file, {"format": "pt", **metadata})
+        if not self.pipeline:
             (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
         alpha = json.loads(config)[f"{self.part}.lora_alpha" if self.pipeline else "lora_alpha"]
         others = for_other_tools(tensors, self.part, alpha, is_kohyas=self.pipeline is not None)
         save_tensors(others, folder / KOHYA_FILE, {})
 
     def read(self, folder: Path) -> dict[str, Tensor]:
-        return load_file(folder / (LORA_FILE if self.pipeline else PEFT_FILE))
+        return load_file(folder / self._file)
+
+    @property
+    def _file(self) -> str:
+        return LORA_FILE if self.pipeline else PEFT_FILE
 
     def layers(self, checkpoint: Path) -> list[str]:
         """Return the layers that have adapters in a checkpoint, as names or ends of names.
@@ -102,11 +103,9 @@ class Adapters:
         Raises:
             OSError, ValueError, KeyError: if it has no such adapters.
         """
-        folder = checkpoint / self.folder
-        if not self.pipeline:
-            return [*json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))["target_modules"]]
-        with safe_open(folder / LORA_FILE, "pt") as file:
-            return [*json.loads(file.metadata()[LORA_METADATA])[f"{self.part}.target_modules"]]
+        from bucketline.train.outputs.lora_file import read_adapters
+
+        return [*read_adapters(checkpoint / self.folder / self._file)[1]["target_modules"]]
 
 
 Weights = WholeModel | Adapters

@@ -22,7 +22,7 @@ from bucketline.train.compile import recomputed, share_cores_of_compiler
 from bucketline.train.config import Compile, Objective, Precision
 from bucketline.train.models.load import load
 from bucketline.train.noise import LatentScale
-from bucketline.train.refusals import refuse_unread_columns
+from bucketline.train.refusals import refuse_stores
 from bucketline.train.setup import refuse_model, start_processes
 from bucketline.train.trainer import Trainer, train
 from tests.kit import TEXT, rewrite_manifest
@@ -58,7 +58,7 @@ def latent_scale(store: Store) -> LatentScale:
 
 def test_latents_are_scaled_by_what_the_store_says_of_its_vae(tmp_path: Path) -> None:
     store = with_vae(tmp_path / "s")
-    refuse_unread_columns([WeightedStore(store=store)])
+    refuse_stores([WeightedStore(store=store)])
     latents = torch.randn(3, 2, 4, 4)
     torch.testing.assert_close(latent_scale(store).apply(latents), (latents - 0.25) * 0.5)
 
@@ -66,7 +66,7 @@ def test_latents_are_scaled_by_what_the_store_says_of_its_vae(tmp_path: Path) ->
 def test_channels_with_a_mean_and_spread_of_their_own_are_scaled_as_sdxls_pipeline_undoes_it(tmp_path: Path) -> None:
     mean, std = [0.5, -1.0], [2.0, 4.0]
     store = with_vae(tmp_path / "s", shift_factor=None, latents_mean=mean, latents_std=std)
-    refuse_unread_columns([WeightedStore(store=store)])
+    refuse_stores([WeightedStore(store=store)])
     scale, latents = latent_scale(store), torch.randn(3, 2, 4, 4)
     seen = scale.apply(latents)
     means, stds = (torch.tensor(values).view(1, 2, 1, 1) for values in (mean, std))
@@ -90,7 +90,7 @@ def test_latents_in_patches_are_scaled_as_flux_2s_pipeline_undoes_it(tmp_path: P
 def test_a_shift_beside_a_mean_is_refused(tmp_path: Path) -> None:
     store = with_vae(tmp_path / "s", latents_mean=[0.0, 1.0])
     with pytest.raises(ModelError, match=r"encoders\.vae\.shift_factor 0\.25, expected none in addition to latents_mean"):
-        refuse_unread_columns([WeightedStore(store=store)])
+        refuse_stores([WeightedStore(store=store)])
 
 
 def test_a_second_token_column_is_refused_by_name(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_second_token_column_is_refused_by_name(tmp_path: Path) -> None:
     spec = TextSpec(tokens=(*TEXT.tokens, Column(name="others", dtype="F16", shape=(3,))))
     entry = TextEntry(header_bytes=spec.header_bytes, tokens=column_entries(spec.tokens), fixed={})
     with pytest.raises(ModelError, match=r"text\.tokens others, tokens, expected one column"):
-        refuse_unread_columns([WeightedStore(store=rewritten(path, text=entry))])
+        refuse_stores([WeightedStore(store=rewritten(path, text=entry))])
 
 
 @pytest.mark.parametrize(

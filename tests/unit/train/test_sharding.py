@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.errors import UsageError
 from bucketline.families.stable_diffusion import StableDiffusion
+from bucketline.files.run_marker import CHECKPOINTS
+from bucketline.train.checkpoint import folder_of_step
 from bucketline.train.config import Objective, Precision
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
@@ -101,7 +103,8 @@ def test_a_checkpoint_is_the_same_to_the_bit_under_any_sharding(tmp_path: Path, 
     frozen = {name: tensor.clone() for name, tensor in tensors_of(model).items() if tensor.dtype is torch.bfloat16}
     weights, average = weights_of(family, adapters=lora_rank is not None), Average(model, 0.9)
     saved = copied(HostMemory(), weights, model, average, make_moved(model))
-    folder = saved_tensors.write(tmp_path, weights, saved, state(1), card="", keep=1)
+    folder = tmp_path / CHECKPOINTS / folder_of_step(1)
+    saved_tensors.write(folder, weights, saved, state(1), card="", keep=1)
 
     def body(ranks: TrainRanks) -> None:
         for sharding, part in (("ddp", 1), ("fsdp", 4), ("fsdp:2", 2)):

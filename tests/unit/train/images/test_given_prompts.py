@@ -48,7 +48,7 @@ def test_texts_and_a_file_are_encoded_once_as_a_set_of_the_store_would_be(packed
     assert len(before) == 4
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     lines.unlink()  # a resume needs neither the file nor text encoders
-    found = {one.name: one.data for one in encode_given(asked, store)}
+    found = encode_given(asked, store)
     assert {path.name: path.stat().st_mtime_ns for path in kept.iterdir()} == before
     own = decode_prompts(store.manifest, found[str(lines)], "own")
     assert own.prompts == expected.prompts
@@ -56,7 +56,7 @@ def test_texts_and_a_file_are_encoded_once_as_a_set_of_the_store_would_be(packed
         of_run, of_set = own.embedding(text), expected.embedding(text)
         assert all(np.array_equal(of_run[name], of_set[name]) for name in of_set)
     lines.write_text("a blue dog\n", encoding="utf-8")
-    again = {one.name: one.data for one in encode_given(asked, store)}
+    again = encode_given(asked, store)
     assert [one.prompt for one in decode_prompts(store.manifest, again[str(lines)], "again").prompts] == ["a blue dog"]
 
 

@@ -17,6 +17,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from bucketline.errors import StateError, TrainError
+from bucketline.files.run_marker import CHECKPOINTS
 from bucketline.loader.history import StoreId
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import checkpoint
@@ -83,7 +84,9 @@ def state(steps_done: int) -> RunState:
 
 def save(output_dir: Path, trained: Trained, kept: RunState, *, keep: int) -> Path:
     copies = copied(HostMemory(), WEIGHTS, trained.model, trained.average, trained.optimizer)
-    return saved_tensors.write(output_dir, WEIGHTS, copies, kept, card="# a card", keep=keep)
+    folder = output_dir / CHECKPOINTS / checkpoint.folder_of_step(kept.steps_done)
+    saved_tensors.write(folder, WEIGHTS, copies, kept, card="# a card", keep=keep)
+    return folder
 
 
 def load(folder: Path, trained: Trained) -> None:
