@@ -431,6 +431,10 @@ class TrainConfig(
                 f"--base is {self.base} with --sharding {self.sharding}, expected ddp: a quantised base is not sharded"
             )
 
+    def is_sharded(self, world_size: int) -> bool:
+        """Return whether so many processes shard the model."""
+        return self.sharding != DDP and world_size > 1
+
     @property
     def autocasts(self) -> bool:
         """True if what is not computed in 8 bits is computed in bf16."""

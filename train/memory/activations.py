@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
@@ -45,10 +44,13 @@ class StepBytes:
     most_without_gradients: int
 
 
-def step_bytes(model: nn.Module, family: Family, sizes: BatchSizes, *, autocasts: bool = True) -> StepBytes:
-    """Return what a step on such a batch takes, uncompiled; the model's tensors need no memory.
+def step_bytes(
+    model: nn.Module, family: Family, sizes: BatchSizes, *, autocasts: bool = True, backward: bool = True
+) -> StepBytes:
+    """Return what a step on such a batch takes, uncompiled, or without `backward` its forward pass.
 
-    The passes are those of a CPU, whose attention keeps no matrix either. `autocasts`: in bf16, with the norms of a GPU.
+    The model's tensors need no memory. The passes are those of a CPU, whose attention keeps no matrix either. `autocasts`: in
+    bf16, with the norms of a GPU.
     """
     batch = example_batch(family, sizes)
     noisy, timesteps = torch.zeros_like(batch.latents), torch.zeros(sizes.images)
@@ -58,36 +60,14 @@ def step_bytes(model: nn.Module, family: Family, sizes: BatchSizes, *, autocasts
         with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
             prediction = family.predict(model, noisy, timesteps, batch)
         kept = live.now
-        loss = (prediction.float() - noisy).square().mean()
-        del prediction
-        loss.backward()  # type: ignore[no-untyped-call]
-        del loss
+        if backward:
+            loss = (prediction.float() - noisy).square().mean()
+            del prediction
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
     for parameter in trained:
         parameter.grad = None
     return StepBytes(kept=kept, most=live.most, most_without_gradients=live.most_without_gradients)
-
-
-def kept_activations(model: nn.Module, family: Family, images: int) -> int:
-    """Return the bytes that a forward pass in bf16 keeps until the backward pass, without weights, inputs and compiling.
-
-    The batch has so many images of the model's own size. The pass is one on the CPU, whose attention keeps no matrix either,
-    with the norms of a GPU. The model's tensors need no memory.
-    """
-    batch = example_batch(family, usual_sizes(family, images))
-    noisy, timesteps = torch.zeros_like(batch.latents), torch.zeros(images)
-    own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch.tensors(), noisy, timesteps)}
-    saved: dict[Any, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    saving = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-    with saving, torch.autocast("cpu", torch.bfloat16), norms_in_32_bits():
-        output = note(family.predict(model, noisy, timesteps, batch))
-    kept = sum(num_bytes for storage, num_bytes in saved.items() if storage not in own and not storage.expired())
-    del output  # it holds what was saved
-    return kept
 
 
 @contextlib.contextmanager
@@ -109,10 +89,6 @@ def norms_in_32_bits() -> Iterator[None]:
     finally:
         for name, norm in before.items():
             setattr(functional, name, norm)
-
-
-def _storage(tensor: Tensor) -> Any:  # noqa: ANN401 - torch has no type for it
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def latent_size(family: Family) -> int:

@@ -19,12 +19,12 @@ from bucketline.families.registry import family_of_model
 from bucketline.train.compile import recompute
 from bucketline.train.config import Base, Precision, TrainConfig, WeightDtype
 from bucketline.train.lowbit.offload import frozen_bytes, offloaded
-from bucketline.train.memory.activations import BatchSizes, StepBytes, kept_activations, latent_size, step_bytes
+from bucketline.train.memory.activations import BatchSizes, StepBytes, latent_size, step_bytes, usual_sizes
 from bucketline.train.memory.live import LiveBytes
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.optim import OPTIMIZERS, kind_of, make_optimizer
 from bucketline.train.parallel import repeated_blocks, separate_blocks
-from bucketline.train.values import DDP, Ema, EmaPlace
+from bucketline.train.values import Ema, EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -136,7 +136,7 @@ class CountedModel:
         frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
         # two of the blocks that wait are there: the one that runs and the next
         frozen -= sum(sorted(map(frozen_bytes, offloaded(model, asked.offload_blocks or 0)))[:-2])
-        share = 1 if asked.sharding == DDP else ranks
+        share = ranks if asked.is_sharded(ranks) else 1
         held = frozen // share + sum(buffer.nbytes for buffer in model.buffers())
         weights = sum(parameter.nbytes for parameter in trained) // share
         moments = self._optimizer_bytes(asked)[0] // share
@@ -151,13 +151,13 @@ class CountedModel:
         """
         held, passing = self.held(asked, ranks), self._optimizer_bytes(asked)[1]
         counted, gathered, part = asked, 0, 1.0  # of the gradients that a step makes
-        if ranks > 1 and asked.sharding != DDP:
+        if asked.is_sharded(ranks):
             gathered, passing, part = _gathered_bytes(asked, self.made(asked)[1]), passing // ranks, 1 / ranks
             if asked.autocasts and asked.lora_rank is None:  # weights are gathered in the dtype of products, not copied to it
                 counted = replace(asked, weights=WeightDtype.BF16, optimizer="adamw")
                 part *= 1 if asked.weights is WeightDtype.BF16 else 2  # the shards of gradients are kept in 32 bits
         step = self.step(counted, sizes)
-        if asked.accumulation > 1 or (ranks > 1 and asked.sharding == DDP):  # gradients are there throughout
+        if asked.accumulation > 1 or (ranks > 1 and not asked.is_sharded(ranks)):  # gradients are there throughout
             in_passes = held.gradients + step.most_without_gradients
         else:  # they come as activations go
             in_passes = int((1 - part) * step.most_without_gradients + part * step.most)
@@ -166,8 +166,8 @@ class CountedModel:
     def activations(self, options: _Options) -> int:
         """Return the bytes that each image of a batch adds: all that the backward pass needs, but for the weights."""
         with self._counted(run_of(options)) as (family, model):
-            one, two = (kept_activations(model, family, images) for images in (1, 2))
-        return two - one
+            passes = [step_bytes(model, family, usual_sizes(family, images), backward=False).kept for images in (1, 1, 2)]
+        return passes[2] - passes[1]  # the first one keeps tables of positions
 
     def step(self, asked: TrainConfig, sizes: BatchSizes) -> StepBytes:
         """Return what a step takes in passing, on one device that has the whole model.
