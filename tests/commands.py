@@ -93,7 +93,7 @@ def torchrun(processes: int, *arguments: object) -> Ran:
 def kept_port() -> Iterator[int]:
     """Yield a port of this machine that no other process is given meanwhile, and that a server may listen at.
 
-    The socket stays bound: the system gives its port to nobody who asks for any. `SO_REUSEADDR` lets those bind it who set that
+    The socket stays bound: the system gives its port to nobody else. `SO_REUSEADDR` lets those bind it who set that
     too, as `socket.create_server` and torch's stores do; until one of them listens, a connection is refused.
     """
     with socket.socket() as sock:

@@ -411,7 +411,7 @@ def test_tls_encrypts_and_a_certificate_that_is_not_trusted_is_refused(
         with pytest.raises(DeliveryError, match=r"connection is lost: .*; if the server has --certificate, name its file"):
             far_loader(found, config, token, deadline_s=0.3)
     monkeypatch.setattr(links, "SILENCE_S", 60.0)
-    monkeypatch.setattr(links, "FIRST_PAUSE_S", 100.0)  # beyond the deadline: one try, which may take as long as that
+    monkeypatch.setattr(links, "_FIRST_PAUSE_S", 100.0)  # beyond the deadline: one try, which may take as long as that
     with (
         served(store) as found,
         pytest.raises(DeliveryError, match=r"TLS fails: WRONG_VERSION_NUMBER; does the server have --certificate\?"),

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from bucketline.errors import MissingExtraError, UsageError
+from bucketline.extensions import imported
 from bucketline.extras import extra_named
 from bucketline.train.config import Precision, WeightDtype
-from bucketline.train.optim import OPTIMIZERS, imported, refuse_combinations
+from bucketline.train.optim import OPTIMIZERS, refuse_combinations
 from bucketline.train.refusals import refuse_changes
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts, write_unet
