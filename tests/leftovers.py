@@ -26,7 +26,7 @@ def held() -> dict[str, Counter[object]]:
         "threads": Counter(threading.enumerate()),
         "children": Counter(children()),
         "descriptors": Counter(descriptors(os.getpid())),
-        "maps": Counter({"slabs": maps.count("bucketline-slabs")}),
+        "maps": Counter({"buffers": maps.count("bucketline-buffers")}),
         "shm": Counter({"mapped": len(SHARED.findall(maps))}),  # not its files: other tests run at the same time
     }
 
