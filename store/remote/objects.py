@@ -109,7 +109,7 @@ class ObjectFolder:
         elif self.is_far:
             from bucketline.store.remote.plain_http import PlainHttp
 
-            self._plain_http = PlainHttp(self._request_of, deadline_s=deadline_s)
+            self._plain_http = PlainHttp(deadline_s=deadline_s)
 
     @classmethod
     def open(cls, url: str, options: RemoteOptions | None = None) -> ObjectFolder:
@@ -198,7 +198,8 @@ class ObjectFolder:
 
         Over plain HTTP this takes half of the processor's time.
         """
-        found = self._plain_http.pieces(name, begin, end) if self._plain_http is not None else None
+        plain = self._plain_http
+        found = plain.pieces(self._request_of, name, begin, end) if plain is not None else None
         if found is not None:
             yield from found
             return

@@ -22,6 +22,8 @@ from bucketline.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    RequestOf = Callable[[str], tuple[str, dict[str, str]] | None]
+
 BUFFER_BYTES = 1 << 20  # of each thread
 _CONNECT_S = 5.0
 MAX_OTHER = 3  # answers in a row that are not what was requested, after which the client is left to it
@@ -67,23 +69,26 @@ class _Kept:
 class PlainHttp:
     """Requests ranges of one store's objects. Safe for several threads, each of which keeps a connection."""
 
-    def __init__(self, request_of: Callable[[str], tuple[str, dict[str, str]] | None], *, deadline_s: float) -> None:
-        """`request_of` returns an object's URL and the headers that its request needs; None if there is no URL for it."""
-        self._request_of, self._deadline_s = request_of, deadline_s
+    def __init__(self, *, deadline_s: float) -> None:
+        """Connect to nothing yet."""
+        self._deadline_s = deadline_s
         self._own = threading.local()
         self._direct_host: str | None = None  # is reached by plain HTTP, and without a proxy
         self._others = 0
         self._is_off = False
 
-    def pieces(self, name: str, begin: int, end: int) -> Iterator[memoryview] | None:
+    def pieces(self, request_of: RequestOf, name: str, begin: int, end: int) -> Iterator[memoryview] | None:
         """Request a range of an object; return its bytes in pieces, each valid until the next. None: ask the client.
+
+        `request_of` returns the object's URL and the headers that its request needs; None if there is no URL for it. It is not
+        kept, or the connections of a folder that is gone would stay open until a garbage collection.
 
         Raises:
             StoreError: if there is no answer in time; while the pieces are read, also if the connection breaks.
         """
         if self._is_off:
             return None
-        found = self._request_of(name)
+        found = request_of(name)
         if found is None:
             self._is_off = True
             return None

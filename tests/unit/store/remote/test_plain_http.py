@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -112,6 +114,21 @@ def test_an_interpreter_may_end_while_a_thread_reads(data: bytes, tmp_path: Path
             assert wait_until(lambda: server.statistics.faults[Fault.STALL_BODY] == 1)
             _, err = process.communicate()
     assert process.returncode == 0, err
+
+
+def test_a_connection_is_closed_as_soon_as_its_folder_is_gone(data: bytes, tmp_path: Path) -> None:
+    """A garbage collection may come to a socket before its owner, and warn that nobody has closed it."""
+    gc.disable()
+    try:
+        with RangeServer(tmp_path) as server:
+            folder = folder_on(server)
+            assert pieces(folder, 0, 100) == data[:100]
+            assert folder._plain_http is not None
+            plain_http = weakref.ref(folder._plain_http)
+            del folder
+            assert plain_http() is None
+    finally:
+        gc.enable()
 
 
 def test_a_proxy_is_respected(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
