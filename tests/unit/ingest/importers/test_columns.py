@@ -88,9 +88,9 @@ def test_columns_can_be_left_out_and_are_counted(known: Callable[[str], Known], 
     ran = run_import("kohya", source, tmp_path / "s.store", own, *TEXTLESS, "--columns", "none")
     assert (ran.json["imported"], ran.json["columns"], ran.json["left_out"]) == (6, [], {"mask": 5})
     assert not Store.open(tmp_path / "s.store").manifest.columns
-    refused = run_import("kohya", source, tmp_path / "o.store", own, *TEXTLESS, "--columns", "control/depth")
-    assert refused.code == 1
-    assert "no sample has a column control/depth" in refused.err
+    run_import("kohya", source, tmp_path / "o.store", own, *TEXTLESS, "--columns", "control/depth").fails(
+        "no sample has a column control/depth"
+    )
     assert run_import("kohya", source, tmp_path / "o.store", own, "--columns", "target").code == 2
 
 
@@ -229,10 +229,10 @@ def test_flux2s_latents_are_unpacked_by_the_statistics_among_its_vaes_weights(
     for n, latent in enumerate(latents):
         np.testing.assert_allclose(stored[str(n)].latent, latent.numpy(), rtol=2**-9, atol=2**-9)
         assert stored[str(n)].caption == f"a cat {n}"
-    refused = call("ingest", "import", "musubi", source, tmp_path / "o.store", "--model", model, "--text", "encode")
-    assert refused.code == 1
-    assert "--text encode: Flux.2's embeddings" in refused.err
+    call("ingest", "import", "musubi", source, tmp_path / "o.store", "--model", model, "--text", "encode").fails(
+        "--text encode: Flux.2's embeddings"
+    )
     (model / "vae" / "diffusion_pytorch_model.safetensors").rename(tmp_path / "weights")
-    refused = call("ingest", "import", "musubi", source, tmp_path / "o.store", "--model", model)
-    assert refused.code == 1
-    assert "the statistics that scale Flux.2's latents are among its weights" in refused.err
+    call("ingest", "import", "musubi", source, tmp_path / "o.store", "--model", model).fails(
+        "the statistics that scale Flux.2's latents are among its weights"
+    )

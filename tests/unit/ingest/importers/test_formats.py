@@ -34,17 +34,10 @@ if TYPE_CHECKING:
     from tests.unit.ingest.importers.known import Known
 
 
-def imported(ran: Any) -> dict[str, Any]:
-    """Return the summary of an import that went well."""
-    assert ran.code == 0, ran.err
-    found: dict[str, Any] = ran.json
-    return found
-
-
 @pytest.mark.parametrize("family", ["sd", "sd3", "flux"])
 def test_kohyas_other_models(family: str, known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known(family)
-    summary = imported(run_import("auto", kohya(tmp_path / "cache", own), tmp_path / "s.store", own))
+    summary = run_import("auto", kohya(tmp_path / "cache", own), tmp_path / "s.store", own).done().json
     assert summary["text"] == ("encode" if family == "sd" else "source")
     assert_as_packed(tmp_path / "s.store", own, Form(scaled=family == "flux"))
 
@@ -55,7 +48,7 @@ def test_of_kohyas_caches_of_two_models_one_has_to_be_chosen(known: Callable[[st
     for sample in own.samples:
         kohya_latent(source, sample, "flux", np.zeros((16, 8, 8), dtype="f4"))
     run_import("kohya", source, tmp_path / "s.store", own).fails("has latents of several models", "flux (6)")
-    imported(run_import("kohya", source, tmp_path / "s.store", own, "--variant", "sdxl"))
+    run_import("kohya", source, tmp_path / "s.store", own, "--variant", "sdxl").done()
     assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
 
 
@@ -67,7 +60,7 @@ def test_kohyas_mirrored_latents_become_the_columns_mirror_and_a_sample_without_
     for n, sample in enumerate(own.samples):
         mirrored = {} if n == 5 else {"latents_flipped": sample.latent[:, :, ::-1].copy()}
         kohya_latent(source, sample, "sd", sample.latent, **mirrored)
-    summary = imported(run_import("kohya", source, tmp_path / "s.store", own, "--text", "none"))
+    summary = run_import("kohya", source, tmp_path / "s.store", own, "--text", "none").done().json
     assert (summary["imported"], summary["rejected"]) == (5, 1)
     assert "no latent of the mirrored image" in summary["rejects"][0]["detail"]
     assert call("store", "info", tmp_path / "s.store", "--json").json["rules"]["import"]["flip"] is True
@@ -80,7 +73,7 @@ def test_several_sizes_in_one_file_of_kohyas_become_samples_of_their_own(known: 
     path = kohya_latent(source, sample, "flux", large)
     found = {**np.load(path), "latents_8x8": small, "original_size_8x8": np.array(sample.original_wh)}
     np.savez(path, **found)
-    imported(run_import("kohya", source, tmp_path / "s.store", own, "--text", "none"))
+    run_import("kohya", source, tmp_path / "s.store", own, "--text", "none").done()
     _, high, wide = sample.latent.shape
     stored = {one.id: one.latent.shape[1:] for one in read_store(tmp_path / "s.store")}
     assert stored == {f"{sample.stem}/{high}x{wide}": (high, wide), f"{sample.stem}/8x8": (8, 8)}
@@ -88,29 +81,29 @@ def test_several_sizes_in_one_file_of_kohyas_become_samples_of_their_own(known: 
 
 def test_a_centred_crop_is_what_pack_makes_if_the_user_says_so(known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("sdxl")
-    imported(run_import("kohya", kohya(tmp_path / "cache", own), tmp_path / "s.store", own, "--crop", "center"))
+    run_import("kohya", kohya(tmp_path / "cache", own), tmp_path / "s.store", own, "--crop", "center").done()
     assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"], crops="center")
-    refused = run_import("kohya", tmp_path / "cache", tmp_path / "other.store", own, "--crop", "source")
-    assert refused.code == 2
-    assert "kohya does not record crops" in refused.err
+    run_import("kohya", tmp_path / "cache", tmp_path / "other.store", own, "--crop", "source").fails(
+        "kohya does not record crops", code=2
+    )
 
 
 def test_musubis_unscaled_latents_and_unknown_architectures(known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("flux")
     source = musubi(tmp_path / "zi", own, "zi")
-    summary = imported(run_import("musubi", source, tmp_path / "s.store", own, "--text", "none"))
+    summary = run_import("musubi", source, tmp_path / "s.store", own, "--text", "none").done().json
     assert (summary["variant"], summary["scaling_undone"]) == ("zi", "none")
     ids = {sample.id: sample.stem.rpartition("/")[2] for sample in own.samples}
     assert_as_packed(tmp_path / "s.store", own, Form(scaled=False, text="none"), ids=ids)
     run_import("musubi", musubi(tmp_path / "qil", own, "qil"), tmp_path / "other.store", own).fails("latents of 'qil'")
-    refused = run_import("musubi", musubi(tmp_path / "f2d", own, "f2d"), tmp_path / "other.store", own)
-    assert refused.code == 1
-    assert "packs latents 2 x 2, as Flux.2 does, and the VAE of --model" in refused.err
+    run_import("musubi", musubi(tmp_path / "f2d", own, "f2d"), tmp_path / "other.store", own).fails(
+        "packs latents 2 x 2, as Flux.2 does, and the VAE of --model"
+    )
 
 
 def test_musubis_latents_and_texts_of_wan(known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("t5")
-    summary = imported(run_import("auto", musubi(tmp_path / "wan", own, "wan"), tmp_path / "s.store", own))
+    summary = run_import("auto", musubi(tmp_path / "wan", own, "wan"), tmp_path / "s.store", own).done().json
     assert (summary["variant"], summary["text"]) == ("wan", "source")
     ids = {sample.id: sample.stem.rpartition("/")[2] for sample in own.samples}
     assert_as_packed(tmp_path / "s.store", own, FORMS["musubi"], ids=ids)
@@ -122,15 +115,15 @@ def test_simpletuners_names_hashed_or_not_and_files_gzipped_or_not(
 ) -> None:
     own = known("flux")
     source = simpletuner(tmp_path / "cache", own, hashed=hashed, packed=packed)
-    imported(run_import("auto", source, tmp_path / "s.store", own))
+    run_import("auto", source, tmp_path / "s.store", own).done()
     assert_as_packed(tmp_path / "s.store", own, FORMS["simpletuner"], crops="source")
 
 
 def test_a_model_that_simpletuners_table_lacks_is_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("sdxl")
-    refused = run_import("simpletuner", simpletuner(tmp_path / "cache", own, model="ltxvideo"), tmp_path / "s.store", own)
-    assert refused.code == 1
-    assert "how they are scaled is unknown; known are sd1x" in refused.err
+    run_import("simpletuner", simpletuner(tmp_path / "cache", own, model="ltxvideo"), tmp_path / "s.store", own).fails(
+        "how they are scaled is unknown; known are sd1x"
+    )
     assert not (tmp_path / "s.store").exists()
 
 
@@ -142,10 +135,10 @@ def test_a_crop_of_a_larger_image_is_rejected_unless_crops_are_unknown(known: Ca
     first = next(iter(metadata.values()))
     first["intermediary_size"] = [2 * side for side in first["intermediary_size"]]
     path.write_text(json.dumps(metadata), encoding="utf-8")
-    summary = imported(run_import("simpletuner", source, tmp_path / "s.store", own))
+    summary = run_import("simpletuner", source, tmp_path / "s.store", own).done().json
     assert summary["rejected_by_reason"] == {"crop unknown or impossible": 1}
     assert "--crop unknown imports it" in summary["rejects"][0]["detail"]
-    imported(run_import("simpletuner", source, tmp_path / "other.store", own, "--crop", "unknown"))
+    run_import("simpletuner", source, tmp_path / "other.store", own, "--crop", "unknown").done()
     assert_as_packed(tmp_path / "other.store", own, FORMS["simpletuner"])
 
 
@@ -161,7 +154,7 @@ def test_ai_toolkits_sizes_crops_and_mirrored_copies(known: Callable[[str], Know
     own = known("sdxl")
     source, first = ai_toolkit(tmp_path / "cache", own), own.samples[0]
     ai_toolkit_file(source, own, first, "sdxl", flip_x=True)
-    summary = imported(run_import("auto", source, tmp_path / "s.store", own))
+    summary = run_import("auto", source, tmp_path / "s.store", own).done().json
     assert (summary["found"], summary["imported"], summary["text"]) == (7, 7, "source")
     stored = {sample.id: sample for sample in read_store(tmp_path / "s.store")}
     for sample in own.samples:
@@ -184,7 +177,7 @@ def test_pixels_in_ai_toolkits_latents_are_rejected(known: Callable[[str], Known
     metadata = {"filename": "0.png", "latent_space_version": "sdxl", "scale_to_width": "60", "scale_to_height": "40"}
     metadata |= {"crop_x": "0", "crop_y": "0"}
     save_file({"latent": (100 * found["latent"]).to(torch.uint8)}, path, metadata)
-    summary = imported(run_import("ai-toolkit", source, tmp_path / "s.store", own))
+    summary = run_import("ai-toolkit", source, tmp_path / "s.store", own).done().json
     assert summary["rejected"] == 1
     assert "its latent is uint8" in summary["rejects"][0]["detail"]
 
@@ -195,7 +188,7 @@ def test_nemos_files_are_found_wherever_they_were_cached_and_a_missing_one_is_re
     own = known("flux")
     source = nemo(tmp_path / "cache", own)
     min(source.glob("*x*/*.pt")).unlink()
-    summary = imported(run_import("nemo", source, tmp_path / "s.store", own))
+    summary = run_import("nemo", source, tmp_path / "s.store", own).done().json
     assert (summary["imported"], summary["rejected"]) == (5, 1)
     assert "/lustre/cache/" in summary["rejects"][0]["detail"]
     assert call("store", "info", tmp_path / "s.store", "--json").json["rules"]["import"]["vae_of_the_cache"] == "owner/flux"
@@ -221,7 +214,7 @@ def test_a_video_of_diffusion_pipe_is_rejected_among_images(known: Callable[[str
         for n, sample in enumerate(own.samples[:3])
     ]
     diffusion_pipe_values(tmp_path / "cache" / "flux" / "cache_1.500x48x32x1" / "latents", values)
-    summary = imported(run_import("auto", tmp_path / "cache", tmp_path / "s.store", own))
+    summary = run_import("auto", tmp_path / "cache", tmp_path / "s.store", own).done().json
     assert (summary["imported"], summary["rejected"]) == (2, 1)
     assert "of a video" in summary["rejects"][0]["detail"]
 
@@ -248,7 +241,7 @@ def test_two_files_of_one_image_are_told_apart_by_their_names(known: Callable[[s
     kohya_latent(source, sample, "sd", sample.latent)
     wider = replace(sample, record=replace(sample.record, original_size=(80, 120)))
     kohya_latent(source, wider, "sd", sample.latent)
-    imported(run_import("kohya", source, tmp_path / "s.store", own, "--text", "none"))
+    run_import("kohya", source, tmp_path / "s.store", own, "--text", "none").done()
     width, height = sample.original_wh
     assert {one.id for one in read_store(tmp_path / "s.store")} == {
         f"{sample.stem}_{width:04d}x{height:04d}_sd",
