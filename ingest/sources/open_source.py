@@ -18,7 +18,7 @@ from bucketline.ingest.sources.objects.source import ObjectFolderSource, ObjectT
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.parquet_images import ParquetSource, has_images
 from bucketline.ingest.sources.table import TableSource
-from bucketline.ingest.sources.tar.tar_source import Shard, TarSource, expand, has_scheme, local_path
+from bucketline.ingest.sources.tar.tar_source import TAR, Shard, TarSource, expand, has_scheme, local_path
 from bucketline.store.remote.urls import parse_url, refuse_misspelt
 from bucketline.typed_json import decode, encode
 
@@ -31,7 +31,6 @@ _EXPECTED = (
     "a pattern or a URL), the URL of a folder, table or tars in object storage, or a dataset saved on disk"
 )
 _PARQUET = ".parquet"
-_TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (FolderSource, TableSource, DatasetSource, ParquetSource, TarSource, ObjectFolderSource, ObjectTableSource)
@@ -72,7 +71,7 @@ def _opened(text: str, options: SourceOptions) -> Source:
         if path.suffix.lower() == _PARQUET and has_images(path):
             return ParquetSource(files=(path,), options=options)
         return TableSource(path=path, options=options)
-    if has_scheme(text) or is_pattern(text) or _TAR.search(text):
+    if has_scheme(text) or is_pattern(text) or TAR.search(text):
         return expand(text, options)
     path = Path(text)
     if not path.exists():
@@ -94,7 +93,7 @@ def _without_images(folder: Path, options: SourceOptions) -> Source | None:
         names = sorted(name for name in files if not name.startswith("."))
         if any(os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES for name in names):  # noqa: PTH122 - as in a listing
             return None
-        tars += [Path(at, name) for name in names if _TAR.search(name)]
+        tars += [Path(at, name) for name in names if TAR.search(name)]
         parquet += [Path(at, name) for name in names if name.lower().endswith(_PARQUET)]
     parquet = [path for path in parquet if has_images(path)]
     if tars and parquet:
@@ -113,7 +112,7 @@ def _in_objects(url: str, options: SourceOptions) -> Source:
     suffix = f".{url.rpartition('.')[2].lower()}"
     if "?" in url or not is_pattern(url):
         parse_url(url)
-    if is_pattern(url) or _TAR.search(url):
+    if is_pattern(url) or TAR.search(url):
         return expand(url, options)
     if suffix in TABLE_SUFFIXES:
         return ObjectTableSource(url=url, options=options)

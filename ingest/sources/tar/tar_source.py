@@ -37,6 +37,7 @@ from bucketline.store.format.sample_record import storable_mtime_ns
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")  # what a tar's name ends in
 _CHUNK_BYTES = 1 << 20
 _PLACED = 5  # length of `at` for an item in an uncompressed local tar
 
@@ -62,9 +63,9 @@ class Shard:
     def name(self) -> str:
         """Prefix of the ids: the tar's name without its extension."""
         if self.path is not None:
-            return re.sub(r"\.(tar(\.\w+)?|tgz)$", "", self.path.name)
+            return TAR.sub("", self.path.name)
         if found := TAR_NAME.search(without_userinfo(self.url)):
-            return re.sub(r"\.(tar(\.\w+)?|tgz)$", "", found[0])
+            return TAR.sub("", found[0])
         return f"stream-{hashlib.blake2b(self.url.encode('utf-8', 'surrogateescape'), digest_size=4).hexdigest()}"
 
 
