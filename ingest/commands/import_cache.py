@@ -17,6 +17,9 @@ class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = ImportConfig.__doc__
 
     def run(self) -> int:
+        from bucketline.ingest.importers.registry import expect_inputs
+
+        expect_inputs(self)
         from bucketline.ingest.importers.run import import_cache
         from bucketline.ingest.importers.summary import print_failures, print_import
         from bucketline.ingest.parallel.signals import exit_code_of

@@ -216,7 +216,13 @@ def open_model(name: str, config: str | None = None) -> ModelFolder:
     return model
 
 
-def _found(name: str, config: str | None) -> ModelFolder:
+def local_model(name: str, config: str | None = None) -> ModelFolder | None:
+    """Return the model in the folder or single file `name`, unchecked; None if it may be one of a hub.
+
+    Raises:
+        ModelError: if `name` is a path without a model.
+        UsageError: as `open_model`.
+    """
     if (path := single_file(name)) is not None:
         file = open_model_file(path, config)
         return ModelFolder(name=name, path=file.config, file=file)
@@ -229,5 +235,11 @@ def _found(name: str, config: str | None) -> ModelFolder:
             f"{redacted(name) or '--model, an empty text,'} is not a folder; expected a model folder in diffusers' layout "
             "(vae/, text_encoder/, tokenizer/), a .safetensors file, or a hub name such as owner/model"
         )
+    return None
+
+
+def _found(name: str, config: str | None) -> ModelFolder:
+    if (model := local_model(name, config)) is not None:
+        return model
     found = snapshot(name)
     return ModelFolder(name=name, path=found.path, hub_files=found.files, is_unreached=found.files is None)

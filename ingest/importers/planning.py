@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bucketline.command_line import counted
 from bucketline.errors import FingerprintError, SourceError, UsageError
-from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.cache import Crops, ListRequest
 from bucketline.ingest.importers.captions import SOURCE, CaptionSource, text_plan
 from bucketline.ingest.importers.changes import not_stored, read_entry, rejects_named, unique
 from bucketline.ingest.importers.columns import ColumnRules, as_frames, named_roles, side_columns, stored_columns
 from bucketline.ingest.importers.origins import named_as_stored, refuse_other_origin
-from bucketline.ingest.importers.registry import importer_of, listed
+from bucketline.ingest.importers.registry import expect_inputs, importer_of, listed
 from bucketline.ingest.importers.rows import ImportPlan
 from bucketline.ingest.importers.vae.named_vae import has_weights, named_vae
 from bucketline.ingest.importers.vae.round_trip import SAMPLES, refuse_other_vae
@@ -75,10 +74,8 @@ def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int
             other encoders, or rows of another cache would be replaced.
         ModelError, FingerprintError, StoreError: as `import_cache`.
     """
+    expect_inputs(config)
     importer = importer_of(config.kind, config.source)
-    for path in (config.source, config.captions):
-        if path is not None:
-            refuse_overlap(path, config.store)
     roles = named_roles(config.columns)
     store = newest_store(config)
     manifest = None if store is None else store.manifest

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError, SourceError, UsageError
 from bucketline.extensions import Extensions
+from bucketline.files.paths import refuse_overlap
+from bucketline.ingest.encoders.model_folder import local_model
 from bucketline.ingest.importers.cache import Importer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.ingest.importers.cache import CacheListing, ListRequest
+    from bucketline.ingest.importers.config import ImportConfig
 
 _OURS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo", "fastvideo")
 IMPORTERS: Extensions[Importer] = Extensions(
@@ -22,19 +25,33 @@ IMPORTERS: Extensions[Importer] = Extensions(
 )
 
 
+def expect_inputs(config: ImportConfig) -> None:
+    """Refuse inputs that are not there or overlap, before anything heavy is imported.
+
+    Raises:
+        UsageError: if there is no such kind, or the source or the captions overlap with the store.
+        SourceError: if the source is not a folder.
+        ModelError: if the model is a path without one.
+    """
+    if config.kind != "auto" and config.kind not in tuple(IMPORTERS):
+        known = f"auto, {', '.join(IMPORTERS)}; another package's is known once it is installed"
+        raise UsageError(f"KIND is {config.kind!r:.80}, expected {known}")
+    if not config.source.is_dir():
+        raise SourceError(f"{config.source} is not a folder; expected the folder of a cache")
+    for path in (config.source, config.captions):
+        if path is not None:
+            refuse_overlap(path, config.store)
+    if config.model is not None:
+        local_model(config.model, config.model_config)
+
+
 def importer_of(kind: str, source: Path) -> Importer:
     """Return the importer of a kind; of `auto`, that of the only format that the source has.
 
     Raises:
-        UsageError: if there is no such kind, or its package cannot be imported.
-        SourceError: if the source is not a folder, or no format or several are recognised.
+        UsageError: if its package cannot be imported.
+        SourceError: if no format or several are recognised.
     """
-    if kind != "auto" and kind not in IMPORTERS:
-        raise UsageError(
-            f"KIND is {kind!r:.80}, expected auto, {', '.join(IMPORTERS)}; another package's is known once that is installed"
-        )
-    if not source.is_dir():
-        raise SourceError(f"{source} is not a folder; expected the folder of a cache")
     if kind != "auto":
         return _named(kind)
     found, problems = list[str](), list[str]()
