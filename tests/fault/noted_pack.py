@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import lmdb
@@ -91,15 +90,6 @@ def two_ctrl_c() -> None:
     signal_to_process(signal.SIGINT)
 
 
-def killed_late(notes: str) -> None:
-    """Be killed once rank 0 has committed something, as it may not have on a busy machine."""
-    give_up = time.monotonic() + 240.0
-    while os.stat(f"{notes}.0").st_size == 0:  # noqa: PTH116 - its name is text
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 FAILURES: dict[str, Callable[[], object]] = {
     "disk": full_disk,
     "sealing": full_for_sealing,
@@ -166,7 +156,6 @@ def be_rank(rank: int, notes: str, failure: str, asked: list[str]) -> int:
     commit_often()
     note_commits(f"{notes}.{rank}")
     note_signals()
-    FAILURES["kill-late"] = partial(killed_late, notes)
     fail_at(failure, rank)
     return int(importlib.import_module("bucketline.ingest.cli").main(asked))
 

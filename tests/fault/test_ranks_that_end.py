@@ -1,6 +1,6 @@
 """Several ranks of one pack, one of which fails, is killed or told to stop: the others end too, and nothing is lost.
 
-Here the ranks are forked, without a launcher: what they do they do by themselves. Under torchrun: `tests/e2e`.
+Here the ranks are forked, without a launcher: what they do they do by themselves. Under torchrun: the family `ranks`.
 """
 
 from __future__ import annotations
