@@ -220,7 +220,8 @@ def test_the_user_has_to_name_the_vae_and_the_manifest_says_so(kind: str, own: K
     assert imported["crop"] == crops(kind)
 
 
-@pytest.mark.slow
+@SLOW
+@pytest.mark.parametrize("kind", ["simpletuner", "onetrainer", "nemo", "fastvideo"], indirect=True)  # of each family of texts
 def test_a_model_is_trained_on_what_was_imported(kind: str, own: Known, source: Path, tmp_path: Path) -> None:
     more = () if FORMS[kind].has_crop or not FORMS[kind].has_size else ("--crop", "center")
     store, latents = tmp_path / "s.store", tmp_path / "run"

@@ -69,12 +69,12 @@ CASES = [
         form,
         {**options, **MODES[mode]},
         id=" ".join(filter(None, (form, name, mode))),
-        # of each kind of objective, one is tried with its options by `make test`
-        marks=() if (mode == "full" if form in ("sd", "sd3") or not name else form in QUICK and not name) else pytest.mark.slow,
+        marks=() if mode == "full" and form in QUICK else pytest.mark.slow,
     )
     for form, every in OPTIONS.items()
     for name, options in every.items()
-    for mode in MODES
+    # each kind of objective has its options on two families: of one all weights are trained, of the other adapters
+    for mode in (MODES if not name else ("full",) if form in ("sd", "sd3") else ("LoRA",))
 ]
 
 
