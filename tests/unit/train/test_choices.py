@@ -23,18 +23,21 @@ from bucketline.train.values import Ema, LrSchedule
 from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts
 
 CHOICES: dict[str, dict[str, Any]] = {
-    "ema off": {"ema": "off"},
-    "ema on the cpu": {"ema": "0.9999:cpu:2"},
-    "ema every few steps": {"ema": "0.9999:2"},
-    "a cosine": {"lr_schedule": "cosine:0.1@5"},
-    "min-SNR and timesteps by mode": {"loss_weight": "min-snr:5", "timesteps": "mode", "timestep_range": "0:0.9"},
-    "a flow's weights": {
+    "no average, a cosine, a flow's weights": {
+        "ema": "off",
+        "lr_schedule": "cosine:0.1@5",
         "objective": Objective.FLOW,
         "loss_weight": "cosmap",
         "timesteps": "logit-normal",
     },
-    "wsd": {"lr_schedule": "wsd:3:0.1@5"},
-    "cosines": {"lr_schedule": "cosine-restarts:2@6"},
+    "an average on the cpu, wsd, min-SNR and timesteps by mode": {
+        "ema": "0.9999:cpu:2",
+        "lr_schedule": "wsd:3:0.1@5",
+        "loss_weight": "min-snr:5",
+        "timesteps": "mode",
+        "timestep_range": "0:0.9",
+    },
+    "an average every few steps, cosines": {"ema": "0.9999:2", "lr_schedule": "cosine-restarts:2@6"},
 }
 
 
