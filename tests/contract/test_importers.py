@@ -56,7 +56,12 @@ def test_each_of_our_importers_has_a_writer_of_its_format_and_is_named_by_the_he
     assert all(f"{name} " in str(ImportConfig.__doc__) or f"{name}," in str(ImportConfig.__doc__) for name in IMPORTERS)
 
 
-@pytest.fixture(params=list(WRITERS))
+SLOW = pytest.mark.slow
+# one of each family of texts, and each way of storing them; the others as well by `make test-full`
+QUICK = ("kohya", "onetrainer", "mds", "nemo", "fastvideo")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in QUICK else SLOW) for name in WRITERS])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -71,6 +76,7 @@ def source(kind: str, own: Known, tmp_path: Path) -> Path:
     return WRITERS[kind][0](tmp_path / "cache", own)
 
 
+@pytest.mark.parametrize("kind", WRITERS, indirect=True)
 def test_latents_texts_and_sizes_are_those_of_pack_to_the_bit(kind: str, own: Known, source: Path, tmp_path: Path) -> None:
     ran = run_import("auto", source, tmp_path / "s.store", own, *options(kind, own), "--dtype", "F32").done()
     summary = ran.json
@@ -100,9 +106,6 @@ def test_a_second_run_finds_all_unchanged_and_a_dry_run_writes_nothing(
     again = run_import(kind, source, store, own, *options(kind, own)).done()
     assert (again.json["imported"], again.json["unchanged"]) == (0, 6)
     assert tree(store) == before
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("how", ["truncated", pytest.param("damaged", marks=SLOW), pytest.param("empty", marks=SLOW)])

@@ -86,13 +86,13 @@ def test_guidance_of_images_by_a_model_that_is_not_trained_is_refused(packed: Pa
         assert trainer.training.family.image_guidance == 1.0
 
 
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "LoRA": {"recompute": 1.0, "caption_dropout": 0.5},
-    "DoRA": {"dora": True, "lora_dropout": 0.5},
-}
+ADAPTERS = [
+    pytest.param({"recompute": 1.0, "caption_dropout": 0.5}, id="LoRA"),
+    pytest.param({"dora": True, "lora_dropout": 0.5}, id="DoRA", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("more", ADAPTERS.values(), ids=ADAPTERS)
+@pytest.mark.parametrize("more", ADAPTERS)
 def test_adapters_in_the_pipeline_predict_what_the_trainers_model_predicts(
     packed: Packed, tmp_path: Path, more: dict[str, Any]
 ) -> None:

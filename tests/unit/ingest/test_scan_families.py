@@ -68,7 +68,7 @@ OPTIONS: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("more", ["as it is", "with options"])
+@pytest.mark.parametrize("more", [pytest.param("as it is", marks=pytest.mark.slow), "with options"])
 @pytest.mark.parametrize("family", list(PIPELINES))
 def test_a_scan_foretells_what_packing_stores_of_captions_and_reads_no_weight(
     family: str, more: str, long_captions: Path, tmp_path: Path

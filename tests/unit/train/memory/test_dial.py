@@ -93,9 +93,10 @@ def test_gradients_of_earlier_micro_batches_are_counted(options: dict[str, Any])
     assert needs[2] - needs[1] == pytest.approx(found[2] - found[1], rel=WITHIN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"recompute": 1.0}, {"lora_rank": 8}], ids=label)
-@pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["dit", *(pytest.param(one, marks=pytest.mark.slow) for one in ("sd", "flux"))])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["dit", "sd", "flux"])
 def test_the_count_is_the_peak_of_each_of_two_ranks(name: str, sharding: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Of blocks of one kind, of a UNet's, of two kinds in turn; one rank has tried the others' activations."""
     given, sizes = {**options, "sharding": sharding}, BatchSizes(images=1, height=16, width=16)
@@ -234,6 +235,7 @@ def test_a_run_says_what_it_chose_and_a_resumed_one_keeps_it(folder: Path, capsy
     assert recompute_of(folder) == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_may_fit_since_it_is_compiled_is_not_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = config(folder, memory="1MiB", lora_rank=2, compile=Compile.ON)
     counting = CountedModel(read_model_config(asked.model)[1])
@@ -259,6 +261,7 @@ def recompute_of(folder: Path) -> float:
     return recorded
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_a_memory_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model" / "transformer"
     model.mkdir(parents=True)
