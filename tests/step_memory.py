@@ -22,7 +22,7 @@ from bucketline.train.noise import FlowSchedule, LatentScale, NoiseSchedule, Pre
 from bucketline.train.optim import average_of, kind_of, make_optimizer
 from bucketline.train.parallel import TrainRanks
 from bucketline.train.setup import replicated
-from bucketline.train.sharding import is_sharded, layout_on, shard, shard_mesh, shard_ranks_of
+from bucketline.train.sharding import layout_on, shard, shard_mesh, shard_ranks_of
 from bucketline.train.step import Training, train_step
 from bucketline.train.values import Ema, EmaPlace
 
@@ -197,7 +197,7 @@ def training_of(
 
         offload_blocks(model, asked.offload_blocks, device, layout_on(device))
     model.to(device=device, memory_format=layout_on(device))  # type: ignore[call-overload]
-    if is_sharded(asked, ranks):
+    if asked.is_sharded(ranks.world_size):
         shard(model, shard_mesh(device, shard_ranks_of(asked, ranks)), torch.bfloat16)
     kept = asked.ema if kind_of(asked).average is None else Ema()
     average = Average(model, kept.decay, place=kept.place or EmaPlace.DEVICE)
@@ -211,7 +211,7 @@ def training_of(
     training = Training(
         config=asked,
         family=family,
-        model=replicated(model, asked, device) if ranks.world_size > 1 and not is_sharded(asked, ranks) else model,
+        model=replicated(model, asked, device) if ranks.world_size > 1 and not asked.is_sharded(ranks.world_size) else model,
         optimizer=optimizer,
         average=average_of(asked, model, optimizer) or average,
         prep=Prep(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import UsageError
 from bucketline.extensions import Extensions, imported
 from bucketline.train.config import Precision, WeightDtype
-from bucketline.train.values import ADAMS_BETAS, DDP, Betas, Course
+from bucketline.train.values import ADAMS_BETAS, Betas, Course
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,7 +82,7 @@ def refuse_combinations(config: TrainConfig, world_size: int) -> None:
         UsageError: if there is no such optimizer, or two options exclude each other; the message says what to do.
     """
     kind, own = kind_of(config), f"--optimizer is {config.optimizer}"
-    is_bf16, is_sharded = config.weights is WeightDtype.BF16, config.sharding != DDP and world_size > 1
+    is_bf16 = config.weights is WeightDtype.BF16
     of_auto = " (also by auto, without a GPU that has bf16)" if config.precision is Precision.FP32 else ""
     for is_refused, message in (
         (
@@ -110,7 +110,7 @@ def refuse_combinations(config: TrainConfig, world_size: int) -> None:
             f"--weights is bf16, and --precision is {config.precision}{of_auto}: give --precision bf16 as well",
         ),
         (
-            is_sharded and not kind.shards,
+            config.is_sharded(world_size) and not kind.shards,
             f"{own}, which does not work on sharded weights: give --sharding ddp, or choose {{sharding}}",
         ),
     ):

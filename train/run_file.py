@@ -207,21 +207,30 @@ def values_of_run(options: type, folder: str) -> dict[str, Value]:
             f"there is no run in {folder} to resume: {path} cannot be read ({reason}); name the folder of one, "
             "or leave out --resume to begin one there"
         ) from error
-    from bucketline.loader.recorded_run import from_start, started_in
-
-    start = started_in(Path(folder), values.get("output_dir"))
-    for name in PLACES:
-        match values.get(name):
-            case str(word):
-                values[name] = from_start(word, start)
-            case list(words):
-                values[name] = [from_start(str(word), start) for word in words]
+    values = from_its_start(values, Path(folder))
     known = {one.name: one for one in fields(options) if not _is_command_line_only(options, one.name)}
     return {
         name: Value(value=_NONE if value is None else value, place=str(path))
         for name, value in values.items()
         if name in known and (value is not None or known[name].default is not None) and name != "output_dir"
     }
+
+
+def from_its_start(recorded: Mapping[str, Json], place: Path) -> dict[str, Json]:
+    """Return the options that a run has recorded, with relative paths from the folder in which it was started.
+
+    `place`: the run's folder, or one within it.
+    """
+    from bucketline.loader.recorded_run import from_start, started_in
+
+    values, start = dict(recorded), started_in(place, recorded.get("output_dir"))
+    for name in PLACES:
+        match values.get(name):
+            case str(word):
+                values[name] = from_start(word, start)
+            case list(words):
+                values[name] = [from_start(str(word), start) for word in words]
+    return values
 
 
 def words_of_values(values: Mapping[str, Value]) -> list[str]:

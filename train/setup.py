@@ -61,7 +61,7 @@ from bucketline.train.parallel import (
 )
 from bucketline.train.refusals import steps_of_epochs
 from bucketline.train.run_file import config_as_json, preset_names
-from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place_model, shard_ranks_of
+from bucketline.train.sharding import layout_on, loads_alone, place_model, shard_ranks_of
 from bucketline.train.step import Training
 from bucketline.train.values import Course, Ema, EmaPlace, LrSchedule, Weighting
 
@@ -210,7 +210,7 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
     training = Training(
         config=config,
         family=family,
-        model=replicated(model, config, device) if ranks.world_size > 1 and not is_sharded(config, ranks) else model,
+        model=replicated(model, config, device) if ranks.world_size > 1 and not config.is_sharded(ranks.world_size) else model,
         optimizer=optimizer,
         average=average_of(config, model, optimizer) or average,
         prep=Prep(
@@ -400,9 +400,9 @@ def count_work(training: Training, ranks: TrainRanks, loader: Loader, say: Calla
         examples = example_batches(one, [*trained, *validated])
     own, evaluated = ({bucket.name: examples[bucket.name] for bucket in buckets} for buckets in (trained, validated))
     if compiled:
-        if is_sharded(config, ranks):
+        if is_sharded := config.is_sharded(ranks.world_size):
             share_cores_of_compiler(torchrun_ranks()["local_world_size"])
-        turn = contextlib.nullcontext if is_sharded(config, ranks) else functools.partial(first_of_each_machine_first, ranks)
+        turn = contextlib.nullcontext if is_sharded else functools.partial(first_of_each_machine_first, ranks)
         warm_up(training, [*own.values()], say, validated=[*evaluated.values()], turn=turn)
     if on_gpu and own:
         flops = flops_of_buckets(training.bare_model, training.family, own)

@@ -18,7 +18,7 @@ from bucketline.train.config import Base
 from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import fill_from_rank_zero, from_rank_zero, separate_blocks
-from bucketline.train.values import DDP, ShardBy
+from bucketline.train.values import ShardBy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     from bucketline.train.ema import Average
     from bucketline.train.outputs.weights import Weights
     from bucketline.train.parallel import TrainRanks
-
-
-def is_sharded(config: TrainConfig, ranks: TrainRanks) -> bool:
-    """Return whether the run shards its model."""
-    return config.sharding != DDP and ranks.world_size > 1
 
 
 def shard_ranks_of(config: TrainConfig, ranks: TrainRanks) -> int:
@@ -128,7 +123,7 @@ def place_model(
     else:
         whole = tensors_of(model)
         torch.nn.Module.to(model, "meta")
-        if is_sharded(config, ranks):  # FSDP2 takes only contiguous parameters
+        if config.is_sharded(ranks.world_size):  # FSDP2 takes only contiguous parameters
             gathered = torch.bfloat16 if config.autocasts else torch.float32
             shard(model, shard_mesh(device, shard_ranks_of(config, ranks)), gathered, keeps_gathered=config.keep_gathered)
             if layout is torch.channels_last:

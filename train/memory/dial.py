@@ -19,8 +19,8 @@ from bucketline.train.memory_choice import EMA_EVERY, decided
 from bucketline.train.models.load import locate, read_model_config
 from bucketline.train.optim import kind_of
 from bucketline.train.parallel import from_rank_zero
-from bucketline.train.sharding import is_sharded, shard_ranks_of
-from bucketline.train.values import DDP, EmaPlace
+from bucketline.train.sharding import shard_ranks_of
+from bucketline.train.values import EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -72,7 +72,7 @@ def fitted(config: TrainConfig, ranks: TrainRanks, loader: Loader, memory: int, 
     Raises:
         UsageError: if the run does not fit into --memory; the message has the nearest that does.
     """
-    sharing = shard_ranks_of(config, ranks) if is_sharded(config, ranks) else ranks.world_size
+    sharing = shard_ranks_of(config, ranks) if config.is_sharded(ranks.world_size) else ranks.world_size
     choice = from_rank_zero(ranks, lambda: _counted_choice(config, sharing, loader, memory))
     if choice is None:
         return decided(config)
@@ -163,7 +163,7 @@ def _first(count: int, recomputing: int, fits: Callable[[int], bool]) -> int | N
 
 def savings_of(config: TrainConfig, ranks: int = 1) -> Iterator[Saving]:
     """Yield what saves memory, in order of cost; an option that is given is not changed."""
-    has_torchao, is_whole = importlib.util.find_spec("torchao") is not None, config.sharding == DDP or ranks == 1
+    has_torchao, is_whole = importlib.util.find_spec("torchao") is not None, not config.is_sharded(ranks)
     if config.recompute is None and not config.offload_blocks:
         for share in (0.25, 0.5, 0.75, 1.0):
             yield Saving(options={"recompute": share}, price=f"up to {share / 3:.0%} more time, and the same losses")

@@ -26,7 +26,6 @@ from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.atomic_write import move_durably
 from bucketline.files.disk_space import failed_write
 from bucketline.files.run_marker import CHECKPOINTS
-from bucketline.loader.recorded_run import from_start, started_in
 from bucketline.model_file import PICKLED, SUFFIX, converter, file_tensors, single_file
 from bucketline.torch_dtypes import dtype_named
 from bucketline.train import checkpoint
@@ -40,6 +39,7 @@ from bucketline.train.outputs.model_card import pipeline_card
 from bucketline.train.outputs.pipeline_folder import fused, other_parts, write_parts
 from bucketline.train.outputs.single_file import in_original_layout
 from bucketline.train.outputs.weights import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE, save_tensors, weights_folder
+from bucketline.train.run_file import from_its_start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -141,10 +141,9 @@ def _write_pipeline(weights: Path, output: Path, like: Path | None, dtype: str, 
         )
     if fuse and not has_adapters:
         raise UsageError(f"--fuse is for adapters, and {weights} has all weights of the model; leave it out")
-    saved = checkpoint.read_state(weights.parent)
-    start = started_in(weights.parent, saved.config.get("output_dir"))
-    given, asked = Path(from_start(str(saved.config["model"]), start)), saved.config.get("model_config")
-    own, file = locate(given, None if asked is None else from_start(str(asked), start))
+    saved = from_its_start(checkpoint.read_state(weights.parent).config, weights.parent)
+    given, asked = Path(str(saved["model"])), saved.get("model_config")
+    own, file = locate(given, None if asked is None else str(asked))
     if file is not None and like is None:
         raise UsageError(
             f"the run began from {given}, one file; name a folder in diffusers' layout with the other parts by --like, or an "
@@ -163,7 +162,7 @@ def _write_pipeline(weights: Path, output: Path, like: Path | None, dtype: str, 
     kept += ", with the trained adapters added" if has_adapters else ""
     card = pipeline_card((weights.parent / checkpoint.CARD).read_text(encoding="utf-8"), given, family, dtype=dtype, kept=kept)
     with staged_folder(output) as aside, _explaining(output, aside):
-        write_parts(aside, parts, family.folder, kind, _schedule(weights, own, saved.config))
+        write_parts(aside, parts, family.folder, kind, _schedule(weights, own, saved))
         save_tensors(_in_dtype(trained, dtype), aside / family.folder / MODEL_FILE, {"format": "pt"})
         (aside / family.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (aside / checkpoint.CARD).write_text(card, encoding="utf-8")
@@ -189,8 +188,8 @@ def _write_file(weights: Path, output: Path, like: Path | None, dtype: str) -> N
             f"{weights} has only adapters, which are one file already, in lora_ema/ (and lora/); name a folder to write "
             "them with another --dtype"
         )
-    saved = checkpoint.read_state(weights.parent).config
-    named = like or Path(from_start(str(saved["model"]), started_in(weights.parent, saved.get("output_dir"))))
+    saved = from_its_start(checkpoint.read_state(weights.parent).config, weights.parent)
+    named = like or Path(str(saved["model"]))
     template = single_file(named)
     if template is None:
         raise UsageError(
