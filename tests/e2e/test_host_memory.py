@@ -6,8 +6,6 @@ import ctypes
 import functools
 import gc
 import json
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +20,14 @@ from bucketline.train.models.lora import add_adapters
 from bucketline.train.outputs.saver import HostMemory, copied
 from bucketline.train.outputs.weights import weights_of
 from bucketline.train.sharding import place_model
+from tests.process_memory import forget_highest, in_memory
 from tests.unit.train.forked import fork_ranks
 from tests.unit.train.models.test_families import offered
 from tests.unit.train.tiny_run import config
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bucketline.train.config import TrainConfig
     from bucketline.train.parallel import TrainRanks
 
@@ -37,13 +38,6 @@ NUM_BLOCKS = (2, 8)
 SLACK = 0.15  # of the model's weights
 ATTEMPTS = 3  # as long as other processes disturb
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
-
-
-def in_memory(name: str) -> int:
-    """Return what the kernel says of this process, in bytes: `VmRSS`, or its highest value, `VmHWM`."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    assert found
-    return 1024 * int(found[1])
 
 
 def write_transformer(folder: Path, num_blocks: int) -> int:
@@ -67,17 +61,17 @@ def write_transformer(folder: Path, num_blocks: int) -> int:
     return sum(path.stat().st_size for path in (folder / "transformer").glob("*.safetensors"))
 
 
-def forget_highest() -> None:
-    """Return free memory to the kernel, and have it forget the highest value so far, `VmHWM`."""
+def begin_again() -> None:
+    """Return free memory to the kernel, and have it forget the highest value so far."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    forget_highest()
 
 
 def measure(ranks: TrainRanks, folder: Path, asked: TrainConfig) -> None:
     """Place a model, take an optimizer step and a checkpoint's copies; write the highest host memory of each part, in bytes."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back to the kernel at once
-    forget_highest()
+    begin_again()
     before = in_memory("VmRSS")
     dtype = torch.float32 if asked.lora_rank is None else torch.bfloat16
     family, model = load(asked.model, offered("flux"), 0, dtype=dtype, on_meta=not ranks.is_main)
@@ -86,14 +80,14 @@ def measure(ranks: TrainRanks, folder: Path, asked: TrainConfig) -> None:
     weights = weights_of(family, adapters=asked.lora_rank is not None)
     average = place_model(model, asked, ranks, torch.device("cpu"), weights, None, functools.partial(Average, decay=0.9))
     placed = in_memory("VmHWM") - before
-    forget_highest()
+    begin_again()
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], fused=True)
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     stepped = in_memory("VmHWM") - before
-    forget_highest()
+    begin_again()
     memory = HostMemory()
     copied(memory, weights, model, average, optimizer, keeps=ranks.is_main)
     saved = in_memory("VmHWM") - before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,25 +11,22 @@ from tests.fault import fuzz
 from tests.fault.corpus import inputs, mutated, sound
 from tests.fault.parsers import PARSERS
 from tests.fault.small_caches import read_cache
+from tests.process_memory import forget_highest, in_memory
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_a_changed_file_is_read_or_is_an_error_of_ours(parser: str, tmp_path: Path) -> None:
     count, changed = 0, 100 if parser.startswith(fuzz.IMPORT) else 400
-    peak = memory("VmRSS", reset=True)
+    forget_highest()
+    peak = in_memory("VmRSS")
     for data in mutated(parser, changed, seed=5):
         PARSERS[parser](data, tmp_path)
         count += 1
     assert count == changed + len(inputs(parser))
-    assert memory("VmHWM") - peak < 1 << 30
-
-
-def memory(name: str, *, reset: bool = False) -> int:
-    """Return a number of bytes of this process; `reset` lets its peak begin again."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
+    assert in_memory("VmHWM") - peak < 1 << 30
 
 
 @pytest.mark.parametrize("kind", IMPORTERS)
