@@ -91,7 +91,7 @@ class ControlPage:
             return
         if failure is not None:
             told = failure_as_json(failure)
-            text = json.dumps({**told, "message": told["message"][: _FAILURE_BYTES // 8]}).encode()
+            text = json.dumps({**told, "message": told["message"][: _FAILURE_BYTES // 16]}).encode()
             self._failure[: len(text)] = text
             self.words[Word.FAILURE_BYTES] = len(text)
         fence()

@@ -41,7 +41,7 @@ class FrameClient(Client):
         self._sending = threading.Lock()
         self._stream: ThreadStream | None = None
         self._is_over = False
-        self._failure: BucketlineError | None = None  # that ends the batches
+        self._failure: BucketlineError | None = None  # with which the service stops
         self._counts = Stats(begun=time.perf_counter())
         self._show: Callable[[], None] | None = None  # sends a sign of life, in the form that the client expects now
         self._ends_at: float | None = time.monotonic() + client_connection.REQUEST_S  # until it has proved who it is
@@ -92,7 +92,7 @@ class FrameClient(Client):
 
     def run(self) -> None:
         """Send batches until all are sent, the client leaves or `stop` is called."""
-        stream, writer = self._stream, self._writer
+        stream, writer, failure = self._stream, self._writer, None
         assert stream is not None
         asked = self._counts.begun = time.perf_counter()
         try:
@@ -106,11 +106,11 @@ class FrameClient(Client):
         except OSError:
             return  # the client has left
         except BucketlineError as error:
-            self._failure = error
+            failure = error
             self._counts.errors += 1
         with self._sending, suppress(OSError):
             self._is_over = True
-            writer.end(self._failure)
+            writer.end(failure or self._failure)
 
     def show_life(self) -> None:
         """Send a sign of life, unless a batch is being sent or unread; end the iteration of a client that has gone."""

@@ -65,14 +65,13 @@ def filled_as_laid_out(buffer: Tensor, position: Sequence[int], layout: bytes) -
     Raises:
         ValueError, TypeError: if the layout is damaged.
     """
-    bucket, num_bytes, fields = decoded(layout)
+    bucket, num_bytes, fields = _known(layout)
     step, micro_step, epoch = position
     return FilledBuffer(
         buffer=buffer, fields=fields, num_bytes=num_bytes, step=step, micro_step=micro_step, epoch=epoch, bucket=bucket
     )
 
 
-@functools.lru_cache(maxsize=_MAX_KNOWN)
 def decoded(layout: bytes) -> tuple[str, int, list[Field]]:
     """Return the bucket, bytes and fields that were encoded.
 
@@ -84,6 +83,9 @@ def decoded(layout: bytes) -> tuple[str, int, list[Field]]:
     if any(one.begin + one.num_bytes > num_bytes for one in found):
         raise ValueError(f"it has a tensor beyond its {num_bytes} bytes")
     return bucket, num_bytes, found
+
+
+_known = functools.lru_cache(maxsize=_MAX_KNOWN)(decoded)  # of the batches that are taken; what is refused is not kept
 
 
 def _field(name: str, dtype: str, shape: list[int], begin: int, num_bytes: int) -> Field:

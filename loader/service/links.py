@@ -206,7 +206,7 @@ class Search:
         """Begin with the server that worked last. `over`: set when nobody waits any more."""
         self._servers, self._over = servers, over
         self.until = time.monotonic() + servers.deadline_s
-        self._num_failures, self._pause_s = 0, _FIRST_PAUSE_S
+        self._num_failures, self._pause_s = 0, min(_FIRST_PAUSE_S, servers.deadline_s / 2)
 
     def ask(self, message: Mapping[str, Any]) -> ServiceAnswer:
         """Ask the server whose turn it is.

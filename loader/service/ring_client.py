@@ -151,9 +151,11 @@ class Ring:
         with self._changed:
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Release the threads that wait for room."""
+    def close(self, failure: BaseException | None = None) -> None:
+        """Release the threads that wait for room; the iteration ends with the failure, if there is one."""
         with self._changed:
+            if failure is not None:
+                self.control.end(failure)
             self._is_over = True
             self._changed.notify_all()
 
@@ -207,10 +209,8 @@ class RingClient(Client):
 
     def stop(self, failure: DeliveryError) -> None:
         """End the client's iteration with the failure after the ready batches; `run` returns soon."""
-        ring = self._ring
-        if ring is not None:
-            ring.control.end(failure)
-            ring.close()
+        if self._ring is not None:
+            self._ring.close(failure)
         self.shut()
 
     def close(self) -> None:

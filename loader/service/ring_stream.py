@@ -66,7 +66,8 @@ class RingStream:
         self._poll = select.poll()
         self._poll.register(self._sock, select.POLLIN)
         self._is_closed = False
-        self._close_fd = weakref.finalize(self, os.close, self._fd)  # last: until here, the caller closes it
+        answer.fds.clear()  # last: until here, the caller closes it
+        self._close_fd = weakref.finalize(self, os.close, self._fd)
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None:
         """Return the next micro-batch; see `ThreadStream.next`."""

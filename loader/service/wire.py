@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PROTOCOL = 7
 MAX_MESSAGE_BYTES = 1 << 20  # that a service accepts
-MAX_ANSWER_BYTES = 1 << 29  # that a client accepts: manifests are in it
+MAX_ANSWER_BYTES = 1 << 29  # that a client accepts where it has requested manifests or names
 ALIVE_EVERY_S = 2.0  # over TCP, a server with nothing to send sends a sign of life
 ALIVE = {"alive": True}  # before the answer; then it is a frame
 WAKE = b"\0"  # over a unix socket, each byte after the answer means: read the control page again
@@ -122,6 +122,7 @@ class StatsResponse:
 
 AnyRequest: TypeAlias = Request | StoresRequest | NamesRequest | StatsRequest
 _KINDS = {"batches": Request, "stores": StoresRequest, "names": NamesRequest, "stats": StatsRequest}
+_LONG_ANSWERS = ("stores", "names")
 
 
 class LostError(DeliveryError):
@@ -248,6 +249,7 @@ def ask(
         BucketlineError: if it refuses.
     """
     fds: list[int] = []
+    most = MAX_ANSWER_BYTES if message["ask"] in _LONG_ANSWERS else MAX_MESSAGE_BYTES
     try:
         found = receive(sock, silence_s)
         if "nonce" in found:
@@ -261,7 +263,7 @@ def ask(
         while found == ALIVE:
             if over is not None and over.is_set():
                 raise LostError("the iteration has ended")
-            found = receive(sock, silence_s, fds if sock.family == socket.AF_UNIX else None, max_bytes=MAX_ANSWER_BYTES)
+            found = receive(sock, silence_s, fds if sock.family == socket.AF_UNIX else None, max_bytes=most)
         if "error" in found:
             raise failure_of(found)
     except BaseException:

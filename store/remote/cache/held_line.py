@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -44,7 +45,7 @@ class HeldLine:
         self.error: Exception | None = None  # of the last try
         self.requested_at: float | None = None  # of the first try
         self.not_before = 0.0
-        self.lacked_room_at: float | None = None  # of the last try that found no room, since the last request
+        self.lacked_room_at = -math.inf  # of the last try that found no room, since the last request
         self.reserved = 0  # bytes
 
     @property
@@ -55,7 +56,7 @@ class HeldLine:
     @property
     def is_without_room(self) -> bool:
         """Return whether it waits for room in the cache."""
-        return self.state is State.QUEUED and self.lacked_room_at is not None
+        return self.state is State.QUEUED and self.lacked_room_at > -math.inf
 
     def is_stuck(self, now: float, seconds: float) -> bool:
         """Return whether a request of it has failed, or has been under way for longer than so many seconds."""

@@ -7,6 +7,7 @@ the lines (`fetch_threads`), each of them by one request (`line_download`).
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from bisect import bisect_left
@@ -55,7 +56,7 @@ class LineFetcher:
         self._threads = FetchThreads(lock, self._try_claim, self._fetch, deadline_s=deadline_s)
         self._lines: dict[tuple[int, int], HeldLine] = {}  # by (id of the shard, line): held, or being fetched
         self._last_arrival = 0.0
-        self._lacked_room_at: float | None = None  # of the last try of any line that found no room
+        self._lacked_room = -math.inf, 0  # when a line found no room, the last one, and its priority
         self._is_closed = False
         self._counts: Counter[str] = Counter()
         self._waited_s = self._fetch_s = 0.0
@@ -198,8 +199,10 @@ class LineFetcher:
 
     def _is_for_room(self, line: HeldLine) -> bool:
         """Return whether a line is missing for want of room: it or one queued before it waits for some, or it just got some."""
-        at = self._lacked_room_at if line.state is State.QUEUED else line.lacked_room_at
-        return line.is_without_room or (at is not None and time.monotonic() - at < self._deadline_s / STUCK_PART)
+        at, priority = self._lacked_room
+        if line.state is not State.QUEUED or priority > line.priority:
+            at = line.lacked_room_at
+        return line.is_without_room or time.monotonic() - at < self._deadline_s / STUCK_PART
 
     def wake(self) -> None:
         """Let everybody who waits look again."""
@@ -248,7 +251,8 @@ class LineFetcher:
             return False
         if state == ABSENT:
             if not self._cache.reserve(line.num_bytes):
-                line.lacked_room_at = self._lacked_room_at = time.monotonic()
+                line.lacked_room_at = time.monotonic()
+                self._lacked_room = line.lacked_room_at, line.priority
                 shard.locks.unlock(lock)
                 return False
             line.reserved = line.num_bytes
@@ -317,7 +321,7 @@ class LineFetcher:
     def _arrived(self, line: HeldLine) -> None:
         """Make a line that is present READY; its claim becomes a shared one, which is released with it."""
         shard, number = line.shard, line.number
-        line.error, line.tries, line.requested_at, line.lacked_room_at = None, 0, None, None
+        line.error, line.tries, line.requested_at, line.lacked_room_at = None, 0, None, -math.inf
         line.state = State.READY
         self._last_arrival = time.monotonic()
         shard.last_use[number] = self._cache.room.tick()
@@ -332,7 +336,7 @@ class LineFetcher:
         self._counts["retries"] += 1
         line.error = error if isinstance(error, StoreError) else StoreError(f"it cannot be fetched: {error!r}")
         self._cache.room.give_back(line.reserved)
-        line.reserved, line.lacked_room_at = 0, None
+        line.reserved, line.lacked_room_at = 0, -math.inf
         line.shard.locks.unlock(line.shard.lock_of(line.number))
         line.wrong += is_wrong(error)
         line.not_before = time.monotonic() + pause_after(line.tries)

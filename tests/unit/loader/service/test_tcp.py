@@ -14,16 +14,18 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
-from bucketline.errors import BucketlineError, DeliveryError, UsageError
+from bucketline.errors import BucketlineError, DeliveryError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, ServiceAddress
 from bucketline.loader.prefetch.threads import ThreadStream
 from bucketline.loader.service import client_connection, frame_client, links, server, wire
 from bucketline.loader.service.frame_client import FrameClient
+from bucketline.loader.service.frames import FrameReader, FrameWriter
+from bucketline.loader.service.layouts import FrameKind
 from bucketline.loader.service.server import Service
 from bucketline.loader.service.sockets import Security, shut
 from bucketline.loader.service.tokens import proof_of
@@ -192,6 +194,33 @@ def test_a_client_that_reads_nothing_holds_up_no_sign_of_life_of_others() -> Non
         assert not thread.is_alive()
         ours.close()
         client.show_life()
+
+
+def test_a_failure_to_read_is_told_also_if_the_service_stops_before_it_is_sent() -> None:
+    ours, theirs = socket.socketpair()
+    client = FrameClient(ours, "peer", None, None)
+    failed = threading.Event()
+
+    class Failing:
+        def next(self) -> None:
+            failed.set()
+            raise StoreError("shard 3 is damaged")
+
+        def release(self) -> None: ...
+
+    client._stream, client._writer = cast("Any", Failing()), FrameWriter(ours)
+    with client._sending:  # as while a sign of life is sent
+        sender = threading.Thread(target=client.run)
+        sender.start()
+        assert failed.wait(60)
+        assert wait_until(lambda: client._counts.errors == 1)
+        client.stop(DeliveryError("the service was stopped"))
+    sender.join()
+    found = FrameReader(theirs, 100)
+    assert found.next_kind() is FrameKind.END
+    assert repr(found.failure()) == repr(StoreError("shard 3 is damaged"))
+    ours.close()
+    theirs.close()
 
 
 def test_a_connection_by_tls_that_is_ended_sends_nothing_in_the_clear(tmp_path: Path) -> None:

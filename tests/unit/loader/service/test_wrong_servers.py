@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import struct
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -126,6 +127,16 @@ def test_a_wrong_answer_is_an_error_that_names_the_server(store: Store, name: st
         server({**GRANTED, **WRONG[name]}) as found,
         reader(store, found) as far,
         pytest.raises(DeliveryError, match=rf"127.0.0.1:{found.port}"),
+    ):
+        next(far.forever())
+
+
+def test_an_answer_longer_than_batches_need_is_refused_by_its_announcement(store: Store) -> None:
+    """One that came a piece at a time would last for minutes, beyond the deadline, and so would closing the loader."""
+    with (
+        server(ALIVE, struct.pack(">I", 12 << 20) + b'{"x": [') as found,
+        reader(store, found) as far,
+        pytest.raises(DeliveryError, match="a message of 12582912 bytes was announced, expected at most 1048576"),
     ):
         next(far.forever())
 

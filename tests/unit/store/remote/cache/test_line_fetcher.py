@@ -269,6 +269,36 @@ def test_a_line_that_waited_for_room_until_a_moment_ago_or_behind_one_is_missing
     opened.close()
 
 
+def test_a_line_that_another_process_fetches_is_not_missing_for_want_of_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder.CacheFolder, "ring_bytes", property(lambda own: own.limit - 2 * LINE_BYTES))
+    monkeypatch.setattr(folder, "LEAST_BYTES", LINE_BYTES)
+    arrived, may_arrive = threading.Event(), threading.Event()
+
+    def slowly(number: int) -> None:
+        if number == 3:
+            arrived.set()
+            may_arrive.wait(60)
+
+    first, second = (
+        open_shard(tmp_path / "cache", Objects(fault=slowly), limit=3 * LINE_BYTES + 100_000, deadline_s=80.0) for _ in range(2)
+    )
+    first.read(0, 1)
+    fetched = first.fetcher.hold([(first.shard, 3)], 0)
+    assert arrived.wait(10)
+    mine, ahead = (second.fetcher.hold([(second.shard, number)], priority) for number, priority in ((3, 0), (2, 9)))
+    assert wait_until(lambda: second.fetcher.lack_room(ahead))
+    mine[0].requested_at = long_ago = time.monotonic() - 100
+    with pytest.raises(StoreError, match=r"line 3 .*has not arrived"):
+        second.fetcher.wait(mine, begun=long_ago)
+    may_arrive.set()
+    assert first.fetcher.wait(fetched)
+    assert second.fetcher.wait(mine)
+    first.close()
+    second.close()
+
+
 def test_a_line_that_is_tried_again_much_later_keeps_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_fetcher, "pause_after", lambda _: 60.0)
 
