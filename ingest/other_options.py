@@ -45,12 +45,12 @@ def refuse_other_options(config: PackConfig, stored: Manifest, contents: Schema,
     changed = {name: old.get(name) for name in {**old, **new} if old.get(name) != new.get(name)}
     others = [one for one in found if not any(one[0] in FIELDS[name] for name in changed)]
     of_model = [one for one in others if one[0].startswith(tuple(f"{name}." for name in _ENCODERS))]
-    if of_model and "model" in config.left_out:
+    if of_model and "model" in config.left_out and not changed:
         field, stored_value, value = of_model[0]
         raise FingerprintError(
-            f"{config.model}, with which {config.store} was last packed, is another model now "
+            f"{config.model}, the model of the last pack into {config.store}, is not the one that it was made with "
             f"({field} = {stored_value!s:.200}, this run has {value!s:.200}); "
-            "name the one that the store was made with by --model MODEL, or pack into a new store"
+            "name that one by --model MODEL, or pack into a new store"
         )
     if changed or others:
         lines = [f"{config.store} was made with other options than this run has:"]

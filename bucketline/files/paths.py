@@ -46,6 +46,11 @@ IMAGE_SUFFIXES = frozenset(
 )
 
 
+def is_there(path: Path | str) -> bool:
+    """Return whether a path leads to something that can be reached; `Path.exists` raises where it may not be looked at."""
+    return os.path.exists(path)  # noqa: PTH110
+
+
 def why_not_there(path: Path) -> str:
     """Return how much of a missing path exists, and a similar name there.
 

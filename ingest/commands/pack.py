@@ -49,9 +49,14 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
 
         if self.engine is not None:
             _prepare_environment(self)
-        own = with_packed_model(self)
-        if own.model != self.model and not (self.json or torchrun_ranks()["rank"]):
-            print(f"model: {printable(own.model)}, as the last pack into {shown(self.place)}")
+        try:
+            own = with_packed_model(self)
+        except UsageError:
+            _refuse_swapped(self.source, self.place)
+            raise
+        if own.model != self.model and not torchrun_ranks()["rank"]:
+            told = f"model: {printable(own.model)}, as the last pack into {shown(self.place)}"
+            print(told, file=sys.stderr if self.json else sys.stdout, flush=True)
         try:
             with naming_packed_model(own):
                 return own._run()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import ModelError
 from bucketline.families.registry import crossed, family_of_model
 from bucketline.families.vaes import latent_channels
+from bucketline.files.paths import is_there
 from bucketline.files.redact import redacted
 from bucketline.ingest.encoders.hub import downloaded, snapshot
 from bucketline.model_file import ModelFile, open_model_file, refuse_config_without_file, single_file
@@ -228,9 +229,9 @@ def local_model(name: str, config: str | None = None) -> ModelFolder | None:
         return ModelFolder(name=name, path=file.config, file=file)
     refuse_config_without_file(redacted(name), config)
     path = Path(name)
-    if name and path.is_dir():
+    if name and is_there(name) and path.is_dir():
         return ModelFolder(name=name, path=path)
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if is_there(name) or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
             f"{redacted(name) or '--model, an empty text,'} is not a folder; expected a model folder in diffusers' layout "
             "(vae/, text_encoder/, tokenizer/), a .safetensors file, or a hub name such as owner/model"

@@ -103,8 +103,8 @@ def finish(run: PackRun) -> PackResult:
     dropped = [*map(sample_digest, rejected), *pruned.digests]
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
-    note_model(config, is_compared=account.has_encoded)
     published = target.publish(run.newest, run.sealed, dropped, config.caption_rules.recorded(run.newest.rules))
+    unnoted = note_model(config, is_compared=account.has_encoded)
     store = target.open(published)
     _write_long_captions(config.store / LONG_CAPTIONS, store, run.sealed, account)
     gone = not_in_source(store, outline)
@@ -124,7 +124,7 @@ def finish(run: PackRun) -> PackResult:
         rejected=len(account.rejects),
         without_caption=account.without_caption,
         captions_from=outline.captions_from,
-        notes=[*outline.notes, *_notes_about_encoders(config, before, account)],
+        notes=[*outline.notes, *unnoted, *_notes_about_encoders(config, before, account)],
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         captions_truncated=account.captions_truncated,

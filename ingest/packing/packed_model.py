@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.files.atomic_write import explaining, write_durably
+from bucketline.files.atomic_write import write_durably
+from bucketline.files.paths import is_there
 from bucketline.files.redact import redacted
 from bucketline.files.regular_file import read_regular
-from bucketline.ingest.sources.dataset_file import is_dataset_file
-from bucketline.store.format.manifest import MANIFEST
+from bucketline.ingest.sources.dataset_file import is_dataset_file, read_dataset_file
+from bucketline.store.format.manifest import MANIFEST, generations
 from bucketline.typed_json import TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
@@ -41,34 +42,35 @@ class PackedModel:
 
     @property
     def is_gone(self) -> bool:
-        """True if it was in a folder or file that is no longer there."""
-        return self.model.startswith("/") and not Path(self.model).exists()
+        """True if it was in a folder or file that is no longer there, or cannot be reached."""
+        return self.model.startswith("/") and not is_there(self.model)
 
 
 def packed_model(store: Path) -> PackedModel | None:
     """Return the model that a store in a folder was last packed with; None if it is not noted."""
     try:
-        return decode(PackedModel, json.loads(read_regular(store / PACKED_MODEL, _MAX_NOTE_BYTES)))
+        found = decode(PackedModel, json.loads(read_regular(store / PACKED_MODEL, _MAX_NOTE_BYTES)))
     except (OSError, ValueError, RecursionError, TypedJsonError):
         return None
+    return found if found.model.startswith("/") or found.model.count("/") == 1 else None
 
 
-def note_model(config: PackConfig, *, is_compared: bool) -> None:
-    """Note a run's model next to the store, if it is in a folder.
+def note_model(config: PackConfig, *, is_compared: bool) -> list[str]:
+    """Note a run's model next to the store, if it is in a folder; return why it could not, in a line, or nothing.
 
     `is_compared`: the encoders' weights are known to be the store's; without it, a model that is there is not replaced.
-
-    Raises:
-        StoreError: if the note cannot be written.
     """
     if not isinstance(config.place, Path):
-        return
+        return []
     of_file = None if config.model_config is None else _resolved(config.model_config)
     own, before = PackedModel(model=_resolved(config.model), model_config=of_file), packed_model(config.store)
     if own != before and (is_compared or before is None or before.is_gone):
         path = config.store / PACKED_MODEL
-        with explaining(path):
+        try:
             write_durably(path, json.dumps(encode(own), indent=1, sort_keys=True).encode() + b"\n", syncs=False)
+        except OSError as error:
+            return [f"the model's place was not noted for the next pack, since {path} cannot be written: {error.strerror}"]
+    return []
 
 
 def with_packed_model(config: _C) -> _C:
@@ -83,11 +85,14 @@ def with_packed_model(config: _C) -> _C:
     needs = f"{redacted(str(config.place))} needs --model MODEL"
     if not isinstance(config.place, Path):
         raise UsageError(f"{needs}, since a store at a URL does not know where its model is on this machine")
-    stores = sorted(config.place.glob("*.store")) if is_dataset_file(config.source) else [config.place]
+    stores = [config.place]
+    if is_dataset_file(config.source):
+        entries = read_dataset_file(Path(config.source), config.alone()).sources
+        stores = [config.place / entry.store_name for entry in entries]
     found = {store: noted for store in stores if (noted := packed_model(store)) is not None}
-    if not any((store / MANIFEST).exists() for store in stores):
-        raise UsageError(f"{needs}, since it is a new store (`ingest pack --help` explains it)")
     if not found:
+        if not any(is_there(store / MANIFEST) or generations(store) for store in stores):
+            raise UsageError(f"{needs}, since it is a new store (`ingest pack --help` explains it)")
         raise UsageError(
             f"{needs}, since it does not know where its model is on this machine: it was pulled or copied here, or packed by "
             "an earlier version; give it once"
@@ -100,7 +105,8 @@ def with_packed_model(config: _C) -> _C:
         )
     if own.is_gone:
         raise ModelError(
-            f"{own.model}, with which {first} was last packed, is no longer there; add --model MODEL with the place where it is"
+            f"{own.model}, with which {first} was last packed, is no longer there or cannot be reached; add --model MODEL with "
+            "the place where it is"
         )
     return replace(config, model=own.model, model_config=config.model_config or own.model_config)
 
@@ -119,4 +125,4 @@ def naming_packed_model(config: PackConfig) -> Iterator[None]:
 
 
 def _resolved(name: str) -> str:
-    return str(Path(name).absolute()) if Path(name).exists() else name
+    return str(Path(name).absolute()) if is_there(name) else name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
@@ -35,7 +36,7 @@ class CaptionFolder:
         self._files = CaptionFiles(folder=folder, options=SourceOptions())
         for inside, names in files_below(folder):
             for name in names:
-                self._files.add(inside + name, f".{name.rpartition('.')[2].lower()}")
+                self._files.add(inside + name, os.path.splitext(name)[1].lower())  # noqa: PTH122 - as in a listing
 
     def of(
         self, sample_id: str, *, stem: str | None = None, in_cache: tuple[str, ...] | None = None

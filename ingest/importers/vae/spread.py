@@ -5,8 +5,9 @@ Letters: C latent channels.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,18 @@ class ExpectedLatents:
     mean: NDArray[np.float64]  # [C] or [1]
     std: NDArray[np.float64]  # [C] or [1]
 
+    @cached_property
+    def _weights(self) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+        """Factors of the mean square and of the mean of each channel, and the rest, in the square of `factor_of`."""
+        weights = self.std**-2.0
+        return weights, -2.0 * self.mean * weights, float((self.mean**2 * weights).mean())
+
     def factor_of(self, moments: Moments) -> float:
-        """Return the spread of latents around the VAE's mean, over the VAE's."""
-        with np.errstate(all="ignore"):  # what is not finite makes it infinite
-            return overall(moments.factors(self))
+        """Return what `overall(moments.factors(self))` does, in a few operations: it is called for each sample."""
+        of_squares, of_sums, rest = self._weights
+        each = of_squares * moments.squares + of_sums * moments.sums  # [C]
+        found = float(each.sum()) / (moments.number * len(moments.squares)) + rest
+        return math.sqrt(max(found, 0.0)) if math.isfinite(found) else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

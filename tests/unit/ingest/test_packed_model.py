@@ -96,7 +96,7 @@ def test_a_model_that_is_gone_is_refused_and_told_again_it_is_noted(again: Path)
         ran = pack(again / "photos", again / "s", *more).fails()
         (line,) = ran.err.splitlines()
         assert line == (
-            f"error: {again / 'sd'}, with which {again / 's'} was last packed, is no longer there; "
+            f"error: {again / 'sd'}, with which {again / 's'} was last packed, is no longer there or cannot be reached; "
             "add --model MODEL with the place where it is"
         )
         assert ran.out == ""
@@ -110,9 +110,11 @@ def test_another_model_in_its_place_is_refused_in_one_line(again: Path, tmp_path
     write_model(again / "sd", seed=1)
     (again / "photos" / "new.png").write_bytes(png(20, 30, 99))
     (line,) = pack(again / "photos", again / "s").fails().err.splitlines()
-    assert line.startswith(f"error: {again / 'sd'}, with which {again / 's'} was last packed, is another model now (encoders.")
+    assert line.startswith(
+        f"error: {again / 'sd'}, the model of the last pack into {again / 's'}, is not the one that it was made with (encoders."
+    )
     assert ".weights_hash = " in line
-    assert line.endswith("name the one that the store was made with by --model MODEL, or pack into a new store")
+    assert line.endswith("name that one by --model MODEL, or pack into a new store")
     shutil.rmtree(again / "sd" / "vae")
     (line,) = pack(again / "photos", again / "s").fails().err.splitlines()
     assert "lacks the part vae/" in line
@@ -177,13 +179,15 @@ def test_the_stores_of_a_data_set_file_have_one_model(again: Path) -> None:
     pack(file, data).fails("data needs --model MODEL, since it is a new store", code=2)
     pack(file, data, "--model", again / "sd").done()
     file.write_text('[[source]]\npath = "photos"\n[[source]]\npath = "more"\n', encoding="ascii")
+    (data / "of-another-file.store").mkdir()
+    note(data / "of-another-file.store", "elsewhere/model")
     for more in (("--dry-run",), ()):
         assert pack(file, data, *more).done().out.startswith(f"model: {again / 'sd'}, as the last pack into {data}\n")
     assert packed_model(data / "more.store") == packed_model(data / "photos.store")
     note(data / "more.store", "elsewhere/model")
     pack(file, data).fails(
-        f"data needs --model MODEL, since its stores were last packed with several: more.store with elsewhere/model, "
-        f"photos.store with {again / 'sd'}",
+        f"data needs --model MODEL, since its stores were last packed with several: photos.store with {again / 'sd'}, "
+        "more.store with elsewhere/model",
         code=2,
     )
 
@@ -193,3 +197,46 @@ def test_ranks_take_it_and_one_of_them_says_so(again: Path) -> None:
     ran = forked_ranks(2, "ingest", "pack", again / "photos", again / "s", *SMALL).done()
     assert ran.out.count("model: ") == ran.out.count(f"model: {again / 'sd'}, as the last pack into {again / 's'}\n") == 1
     assert "1 packed + 4 unchanged" in ran.out
+
+
+def test_a_model_that_may_not_be_looked_at_is_as_one_that_is_gone(again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `Path.exists` in a folder of another user, which raises."""
+    monkeypatch.setattr("pathlib.Path.exists", _denied)
+    note(again / "s", "/root/of/another/model")
+    pack(again / "photos", again / "s").fails("is no longer there or cannot be reached")
+    pack(again / "photos", again / "s", "--model", again / "sd").done()
+    assert packed_model(again / "s") == PackedModel(model=str(again / "sd"), model_config=None)
+
+
+def _denied(path: Path) -> bool:
+    if path.is_relative_to("/root/of/another"):
+        raise PermissionError(13, "Permission denied")
+    return os.path.exists(path)  # noqa: PTH110
+
+
+def test_a_note_that_cannot_be_written_is_told_and_loses_no_pack(again: Path) -> None:
+    (again / "s" / PACKED_MODEL).unlink()
+    (again / "s" / PACKED_MODEL).mkdir()
+    (again / "photos" / "new.png").write_bytes(png(20, 30, 99))
+    ran = pack(again / "photos", again / "s", "--model", again / "sd").done()
+    assert "the model's place was not noted for the next pack" in ran.out
+    assert "5 samples" in call("store", "info", again / "s").done().out
+
+
+def test_a_store_without_its_manifest_is_not_called_a_new_one(again: Path) -> None:
+    (again / "s" / "manifest.json").unlink()
+    assert "new store" not in pack(again / "photos", again / "s").out + pack(again / "photos", again / "s").err
+
+
+def test_what_is_no_absolute_path_and_no_hub_name_is_no_note(again: Path) -> None:
+    for name in ("", "sd", "a/b/c"):
+        note(again / "s", name)
+        assert packed_model(again / "s") is None
+
+
+def test_source_and_store_swapped_are_told_apart_without_a_model(again: Path) -> None:
+    pack(again / "s", again / "photos").fails("the images come first", code=2)
+
+
+def test_json_says_on_stderr_which_model_it_takes(again: Path) -> None:
+    assert f"model: {again / 'sd'}, as the last pack" in pack(again / "photos", again / "s", "--json").err
