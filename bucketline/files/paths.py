@@ -46,7 +46,7 @@ IMAGE_SUFFIXES = frozenset(
 )
 
 
-def is_there(path: Path | str) -> bool:
+def can_be_reached(path: Path | str) -> bool:
     """Return whether a path leads to something that can be reached; `Path.exists` raises where it may not be looked at."""
     return os.path.exists(path)  # noqa: PTH110
 

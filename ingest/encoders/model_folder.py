@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import ModelError
 from bucketline.families.registry import crossed, family_of_model
 from bucketline.families.vaes import latent_channels
-from bucketline.files.paths import is_there
+from bucketline.files.paths import can_be_reached
 from bucketline.files.redact import redacted
 from bucketline.ingest.encoders.hub import downloaded, snapshot
 from bucketline.model_file import ModelFile, open_model_file, refuse_config_without_file, single_file
@@ -87,13 +87,13 @@ class ModelFolder:
         files = self._files(name)
         there = ", ".join(sorted(files)) or "no file"
         if name.startswith(TOKENIZERS) and not {"tokenizer_config.json", "config.json"} & set(files):
-            is_there, wanted = False, "tokenizer_config.json"
+            can_be_reached, wanted = False, "tokenizer_config.json"
         elif name.startswith(TOKENIZERS):
-            is_there = any(map(_VOCABULARY.search, files))
+            can_be_reached = any(map(_VOCABULARY.search, files))
             wanted = "vocabulary (tokenizer.json, vocab.json, vocab.txt, or a .model file)"
         else:
-            is_there, wanted = "config.json" in files, "config.json"
-        return None if is_there else f"no {wanted}; it has {there}"
+            can_be_reached, wanted = "config.json" in files, "config.json"
+        return None if can_be_reached else f"no {wanted}; it has {there}"
 
     def refuse_other_classes(self) -> None:
         """Check that the index names the class of each encoder that the encoder's own configuration names.
@@ -180,13 +180,13 @@ class ModelFolder:
         if files is None:
             files = tuple(f"{name}/{path.name}" for path in (self.path / name).glob("*.*"))
         beginnings = tuple(f"{name}/{base}" for base in (*DIFFUSERS, *TRANSFORMERS))
-        is_there = any(file.startswith(beginnings) for file in files)
-        if self.is_unreached and not is_there:
+        can_be_reached = any(file.startswith(beginnings) for file in files)
+        if self.is_unreached and not can_be_reached:
             raise ModelError(
                 f"{redacted(self.name)}: the weights of {name}/ are not in the hub's cache, and the hub could not be reached; "
                 "run it once with network access, or name a model's folder"
             )
-        return is_there
+        return can_be_reached
 
     def _read_json(self, name: str, part: str | None) -> Mapping[str, Any] | None:
         path = self.path / (part or "") / name
@@ -229,9 +229,9 @@ def local_model(name: str, config: str | None = None) -> ModelFolder | None:
         return ModelFolder(name=name, path=file.config, file=file)
     refuse_config_without_file(redacted(name), config)
     path = Path(name)
-    if name and is_there(name) and path.is_dir():
+    if name and can_be_reached(name) and path.is_dir():
         return ModelFolder(name=name, path=path)
-    if is_there(name) or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if can_be_reached(name) or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
             f"{redacted(name) or '--model, an empty text,'} is not a folder; expected a model folder in diffusers' layout "
             "(vae/, text_encoder/, tokenizer/), a .safetensors file, or a hub name such as owner/model"

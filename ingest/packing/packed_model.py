@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.files.atomic_write import write_durably
-from bucketline.files.paths import is_there
+from bucketline.files.paths import can_be_reached
 from bucketline.files.redact import redacted
 from bucketline.files.regular_file import read_regular
 from bucketline.ingest.sources.dataset_file import is_dataset_file, read_dataset_file
@@ -43,7 +43,7 @@ class PackedModel:
     @property
     def is_gone(self) -> bool:
         """True if it was in a folder or file that is no longer there, or cannot be reached."""
-        return self.model.startswith("/") and not is_there(self.model)
+        return self.model.startswith("/") and not can_be_reached(self.model)
 
 
 def packed_model(store: Path) -> PackedModel | None:
@@ -91,7 +91,7 @@ def with_packed_model(config: _C) -> _C:
         stores = [config.place / entry.store_name for entry in entries]
     found = {store: noted for store in stores if (noted := packed_model(store)) is not None}
     if not found:
-        if not any(is_there(store / MANIFEST) or generations(store) for store in stores):
+        if not any(can_be_reached(store / MANIFEST) or generations(store) for store in stores):
             raise UsageError(f"{needs}, since it is a new store (`ingest pack --help` explains it)")
         raise UsageError(
             f"{needs}, since it does not know where its model is on this machine: it was pulled or copied here, or packed by "
@@ -125,4 +125,4 @@ def naming_packed_model(config: PackConfig) -> Iterator[None]:
 
 
 def _resolved(name: str) -> str:
-    return str(Path(name).absolute()) if is_there(name) else name
+    return str(Path(name).absolute()) if can_be_reached(name) else name
