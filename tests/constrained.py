@@ -6,7 +6,9 @@ import ctypes
 import os
 import platform
 import resource
+import shutil
 import struct
+from errno import EINVAL
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -73,6 +75,15 @@ class SmallDisk:
         except OSError:
             self.is_disk = False
             self.resize(num_bytes)
+
+    def leave(self, num_bytes: int) -> None:
+        """Leave so many bytes of the disk free, of what others write to meanwhile."""
+        while True:
+            try:
+                return self.resize(shutil.disk_usage(self._folder).used + num_bytes)
+            except OSError as error:  # smaller than what was written a moment ago
+                if error.errno != EINVAL:
+                    raise
 
     def resize(self, num_bytes: int) -> None:
         """Return it another size."""

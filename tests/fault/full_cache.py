@@ -78,7 +78,7 @@ def filled(url: str, cache: Path, expected: list[str], disk: SmallDisk) -> tuple
                 step += 1
                 if pinned == 0 and (found := cache_folder(cache).room.pinned()) > PINNED_BYTES:
                     pinned = found
-                    disk.resize(shutil.disk_usage(cache).used + (1 << 20))
+                    disk.leave(1 << 20)
     except BucketlineError as error:
         return step, pinned, str(error).replace("\n", " ")
     return step, pinned, ""
