@@ -87,13 +87,13 @@ class ModelFolder:
         files = self._files(name)
         there = ", ".join(sorted(files)) or "no file"
         if name.startswith(TOKENIZERS) and not {"tokenizer_config.json", "config.json"} & set(files):
-            can_be_reached, wanted = False, "tokenizer_config.json"
+            is_there, wanted = False, "tokenizer_config.json"
         elif name.startswith(TOKENIZERS):
-            can_be_reached = any(map(_VOCABULARY.search, files))
+            is_there = any(map(_VOCABULARY.search, files))
             wanted = "vocabulary (tokenizer.json, vocab.json, vocab.txt, or a .model file)"
         else:
-            can_be_reached, wanted = "config.json" in files, "config.json"
-        return None if can_be_reached else f"no {wanted}; it has {there}"
+            is_there, wanted = "config.json" in files, "config.json"
+        return None if is_there else f"no {wanted}; it has {there}"
 
     def refuse_other_classes(self) -> None:
         """Check that the index names the class of each encoder that the encoder's own configuration names.
@@ -180,13 +180,13 @@ class ModelFolder:
         if files is None:
             files = tuple(f"{name}/{path.name}" for path in (self.path / name).glob("*.*"))
         beginnings = tuple(f"{name}/{base}" for base in (*DIFFUSERS, *TRANSFORMERS))
-        can_be_reached = any(file.startswith(beginnings) for file in files)
-        if self.is_unreached and not can_be_reached:
+        is_there = any(file.startswith(beginnings) for file in files)
+        if self.is_unreached and not is_there:
             raise ModelError(
                 f"{redacted(self.name)}: the weights of {name}/ are not in the hub's cache, and the hub could not be reached; "
                 "run it once with network access, or name a model's folder"
             )
-        return can_be_reached
+        return is_there
 
     def _read_json(self, name: str, part: str | None) -> Mapping[str, Any] | None:
         path = self.path / (part or "") / name
