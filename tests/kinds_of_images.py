@@ -182,6 +182,11 @@ def _coloured(photo: Image.Image, _: int) -> Iterator[_Made]:
     right = Image.fromarray(profiles.srgb_of(xyz).round().astype("u1"))
     yield "wide gamut.png", encoded(photo, "PNG", icc_profile=wide), right
     yield "wide gamut.tif", encoded(photo, "TIFF", icc_profile=wide), right
+    p3 = profiles.cicp(12, 13)
+    levels = np.asarray(photo) / 255
+    xyz = np.where(levels <= 0.04045, levels / 12.92, ((levels + 0.055) / 1.055) ** 2.4) @ profiles.DISPLAY_P3.T
+    right = Image.fromarray(profiles.srgb_of(xyz).round().astype("u1"))
+    yield "wide gamut by code points.png", profiles.with_chunk(encoded(photo, "PNG"), p3), right
     yield "no real profile.png", encoded(photo, "PNG", icc_profile=b"nonsense"), photo
     data = encoded(photo, "JPEG", quality=92, exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff")
     plain = encoded(photo, "JPEG", quality=92)
@@ -296,5 +301,10 @@ _REFUSED: dict[Reason, dict[str, Callable[[Image.Image], bytes]]] = {
     },
     Reason.TOO_SMALL_FOR_BUCKET: {"thumbnail.png": _sized(18, 24), "low strip.png": _sized(16, 400)},
     Reason.CROP: {"longer strip.png": _sized(40, 300), "high strip.png": _sized(300, 40)},
-    Reason.MODE: {"float.tif": _values("<f4"), "whole numbers.tif": _values("<i4")},
+    Reason.MODE: {
+        "float.tif": _values("<f4"),
+        "whole numbers.tif": _values("<i4"),
+        "hdr.png": lambda photo: profiles.with_chunk(encoded(photo, "PNG"), profiles.cicp(9, 16)),
+        "hdr.avif": lambda photo: profiles.avif(photo, 9, 18),
+    },
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+    from PIL import Image
 
 D50 = (0.9642, 1.0, 0.8249)
-# Colourants of Adobe RGB (1998) and sRGB as their published profiles give them: XYZ relative to D50, a column each.
+# Colourants of Adobe RGB (1998), Display P3, BT.2020, sRGB as published profiles give them: XYZ relative to D50, a column each.
 ADOBE_RGB = np.array([[0.60974, 0.20528, 0.14919], [0.31111, 0.62567, 0.06322], [0.01947, 0.06087, 0.74457]])
+DISPLAY_P3 = np.array([[0.51512, 0.29198, 0.15710], [0.24120, 0.69225, 0.06657], [-0.00105, 0.04189, 0.78407]])
+BT_2020 = np.array([[0.67348, 0.16566, 0.12505], [0.27904, 0.67534, 0.04561], [-0.00194, 0.02998, 0.79686]])
 SRGB = np.array([[0.43607, 0.38515, 0.14307], [0.22249, 0.71687, 0.06061], [0.01392, 0.09708, 0.71410]])
 
 
@@ -56,6 +60,13 @@ def matrix_profile(colourants: NDArray[np.float64], gamma: float) -> bytes:
     return _profile(b"mntr", b"RGB ", b"XYZ ", {**columns, **curves})
 
 
+def tagged_profile(primaries: int, transfer: int) -> bytes:
+    """Make an RGB display's profile with code points (ICC.1:2022, 9.2.17)."""
+    tags = {name: _gamma(2.2) for name in (b"rTRC", b"gTRC", b"bTRC")}
+    tags |= {name: _xyz(SRGB[:, n].tolist()) for n, name in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))}
+    return _profile(b"mntr", b"RGB ", b"XYZ ", {**tags, b"cicp": b"cicp" + bytes([0, 0, 0, 0, primaries, transfer, 0, 1])})
+
+
 def grey_profile(gamma: float) -> bytes:
     """Make a grey display's profile."""
     return _profile(b"mntr", b"GRAY", b"XYZ ", {b"kTRC": _gamma(gamma)})
@@ -87,6 +98,24 @@ def xyz_of_lab(lab: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def png_chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def cicp(primaries: int, transfer: int, *, full_range: int = 1) -> bytes:
+    """Make a PNG's chunk of code points."""
+    return png_chunk(b"cICP", bytes([primaries, transfer, 0, full_range]))
+
+
+def with_chunk(png: bytes, chunk: bytes) -> bytes:
+    """Put a chunk behind a PNG's header."""
+    return png[:33] + chunk + png[33:]
+
+
+def avif(image: Image.Image, primaries: int, transfer: int, **options: Any) -> bytes:
+    """Make an AVIF with code points: Pillow writes those of sRGB."""
+    file = io.BytesIO()
+    image.save(file, "AVIF", **{"quality": 100, "subsampling": "4:4:4", **options})
+    at = file.getvalue().index(b"colrnclx") + 8
+    return file.getvalue()[:at] + struct.pack(">HH", primaries, transfer) + file.getvalue()[at + 4 :]
 
 
 def png_of(width: int, height: int, rows: bytes, *, bits: int = 8, colours: int = 2, extra: bytes = b"") -> bytes:

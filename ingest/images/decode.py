@@ -13,6 +13,7 @@ import numpy as np
 from PIL import ExifTags, Image, JpegImagePlugin, UnidentifiedImageError
 
 from bucketline.ingest.images import optional_formats
+from bucketline.ingest.images.colour_profile import colour_profile
 from bucketline.ingest.images.file_type import damaged_format, described
 from bucketline.ingest.images.geometry import NoBucketError, Placement
 from bucketline.ingest.images.rejects import Reason, RejectedError
@@ -77,6 +78,7 @@ def placed_by_header(file: BinaryIO, framing: Framing, sample_id: str) -> Placem
     """
     with _rejecting(file, framing), Image.open(file, formats=FORMATS) as image:
         _check(image, framing.min_size_px)
+        colour_profile(image, file)  # refuses HDR
         # a PNG's own getexif would decode the image, to find EXIF after the pixels
         placement = framing.place(sample_id, *_upright(image.size, _orientation(image, Image.Image.getexif)))
         refuse_unknown_white(image)
@@ -123,6 +125,7 @@ def _decode(file: BinaryIO, framing: Framing, sample_id: str) -> Decoded:
     with Image.open(file, formats=FORMATS) as image:
         width, height = image.size
         _check(image, framing.min_size_px)
+        profile = colour_profile(image, file)
         with _one_giant if height * width > GIANT_PIXELS else nullcontext():
             if not isinstance(image, JpegImagePlugin.JpegImageFile):
                 # Load before reading the metadata: getexif loads a PNG, and loading a broken one a second time raises nothing.
@@ -138,7 +141,7 @@ def _decode(file: BinaryIO, framing: Framing, sample_id: str) -> Decoded:
                 raise RejectedError(
                     Reason.DAMAGED, f"its header says {height}x{width} px, its content {image.height}x{image.width}"
                 )
-            rgb = to_srgb(image, framing.background)
+            rgb = to_srgb(image, profile, framing.background)
             if orientation in _UPRIGHT:
                 rgb = rgb.transpose(_UPRIGHT[orientation])
             box = _box(placement, rgb, scale, orientation)

@@ -19,15 +19,14 @@ WITHOUT_ALPHA = {"LA": "L", "PA": "RGB", "RGBA": "RGB"}
 PHOTOMETRIC, BITS_PER_SAMPLE, WHITE_IS_ZERO = 262, 258, 0  # TIFF tags, and the photometric value that inverts grey
 
 
-def to_srgb(image: Image.Image, background: str) -> Image.Image:
+def to_srgb(image: Image.Image, profile: bytes | None, background: str) -> Image.Image:
     """Return the image in mode RGB, sRGB, blended onto `background` (`#rrggbb`).
 
-    Colours are assumed to be sRGB if there is no profile, or one that cannot be read or does not match the pixel format.
+    Colours are assumed to be sRGB if `profile` is None, cannot be read or does not match the pixel format.
 
     Raises:
         RejectedError: if the value of white is undefined.
     """
-    profile = image.info.get("icc_profile")
     image, alpha = _split_alpha(image)
     colours = _by_profile(image, profile)
     if alpha is None:

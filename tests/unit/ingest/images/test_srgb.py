@@ -45,7 +45,7 @@ def stripes(found: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def test_an_image_that_is_srgb_already_is_not_copied() -> None:
     image = Image.fromarray(patches())
-    assert to_srgb(image, "#ffffff") is image
+    assert to_srgb(image, None, "#ffffff") is image
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "WEBP"])
