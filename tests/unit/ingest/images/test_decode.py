@@ -159,6 +159,21 @@ def test_a_file_cut_within_its_pixels_is_damaged_by_name() -> None:
     assert "truncated" in error.detail
 
 
+def test_a_jpeg_without_its_end_marker_is_rejected_whatever_its_last_bits_are() -> None:
+    for side in range(20, 120):  # Pillow alone takes some of them
+        for progressive in (False, True):
+            data = encoded(crop_of(side, side, side + 7), "JPEG", progressive=progressive)
+            for cut in (data[:-2], data[:-1], data[:-2] + bytes(1000)):
+                assert rejected(cut).reason is Reason.DAMAGED, side
+
+
+def test_what_follows_the_end_of_a_jpeg_and_a_preview_before_it_count_for_nothing() -> None:
+    exif = b"Exif\0\0" + encoded(RGB.resize((16, 16)), "JPEG")
+    data = encoded(RGB, "JPEG", exif=exif)
+    assert np.array_equal(pixels(data + bytes(1000)), pixels(encoded(RGB, "JPEG")))
+    assert "its end marker (EOI) is missing" in rejected(data[:-2]).detail
+
+
 def test_an_empty_file_is_rejected() -> None:
     assert (rejected(b"").reason, rejected(b"").detail) == (Reason.EMPTY, "0 bytes")
 
@@ -238,6 +253,17 @@ def test_icons_and_cursors_are_read_and_one_that_lies_about_its_size_is_taken_fo
     lying = decode_image(profiles.icon(png(96, 64), side=64), GRID, "a.ico")
     assert lying.placement.source == (96, 64)
     assert np.array_equal(lying.pixels, colour_image(96, 64))
+
+
+@pytest.mark.parametrize("kind", [b"zTXt", b"iCCP", b"iTXt"])
+@pytest.mark.parametrize(("num_bytes", "is_taken"), [(16 << 20, True), ((16 << 20) + 1, False)])
+def test_a_text_or_a_profile_may_have_16_mib(kind: bytes, num_bytes: int, *, is_taken: bool) -> None:
+    text = b"name\0" + (b"\x01\0\0\0" if kind == b"iTXt" else b"\0") + zlib.compress(bytes(num_bytes))
+    data = profiles.png_of(64, 64, bytes(64 * 193), extra=profiles.png_chunk(kind, text))
+    if is_taken:
+        assert not pixels(data).any()
+    else:
+        assert rejected(data).reason is Reason.TOO_LARGE
 
 
 @pytest.mark.parametrize("kind", [b"zTXt", b"iCCP", b"iTXt"])
