@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bucketline.store.report.latents import LatentFacts
     from bucketline.typed_json import Json
 
+FEW_LATENTS = 100  # of which the spread says more of their images than of their VAE
 SPREAD_WARNS = (0.8, 1.2)  # of latents as a model is fed, where 1 is expected
 SPREAD_FAILS = (0.6, 1.7)
 MUCH_CROPPED = 0.4  # mean share that crops remove in a bucket
@@ -84,9 +85,14 @@ def _of_latents(facts: LatentFacts, vae: Mapping[str, Json]) -> Iterator[Finding
 
 
 def _of_spread(facts: LatentFacts, vae: Mapping[str, Json]) -> Iterator[Finding]:
+    """Judge latents from elsewhere. What a pack encoded has its VAE's spread, whatever its images show."""
+    if vae.get("dtype") is not None:  # in which the VAE computed: only who encodes records one
+        return
     recorded = vae.get("scaling_factor")
     if not isinstance(recorded, int | float) or len(facts.mean) == 0:
         yield Finding(level="warning", title="The store records no scaling factor", detail="The spread cannot be judged.")
+        return
+    if facts.read < FEW_LATENTS:
         return
     rms = spread_of(facts, vae).rms
     said = f"with the recorded scaling factor {recorded:g} a model is fed latents of spread {human_number(rms)}; 1 is expected."

@@ -19,12 +19,15 @@ WRONG_FACTOR = 0.18215  # Stable Diffusion's; the demo's VAE has 0.45108
 
 
 def write_faulty_store(good: Store, path: Path, bucket: str) -> Store:
-    """Copy a store, with a wrong scaling factor, and in one bucket constant latents, near-duplicates and a crop of 60 %."""
+    """Copy a store as one that was imported, with a wrong scaling factor.
+
+    One bucket has constant latents, near-duplicates and a crop of 60 %.
+    """
     vae: Any = good.encoders["vae"]
     random = np.random.default_rng(0)
     with StoreWriter(
         path,
-        encoders={"vae": vae | {"scaling_factor": WRONG_FACTOR}, "text_encoder": {"width": 5}},
+        encoders={"vae": vae | {"scaling_factor": WRONG_FACTOR, "dtype": None}, "text_encoder": {"width": 5}},
         rules=good.manifest.rules,
         columns=[LatentColumn(channels=vae["latent_channels"], dtype="F16")],
         text=TEXT,

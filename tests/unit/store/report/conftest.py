@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SD = {"class": "AutoencoderKL", "latent_channels": 4, "scaling_factor": 0.18215, "shift_factor": 0.0, "latents": "mode"}
 STD = 1 / 0.18215  # of the VAE's latents
-ROWS = {"train/256x256": 40, "train/192x320": 30, "val/256x256": 12}
+ROWS = {"train/256x256": 40, "train/192x320": 30, "val/256x256": 32}
 CONSTANT, DUPLICATES, NAN_ROW = 5, 10, 20
 NAME = "train/192x320/{}.png"
 
@@ -55,10 +55,11 @@ def latent_of(bucket: str, n: int, faults: frozenset[str]) -> NDArray[np.float32
 
 
 def write_store(path: Path, *faults: str, scaling_factor: float = 0.18215) -> Store:
-    """Write a store with faults: `constant`, `duplicates`, `nan`, `crops`, `scaled before`."""
+    """Write a store with faults: `constant`, `duplicates`, `nan`, `crops`, `scaled before`; or as a pack, `encoded here`."""
     known = frozenset(faults)
-    assert known <= {"constant", "duplicates", "nan", "crops", "scaled before"}
-    encoders: dict[str, Any] = {"vae": SD | {"scaling_factor": scaling_factor}, "text_encoder": {"width": 5}}
+    assert known <= {"constant", "duplicates", "nan", "crops", "scaled before", "encoded here"}
+    own = {"scaling_factor": scaling_factor, "dtype": "float32" if "encoded here" in known else None}
+    encoders: dict[str, Any] = {"vae": SD | own, "text_encoder": {"width": 5}}
     samples = []
     for bucket, rows in ROWS.items():
         for n in range(rows):

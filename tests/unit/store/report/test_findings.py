@@ -81,6 +81,16 @@ def test_a_wrong_scaling_factor_is_named_with_the_one_that_fits(
     assert "scaled twice" not in only.detail
 
 
+def test_what_was_encoded_here_is_not_judged_by_a_factor(store_with: Callable[..., Store]) -> None:
+    assert not wrong(store_with("encoded here", scaling_factor=0.45))
+
+
+def test_a_few_latents_are_not_judged_by_a_factor(store_with: Callable[..., Store]) -> None:
+    store = store_with(scaling_factor=0.45)
+    assert not [one.title for one in found_in(store, 99) if one.level != "good"]
+    assert [one.title for one in wrong(store)] == ["Wrong scaling factor, or a broken VAE"]
+
+
 def test_latents_that_were_scaled_before_they_were_stored_are_recognised(store_with: Callable[..., Store]) -> None:
     faults = [one for one in wrong(store_with("scaled before")) if one.level == "error"]
     assert [one.title for one in faults] == ["Wrong scaling factor, or a broken VAE"]
@@ -110,7 +120,7 @@ def test_rejects_and_cut_captions_are_findings(store_with: Callable[..., Store])
     cut = {"id": NAME.format(1), "encoder": "text_encoder", "tokens": 90, "limit": 77, "cut": "the rest"}
     (store.path / "long_captions.jsonl").write_text(json.dumps(cut) + "\n", encoding="ascii")
     by_title = {one.title: one.detail for one in wrong(store)}
-    assert by_title["9 images rejected"] == "9.9 % of the images found: 9 empty file."
+    assert by_title["9 images rejected"] == "8.1 % of the images found: 9 empty file."
     assert by_title["1 caption cut by a text encoder"].startswith("text_encoder: 1.")
 
 

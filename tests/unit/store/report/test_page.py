@@ -20,7 +20,9 @@ from bucketline.store import RowColumn, StoreWriter
 from bucketline.store.report.collect import MAX_REASONS, OTHER_REASONS, collect_lists
 from tests.commands import call
 from tests.kit import make_sample, make_store, samples_of
+from tests.models import SMALL
 from tests.pages import parsed
+from tests.photographs import crop_of
 from tests.unit.store.report.conftest import cropped
 
 if TYPE_CHECKING:
@@ -41,6 +43,19 @@ def page(store_with: Callable[..., Store], tmp_path_factory: pytest.TempPathFact
     assert "error: Wrong scaling factor" in ran.out
     assert "warning: 5 constant latents" in ran.out
     return out
+
+
+def test_photographs_on_a_grey_backdrop_do_not_blame_their_vae(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for n in range(6):
+        photo = Image.new("RGB", (64, 64), (128, 128, 128))
+        photo.paste(crop_of(n, 16, 16), (24, 24))
+        photo.save(tmp_path / "photos" / f"{n}.png")
+    call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", model, *SMALL).done()
+    ran = call("store", "report", tmp_path / "s", "-o", tmp_path / "r.html", "--json").done()
+    titles = [one["title"] for one in ran.json["findings"]]
+    assert "No NaN" in titles
+    assert not [title for title in titles if "factor" in title or "spread" in title]
 
 
 def test_every_section_of_the_report_is_there(page: Path) -> None:
