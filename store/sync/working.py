@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import explaining
-from bucketline.files.locks import FileLock
 from bucketline.store.change.commit import WorkFolder, commit_change
 from bucketline.store.change.merge import fingerprint_of
 from bucketline.store.format.manifest import MANIFEST, check_fingerprint, generation_path, generations, write_manifest
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
     BarOfBytes: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
-_TURN = "mirror.lock"  # in pending/, held by the process that packs
-
 
 def no_bar(_: int) -> AbstractContextManager[Callable[[int], None]]:
     """Return what shows nothing."""
@@ -74,14 +71,11 @@ class WorkingStore:
         self.folder.refuse_read_only()
         refuse_without_put_if_absent(self.folder)
         prepare_store(self.path)
-        lock = FileLock(self.path / "pending" / _TURN)
-        try:
+        with lock_store(self.path):
             self._newest = find_newest(self.folder, lists=True)
             self._tidy()
             get_lists(self.folder, self.path)
             yield
-        finally:
-            lock.release()
 
     def _tidy(self) -> None:
         """Remove what is not of a shard that was made here and is neither committed nor lost."""
@@ -115,21 +109,20 @@ class WorkingStore:
 
     @contextmanager
     def writing(self, schema: Schema) -> Iterator[Manifest]:
-        """Yield the newest generation, after what a killed run left here was sent and committed; see `StoreTarget`."""
-        with lock_store(self.path):
-            manifest = self.newest()
-            if manifest is None:
-                manifest = write_manifest(self.path, new_manifest(schema))
-            check_fingerprint(manifest, schema)
-            left = adopt(self.path, manifest)
-            sent = sent_shards(self.path)
-            if unsent := [name for name in left if name not in sent]:
-                with self._show(sum((self.path / "shards" / f"{name}.lmdb").stat().st_size for name in unsent)) as on_bytes:
-                    uploader = Uploader(self.folder, on_bytes=on_bytes)
-                    uploader.look(self._newest, set(sent))
-                    for name in unsent:
-                        send_shard(uploader, self.path, manifest, name)
-            yield self.publish(manifest, left)
+        """Yield the newest generation, after what a killed run left here was sent and committed; `held` has the lock."""
+        manifest = self.newest()
+        if manifest is None:
+            manifest = write_manifest(self.path, new_manifest(schema))
+        check_fingerprint(manifest, schema)
+        left = adopt(self.path, manifest)
+        sent = sent_shards(self.path)
+        if unsent := [name for name in left if name not in sent]:
+            with self._show(sum((self.path / "shards" / f"{name}.lmdb").stat().st_size for name in unsent)) as on_bytes:
+                uploader = Uploader(self.folder, on_bytes=on_bytes)
+                uploader.look(self._newest, set(sent))
+                for name in unsent:
+                    send_shard(uploader, self.path, manifest, name)
+        yield self.publish(manifest, left)
 
     def open(self, manifest: Manifest) -> Store:
         """Return a generation of the store; what is read of it comes through the cache."""

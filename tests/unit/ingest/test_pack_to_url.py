@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bucketline.errors import StoreError
-from bucketline.files.locks import FileLock
 from bucketline.ingest.pipeline import slice_packer
 from bucketline.ingest.pipeline.row_writer import BATCHES_WAITING
 from bucketline.store import Store
@@ -22,6 +21,7 @@ from bucketline.store.sync.pull import pull
 from bucketline.store.transfer import upload
 from bucketline.store.transfer.sender import ShardSender
 from bucketline.store.verify.verify import verify, verify_folder
+from bucketline.store.write.publish import lock_store, prepare_store
 from tests import object_storage
 from tests.commands import Ran, call
 from tests.kit import everything
@@ -360,11 +360,13 @@ def test_a_drop_of_another_writer_is_kept(
 
 def test_two_processes_do_not_share_a_working_folder(place: ObjectFolder, source: Path, model: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
-    (work / "pending").mkdir(parents=True)
-    with FileLock(work / "pending" / "mirror.lock"):
+    prepare_store(work)
+    with lock_store(work):
         done = pack(source, place, model, "--work", work)
     assert done.code == 1
     assert "is being written by another process" in done.err
+    pack(source, place, model, "--work", work).done()
+    assert [path.name for path in work.glob("pending/*.lock")] == ["writer.lock"]
 
 
 def test_what_cannot_be_is_refused(place: ObjectFolder, source: Path, model: Path, tmp_path: Path) -> None:
