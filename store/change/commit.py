@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
-from bucketline.errors import BucketlineError, CorruptError, StoreError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.store.folder import DeniedError, LocalFolder
 from bucketline.store.format.manifest import finished
 from bucketline.store.remote.generations import (
@@ -113,7 +113,7 @@ def commit_change(
     if first is None:
         newest_generation(place, lists=True)  # which raises if there is none
     refuse_without_put_if_absent(place)
-    with work_folder(work) as held, _naming(held.made, place):
+    with work_folder(work) as held:
         prepare_store(held.made)
         sent = set[str]()  # shards, by all attempts
         for _ in range(ATTEMPTS):
@@ -128,15 +128,6 @@ def commit_change(
                 finish()
                 return newest, after
     raise StoreError(f"{place.url}: {ATTEMPTS} times another writer committed first; rerun the command when fewer are at work")
-
-
-@contextmanager
-def _naming(path: Path, place: ObjectFolder) -> Iterator[None]:
-    """Let errors name the URL, not the folder on this disk."""
-    try:
-        yield
-    except BucketlineError as error:
-        raise type(error)(str(error).replace(str(path), place.url)) from error
 
 
 def _committed(place: ObjectFolder, base: ChangeBase, after: Manifest, sent: set[str], *, is_first: bool) -> Manifest | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -146,7 +145,7 @@ def proof_bytes(data: bytes, where: str) -> int:
 def _paged(data: bytes, where: str) -> PagedFile:
     if not data:
         raise CorruptError(f"{where} is empty")
-    file = PagedFile.over(Path(where), memoryview(data), PROMPTS_FORMAT)
+    file = PagedFile.over(where, memoryview(data), PROMPTS_FORMAT)
     file.check_all()
     return file
 

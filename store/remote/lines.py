@@ -40,7 +40,7 @@ def lines_bytes(entry: ShardEntry) -> int:
     return 8 * num_lines + 8 * (2 + num_lines // 500) + _MAX_HEADER_BYTES
 
 
-def decode_lines(data: bytes, entry: ShardEntry, item: Path) -> NDArray[np.uint64]:
+def decode_lines(data: bytes, entry: ShardEntry, item: Path | str) -> NDArray[np.uint64]:
     """Return the checksums of a shard's lines, `[lines]`; errors name `item`.
 
     Raises:

@@ -124,8 +124,8 @@ class PagedFile:
             self._read(path, data.toreadonly(), kind)
 
     @classmethod
-    def over(cls, path: Path, data: memoryview, kind: str) -> PagedFile:
-        """Return the sidecar in `data`, a file that is mapped already.
+    def over(cls, path: Path | str, data: memoryview, kind: str) -> PagedFile:
+        """Return the sidecar in `data`, a file that is mapped already. `path` is what errors name: it may be a URL.
 
         Raises:
             CorruptError: if its header is not that of a `kind` file.
@@ -134,7 +134,7 @@ class PagedFile:
         file._read(path, data, kind)
         return file
 
-    def _read(self, path: Path, data: memoryview, kind: str) -> None:
+    def _read(self, path: Path | str, data: memoryview, kind: str) -> None:
         self.path, self._map = path, data
         tensors, texts, self._data_at = read_header(data[: LENGTH_BYTES + MAX_HEADER_BYTES], len(data), str(path))
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,12 +62,12 @@ def compare_sidecar(shard: SealedShard, listed: FileEntry, again: PagedFile, fau
     """Add what an intact sidecar of a shard, the extents or the index, says otherwise than the one that was made again."""
     if again.digest() == listed.digest:
         return
-    named = set()
-    for name, at, old, new in sidecar_differences(PagedFile(again.path, listed.num_bytes, again.metadata["format"]), again):
+    path, named = Path(again.path), set()
+    for name, at, old, new in sidecar_differences(PagedFile(path, listed.num_bytes, again.metadata["format"]), again):
         if name in OF_LINES:  # compared as the file is read
             continue
         if at is None:
-            faults.of_file(f"{again.path.name}: its {name} is {old!r:.100}, expected {new!r:.100}")
+            faults.of_file(f"{path.name}: its {name} is {old!r:.100}, expected {new!r:.100}")
         elif again.has("offset"):
             faults.add(f"the extents give the block's {name} as {old}, expected {new}", *_block_at(again, at))
         elif name.startswith("caption_"):

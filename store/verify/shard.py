@@ -142,7 +142,9 @@ class ShardCheck:
         num_lines = len(found)
         stored = extents.column(LINE_CHECKSUM)
         if stored.dtype != "<u8" or stored.shape != (num_lines,) or extents.metadata.get("line_bytes") != LINE_BYTES:
-            self._faults.of_file(f"{extents.path.name} does not have the checksums of the {num_lines} lines of {name}")
+            self._faults.of_file(
+                f"{self._shard.paths.extents.name} does not have the checksums of the {num_lines} lines of {name}"
+            )
             return
         for number, (own, expected) in enumerate(zip(found, extents.slice(LINE_CHECKSUM, 0, num_lines).tolist(), strict=True)):
             if own != expected:

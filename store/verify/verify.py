@@ -138,7 +138,7 @@ def _faults_of_lines(folder: ObjectFolder, entry: ShardEntry, path: Path) -> tup
         return ()  # they are in the extents, and compared with them
     name = lines_name(entry.name)
     try:
-        stored = decode_lines(folder.read(name, lines_bytes(entry)), entry, Path(folder.place(name)))
+        stored = decode_lines(folder.read(name, lines_bytes(entry)), entry, folder.place(name))
     except StoreError as error:
         return (Fault(shard=entry.name, error=f"{error}; `store push` writes it again"),)
     if stored.tolist() == line_sums(shard_paths(path, entry.name).lmdb).finish():

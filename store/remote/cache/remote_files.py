@@ -276,11 +276,8 @@ class RemoteFiles:
     def _lines_file(self, entry: ShardEntry, *, is_optional: bool = False) -> _CachedFile:
         name = lines_name(entry.name)
 
-        def check(data: bytes, path: Path) -> None:
-            try:
-                decode_lines(data, entry, path)
-            except CorruptError as error:
-                raise CorruptError(str(error).replace(str(path), self._objects.place(name))) from error
+        def check(data: bytes, _: Path) -> None:
+            decode_lines(data, entry, self._objects.place(name))
 
         paths = self.paths(entry)
         return _CachedFile(name, paths.folder / f"{entry.name}.lines", check, lines_bytes(entry), is_optional=is_optional)

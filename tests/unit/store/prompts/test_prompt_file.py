@@ -91,6 +91,12 @@ def test_every_flipped_bit_is_found(store: Store, data: bytes) -> None:
             read(store, cut)
 
 
+def test_damage_of_an_object_is_named_with_its_url(store: Store, data: bytes) -> None:
+    url = "s3://bucket/a.store/prompts/default.safetensors"
+    with pytest.raises(CorruptError, match=f"^{url}"):
+        decode_prompts(store.manifest, data[:-1] + bytes([data[-1] ^ 1]), url)
+
+
 def test_embeddings_of_other_encoders_are_refused_by_name(store: Store, data: bytes) -> None:
     encoders: dict[str, Any] = {**store.manifest.encoders, "text_encoder": {"width": 5, "weights_hash": "another"}}
     other = dataclasses.replace(store.manifest, encoders=encoders)

@@ -253,6 +253,15 @@ def test_a_change_that_dies_before_its_commit_changes_nothing(
     assert drop(objects, DROPPED).generation == 3
 
 
+def test_what_is_wrong_in_the_folder_on_this_disk_is_named_by_that_folder(objects: ObjectFolder, tmp_path: Path) -> None:
+    for folder in ("made", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "made" / "shards").symlink_to(tmp_path / "elsewhere")
+    work = commit_module.WorkFolder(made=tmp_path / "made", cache=None)
+    with pytest.raises(StoreError, match=f"^{tmp_path}/made/shards is a link"):
+        commit_module.commit_change(objects, lambda base: base.manifest, work=work)
+
+
 def test_only_what_no_generation_lists_is_collected(
     objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
