@@ -176,7 +176,7 @@ def _tagged_transfer(profile: bytes) -> int | None:
     return None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _icc_profile(points: _CodePoints) -> bytes | None:
     """Return the profile that code points stand for, with curves of one value for each of 8 bits; None if it is sRGB."""
     primaries = _PRIMARIES.get(points.primaries, _PRIMARIES[1])

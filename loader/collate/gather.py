@@ -3,9 +3,9 @@
 The map is viewed as `as_strided((positions, chunk), (1, 1))`, a matrix whose row i is the chunk that begins at item i.
 `torch.index_select` on it copies any set of chunks from anywhere in the map, without holding Python's lock.
 
-Plain reads replace the map for shards whose byte offsets could not be verified, for all rows if the system refuses the map,
-and for large columns that come from the disk, where filling in the map's page tables costs more than copying
-(docs/NEGATIVE_RESULTS.md). They return the same bytes. Letters: B rows, V maximum captions per sample, L tokens (padded).
+Plain reads replace the map for all rows if the system refuses the map, and for large columns that come from the disk, where
+filling in the map's page tables costs more than copying (docs/NEGATIVE_RESULTS.md). They return the same bytes.
+Letters: B rows, V maximum captions per sample, L tokens (padded).
 """
 
 from __future__ import annotations
