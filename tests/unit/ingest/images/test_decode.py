@@ -160,7 +160,7 @@ def test_a_file_cut_within_its_pixels_is_damaged_by_name() -> None:
 
 
 def test_a_jpeg_without_its_end_marker_is_rejected_whatever_its_last_bits_are() -> None:
-    for side in range(20, 120):  # Pillow alone takes some of them
+    for side in range(20, 120):  # Pillow by itself takes some of them
         for progressive in (False, True):
             data = encoded(crop_of(side, side, side + 7), "JPEG", progressive=progressive)
             for cut in (data[:-2], data[:-1], data[:-2] + bytes(1000)):
