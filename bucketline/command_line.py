@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import sys
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.extensions import Extensions
 from bucketline.extras import extra_named
+from bucketline.progress import as_log, as_results
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -173,26 +175,35 @@ def hide_warnings_of_torchao() -> None:
 
 
 def guarded(run: Any, command: str = "bucketline") -> int:  # noqa: ANN401 - returns an exit code, or None for 0
-    """Call `run` and turn Bucketline errors, missing extras, Ctrl-C and closed pipes into a message and an exit code."""
+    """Call `run` and turn Bucketline errors, missing extras, Ctrl-C and closed pipes into a message and an exit code.
+
+    Stderr is a log meanwhile: `run` continues if a line cannot be written.
+    """
     hide_warnings_of_torchao()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that is not UTF-8 must not fail a finished command
             stream.reconfigure(errors="backslashreplace")
     try:
-        try:
-            return _with_messages(run, command)
-        finally:  # flush here, so that a closed pipe is caught below; also after --help, which raises SystemExit
+        with ExitStack() as streams:
+            if sys.stderr is not None:
+                streams.enter_context(redirect_stderr(as_log(sys.stderr)))
             if sys.stdout is not None:
-                sys.stdout.flush()
+                streams.enter_context(redirect_stdout(as_results(sys.stdout)))
+            return _with_messages(run, command)
     except BrokenPipeError:
-        _give_up_closed_pipes()
         return 1
+    finally:
+        _give_up_unwritten()
 
 
 def _with_messages(run: Any, command: str) -> int:  # noqa: ANN401
     try:
         with extra_named(command):
-            return int(run() or 0)
+            try:
+                return int(run() or 0)
+            finally:  # here, so that a failure is caught below; also after --help, which raises SystemExit
+                if sys.stdout is not None:
+                    sys.stdout.flush()
     except BucketlineError as error:
         print_error(error)
         return 2 if isinstance(error, UsageError) else 1
@@ -212,12 +223,12 @@ def _with_messages(run: Any, command: str) -> int:  # noqa: ANN401
         return 1
 
 
-def _give_up_closed_pipes() -> None:
-    """Send buffered output to /dev/null: the reader (`head`) closed the pipe, and the flush at exit would print an error."""
+def _give_up_unwritten() -> None:
+    """Send output that cannot be written to /dev/null: the flush at exit would print an error and set the exit code."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import per_second
-from bucketline.progress import progress_bar, shows_bars
+from bucketline.progress import as_log, progress_bar, shows_bars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ def caption_progress(
 
     def are_two() -> bool:
         if ranks.is_first:
-            print(f"pack: {plan()}", file=sys.stderr, flush=True)
+            print(f"pack: {plan()}", file=as_log(sys.stderr), flush=True)
         return plan().are_two
 
     with ExitStack() as shown:
@@ -98,5 +98,5 @@ class _Lines:
         left_min = (self._total - self._done) / rate / 60
         speed = per_second(rate, "image")
         line = f"{self._what}: {self._done} of {self._total}, {speed}, {left_min:.0f} min left, {self._remark()}"
-        print(line.rstrip(", "), file=sys.stderr, flush=True)
+        print(line.rstrip(", "), file=as_log(sys.stderr), flush=True)
         self._printed_at, self._printed_done = now, self._done

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.atomic_write import CREATE, FILE_MODE, is_aside, sync_folder, write_durably
+from bucketline.files.atomic_write import create_aside, is_aside, sync_folder, write_durably
 from bucketline.files.regular_file import open_regular
 
 if TYPE_CHECKING:
@@ -229,14 +229,15 @@ class LocalFolder:
     def create(self, name: str, data: bytes) -> None:
         """Write a file durably if there is none of this name: write a temporary file, fsync, link, fsync the folder."""
         path = self._to_write(name)
-        aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        with self._explaining("create", name):
+            aside, fd = create_aside(path)
         try:
             with self._explaining("create", name):
-                with open(os.open(aside, CREATE, FILE_MODE), "wb") as file:  # noqa: PTH123 - opens a descriptor
+                with open(fd, "wb") as file:  # noqa: PTH123 - opens a descriptor
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-                _link(aside, path)
+                    _link(aside, path)
                 sync_folder(path.parent)
         except ExistsError:
             if path.is_symlink() or self.read(name) != data:

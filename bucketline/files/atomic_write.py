@@ -1,11 +1,15 @@
-"""Atomic file writes: after a crash the old or the new file is there, complete. Links are never written through."""
+"""Atomic file writes: after a crash the old or the new file is there, complete. Links are never written through.
+
+An unfinished file is locked by the process that writes it, so that others can tell what a killed one has left.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
@@ -25,20 +29,65 @@ def is_aside(name: str) -> bool:
     return _ASIDE.fullmatch(name) is not None
 
 
+def create_held(path: Path) -> int:
+    """Create an unfinished file and return its descriptor, open for writing; until that is closed, the file is this process's.
+
+    Raises:
+        FileExistsError: if there is a file of this name.
+        OSError: if it cannot be created.
+    """
+    while True:
+        fd = os.open(path, CREATE, FILE_MODE)
+        with suppress(OSError):  # a file system without locks, where no store is changed
+            fcntl.flock(fd, fcntl.LOCK_EX)  # waits for a `remove_unless_held` at most, which has then removed it
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
+
+
+def create_aside(path: Path) -> tuple[Path, int]:
+    """Create a temporary file next to `path` under an unpredictable name, as `create_held`; `is_aside` knows it."""
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    return aside, create_held(aside)
+
+
+def remove_unless_held(path: Path, lock: Path | None = None) -> None:
+    """Remove a file, unless a process holds its lock: that of the file `lock`, which is removed too, by default its own.
+
+    Raises:
+        OSError: if it cannot be removed.
+    """
+    lock = lock or path
+    try:
+        fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        if not lock.is_symlink() and os.path.lexists(lock):
+            return  # another user's: nobody can tell
+        path.unlink(missing_ok=True)
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(fd)
+
+
 def write_durably(path: Path, data: bytes, *, syncs: bool = True) -> None:
     """Replace `path` with `data`: write to an unpredictable temporary name, fsync, rename, fsync the folder.
 
     Without `syncs`, it is complete for every process, but not after a power failure; it then waits for no disk.
     """
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    fd = os.open(aside, CREATE, FILE_MODE)
+    aside, fd = create_aside(path)
     try:
         with open(fd, "wb") as file:  # noqa: PTH123 - opens a descriptor
             file.write(data)
             file.flush()
             if syncs:
                 os.fsync(file.fileno())
-        aside.replace(path)
+            aside.replace(path)  # still held
     except BaseException:
         aside.unlink(missing_ok=True)
         raise

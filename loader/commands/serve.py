@@ -26,7 +26,7 @@ class Serve(RemoteArguments):
 
     Connect with `Loader(store, config, service=PATH)`, or from elsewhere with `Loader(None, config, service="tcp://HOST:PORT")`.
     Ctrl-C or SIGTERM stops the service and removes the socket; each client gets an error at its next batch. SIGUSR1 prints
-    statistics immediately; `loader stats` prints them elsewhere.
+    statistics immediately; `loader stats` prints them elsewhere. A line that cannot be printed is left out.
 
     Example: loader serve photos.store --at unix:/run/user/1000/photos.sock
     """
@@ -54,7 +54,9 @@ class Serve(RemoteArguments):
     def run(self) -> int:
         import sys
         import time
-        from contextlib import ExitStack
+        from contextlib import ExitStack, redirect_stdout
+
+        from bucketline.progress import as_log
 
         socket, address = self._addresses()
         from bucketline.loader.service.server import Service
@@ -69,6 +71,7 @@ class Serve(RemoteArguments):
                 port = using.enter_context(metrics_served(self.metrics, service.stats))
             far = None if address is None else using.enter_context(service.listening(address, self._security(address)))
             signals = using.enter_context(_signals())
+            using.enter_context(redirect_stdout(as_log(sys.stdout)))  # as stderr: statistics that are lost end no client
             near = None if socket is None else using.enter_context(listen(socket))
             at = f" at {shown(str(socket))}" if socket is not None else ""
             print(f"serving {', '.join(map(shown, self.stores))}{at}", file=sys.stderr, flush=True)

@@ -26,10 +26,11 @@ REQUEST_S = 10.0  # time limit for a client's proof and request
 class Client(ABC):
     """A client. A subclass is a way to send batches."""
 
-    max_clients: ClassVar[int]
+    max_clients: ClassVar[int]  # that have proved that they have the token
+    max_strangers: ClassVar[int]  # that have not, yet
 
-    def __init__(self, sock: socket.socket, token: bytes | None = None) -> None:
-        self.sock, self._token = sock, token
+    def __init__(self, sock: socket.socket, token: bytes | None = None, host: str = "") -> None:
+        self.sock, self._token, self.host = sock, token, host
 
     @abstractmethod
     def admit(self) -> None:

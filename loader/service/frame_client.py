@@ -34,9 +34,10 @@ class FrameClient(Client):
     """A client on another machine."""
 
     max_clients = 256
+    max_strangers = 64  # each lasts `REQUEST_S` at most
 
     def __init__(self, sock: socket.socket, peer: str, token: bytes | None, context: ssl.SSLContext | None) -> None:
-        super().__init__(sock, token)
+        super().__init__(sock, token, peer.rpartition(":")[0])
         self._peer, self._context = peer, context
         self._sending = threading.Lock()
         self._stream: ThreadStream | None = None

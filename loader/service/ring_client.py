@@ -169,7 +169,7 @@ class Ring:
 class RingClient(Client):
     """A client on this machine."""
 
-    max_clients = 1024
+    max_clients = max_strangers = 1024
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from bucketline.loader.mixture import WeightedStore
     from bucketline.loader.service.client_connection import Client
     from bucketline.loader.service.sockets import Security
+    from bucketline.loader.service.wire import AnyRequest
     from bucketline.store.remote.urls import RemoteOptions
 
 END_S = 1.0  # for all clients to read the end of their iterations
@@ -62,6 +64,8 @@ class Service:
         self._stores = ServedStores(stores, remote)
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._clients: dict[threading.Thread, Client] = {}
+        self._strangers: dict[Client, None] = {}  # that have not proved that they have the token; the oldest first
+        self._known: set[Client] = set()  # that may request
         self._counts: dict[type[Client], ClientCounts] = {RingClient: ClientCounts(), FrameClient: ClientCounts()}
         self._security: Security | None = None  # of the clients over TCP, if the service listens
         self._begun = time.monotonic()
@@ -98,20 +102,40 @@ class Service:
     def _take_in(self, client: Client) -> None:
         thread = threading.Thread(target=self._answer, args=(client,), name="bucketline-client", daemon=True)
         with self._lock:
-            same = sum(type(one) is type(client) for one in self._clients.values())
-            is_full = same >= client.max_clients or self._stopped.is_set()
-            why = f"the service has {client.max_clients} clients, its maximum"
-            if not is_full:
-                try:
+            self._make_room_for(client)
+            try:
+                if not self._stopped.is_set():
                     thread.start()
-                    self._clients[thread] = client
-                except RuntimeError as error:
-                    is_full, why = True, f"the service has no thread for another client: {error}"
-        if is_full:
-            self._counts[type(client)].refuse()
-            if isinstance(client, RingClient):  # another machine's tries the next server
-                client.refuse(DeliveryError(why))
-            client.close()
+                    self._clients[thread], self._strangers[client] = client, None
+                    return
+                why = "the service was stopped"
+            except RuntimeError as error:
+                why = f"the service has no thread for another client: {error}"
+        self._turn_away(client, why)
+        client.close()
+
+    def _make_room_for(self, stranger: Client) -> None:
+        """If strangers have all their slots, end the oldest connection of the host that has most. Call under the lock."""
+        others = [one for one in self._strangers if type(one) is type(stranger)]
+        if len(others) >= stranger.max_strangers:
+            num_of = Counter(one.host for one in others)
+            found = max(others, key=lambda one: num_of[one.host])  # the first of these
+            del self._strangers[found]
+            found.shut()
+
+    def _take_up(self, client: Client) -> bool:
+        """Let a client that has proved that it has the token have a slot of its kind; return False if none is free."""
+        with self._lock:
+            self._strangers.pop(client, None)
+            if sum(type(one) is type(client) for one in self._known) >= client.max_clients:
+                return False
+            self._known.add(client)
+            return True
+
+    def _turn_away(self, client: Client, why: str) -> None:
+        self._counts[type(client)].refuse()
+        if isinstance(client, RingClient):  # another machine's tries the next server
+            client.refuse(DeliveryError(why))
 
     def _show_life(self) -> None:
         """Let clients over TCP know that the service is there, every few seconds."""
@@ -158,7 +182,11 @@ class Service:
         try:
             with ExitStack() as using, closing(client):
                 try:
-                    who = self._granted(client, using)
+                    request = client.request()
+                    if not self._take_up(client):
+                        self._turn_away(client, f"the service has {client.max_clients} clients, its maximum")
+                        return
+                    who = self._granted(client, parse_request(request), using)
                 except Exception as error:  # noqa: BLE001 - whatever a client sends, it gets the error, and the service continues
                     self._counts[type(client)].refuse()
                     client.refuse(error)
@@ -173,10 +201,11 @@ class Service:
             self.let_go()
             with self._lock:
                 del self._clients[threading.current_thread()]
+                self._strangers.pop(client, None)
+                self._known.discard(client)
 
-    def _granted(self, client: Client, using: ExitStack) -> dict[str, Any] | None:
-        """Answer a client; return who it is, if it requested batches, which `using` keeps open."""
-        wanted = parse_request(client.request())
+    def _granted(self, client: Client, wanted: AnyRequest, using: ExitStack) -> dict[str, Any] | None:
+        """Answer a client's request; return who it is, if it requested batches, which `using` keeps open."""
         if isinstance(wanted, Request):
             return self._begun_for(client, wanted, using)
         client.answer(asdict(self._told(wanted, using)))

@@ -33,14 +33,13 @@ from bucketline.store.read.lost_files import files_of_column
 from bucketline.store.remote.generations import listed_generations, read_generation
 from bucketline.store.write.column_shard import (
     ADDING_LOCK,
-    MAKING,
     FoundColumn,
     column_files,
     describe_column_shard,
     digest_of_dropped,
     write_column_shard,
 )
-from bucketline.store.write.publish import prepare_store
+from bucketline.store.write.publish import prepare_store, remove_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -159,8 +158,7 @@ def make_column(store: Store, path: Path, request: ColumnRequest) -> MadeColumn:
         raise UsageError(
             f"{request.role!r} is the mirror image of {role_of(base)!r}, which {store.place} lacks; add that first"
         )
-    for left in (path / "pending").glob(f"*{MAKING}"):
-        left.unlink()
+    remove_unfinished(path)
     forms = ColumnForms(store.manifest, name)
     files = _left_by_a_killed_call(store, path, name, forms)
     lacking = [n for n, shard in enumerate(store.shards) if name not in shard.entry.added and shard.entry.live_samples]

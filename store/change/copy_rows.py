@@ -31,6 +31,7 @@ from bucketline.store.read.verified_sample import compare_with_record
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.write.column_shard import write_column_shard
 from bucketline.store.write.describe import describe_shard
+from bucketline.store.write.seal import SEALING
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class RowCopier:
             name = f"{self._prefix}-{number:04d}"
             pending, paths = pending_path(self._path, name), shard_paths(self._path, name)
             added = paths.folder.glob(f"{name}.*.*")
-            for path in (pending, pending.with_suffix(".sealing"), paths.lmdb, paths.extents, paths.index, *added):
+            for path in (pending, pending.with_suffix(SEALING), paths.lmdb, paths.extents, paths.index, *added):
                 path.unlink(missing_ok=True)
 
     def _group(self, ordinal: int, group: str, positions: NDArray[np.int64]) -> None:

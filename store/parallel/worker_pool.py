@@ -174,10 +174,13 @@ def _context(start: StartMethod) -> SpawnContext | ForkContext:
     return multiprocessing.get_context("fork") if start == "fork" else multiprocessing.get_context("spawn")
 
 
-def encode_here(part: PartWriter, encode: Callable[[Any], Any], tasks: Iterator[Task]) -> Iterator[Outcome]:
+def encode_here(
+    part: PartWriter, encode: Callable[[Any], Any], tasks: Iterator[Task], has_room: Callable[[], None]
+) -> Iterator[Outcome]:
     """Yield the outcome of each task, encoded in this process. Otherwise as `WorkerPool.encode`."""
     encoder = ItemEncoder(part, encode)
     for task in tasks:
+        has_room()
         yield raised(encoder.run(task))
     part.seal()
     yield encoder.outcome(is_last=True)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from bucketline.store.parallel.part_worker import Outcome
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.store.transfer.sender import ShardSender
+    from bucketline.store.write.part_writer import PartWriter
 
 MOST_WORKERS = 1 << 10
 
@@ -139,10 +140,16 @@ class _Run:
     def write(self, tasks: Iterator[Task], encode: Callable[[Any], Any], workers: int, start: StartMethod) -> None:
         """Encode all tasks and seal; if that is not possible, publish what there is and raise why."""
         parts = [self._writer.part(f"w{n:03d}") for n in range(max(workers, 1))]
-        if not workers:
+        if workers:
+            self._write_by_workers(parts, tasks, encode, start)
+        else:
             with parts[0] as part:
-                self._take_all(encode_here(part, encode, tasks), part.seal)
-            return
+                self._take_all(encode_here(part, encode, tasks, self._wait_for_room), part.seal)
+        self._send_rest()
+
+    def _write_by_workers(
+        self, parts: Sequence[PartWriter], tasks: Iterator[Task], encode: Callable[[Any], Any], start: StartMethod
+    ) -> None:
         with WorkerPool(parts, encode, start) as pool:
 
             def stop() -> None:
@@ -152,7 +159,6 @@ class _Run:
             self._take_all(pool.encode(tasks, self._wait_for_room), stop)
             for outcome in pool.finish():
                 self._take(outcome)
-        self._send_rest()
 
     def _take_all(self, outcomes: Iterator[Outcome], stop: Callable[[], None]) -> None:
         try:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
 import threading
 from collections import deque
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from bucketline.errors import CorruptError, StoppedError, StoreError
-from bucketline.files.atomic_write import CREATE, FILE_MODE
+from bucketline.files.atomic_write import create_aside
 from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.store.remote.objects import PART_BYTES, PARTS_IN_FLIGHT
 from bucketline.store.remote.retries import MAX_WRONG, asked_again
@@ -72,28 +70,30 @@ class Downloader:
     def _is_got(self, path: Path, expected: FileEntry | DroppedEntry, *, is_last: bool) -> bool:
         """Get a file; return False if its bytes are wrong and this is not the last try."""
         name, state = f"shards/{path.name}", xxhash.xxh3_128()
-        aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        aside: Path | None = None
         try:
-            with open(os.open(aside, CREATE, FILE_MODE), "wb", buffering=0) as file:  # noqa: PTH123 - opens a descriptor
+            aside, fd = create_aside(path)
+            with open(fd, "wb", buffering=0) as file:  # noqa: PTH123 - opens a descriptor
                 for part in self._parts(name, expected.num_bytes):
                     state.update(part)
                     view = memoryview(part).cast("B")
                     while view:
                         view = view[file.write(view) :]
                     self._on_bytes(memoryview(part).nbytes)
-            if state.hexdigest() != expected.digest and not self._takes_any_digest:
-                if not is_last:
-                    self._on_bytes(-expected.num_bytes)
-                    return False
-                raise CorruptError(
-                    f"{self._folder.place(name)} is damaged: its digest is not the manifest's; push the store again from "
-                    "a copy that is whole, or drop the shard with `store drop --shard`"
-                )
-            aside.replace(path)
+                if state.hexdigest() != expected.digest and not self._takes_any_digest:
+                    if not is_last:
+                        self._on_bytes(-expected.num_bytes)
+                        return False
+                    raise CorruptError(
+                        f"{self._folder.place(name)} is damaged: its digest is not the manifest's; push the store again from "
+                        "a copy that is whole, or drop the shard with `store drop --shard`"
+                    )
+                aside.replace(path)
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error.strerror}; {remedy_for_failed_write(path.parent)}") from error
         finally:
-            aside.unlink(missing_ok=True)
+            if aside is not None:
+                aside.unlink(missing_ok=True)
         return True
 
     def _parts(self, name: str, num_bytes: int) -> Iterator[bytes]:

@@ -174,7 +174,7 @@ def _what_is(parts: tuple[str, ...], suffix: str) -> str | None:  # noqa: PLR091
             what = "a shard that is being written, or that an interrupted run left; the next pack adopts it"
             return what if suffix == ".lmdb" else None
         case ("pending", _) if suffix == MAKING:
-            return f"{_COLUMN}; the next `add_column` removes it"
+            return f"{_COLUMN}; the next writer removes it once nobody writes it"
         case ("pending", _) if not suffix:
             return "a note of the shards that a writer sends, or that one left; `store compact --gc` removes it after a day"
         case ("shards", name) if COLUMN_SHARD_NAME.fullmatch(name.removesuffix(suffix)):

@@ -6,6 +6,7 @@ by what its extents say of it: the column, and the shard whose rows it belongs t
 
 from __future__ import annotations
 
+import os
 import uuid
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -16,7 +17,7 @@ import msgpack
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.atomic_write import FILE_MODE, move_durably, write_durably
+from bucketline.files.atomic_write import create_held, move_durably, write_durably
 from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.store.format.block import ID, encode_block
 from bucketline.store.format.hashing import file_digest, line_sums
@@ -78,7 +79,9 @@ def write_column_shard(store: Path, shard: SealedShard, column: str, values: Col
     shard_id = uuid.uuid4()
     name = f"{shard.name}.{shard_id.hex}"
     making, paths = store / "pending" / f"{name}{MAKING}", shard_paths(store, name)
+    held: int | None = None
     try:
+        held = create_held(making)
         _write_blocks(making, name, shard_id.bytes, shard, column, values)
         forms = {bucket: column_entries((values.spec(bucket).column(column),))[column] for bucket in _buckets(shard)}
         about = {"column": column, "rows_of": shard.entry.shard_id, "filled": values.num_missing, "forms": encode(forms)}
@@ -90,6 +93,8 @@ def write_column_shard(store: Path, shard: SealedShard, column: str, values: Col
         raise StoreError(f"{making} cannot be written: {error}; {remedy}") from error
     finally:
         making.unlink(missing_ok=True)
+        if held is not None:
+            os.close(held)
     return describe_column_shard(store, name)
 
 
@@ -104,8 +109,7 @@ def _buckets(shard: SealedShard) -> list[str]:
 
 
 def _write_blocks(path: Path, name: str, shard_id: bytes, shard: SealedShard, column: str, values: ColumnValues) -> None:
-    path.unlink(missing_ok=True)
-    with lmdb.open(str(path), subdir=False, lock=False, map_size=SPARE_BYTES, sync=False, mode=FILE_MODE) as env:
+    with lmdb.open(str(path), subdir=False, lock=False, map_size=SPARE_BYTES, sync=False) as env:
         with env.begin(write=True) as txn:
             txn.put(META_KEY, msgpack.packb({"format_version": FORMAT_VERSION, "shard": name, "shard_id": shard_id}))
         map_bytes = SPARE_BYTES

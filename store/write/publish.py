@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.atomic_write import explaining, is_aside, sync_folder
+from bucketline.files.atomic_write import explaining, is_aside, remove_unless_held, sync_folder
 from bucketline.files.locks import FileLock
 from bucketline.store.folder import LocalFolder
 from bucketline.store.format.hashing import bytes_digest
@@ -29,9 +29,10 @@ from bucketline.store.shard.row_locator import DROPPED_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.write.attempts import remove_attempts
 from bucketline.store.write.change_base import ChangeBase
+from bucketline.store.write.column_shard import MAKING
 from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.newest import existing_manifest, is_published, listed_by_any
-from bucketline.store.write.seal import may_have_commits, seal_apart
+from bucketline.store.write.seal import SEALING, may_have_commits, seal_apart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -150,10 +151,6 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
             if not is_gone:
                 seal_apart(store, path.stem)  # removes the pending file itself, once its samples are in `shards/`
             lock.unlink(missing_ok=True)
-        for folder in (store, *(store / name for name in FOLDERS)):
-            for left in folder.glob("*"):
-                if (is_aside(left.name) or (folder.name == "pending" and left.suffix == ".sealing")) and not _is_folder(left):
-                    left.unlink()
         return unlisted(store, manifest)
 
 
@@ -171,14 +168,12 @@ def unlisted(store: Path, manifest: Manifest, beginnings: tuple[str, ...] = ("",
 
 
 def remove_interrupted_copies(store: Path, manifest: Manifest) -> None:
-    """Remove the copies of an interrupted rewrite of shards, except those that a generation lists.
+    """Remove what killed processes left unfinished, and the copies of an interrupted rewrite that no generation lists.
 
     Call under the store's lock.
     """
     with explaining(store):
-        for path in (store / "pending").glob(f"{COPY_PREFIX}*"):
-            if not _is_folder(path):
-                path.unlink()
+        remove_unfinished(store)
         known = manifest.known_shards
         left = [path for path in (store / "shards").glob(f"{COPY_PREFIX}*") if path.name.partition(".")[0] not in known]
         if not left:
@@ -190,6 +185,22 @@ def remove_interrupted_copies(store: Path, manifest: Manifest) -> None:
         for path in left:
             if path.name.partition(".")[0] not in known and not _is_folder(path):
                 path.unlink()
+
+
+def remove_unfinished(store: Path) -> None:
+    """Remove unfinished files whose locks no process holds. Pending shards stay for adoption, but copies of rows do not.
+
+    It needs no lock: columns are added, and pages and notes written, without the store's.
+    """
+    for folder in (store, *(store / name for name in FOLDERS)):
+        for path in folder.glob("*"):
+            if _is_folder(path):
+                continue
+            is_pending, is_copy = folder.name == "pending", path.name.startswith(COPY_PREFIX)
+            if is_aside(path.name) or (is_pending and path.suffix == MAKING):
+                remove_unless_held(path)
+            elif is_pending and (path.suffix == SEALING or (is_copy and path.suffix == ".lmdb")):
+                remove_unless_held(path, path.with_suffix(".lock"))
 
 
 def _is_folder(path: Path) -> bool:

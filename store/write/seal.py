@@ -27,6 +27,7 @@ from bucketline.store.write.shard_contents import ShardContents, read_contents, 
 
 _NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 SPARE_BYTES = 1 << 24  # for the new file's map: only addresses
+SEALING = ".sealing"  # the suffix of what becomes a sealed shard, in `pending/`
 TRANSACTION_BYTES = 32 << 20  # memory that LMDB holds while appending
 MIN_PAGE_BYTES = 4096  # of supported systems
 _MAX_PAGE_BYTES = 1 << 15  # that LMDB takes
@@ -52,7 +53,7 @@ def seal(store: Path, name: str) -> bool:
         CorruptError: if a block or record is invalid.
     """
     pending, paths = pending_path(store, name), shard_paths(store, name)
-    copy = pending.with_suffix(".sealing")
+    copy = pending.with_suffix(SEALING)
     if os.path.lexists(paths.lmdb):
         if os.path.lexists(pending):  # if not, a sealer that outlived its command has just finished
             _refuse_another(pending, paths, name)

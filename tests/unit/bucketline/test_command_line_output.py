@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.command_line import counted, human_number, per_second
+from bucketline.command_line import counted, guarded, human_number, per_second
+from bucketline.progress import stderr_console
 from bucketline.store.change.drop import drop
 from tests.commands import BIN, ROOT, call
 from tests.kit import make_sample, make_store, samples_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bucketline.store import Store
 
 BUCKET = "train/64x64"
@@ -116,6 +118,39 @@ def test_help_that_nobody_reads_to_its_end_is_no_trace(name: str) -> None:
 def test_output_that_nobody_reads_to_its_end_is_no_trace(store: Store, command: str) -> None:
     ran = run_unread([BIN / "store", command, store.path])
     assert (ran.returncode, ran.stderr) == (1, b"")
+
+
+def test_output_and_log_on_a_full_disk_are_an_error_and_no_trace(store: Store, tmp_path: Path) -> None:
+    with Path("/dev/full").open("wb") as full, (tmp_path / "said").open("wb") as said:
+        for stderr in (said, full):
+            command = [str(BIN / "store"), "ls", str(store.path)]
+            assert subprocess.run(command, stdin=subprocess.DEVNULL, stdout=full, stderr=stderr, check=False).returncode == 1
+    words = "error: stdout cannot be written: No space left on device; fix this and rerun the command\n"
+    assert (tmp_path / "said").read_text() == words
+
+
+def test_a_log_on_a_full_disk_ends_nothing_and_continues_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stream(io.StringIO):
+        is_full = True
+
+        def write(self, text: str) -> int:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stderr", stream := Stream())
+
+    def run() -> int:
+        print("lost", file=sys.stderr, flush=True)
+        stderr_console().print("lost too")
+        stream.is_full = False
+        print("kept", file=sys.stderr, flush=True)
+        return 7
+
+    assert guarded(run) == 7
+    assert stream.getvalue().split() == ["kept"]
 
 
 def test_an_error_that_nobody_reads_ends_the_command_as_it_would(tmp_path: Path) -> None:

@@ -139,6 +139,21 @@ def test_a_signal_makes_the_service_print_its_statistics_as_a_sentence(store: St
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_service_whose_log_has_no_reader_continues(options: tuple[str, ...], store: Store, tmp_path: Path) -> None:
+    with serving(tmp_path / "s", store.path, options=("--every", "0.001", *options)) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.stderr.close()
+        for _ in range(3):  # it prints after each
+            call("loader", "stats", tmp_path / "s").done()
+        with Loader(store, LoaderConfig(batch_size=4), service=tmp_path / "s") as loader:
+            assert [*loader]
+        assert process.poll() is None
+
+
+@pytest.mark.slow
 def test_a_service_prints_readable_statistics_every_so_often_and_at_its_end(store: Store, tmp_path: Path) -> None:
     with serving(tmp_path / "s", store.path, options=("--every", "0.05")) as process:
         assert process.stdout is not None

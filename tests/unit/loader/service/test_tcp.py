@@ -146,6 +146,39 @@ def test_strangers_at_the_port_change_nothing(
     assert capfd.readouterr().err == ""
 
 
+def test_strangers_keep_no_client_out_and_none_of_another_host(
+    store: Store, token: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_connection, "REQUEST_S", 600.0)
+    monkeypatch.setattr(FrameClient, "max_clients", 4)
+    monkeypatch.setattr(FrameClient, "max_strangers", 4, raising=False)
+    with served(store) as found, ExitStack() as using:
+
+        def stranger(host: str = "127.0.0.1") -> socket.socket:
+            sock = using.enter_context(socket.create_connection(("127.0.0.1", found.port), source_address=(host, 0)))
+            sock.settimeout(60)
+            return sock
+
+        def nonce_for(sock: socket.socket) -> str:
+            return str(receive(sock, 60)["nonce"])
+
+        early = using.enter_context(far_loader(found, LoaderConfig(batch_size=2), token, deadline_s=60.0))
+        assert next(early.forever()).step == 0
+        slow = stranger("127.0.0.2")
+        nonce = nonce_for(slow)
+        strangers = [stranger() for _ in range(12)]
+        for sock in strangers:
+            with suppress(BucketlineError):  # it was the oldest already
+                nonce_for(sock)
+        for _ in range(2):
+            with far_loader(found, LoaderConfig(batch_size=2), token, deadline_s=20.0) as late:
+                assert next(late.forever()).step == 0
+        assert not any(sock.recv(1) for sock in strangers[:8])  # which were ended
+        send(slow, {**wire.message_of(wire.StatsRequest()), "proof": proof_of(TOKEN, nonce), "protocol": wire.PROTOCOL})
+        assert "stats" in receive(slow, 60)
+        assert len([*early]) > 1
+
+
 def test_stalled_clients_hold_up_the_end_of_a_server_once_and_not_one_by_one(
     tmp_path: Path, token: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
+from bucketline.files.atomic_write import create_aside
 from bucketline.files.locks import FileLock
 from bucketline.store import Store, add_column
 from bucketline.store.change.compact import compact
@@ -20,12 +23,14 @@ from bucketline.store.change.repair import repair
 from bucketline.store.change.restore import restore
 from bucketline.store.export.sample_file import sample_file
 from bucketline.store.format.hashing import bytes_digest
+from bucketline.store.format.layout import COPY_PREFIX
 from bucketline.store.format.manifest import parse_manifest, read_manifest
 from bucketline.store.read.info import info
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.column_shard import ADDING_LOCK, column_files
 from bucketline.store.write.publish import changing, lock_store
+from bucketline.store.write.seal import column_extents
 from tests.added_columns import bucket_of, expect_clean, expect_masks, mask_of, masks_in
 from tests.kit import add_samples, make_store, rewrite_manifest, samples_of, store_writer, tree
 
@@ -370,6 +375,53 @@ def test_a_pack_that_publishes_meanwhile_does_not_lose_its_rows(path: Path) -> N
     assert add_column(path, "mask", mask_of).rows == 3
     expect_masks(path, len(IDS) + 3)
     expect_clean(path)
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_writers_that_start_meanwhile_leave_the_files_that_it_is_making(path: Path, tmp_path: Path, *, is_merged: bool) -> None:
+    compact(path, shard_bytes=1 << 24)
+    if is_merged:
+        merge(tmp_path / "other", [path])
+        path = tmp_path / "other"
+
+    def value(sample_id: str) -> Any:
+        for _ in range(2):
+            with changing(path):
+                pass
+        return mask_of(sample_id)
+
+    assert add_column(path, "mask", value).rows == len(IDS)
+    expect_masks(path, len(IDS))
+    expect_clean(path)
+
+
+def test_a_call_that_starts_meanwhile_leaves_the_files_that_a_compaction_is_making(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_column(path, "mask", mask_of)
+    begun: list[str] = []
+
+    def extents(making: Path, *arguments: Any) -> bytes:
+        begun.append(making.name)
+        with contextlib.suppress(LockedError):  # at its end: the compaction holds the store's lock
+            if len(begun) == 1:
+                add_column(path, "features/later", mask_of)
+        return column_extents(making, *arguments)
+
+    monkeypatch.setattr("bucketline.store.write.column_shard.column_extents", extents)
+    compact(path, shard_bytes=1 << 24)
+    assert begun[0].startswith(COPY_PREFIX)
+    expect_masks(path, len(IDS))
+
+
+@pytest.mark.parametrize("name", ["report.html", "shards/x.extents", "pending/x", "generations/9.json"])
+def test_a_writer_removes_a_temporary_file_of_a_killed_process_and_none_of_a_running_one(name: str, path: Path) -> None:
+    aside, fd = create_aside(path / name)
+    with changing(path):
+        assert aside.exists()
+    os.close(fd)
+    with changing(path):
+        assert not aside.exists()
 
 
 def test_two_calls_at_the_same_time_are_one_after_the_other(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ from bucketline.errors import LockedError, RankError, SourceError, UsageError
 from bucketline.store import RowColumn, Store, StoreWriter, write_store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
+from bucketline.store.transfer.sender import ShardSender, send_shard
 from tests.commands import ROOT, spawn
-from tests.fault.apart import How, apart
+from tests.fault.apart import HANG_S, How, apart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -203,6 +205,37 @@ def test_a_store_at_a_url_is_written_and_continued(tmp_path: Path) -> None:
     written = write_store(url, NAMES, encode, workers=2, start="fork", work=tmp_path / "w2", columns=COLUMNS)
     assert written.num_unchanged == len(kept)
     assert written.manifest.samples == 24
+    pull(ObjectFolder.open(url), tmp_path / "s")
+    check(tmp_path / "s", NAMES)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_store_at_a_url_is_published_once_all_its_shards_are_sent(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_send, unsent, publish = threading.Event(), list[int](), StoreWriter.publish
+
+    def sent_when_awaited(*arguments: Any) -> None:
+        assert may_send.wait(HANG_S)
+        send_shard(*arguments)
+
+    def waiting(own: ShardSender, *arguments: Any) -> None:
+        may_send.set()
+        finish(own, *arguments)
+
+    def published(own: StoreWriter, *arguments: Any) -> Any:
+        unsent.append(len([*(own.path / "shards").glob("*.lmdb")]) - len([*(own.path / "shards").glob("*.sent")]))
+        may_send.set()
+        return publish(own, *arguments)
+
+    finish = ShardSender.finish
+    monkeypatch.setattr("bucketline.store.transfer.sender.send_shard", sent_when_awaited)
+    monkeypatch.setattr(ShardSender, "finish", waiting)
+    monkeypatch.setattr(StoreWriter, "publish", published)
+    (tmp_path / "bucket").mkdir()
+    url = (tmp_path / "bucket" / "s").as_uri()
+    write_store(url, NAMES, encode, workers=workers, start="fork", work=tmp_path / "w", columns=COLUMNS)
+    assert unsent[0] == 0
     pull(ObjectFolder.open(url), tmp_path / "s")
     check(tmp_path / "s", NAMES)
 
