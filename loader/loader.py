@@ -364,7 +364,10 @@ class Loader(EpochLoader):
         """Return what another process needs to resume from this state; a spawned process opens the store itself."""
         stores = [(share.store.absolute, share.store.manifest.generation, share.repeats) for share in self.shares]
         ranks = (self._rank, self._world_size, self.device, self._service, self._follows)
-        return _again, (stores if self._has_stores else None, self.config, ranks, self.state_dict(), self._is_begun)
+        config = replace(self.config, **dict.fromkeys(self._chosen))  # the state sets these
+        # at an epoch's end, the state is at the next one, which nobody has begun
+        is_begun = self._is_begun and not self._is_done()
+        return _again, (stores if self._has_stores else None, config, ranks, self.state_dict(), is_begun)
 
 
 def _again(
