@@ -173,10 +173,10 @@ class Place:
 
 
 class Act(NamedTuple):
-    """What is done with a loader: a loop of `count` batches, and what within its last pass; or something between two loops."""
+    """What is done with a loader: a loop of `most` batches, and what within its last pass; or something between two loops."""
 
     kind: str
-    count: int = 0
+    most: int = 0  # or the number of an epoch
     within: str = "nothing"
 
 
@@ -189,11 +189,11 @@ acts = st.one_of(
     st.builds(
         Act,
         kind=st.sampled_from(["for", "forever"]),
-        count=st.integers(1, 20),
+        most=st.integers(1, 20),
         within=st.sampled_from(["nothing", "fork", "save", *COPIES]),
     ),
     st.builds(Act, kind=st.sampled_from(["fork", "save", "load", "load elsewhere", "close", *COPIES])),
-    st.builds(Act, kind=st.just("set_epoch"), count=st.integers(0, 3)),
+    st.builds(Act, kind=st.just("set_epoch"), most=st.integers(0, 3)),
 )
 
 
@@ -206,11 +206,11 @@ class Walk:
 
     def do(self, act: Act) -> None:
         if act.kind == "for":
-            self.loop(self.loader.__iter__, self.place.read(act.count), act)
+            self.loop(self.loader.__iter__, self.place.read(act.most), act)
         elif act.kind == "forever":
-            self.loop(self.loader.forever, self.place.read_on(act.count), act)
+            self.loop(self.loader.forever, self.place.read_on(act.most), act)
         else:
-            self.between(act.kind, act.count)
+            self.between(act.kind, act.most)
         assert self.loader.epoch == self.place.next_epoch
         assert len(self.loader) == len(self.place.of(self.place.next_epoch))
 
@@ -221,9 +221,9 @@ class Walk:
                 next(begin())
             return
         batches = begin()
-        assert micros(islice(batches, act.count)) == wanted
+        assert micros(islice(batches, act.most)) == wanted
         self.between(act.within, 0)
-        if len(wanted) < act.count:
+        if len(wanted) < act.most:
             assert next(batches, None) is None
 
     def between(self, kind: str, number: int) -> None:
