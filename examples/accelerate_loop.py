@@ -15,7 +15,6 @@ from accelerate import Accelerator
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.plan.rng import Purpose, normal
-from bucketline.store import Store
 
 STEPS, ACCUMULATION = 4, 2
 
@@ -30,7 +29,7 @@ def main(store: str, folder: str) -> None:
         world_size=accelerator.num_processes,
         device=accelerator.device,
     )
-    channels = Store.open(store).buckets()[0].spec.column("latent").shape[0]
+    channels = next(iter(Loader(store, LoaderConfig(batch_size=2)))).scaled().shape[1]
     torch.manual_seed(0)
     model = torch.nn.Conv2d(channels, channels, 3, padding=1)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -39,7 +38,7 @@ def main(store: str, folder: str) -> None:
     def train(steps: int) -> None:
         for batch in loader.forever():  # counted in steps; a `for batch in loader` is one epoch
             with accelerator.accumulate(model):
-                latents = batch.latents.float()
+                latents = batch.scaled()
                 noise = normal(batch.keys, Purpose.NOISE, tuple(latents.shape[1:]))  # the same on any number of ranks
                 loss = (model(latents + noise) - noise).square().mean()
                 accelerator.backward(loss)

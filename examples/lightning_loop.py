@@ -15,7 +15,6 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.plan.rng import Purpose, normal
-from bucketline.store import Store
 
 
 class Denoiser(lightning.LightningModule):  # type: ignore[misc]
@@ -48,7 +47,7 @@ class Denoiser(lightning.LightningModule):  # type: ignore[misc]
         self.log("val_loss", self._loss(batch), batch_size=len(batch.ids))
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        latents = batch.latents.float()
+        latents = batch.scaled()
         noise = normal(batch.keys, Purpose.NOISE, tuple(latents.shape[1:]))
         error = (self.model(latents + noise) - noise).square().mean(dim=(1, 2, 3))
         loss: torch.Tensor = (error * batch.weight).sum() / batch.weight.sum().clamp(min=1)
@@ -61,7 +60,7 @@ class Denoiser(lightning.LightningModule):  # type: ignore[misc]
 
 def main(store: str, folder: str) -> None:
     """Train four steps, then resume with the fifth from the checkpoint saved within the epoch."""
-    channels = Store.open(store).buckets()[0].spec.column("latent").shape[0]
+    channels = next(iter(Loader(store, LoaderConfig(batch_size=2)))).scaled().shape[1]
     for max_steps, saved in ((4, None), (8, f"{folder}/step=4.ckpt")):
         module = Denoiser(store, channels)
         trainer = lightning.Trainer(

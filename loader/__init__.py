@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from bucketline.loader.batch import Batch, NumpyBatch, RaggedBatch, numpy_batches
     from bucketline.loader.config import LoaderConfig, Remainder, TextForm
+    from bucketline.loader.latent_scale import LatentScale
     from bucketline.loader.loader import Loader
     from bucketline.loader.mixture import WeightedStore
     from bucketline.loader.plan.make_plan import make_plan
@@ -19,6 +20,7 @@ __all__ = [
     "Batch",
     "BatchDataset",
     "LatentKind",
+    "LatentScale",
     "Loader",
     "LoaderConfig",
     "NumpyBatch",
@@ -36,6 +38,7 @@ _PLACES = {
     "Batch": "batch",
     "BatchDataset": "torch_dataset",
     "LatentKind": "batch",
+    "LatentScale": "latent_scale",
     "Loader": "loader",
     "LoaderConfig": "config",
     "NumpyBatch": "batch",

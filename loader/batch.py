@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bucketline.errors import UsageError
 from bucketline.loader.dequantise import dequantised
+from bucketline.loader.latent_scale import LatentScale, RecordedScale, posterior_noise
 from bucketline.store.format.columns import POOLED, TARGET, TOKENS_SCALE, LatentKind
 from bucketline.torch_dtypes import BITS_ONLY, TORCH_DTYPES, as_stored
 
@@ -66,6 +67,7 @@ class Batch:
     class_labels: Tensor | None = None  # [B] int64; only in a class-conditional store, where `tokens` holds the same numbers
     tokens_scale: Tensor | None = None  # [B, L, S]; only with `text="stored"` of a store whose `tokens` are quantised
     latent_kind: LatentKind = LatentKind.MODE
+    recorded_scale: RecordedScale = field(default_factory=RecordedScale, repr=False)  # of the stores; see `scaled`
 
     def __post_init__(self) -> None:
         tensors = self.by_name().values()
@@ -88,6 +90,8 @@ class Batch:
     def latents(self) -> Tensor:
         """The target, `[B, C, h, w]` as stored (float16, bfloat16 or float32), unscaled; `[B, 2C, h, w]` if it is moments.
 
+        A model is trained on `scaled()`.
+
         Raises:
             UsageError: if the loader was told to read other columns only.
         """
@@ -96,6 +100,26 @@ class Batch:
                 f"the batch has the columns {sorted(self.columns)}, no {TARGET}; request it in LoaderConfig.columns"
             )
         return self.columns[TARGET]
+
+    def scaled(self, scale: LatentScale | None = None) -> Tensor:
+        """Return the latents that a model is trained on, `[B, C, h, w]` float32 on the batch's device, as the trainer has them.
+
+        They are shifted and scaled as the stores record it of their VAE. From moments, latents are drawn by `keys`: others in
+        each epoch, and the same on any number of ranks and after a resume. `scale` is for a store that does not record it.
+
+        Raises:
+            UsageError: if the stores do not record it, or the loader was told to read other columns only.
+        """
+        return (scale or self.scale).apply(self.latents, posterior_noise(self.latents, self.latent_kind, self.keys))
+
+    @property
+    def scale(self) -> LatentScale:
+        """How the stores' VAE scales latents, on the batch's device: `invert` undoes `scaled`, for the VAE's decoder.
+
+        Raises:
+            UsageError: if the stores do not record it.
+        """
+        return self.recorded_scale.on(self.device)
 
     @property
     def pooled(self) -> Tensor | None:
@@ -212,12 +236,22 @@ class NumpyBatch:
     epoch: int
     bucket: str
     latent_kind: LatentKind
+    batch: Batch = field(repr=False)  # whose memory it is
     arrays: Mapping[str, NDArray[Any]]  # by the names of `Batch.by_name`: `latents`, `columns.mask`, `text_fixed.pooled`
     dtypes: Mapping[str, str]  # by the same names: `BF16`, `F8_…`, or numpy's name
 
     def __repr__(self) -> str:
         about = f"numpy, {self.bucket}, epoch {self.epoch}, step {self.step}, micro-step {self.micro_step}"
         return shown_batch(about, {name: (array.shape, self.dtypes[name]) for name, array in self.arrays.items()})
+
+    def scaled(self, scale: LatentScale | None = None) -> NDArray[np.float32]:
+        """Return the latents that a model is trained on, `[B, C, h, w]`; see `Batch.scaled`.
+
+        Raises:
+            UsageError: if the stores do not record how their latents are scaled.
+        """
+        found: NDArray[np.float32] = self.batch.scaled(scale).numpy()
+        return found
 
     def float32(self, name: str) -> NDArray[np.float32]:
         """Return a float32 copy of an array. Shorter floats convert exactly."""
@@ -256,6 +290,7 @@ def as_numpy(batch: Batch) -> NumpyBatch:
         epoch=batch.epoch,
         bucket=batch.bucket,
         latent_kind=batch.latent_kind,
+        batch=batch,
         arrays=arrays,
         dtypes={name: lacking.get(name, array.dtype.name) for name, array in arrays.items()},
     )

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.history import PastSteps
+    from bucketline.loader.latent_scale import RecordedScale
     from bucketline.loader.plan.epoch_steps import Epoch, EpochSteps
     from bucketline.loader.state import LoaderState
     from bucketline.store.format.columns import LatentKind
@@ -55,6 +56,7 @@ class EpochLoader(ABC):
     config: LoaderConfig
     device: torch.device
     _latent_kind: LatentKind
+    _recorded_scale: RecordedScale
     _steps: EpochSteps
 
     def _begin_at_first_epoch(self) -> None:
@@ -119,7 +121,7 @@ class EpochLoader(ABC):
                     return
                 self._before_batch()
                 filled, flat = self._next_filled()
-                batch = filled_batch(filled, flat, self._latent_kind)
+                batch = filled_batch(filled, flat, self._latent_kind, self._recorded_scale)
                 after = self._cursor.after(filled.step, filled.micro_step, self.config.accumulation)
                 del filled, flat  # or the generator would hold the buffer until the next one
                 self._is_begun = True
@@ -353,7 +355,7 @@ class EpochLoader(ABC):
         )
 
 
-def filled_batch(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind) -> Batch:
+def filled_batch(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind, scale: RecordedScale) -> Batch:
     """Make a batch from a filled buffer's description and its bytes on the caller's device."""
     return Batch(
         step=filled.step,
@@ -361,6 +363,7 @@ def filled_batch(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind) ->
         epoch=filled.epoch,
         bucket=filled.bucket,
         latent_kind=latent_kind,
+        recorded_scale=scale,
         **as_fields(carve(flat, filled.fields)),
     )
 

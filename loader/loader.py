@@ -19,6 +19,7 @@ from bucketline.loader.device import device_of
 from bucketline.loader.follow import GenerationWatch, Readable, at_generations, expect_readable
 from bucketline.loader.history import StoreId, short
 from bucketline.loader.iteration import CLOSED, EpochLoader, check_ranks
+from bucketline.loader.latent_scale import RecordedScale
 from bucketline.loader.mixture import WeightedStore, open_shares
 from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.cursor import Cursor
@@ -160,6 +161,7 @@ class Loader(EpochLoader):
         self._set_plan(config, readable.plan)
         self._marks, self._global_batch = name_stores(shares), global_batch_of(self.plan)
         self._latent_kind = latent_kind(self._rows)
+        self._recorded_scale = RecordedScale(where=self._rows.where, encoders=self._rows.encoders)
         self._set_backend()
 
     def _set_plan(self, config: LoaderConfig, plan: Plan) -> None:
@@ -364,7 +366,10 @@ class Loader(EpochLoader):
         """Return what another process needs to resume from this state; a spawned process opens the store itself."""
         stores = [(share.store.absolute, share.store.manifest.generation, share.repeats) for share in self.shares]
         ranks = (self._rank, self._world_size, self.device, self._service, self._follows)
-        return _again, (stores if self._has_stores else None, self.config, ranks, self.state_dict(), self._is_begun)
+        config = replace(self.config, **dict.fromkeys(self._chosen))  # type: ignore[arg-type] # the state sets these
+        # at an epoch's end, the state is at the next one, which nobody has begun
+        is_begun = self._is_begun and not self._is_done()
+        return _again, (stores if self._has_stores else None, config, ranks, self.state_dict(), is_begun)
 
 
 def _again(

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bucketline.loader.batch import as_fields
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.compile import compile_blocks, recompute
 from bucketline.train.config import Objective
 from bucketline.train.ema import Average
 from bucketline.train.memory.activations import BatchSizes, example_batch, norms_in_32_bits
 from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.memory.table import built, run_of
-from bucketline.train.noise import FlowSchedule, LatentScale, NoiseSchedule, Prep
+from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep
 from bucketline.train.optim import average_of, kind_of, make_optimizer
 from bucketline.train.parallel import TrainRanks
 from bucketline.train.setup import replicated

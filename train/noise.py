@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.families.packing import PATCH
 from bucketline.families.schedules import SCALED_LINEAR, flow
 from bucketline.loader.dequantise import dequantised
+from bucketline.loader.latent_scale import LatentScale, noise_like, posterior_noise
 from bucketline.loader.plan.rng import Purpose, normal, uniform
-from bucketline.store.format.columns import LatentKind
 from bucketline.train.config import Objective, ObjectiveOptions
 from bucketline.train.values import TimestepSampling, Weighting
 
@@ -33,11 +32,9 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Batch
     from bucketline.train.values import LossWeight
-    from bucketline.typed_json import Json
 
 log = logging.getLogger(__name__)
 
-LOG_VARIANCE_RANGE = (-30.0, 20.0)  # Source: diffusers' DiagonalGaussianDistribution
 SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
 FLOW_CLASS = "FlowMatchEulerDiscreteScheduler"
 
@@ -187,46 +184,6 @@ class Noised:
         return batch if self.tokens is None else replace(batch, tokens=self.tokens, tokens_scale=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentScale:
-    """Scaling of stored latents for the model: (stored - shift) · scale, per channel if the VAE has a mean and std.
-
-    Per channel and place in a p by p patch if the VAE normalises patches.
-
-    Source: diffusers' AutoencoderKL configuration, and its use in the pipelines.
-    """
-
-    scale: float | Tensor  # [C, p, p]
-    shift: float | Tensor  # [C, p, p]
-
-    @classmethod
-    def of(cls, vae: Mapping[str, Json], device: torch.device) -> LatentScale:
-        """Return the scaling of a VAE by a store's record of it."""
-
-        def each(values: Json, side: int = 1) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, side, side)
-
-        if isinstance(norm := vae.get("batch_norm"), dict):
-            return cls(scale=1 / each(norm["std"], PATCH), shift=each(norm["mean"], PATCH))
-        shift = vae.get("latents_mean") or vae.get("shift_factor") or 0.0
-        return cls(scale=each(vae["scaling_factor"]) / each(vae.get("latents_std") or 1.0), shift=each(shift))
-
-    def apply(self, stored: Tensor) -> Tensor:
-        """Return the latents for the model, in 32 bits."""
-        return (stored.float() - _over(self.shift, stored)) * _over(self.scale, stored)
-
-    def invert(self, latents: Tensor) -> Tensor:
-        """Return the latents for the VAE's decoder."""
-        return latents / _over(self.scale, latents) + _over(self.shift, latents)
-
-
-def _over(each: float | Tensor, latents: Tensor) -> float | Tensor:
-    """Return a patch's numbers, [C, p, p], repeated over latents, [B, C, h, w]."""
-    if isinstance(each, float) or each.shape[-1] == 1:
-        return each
-    return each.repeat(1, latents.shape[2] // each.shape[1], latents.shape[3] // each.shape[2])
-
-
 def draw_timesteps(options: ObjectiveOptions, keys: Tensor, num_timesteps: int) -> Tensor:
     """Draw a timestep for each key, [B] int64; a schedule's shift is applied to it afterwards."""
     asked, low, high = options.timesteps, options.timestep_range.low, options.timestep_range.high
@@ -258,31 +215,29 @@ class Prep:
     def for_training(self, batch: Batch) -> Noised:
         """Noise a batch at timesteps drawn from its keys, and dequantise its tokens."""
         indices = draw_timesteps(self.options, batch.keys, self.schedule.num_timesteps)
-        noise = _noise_like(batch, batch.keys)
+        noise = noise_like(batch.latents, batch.latent_kind, batch.keys)
         if offset := self.options.noise_offset:
             noise = noise + offset * normal(batch.keys, Purpose.NOISE_OFFSET, shape=(noise.shape[1], 1, 1))
-        drawn = _posterior_noise(batch, batch.keys), noise
+        drawn = posterior_noise(batch.latents, batch.latent_kind, batch.keys), noise
         text = (batch.tokens, batch.tokens_scale) if batch.tokens_scale is not None else ()
         return self._noise(batch.latents, *drawn, indices, *text)
 
     def for_validation(self, batch: Batch, noise: Tensor, timestep: int) -> Noised:
         """Noise a batch at one timestep; `noise` is the result of `sample_noise`. Its tokens stay as they are."""
         indices = torch.full_like(batch.keys, timestep)
-        return self._eager(batch.latents, _posterior_noise(batch, _sample_keys(batch)), noise, indices)
+        of_posterior = posterior_noise(batch.latents, batch.latent_kind, _sample_keys(batch))
+        return self._eager(batch.latents, of_posterior, noise, indices)
 
     def _eager(
         self,
         latents: Tensor,
-        posterior_noise: Tensor | None,
+        of_posterior: Tensor | None,
         noise: Tensor,
         indices: Tensor,
         tokens: Tensor | None = None,
         tokens_scale: Tensor | None = None,
     ) -> Noised:
-        if posterior_noise is not None:
-            mean, log_variance = latents.float().chunk(2, dim=1)
-            latents = mean + (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp() * posterior_noise
-        clean = self.scale.apply(latents)
+        clean = self.scale.apply(latents, of_posterior)
         shares = self.schedule.at(indices, clean.shape[2], clean.shape[3])
         return Noised(
             noisy=add_noise(clean, noise, shares),
@@ -295,21 +250,11 @@ class Prep:
 
 def sample_noise(batch: Batch) -> Tensor:
     """Return fixed noise per sample, [B, C, h, w] float32, independent of batch, rank and step."""
-    return _noise_like(batch, _sample_keys(batch))
+    return noise_like(batch.latents, batch.latent_kind, _sample_keys(batch))
 
 
 def _sample_keys(batch: Batch) -> Tensor:
     return batch.ids[:, :8].contiguous().view(torch.int64).squeeze(1)
-
-
-def _noise_like(batch: Batch, keys: Tensor, purpose: Purpose = Purpose.NOISE) -> Tensor:
-    channels, height, width = batch.latents.shape[1:]
-    return normal(keys, purpose, shape=(channels // 2 if batch.latent_kind is LatentKind.MOMENTS else channels, height, width))
-
-
-def _posterior_noise(batch: Batch, keys: Tensor) -> Tensor | None:
-    """Return the noise that draws latents from stored moments; None if the store has latents."""
-    return _noise_like(batch, keys, Purpose.POSTERIOR) if batch.latent_kind is LatentKind.MOMENTS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

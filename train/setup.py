@@ -20,6 +20,7 @@ from bucketline.command_line import counted, torchrun_ranks
 from bucketline.errors import UsageError
 from bucketline.extensions import imported
 from bucketline.loader.history import StoreId
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.mixture import open_shares, parse_stores
 from bucketline.option_types import OnResume, options_on_resume
 from bucketline.store.format.columns import LATENT
@@ -46,7 +47,7 @@ from bucketline.train.models.load import (
     weight_files,
 )
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.noise import LatentScale, Prep, load_schedule
+from bucketline.train.noise import Prep, load_schedule
 from bucketline.train.optim import average_of, kind_of, make_optimizer, refuse_combinations
 from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.metrics import Scale

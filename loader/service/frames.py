@@ -15,6 +15,7 @@ import torch
 
 from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.iteration import filled_batch
+from bucketline.loader.latent_scale import RecordedScale
 from bucketline.loader.service.layouts import HEAD, FrameKind, LayoutWriter, decoded, filled_as_laid_out
 from bucketline.loader.service.wire import MAX_BATCH_BYTES, LostError, failure_as_json, failure_of
 from bucketline.store.format.columns import LatentKind
@@ -129,6 +130,6 @@ def _expect_batch(layout: bytes) -> None:
     flat = torch.empty(num_bytes, dtype=torch.uint8)
     filled = FilledBuffer(buffer=flat, fields=fields, num_bytes=num_bytes, step=0, micro_step=0, epoch=0, bucket=bucket)
     try:
-        filled_batch(filled, flat, LatentKind.MODE)
+        filled_batch(filled, flat, LatentKind.MODE, RecordedScale())
     except (TypeError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
         raise ValueError(f"its tensors are not those of a batch ({error})") from error

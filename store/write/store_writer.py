@@ -79,8 +79,9 @@ class StoreWriter(PartWriter):
         """Describe the store's contents, which are fixed when it is created; nothing is read or written yet.
 
         `columns` are those of a row, each with its role. `encoders` and `rules` say what made the columns, as JSON values that
-        readers compare and show; a latent is stored unscaled, and the trainer takes `encoders["vae"]["scaling_factor"]`. `text`
-        are the columns of a token, or a `TextSpec` if there are columns of a caption as well, and `empty_caption` is the
+        readers compare and show; a latent is stored unscaled, and `Batch.scaled` and the trainer scale it by
+        `encoders["vae"]["scaling_factor"]`. `text` are the columns of a token, or a `TextSpec` if there are columns of a
+        caption as well, and `empty_caption` is the
         embedding that stands for no caption; a store without captions has neither. `ragged` are groups of arrays whose length
         differs from caption to caption or from row to row, by name; the empty caption has an entry of each group of captions,
         in `empty_caption` as in any caption's mapping. `shard_names` is a pattern with a place for a number; by default it is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def _ids(batches: Iterator[Batch], count: int) -> list[object]:
 
 
 def fork_while_read(bench: Bench, service: str | None) -> Ended:
-    """Fork again and again; a child iterates, continues in the loop that it was forked in, or leaves the loader alone."""
+    """Fork again and again; a child iterates, or a copy of its loader, or its parent's loop, or it leaves the loader alone."""
     config = bench.config(epochs=8, threads=bench.random.choice([1, 2, 3]), verify=bench.random.random() < 0.3)
     path = bench.store()
     with Loader(path, config) as own:
@@ -61,11 +62,14 @@ def fork_while_read(bench: Bench, service: str | None) -> Ended:
             end = time.perf_counter() + bench.random.random() * 0.01
             while time.perf_counter() < end:  # somewhere within what the threads do
                 pass
-            use = bench.random.choice(["iterates", "continues", "leaves it alone"])
+            use = bench.random.choice(["iterates", "copies", "continues", "leaves it alone"])
 
             def work(use: str = use, taken: int = taken, batches: Iterator[Batch] = batches) -> bool:
                 if use == "leaves it alone":
                     return True
+                if use == "copies":
+                    with pickle.loads(pickle.dumps(loader)) as sent:
+                        return _ids(sent.forever(), 3) == expected[taken : taken + 3]
                 return _ids(loader.forever() if use == "iterates" else batches, 3) == expected[taken : taken + 3]
 
             begun = time.perf_counter()

@@ -17,11 +17,12 @@ from bucketline.families.registry import family_named
 from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
 from bucketline.loader.commands.batch_options import BatchSize
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.config import Compile, Objective, Precision, TrainConfig
 from bucketline.train.ema import Average
 from bucketline.train.lowbit.float8 import use_float8
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.noise import FlowSchedule, LatentScale, NoiseSchedule, Prep
+from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep
 from bucketline.train.step import Training
 from tests.family_models import T5_WIDTH, tiny_model
 from tests.unit.train.tiny_run import make_training_store, write_unet, write_vae

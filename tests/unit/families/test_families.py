@@ -18,12 +18,13 @@ from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text.token_statistics import open_caption_lengths
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.loader.latent_scale import LatentScale, RecordedScale
 from bucketline.train.config import TrainConfig
 from bucketline.train.ema import Average
 from bucketline.train.images.pipeline import draw_latents
 from bucketline.train.images.prompts import DrawingBatch
 from bucketline.train.models.load import load
-from bucketline.train.noise import LatentScale, NoiseSchedule, Prep, load_schedule, squared_error
+from bucketline.train.noise import NoiseSchedule, Prep, load_schedule, squared_error
 from bucketline.train.step import Training
 from tests.commands import ROOT
 from tests.family_models import FORMS, open_pipeline
@@ -203,6 +204,8 @@ def test_latents_are_the_vaes_own_and_scaled_as_the_pipeline_undoes_it(made: Mad
 
     recorded = one_step(made.pipeline, ("a red cat",), decodes=True, height=height, width=width, **made.asked)
     scale = LatentScale.of(made.family.scaling(made.vae.provenance), CPU)
+    of_loader = RecordedScale(encoders={"vae": made.vae.provenance, "text_encoder": {"family": made.family.name}}).on(CPU)
+    assert torch.equal(of_loader.apply(stored), scale.apply(stored))
     ended = made.family.unpacked(recorded.stepped, *stored.shape[2:])
     undone = recorded.decoded[:, :, 0] if has_frames else recorded.decoded
     torch.testing.assert_close(scale.invert(ended), undone.float(), rtol=1e-5, atol=1e-6)

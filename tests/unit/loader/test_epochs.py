@@ -418,6 +418,20 @@ def test_another_process_reads_the_epochs_that_this_one_would(tiny: Store) -> No
             assert found == [expected.epoch(1), expected.epoch(2)] == epochs_of(sent, 2) == epochs_of(loader, 2)
 
 
+def test_a_copy_takes_up_the_window_of_any_state_as_its_original_does(tiny: Store) -> None:
+    whole, windowed = LoaderConfig(batch_size=BATCH), LoaderConfig(batch_size=BATCH, window=16)
+    with Loader(tiny, whole) as one, Loader(tiny, windowed) as other:
+        states = [other.state_dict(), one.state_dict()]
+    with Loader(tiny, whole) as loader:
+        loader.load_state_dict(states[0])
+        with pickle.loads(pickle.dumps(loader)) as sent:
+            for state in (states[1], states[0]):
+                loader.load_state_dict(state)
+                sent.load_state_dict(state)
+                assert sent.config == loader.config
+                assert epochs_of(sent, 2) == epochs_of(loader, 2)
+
+
 def _read_two(loader: Loader, queue: Any) -> None:
     queue.put(epochs_of(loader, 2))
     queue.close()

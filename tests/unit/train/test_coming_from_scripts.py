@@ -15,10 +15,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel, S
 from bucketline.families.flux import Flux
 from bucketline.families.sd3 import Sd3
 from bucketline.help_screen import options_of
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.train.config import Objective, ObjectiveOptions, TrainConfig
 from bucketline.train.models.lora import adapted_layers
-from bucketline.train.noise import FlowSchedule, LatentScale, Prep, draw_timesteps, load_schedule, squared_error
+from bucketline.train.noise import FlowSchedule, Prep, draw_timesteps, load_schedule, squared_error
 from bucketline.train.optim import learning_rate_at
 from bucketline.train.option_names import ELSEWHERE
 from bucketline.train.step import loss_of

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bucketline.loader.batch import as_fields
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.config import Objective
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
-from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
+from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.step import Training, train_step
 from bucketline.train.validation import ValidationResult, validate
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet

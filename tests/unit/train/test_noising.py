@@ -10,12 +10,12 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import LatentKind
 from bucketline.train.config import Objective, ObjectiveOptions
 from bucketline.train.noise import (
     FlowSchedule,
-    LatentScale,
     Noised,
     NoiseSchedule,
     Prep,

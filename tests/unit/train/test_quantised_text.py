@@ -11,12 +11,13 @@ import torch
 
 from bucketline.loader import Loader, LoaderConfig, TextForm
 from bucketline.loader.dequantise import dequantised
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.store import Store
 from bucketline.train import data as data_module
 from bucketline.train import noise as noise_module
 from bucketline.train.config import Objective
 from bucketline.train.models.load import facts_of
-from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
+from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.trainer import train
 from tests.kit import quantised
 from tests.unit.train.tiny_run import ALONE, config, encoders, losses, samples, write_unet

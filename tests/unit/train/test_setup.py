@@ -11,6 +11,7 @@ import torch
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Family
 from bucketline.loader import WeightedStore
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.store import Store
 from bucketline.store.format.block import Column
 from bucketline.store.format.manifest import read_manifest
@@ -21,7 +22,6 @@ from bucketline.train.checkpoint import Start
 from bucketline.train.compile import recomputed, share_cores_of_compiler
 from bucketline.train.config import Compile, Objective, Precision
 from bucketline.train.models.load import load
-from bucketline.train.noise import LatentScale
 from bucketline.train.refusals import refuse_stores
 from bucketline.train.setup import refuse_model, start_processes
 from bucketline.train.trainer import Trainer, train

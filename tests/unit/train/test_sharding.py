@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bucketline.errors import UsageError
 from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.files.run_marker import CHECKPOINTS
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.checkpoint import folder_of_step
 from bucketline.train.config import Objective, Precision
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
+from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.saver import HostMemory, copied
 from bucketline.train.outputs.weights import weights_of

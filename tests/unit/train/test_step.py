@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.config import Objective, ObjectiveOptions
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
-from bucketline.train.noise import LatentScale, NoiseSchedule, Prep, squared_error
+from bucketline.train.noise import NoiseSchedule, Prep, squared_error
 from bucketline.train.step import Training, train_step
 from bucketline.train.values import LossWeight, Weighting
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet

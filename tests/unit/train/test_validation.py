@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.config import Objective
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
-from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
+from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.step import Training
 from bucketline.train.validation import ValidationResult, validate
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet

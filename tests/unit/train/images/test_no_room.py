@@ -13,12 +13,13 @@ from diffusers import AutoencoderKL
 
 from bucketline.errors import TrainError
 from bucketline.loader import WeightedStore
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.store import Store
 from bucketline.train.config import Objective
 from bucketline.train.ema import Average
 from bucketline.train.images import drawing, pipeline
 from bucketline.train.images.drawing import draw_images
-from bucketline.train.noise import LatentScale, Prep, load_schedule
+from bucketline.train.noise import Prep, load_schedule
 from bucketline.train.parallel import whole
 from bucketline.train.sharding import tensors_of
 from bucketline.train.step import Training

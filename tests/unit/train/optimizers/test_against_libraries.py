@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.compile import graphs_compiled
 from bucketline.train.config import Objective, TrainConfig
 from bucketline.train.ema import Average, Rounding
 from bucketline.train.models.load import load
-from bucketline.train.noise import LatentScale, NoiseSchedule, Prep
+from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.optim import OPTIMIZERS, Options, average_of, learning_rate_at, make_optimizer
 from bucketline.train.outputs.saver import HostMemory, copied
 from bucketline.train.outputs.weights import WholeModel

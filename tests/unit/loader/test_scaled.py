@@ -1,0 +1,164 @@
+"""`Batch.scaled`: the latents that a model is trained on, as diffusers and the trainer make them, whoever reads the store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+from bucketline.errors import UsageError
+from bucketline.families.family import Family
+from bucketline.families.ideogram4 import Ideogram4
+from bucketline.families.packing import pack
+from bucketline.loader import Batch, LatentScale, Loader, LoaderConfig, numpy_batches
+from bucketline.loader.plan.rng import Purpose, normal
+from bucketline.store import Axis, RowColumn, Store, StoreWriter
+from bucketline.train.config import Objective
+from bucketline.train.noise import FlowSchedule, Prep
+from tests.serving import serving_here
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU = torch.device("cpu")
+ALL = LoaderConfig(batch_size=4, seed=3)
+MEAN, STD = [0.5, -1.0, 2.0, 0.25], [1.5, 0.5, 3.0, 0.75]
+NORM = {"mean": [n / 8 for n in range(16)], "std": [1 + n / 16 for n in range(16)], "eps": 1e-4}
+VAES: dict[str, dict[str, Any]] = {
+    "factor": {"scaling_factor": 0.18215},
+    "shift": {"scaling_factor": 0.3611, "shift_factor": 0.1159},
+    "channels": {"scaling_factor": 1.0, "latents_mean": MEAN, "latents_std": STD},
+    "patches": {"scaling_factor": 1.0, "batch_norm": NORM},
+}
+
+
+def write(path: Path, vae: object, *axes: Axis, text: dict[str, Any] | None = None, channels: int = 4) -> Store:
+    """Write eight rows of latents, of 6 by 8 unless other axes are given."""
+    shape: tuple[int | Axis, ...] = (channels, *(axes or (Axis(name="height_px", step=8), Axis(name="width_px", step=8))))
+    column = RowColumn(role="target", dtype="F16", shape=shape, encoder=None if vae is None else "vae")
+    encoders = {**({} if vae is None else {"vae": vae}), **({} if text is None else {"text_encoder": text})}
+    with StoreWriter(path, columns=[column], encoders=encoders) as writer:
+        for number in range(8):
+            latent = np.random.default_rng(number).normal(size=(channels, *((3,) if len(axes) == 3 else ()), 6, 8))
+            writer.add(f"{path.name}/{number}.png", "train", {"target": latent.astype(np.float16)})
+    return Store.open(path)
+
+
+def first_of(loader: Loader) -> Batch:
+    with loader:
+        return next(iter(loader))
+
+
+def by_diffusers(vae: dict[str, Any], latents: torch.Tensor) -> torch.Tensor:
+    """Scale latents as the pipelines of diffusers do."""
+    if "batch_norm" in vae:
+        mean, std = (torch.tensor(NORM[name]).float() for name in ("mean", "std"))
+        tokens = (pack(latents) - mean) / std
+        count, _, height, width = latents.shape
+        patches = tokens.reshape(count, height // 2, width // 2, -1, 2, 2)
+        return patches.permute(0, 3, 1, 4, 2, 5).reshape(latents.shape)
+    if "latents_mean" in vae:
+        mean, std = (
+            torch.tensor(vae[name]).view(1, -1, *(1 for _ in latents.shape[2:])) for name in ("latents_mean", "latents_std")
+        )
+        return (latents - mean) / std
+    return (latents - float(vae.get("shift_factor", 0.0))) * float(vae["scaling_factor"])
+
+
+@pytest.mark.parametrize("name", VAES)
+def test_latents_are_scaled_as_the_stores_vae_asks_for_and_back(tmp_path: Path, name: str) -> None:
+    batch = first_of(Loader(write(tmp_path / "s", VAES[name]), ALL))
+    found = batch.scaled()
+    assert (found.dtype, found.device, found.shape) == (torch.float32, batch.device, batch.latents.shape)
+    torch.testing.assert_close(found, by_diffusers(VAES[name], batch.latents.float()), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(batch.scale.invert(found), batch.latents.float(), rtol=1e-5, atol=1e-5)
+    assert batch.to("meta").scaled().device.type == "meta"
+
+
+def test_videos_are_scaled_by_channel(tmp_path: Path) -> None:
+    frames = Axis(name="frames", step=4, first=1)
+    store = write(tmp_path / "s", VAES["channels"], frames, Axis(name="height_px", step=8), Axis(name="width_px", step=8))
+    batch = first_of(Loader(store, ALL))
+    assert batch.latents.shape == (4, 4, 3, 6, 8)
+    torch.testing.assert_close(batch.scaled(), by_diffusers(VAES["channels"], batch.latents.float()))
+
+
+def test_moments_are_drawn_by_the_keys_as_diffusers_draws_them(tmp_path: Path) -> None:
+    store = write(tmp_path / "s", {**VAES["shift"], "latents": "moments"}, channels=8)
+    with Loader(store, ALL) as loader:
+        first, second = list(loader), list(loader)
+    for batch in first:
+        posterior = DiagonalGaussianDistribution(batch.latents.float())
+        noise = normal(batch.keys, Purpose.POSTERIOR, (4, 6, 8))
+        torch.testing.assert_close(batch.scaled(), by_diffusers(VAES["shift"], posterior.mean + posterior.std * noise))
+        assert torch.equal(batch.scaled(), batch.scaled())
+    drawn = [
+        {row.numpy().tobytes(): own for batch in some for row, own in zip(batch.ids, batch.scaled(), strict=True)}
+        for some in (first, second)
+    ]
+    assert drawn[0].keys() == drawn[1].keys()
+    assert not any(torch.equal(own, drawn[1][row]) for row, own in drawn[0].items())
+    ranks = [first_of(Loader(store, LoaderConfig(batch_size=2, seed=3), rank=rank, world_size=2)).scaled() for rank in (0, 1)]
+    assert torch.equal(torch.cat(ranks), first[0].scaled())
+
+
+@pytest.mark.parametrize("kind", ["mode", "sample", "moments"])
+@pytest.mark.parametrize("name", VAES)
+def test_the_trainers_latents_are_these_to_the_bit(tmp_path: Path, name: str, kind: str) -> None:
+    store = write(tmp_path / "s", {**VAES[name], "latents": kind}, channels=8 if kind == "moments" else 4)
+    batch = first_of(Loader(store, ALL))
+    prep = Prep(
+        scale=LatentScale.of(Family.scaling(VAES[name]), CPU),
+        schedule=FlowSchedule(num_timesteps=1000, shift=1.0, patch_size=1),
+        objective=Objective.FLOW,
+    )
+    noise = normal(batch.keys, Purpose.NOISE, (4, 6, 8))
+    assert torch.equal(prep.for_training(batch).target, noise - batch.scaled())
+
+
+def test_a_familys_own_scaling_is_that_of_the_store_whose_captions_it_encoded(tmp_path: Path) -> None:
+    batch = first_of(Loader(write(tmp_path / "s", VAES["patches"], text={"family": "ideogram4"}), ALL))
+    of_family = LatentScale.of(Ideogram4.scaling(VAES["patches"]), CPU)
+    assert torch.equal(batch.scaled(), of_family.apply(batch.latents))
+    assert not torch.equal(batch.scaled(), LatentScale.of(VAES["patches"], CPU).apply(batch.latents))
+
+
+def test_a_mixture_and_a_service_scale_as_one_store_does(tmp_path: Path) -> None:
+    vae = {**VAES["channels"], "latents": "moments"}
+    stores = [write(tmp_path / name, vae, channels=8) for name in ("a", "b")]
+    expected = first_of(Loader(stores, ALL)).scaled()
+    assert torch.equal(expected, LatentScale.of(vae, CPU).apply(*_drawn(first_of(Loader(stores, ALL)))))
+    with serving_here(tmp_path, *(store.path for store in stores)) as served:
+        for given in (stores, None):
+            assert torch.equal(first_of(Loader(given, ALL, service=f"unix:{served.socket}")).scaled(), expected)
+
+
+def _drawn(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch.latents, normal(batch.keys, Purpose.POSTERIOR, (4, 6, 8))
+
+
+def test_numpy_has_the_same(tmp_path: Path) -> None:
+    with Loader(write(tmp_path / "s", VAES["shift"]), ALL) as loader:
+        batch = next(numpy_batches(loader))
+    assert np.array_equal(batch.scaled(), batch.batch.scaled().numpy())
+    assert batch.scaled().dtype == np.float32
+
+
+NOT_SAID: dict[str, object] = {
+    "no VAE": None,
+    "no factor": {"name": "mine"},
+    "a word": {"scaling_factor": "0.18"},
+    "no mapping": "sdxl",
+    "two shifts": {"scaling_factor": 1.0, "shift_factor": 0.5, "latents_mean": MEAN},
+}
+
+
+@pytest.mark.parametrize("name", NOT_SAID)
+def test_a_store_that_does_not_say_is_an_error_until_it_is_said(tmp_path: Path, name: str) -> None:
+    batch = first_of(Loader(write(tmp_path / "mine.store", NOT_SAID[name]), ALL))
+    with pytest.raises(UsageError, match=r"mine\.store does not record .* batch\.scaled\(LatentScale\(scale=0\.18215\)\)"):
+        batch.scaled()
+    assert torch.equal(batch.scaled(LatentScale(scale=0.5, shift=1.0)), (batch.latents.float() - 1.0) * 0.5)
