@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from bucketline.typed_json import Json
 
-PATCH = 2  # of a VAE's `batch_norm`, by the store's format
+_PATCH = 2  # of a VAE's `batch_norm`, by the store's format
 LOG_VARIANCE_RANGE = (-30.0, 20.0)  # Source: diffusers' DiagonalGaussianDistribution
 
 
@@ -45,7 +45,7 @@ class LatentScale:
             return torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, side, side)
 
         if isinstance(norm := vae.get("batch_norm"), dict):
-            return cls(scale=1 / each(norm["std"], PATCH), shift=each(norm["mean"], PATCH))
+            return cls(scale=1 / each(norm["std"], _PATCH), shift=each(norm["mean"], _PATCH))
         shift = vae.get("latents_mean") or vae.get("shift_factor") or 0.0
         return cls(scale=each(vae["scaling_factor"]) / each(vae.get("latents_std") or 1.0), shift=each(shift))
 
@@ -76,7 +76,7 @@ class RecordedScale:
 
     where: str = "a store that is not known"
     encoders: Mapping[str, Json] = field(default_factory=dict)
-    _found: dict[torch.device, LatentScale] = field(default_factory=dict, init=False, repr=False)
+    _found: dict[torch.device, LatentScale] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def on(self, device: torch.device) -> LatentScale:
         """Return the scaling by tensors on a device, which are made once.

@@ -10,7 +10,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import traceback
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from bucketline.loader.service.sockets import readable
 from tests.commands import ROOT, Ran, kept_port
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ForkedRanks:
 
 
 def _answer(answers: IO[bytes]) -> dict[str, Any]:
-    assert select.select([answers], [], [], LONGEST_S)[0], f"no answer in {LONGEST_S:.0f} s"
+    assert readable([answers.fileno()], LONGEST_S), f"no answer in {LONGEST_S:.0f} s"
     line = answers.readline()
     assert line, "the process that forks ranks has ended"
     found: dict[str, Any] = json.loads(line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -13,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError
+from bucketline.loader.service.sockets import readable
 from bucketline.loader.service.wire import failure_as_json, send
 from bucketline.store.remote.arguments import RemoteArguments
 
@@ -34,7 +34,7 @@ def _serve(channel: socket.socket, remote: str, stores: Sequence[str]) -> int:
         return 1
     send(channel, {"ready": True})
     while True:
-        if select.select([channel], [], [], _LOOK_S)[0]:
+        if readable([channel.fileno()], _LOOK_S):
             try:
                 data, fds, _, _ = socket.recv_fds(channel, 1, 1)
             except OSError:

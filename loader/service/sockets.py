@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import DeliveryError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 UNIX = "unix:"
@@ -265,16 +265,24 @@ def shut(sock: socket.socket) -> None:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)  # of an `SSLSocket`, its own would send in the clear from then on
 
 
+def readable(fds: Iterable[int], within_s: float) -> set[int]:
+    """Return the descriptors that can be read, or whose other side is gone, within some seconds; empty if none can."""
+    poll = select.poll()  # `select.select` takes no number above 1,023
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(max(0.0, within_s) * 1000)}
+
+
 def accept_all(doors: Mapping[socket.socket, Callable[[socket.socket], None]], stop_fd: int, tick: Callable[[], float]) -> None:
     """Pass each listening socket's connections to its function until `stop_fd` becomes readable.
 
     `tick` is called in between and returns the seconds until its next call.
     """
     while True:
-        readable, _, _ = select.select([*(door.fileno() for door in doors), stop_fd], [], [], max(0.0, tick()))
-        if stop_fd in readable:
+        ready = readable([*(door.fileno() for door in doors), stop_fd], tick())
+        if stop_fd in ready:
             return
         for door, take_in in doors.items():
-            if door.fileno() in readable:
+            if door.fileno() in ready:
                 with suppress(OSError):  # the client has left, or no descriptor is free: it will be retried
                     take_in(door.accept()[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import time
 import traceback
@@ -14,6 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import BucketlineError
+from bucketline.loader.service.sockets import readable
 from tests.fault.record import Outcome
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class Apart:
         until = time.monotonic() + limit_s
         said, has_hung = b"", False
         while True:
-            ready = select.select([self._pipe], [], [], max(0.0, until - time.monotonic()))[0]
-            if not ready:
+            if not readable([self._pipe], until - time.monotonic()):
                 has_hung = True
                 self.kill()
                 break

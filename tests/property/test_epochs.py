@@ -118,7 +118,7 @@ def test_the_steps_of_the_epochs_follow_one_another_without_gaps(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a loader is, by the oracle; each method returns where it is then."""
+    """A place within the epochs, by the oracle; each method returns the one that follows."""
 
     oracle: Oracle
     rewinds: bool
@@ -173,7 +173,7 @@ class Place:
 
 
 class Act(NamedTuple):
-    """What is done with a loader: a loop of `most` batches, and what within its last pass; or something between two loops."""
+    """An act with a loader: a loop of at most so many batches, and another act within its last pass; or one between loops."""
 
     kind: str
     most: int = 0  # or the number of an epoch

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import stat
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -17,9 +19,10 @@ from bucketline.loader import Batch, Loader, LoaderConfig
 from tests.commands import call
 from tests.kit import make_store, samples_of
 from tests.leftovers import held, left_since, wait_until
-from tests.serving import serving
+from tests.serving import serving, serving_here
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from bucketline.store import Store
@@ -55,6 +58,33 @@ def test_a_store_that_is_not_served_is_refused_by_name(socket_path: Path, tmp_pa
         pytest.raises(StoreError, match=r"other is not among the stores that the service reads \(.*small.store\)"),
     ):
         next(loader.forever())
+
+
+@contextmanager
+def many_descriptors() -> Iterator[None]:
+    """Keep all descriptors up to 1,100 open: one that is opened then has a number that `select.select` does not take."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit[0], 2048), max(limit[1], 2048)))
+    null, held = os.open(os.devnull, os.O_RDONLY), list[int]()
+    try:
+        while not held or held[-1] < 1100:
+            held.append(os.dup(null))
+        yield
+    finally:
+        for fd in (null, *held):
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+@pytest.mark.parametrize("kind", ["auto", "unix", "tcp"])
+def test_a_service_of_a_process_with_over_1024_descriptors_delivers(store: Store, tmp_path: Path, kind: str) -> None:
+    config = LoaderConfig(batch_size=4, epochs=1)
+    with Loader(store, config) as loader:
+        expected = [batch.ids.tolist() for batch in loader]
+    with many_descriptors(), serving_here(tmp_path, store.path) as served:
+        service = {"auto": "auto", "unix": f"unix:{served.socket}", "tcp": served.tcp}[kind]
+        with Loader(store, config, service=service) as loader:
+            assert [batch.ids.tolist() for batch in loader] == expected
 
 
 def test_a_private_service_whose_store_went_is_an_error(tmp_path: Path) -> None:
