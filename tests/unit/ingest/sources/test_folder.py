@@ -117,6 +117,16 @@ def test_a_caption_file_that_is_not_utf_8_is_noted_at_its_image_alone(tmp_path: 
     assert (other.captions, other.caption_error) == (("fine",), None)
 
 
+def test_a_json_file_may_be_a_list_of_captions_and_another_list_is_noted_at_its_image(tmp_path: Path) -> None:
+    texts = {"a": '["one", " ", "two"]', "b": '"only"', "c": '[{"box": [1, 2]}]', "d": "[5]", "e": "5", "f": "[]", "g": "null"}
+    make(tmp_path, {**{f"{name}.json": text for name, text in texts.items()}, **{f"{name}.png": "" for name in texts}})
+    make(tmp_path, {"h.png": "", "h.txt": "text first", "h.json": "[5]"})
+    items = {item.id[0]: item for item in list_folder(tmp_path).items}
+    assert [items[name].captions for name in "abcdefgh"] == [("one", "two"), ("only",), (), (), (), (), (), ("text first",)]
+    assert [name for name, item in items.items() if item.caption_error] == ["c", "d", "e"]
+    assert str(items["c"].caption_error).startswith("c.json is a list, expected an object, a string or a list of strings; move")
+
+
 def test_hidden_files_and_folders_are_passed_over(tmp_path: Path) -> None:
     make(tmp_path, {"a.png": "", ".b.png": "", "._c.png": "", ".git/d.png": "", ".hidden.txt": "x", "e/.thumbs/f.png": ""})
     listing = list_folder(tmp_path)

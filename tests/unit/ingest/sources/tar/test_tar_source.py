@@ -175,11 +175,11 @@ def test_captions_come_from_text_caption_or_json_in_this_order(tmp_path: Path) -
             {"__key__": "d", "png": png(20, 20), "json": many},
             {"__key__": "e", "png": png(20, 20), "json": b'{"label": 5}', "cls": b"5"},
             {"__key__": "f", "png": png(20, 20)},
-            {"__key__": "g", "png": png(20, 20), "json": b"[5]"},
+            {"__key__": "g", "png": png(20, 20), "json": b'["j1", "j2"]'},
         ],
     )
     found = {item.id: item.captions for item in open_source(str(tmp_path / "s.tar")).listing().items}
-    assert list(found.values()) == [("t1", "t2"), ("c",), ("json",), ("j1", "j2"), (), (), ()]
+    assert list(found.values()) == [("t1", "t2"), ("c",), ("json",), ("j1", "j2"), (), (), ("j1", "j2")]
 
 
 def test_captions_that_cannot_be_read_are_noted_at_their_image_alone(tmp_path: Path) -> None:
