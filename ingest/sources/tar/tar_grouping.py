@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
@@ -98,7 +97,7 @@ class ShardSamples:
         for sample in self._samples.values():
             plain = [extension for extension in sample.images if "." not in extension]
             for extension, (member, at) in sample.images.items():
-                if plain and extension not in plain:
+                if plain and extension not in plain and not _has_own_captions(extension, sample):
                     self.pass_over(member, f"its key also has a .{plain[0]}: assumed to be a mask or similar")
                     continue
                 (captions, error), kind = _captions_for(extension, sample, self.names)
@@ -106,9 +105,7 @@ class ShardSamples:
                     listing.captions_from[f"KEY{kind}"] += 1
                 item = SourceItem(id=f"{self.shard}/{member.name}", captions=captions, caption_error=error, at=at)
                 items.append((member.number, item))
-            if not sample.images:
-                names = (name for extension, (name, _) in sample.captions.items() if not extension.endswith("json"))
-                listing.orphans += [f"{self.shard}/{name}" for name in names]
+            listing.orphans += [f"{self.shard}/{name}" for name in _stray(sample)]
         listing.items += [item for _, item in sorted(items, key=lambda pair: pair[0])]
         listing.passed_over += self._passed_over
 
@@ -131,12 +128,33 @@ class ShardSamples:
         return split
 
 
+def _stem(extension: str) -> str:
+    """Return an extension without its last part, in lower case: `seg` of `seg.png`; empty for `png`."""
+    return extension.rpartition(".")[0].lower()
+
+
+def _has_own_captions(extension: str, sample: _Sample) -> bool:
+    """Return True if there are captions of an image's own compound name, as `seg.txt` is of `seg.png`."""
+    stem = _stem(extension)
+    return any(_stem(own) == stem and read != NOTHING for own, (_, read) in sample.captions.items())
+
+
+def _stray(sample: _Sample) -> list[str]:
+    """Return the caption files that belong to no image of their key, except JSON files, which may hold other things."""
+    stems = {_stem(extension) for extension in sample.images}
+    return [
+        name
+        for extension, (name, _) in sample.captions.items()
+        if not extension.endswith("json") and not (stems and _stem(extension) in {*stems, ""})
+    ]
+
+
 def _captions_for(extension: str, sample: _Sample, names: CaptionNames) -> tuple[Captions, str | None]:
     """Return an image's captions and the extension that they came from, None if there are none.
 
     Captions with the image's compound name take precedence over those of the key, then extensions in the order of `names`.
     """
-    own = str(PurePosixPath(extension).with_suffix("")).lower() if "." in extension else None
+    own = _stem(extension)
     for stem in ([f"{own}."] if own else []) + [""]:
         for kind in names.extensions:
             found = sample.captions.get(f"{stem}{kind[1:]}")

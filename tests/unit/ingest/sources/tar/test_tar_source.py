@@ -225,6 +225,34 @@ def test_images_of_compound_names_are_packed_unless_they_stand_beside_a_plain_on
     assert listing.passed_over == ["s/a.seg.png (its key also has a .png: assumed to be a mask or similar)"]
 
 
+def test_an_image_with_dots_in_its_name_has_its_own_captions_and_none_is_lost(tmp_path: Path) -> None:
+    image = png(20, 20)
+    members = [
+        ("2021.png", image),
+        ("2021.05.png", image),
+        ("2021.05.txt", b"may"),
+        ("2021.06.png", image),
+        ("2021.06.json", b'{"of": "a mask"}'),
+        ("2021.txt", b"all"),
+    ]
+    members += [
+        ("2022.png", image),
+        ("2022.05.txt", b"lost"),
+        ("2022.05.json", b"{}"),
+        ("v1.2.JPG", image),
+        ("v1.2.Txt", b"own"),
+    ]
+    listing = open_source(str(write_members(tmp_path / "s.tar", members))).listing()
+    assert {item.id: item.captions for item in listing.items} == {
+        "s/2021.png": ("all",),
+        "s/2021.05.png": ("may",),
+        "s/2022.png": (),
+        "s/v1.2.JPG": ("own",),
+    }
+    assert listing.passed_over == ["s/2021.06.png (its key also has a .png: assumed to be a mask or similar)"]
+    assert listing.orphans == ["s/2022.05.txt"]
+
+
 NAMES = [
     *("../../escaped.png", "/abs/olute.png", "a/../b.png", "sp ace.png", "ü/日本.png", "new\nline/x\ny.png"),
     *("q'\";|&$(x).png", "-rf.png", "x" * 300 + ".png", "\udcff.png"),
