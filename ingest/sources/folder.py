@@ -14,7 +14,7 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.captions.caption_files import CaptionFiles
 from bucketline.ingest.sources.captions.caption_text import refuse_unmet, unusable
 from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES, TableRow, read_rows
-from bucketline.ingest.sources.captions.table_match import TableRows
+from bucketline.ingest.sources.captions.table_match import TableRows, folder_paths
 from bucketline.ingest.sources.kohya_folders import naming_notes
 from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
@@ -102,7 +102,7 @@ class FoundFiles:
         """Return the images with their captions: those of `rows`, the rows of the tables, before those of files.
 
         Raises:
-            SourceError: if an option about captions suits no image.
+            SourceError: if an option about captions suits no image, or a table names none.
         """
         listing, files, images = Listing(notes=rows.notes), self.captions, sorted(self.images)
         rows.match(images)
@@ -124,6 +124,7 @@ class FoundFiles:
             is_out = error is not None and files.is_out_of_reach(image)
             item = SourceItem(id=image, captions=captions, caption_error=error, is_caption_out_of_reach=is_out)
             listing.items.append(item)
+        rows.refuse_unmatched(images)
         listing.orphans = sorted([*files.stray(), *rows.stray()])
         listing.notes += [
             f"the {extension} files of {counted(number, 'image')} are not used, because there are other captions; "
@@ -155,7 +156,7 @@ def _read_tables(tables: list[str], files: CaptionFiles) -> TableRows:
     Raises:
         SourceError: if a row is invalid, two rows name the same image, or a table is a link out of the source.
     """
-    rows = TableRows()
+    rows = TableRows(folders=folder_paths(files.folder))
     for table in tables:
         path = files.folder / table
         if files.within is not None and path.is_symlink():

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from bucketline.errors import SourceError
 from bucketline.ingest.sources.captions.caption_text import CaptionNames, unusable
 from bucketline.ingest.sources.captions.metadata_table import read_rows
+from bucketline.ingest.sources.captions.table_match import folder_paths, inside_folder
 from bucketline.ingest.sources.local_files import LocalFileSource
 from bucketline.ingest.sources.source import Listing, SourceItem, note_place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from bucketline.ingest.sources.captions.metadata_table import TableRow
@@ -61,13 +62,16 @@ def listing_of_rows(rows: Iterable[TableRow], id_of: Callable[[TableRow], str], 
     return listing
 
 
-def inside_id(row: TableRow) -> str:
-    """Return the path of a row's image relative to the table's folder.
+def inside_id(row: TableRow, folders: Sequence[str], is_there: Callable[[str], bool]) -> str:
+    r"""Return the path of a row's image relative to the table's folder, `folders`, with `/` in the place of `\`.
+
+    A name with `\` stays as it is if `is_there` says that there is such a file.
 
     Raises:
-        SourceError: if the path is absolute, or leads out by `..`.
+        SourceError: if the path leads out of the folder.
     """
-    sample_id = os.path.normpath(row.file_name)
+    name = row.file_name if is_there(row.file_name) else row.file_name.replace("\\", "/")
+    sample_id = os.path.normpath(inside_folder(name, folders) or name)
     if PurePosixPath(sample_id).is_absolute() or sample_id.split("/", 1)[0] in ("..", "."):
         raise SourceError(f"{row.place}: {row.file_name!r} leads out of the table's folder; expected a path inside it")
     return sample_id
@@ -78,6 +82,7 @@ class _Inside:
 
     def __init__(self, folder: Path, *, follow_links: bool) -> None:
         self._folder, self._follows = folder, follow_links
+        self._folders = folder_paths(folder)
         self._real = os.path.realpath(folder)
         self._seen: dict[str, str] = {}  # real path by folder
 
@@ -85,9 +90,9 @@ class _Inside:
         """Return the path relative to the table's folder.
 
         Raises:
-            SourceError: if the path is absolute, or leads out by `..` or by a link.
+            SourceError: if the path leads out, by a link as well.
         """
-        sample_id = inside_id(row)
+        sample_id = inside_id(row, self._folders, lambda name: "\\" in name and os.path.lexists(self._folder / name))
         if self._follows:
             return sample_id
         path = self._folder / sample_id

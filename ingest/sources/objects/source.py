@@ -132,7 +132,7 @@ class ObjectFolderSource(ObjectSource):
                 kinds = ", ".join(sorted(IMAGE_SUFFIXES))
                 what = f"{len(listed)} objects" if listed else "nothing"
                 raise SourceError(f"{self.url} has no images; there is {what} below it, searched for {kinds}; check the URL")
-            rows = TableRows()
+            rows = TableRows(folders=(self.url,))
             for table in found.tables:
                 with self._table(table) as path:
                     rows.add(table, read_rows(path, table, captions.names, rows.notes))
@@ -170,7 +170,7 @@ class ObjectTableSource(ObjectSource):
         name, listing = split_url(self.url)[1], Listing()
         with self._table(name) as path:
             rows = read_rows(path, name, CaptionNames.of(self.options), listing.notes)
-            return listing_of_rows(rows, inside_id, name, listing)
+            return listing_of_rows(rows, lambda row: inside_id(row, (self.folder_url,), lambda _: False), name, listing)
 
 
 def _is_hidden(name: str) -> bool:

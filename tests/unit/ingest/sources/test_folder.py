@@ -50,7 +50,12 @@ def test_two_images_of_one_name_share_a_caption_file_and_are_two_samples(tmp_pat
 def test_a_caption_without_an_image_is_named_and_not_counted(tmp_path: Path) -> None:
     make(
         tmp_path,
-        {"a.png": "", "lost.txt": "x", "b/also.txt": "x", "metadata.jsonl": table({"file_name": "gone.png", "text": "x"})},
+        {
+            "a.png": "",
+            "lost.txt": "x",
+            "b/also.txt": "x",
+            "metadata.jsonl": table(*({"file_name": f"{name}.png"} for name in ("a", "gone"))),
+        },
     )
     listing = list_folder(tmp_path)
     assert [item.id for item in listing.items] == ["a.png"]
