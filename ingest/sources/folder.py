@@ -19,6 +19,7 @@ from bucketline.ingest.sources.kohya_folders import naming_notes
 from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import Listing, SourceItem
+from bucketline.ingest.sources.splits import VAL, Splits, split_in_folders
 from bucketline.store.format.manifest import MANIFEST
 
 _NAMED_LINKS = 3
@@ -38,7 +39,7 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
     """List a folder recursively. Skips hidden files and folders (names that begin with a dot), and links to folders.
 
     Raises:
-        SourceError: if the path is not a folder, has no images, has a training run, or a table is invalid.
+        SourceError: if the path is not a folder, has no images to pack, has a training run, or a table is invalid.
     """
     if not source.is_dir():
         raise SourceError(f"{source} is not a folder; expected a folder of images")
@@ -67,7 +68,7 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
         kinds = ", ".join(sorted(IMAGE_SUFFIXES))
         skipped = f"; {_skipped(source, links)}" if links else ""
         raise SourceError(f"{source} has no images; searched all its folders for {kinds}{skipped}")
-    listing = found.listing(_read_tables(found.tables, captions))
+    listing = found.listing(_read_tables(found.tables, captions), str(source))
     listing.empty_folders = sorted(empty)
     if links:
         listing.notes.append(_skipped(source, links))
@@ -98,16 +99,18 @@ class FoundFiles:
         else:
             self.captions.add(path, suffix)
 
-    def listing(self, rows: TableRows) -> Listing:
+    def listing(self, rows: TableRows, source: str) -> Listing:
         """Return the images with their captions: those of `rows`, the rows of the tables, before those of files.
 
+        The images of splits that are left out are counted in notes. `source` is its path or URL.
+
         Raises:
-            SourceError: if an option about captions suits no image, or a table names none.
+            SourceError: if an option about captions or splits suits no image, a table names none, or all are left out.
         """
-        listing, files, images = Listing(notes=rows.notes), self.captions, sorted(self.images)
-        rows.match(images)
+        listing, files = Listing(notes=rows.notes), self.captions
+        images, targets = self._kept(rows, source, listing)
         found = files.find_all(image for image in images if not _has_captions(rows.of(image)))
-        for image in images:
+        for image, target in zip(images, targets, strict=True):
             row = rows.of(image)
             if isinstance(row, TableRow) and row.captions is not None:
                 captions, error = row.captions, unusable(row.table, row.captions)
@@ -122,9 +125,10 @@ class FoundFiles:
             if captions and place is not None:
                 listing.captions_from[place] += 1
             is_out = error is not None and files.is_out_of_reach(image)
-            item = SourceItem(id=image, captions=captions, caption_error=error, is_caption_out_of_reach=is_out)
+            item = SourceItem(
+                id=image, captions=captions, caption_error=error, is_caption_out_of_reach=is_out, held_out=target == VAL
+            )
             listing.items.append(item)
-        rows.refuse_unmatched(images)
         listing.orphans = sorted([*files.stray(), *rows.stray()])
         listing.notes += [
             f"the {extension} files of {counted(number, 'image')} are not used, because there are other captions; "
@@ -133,6 +137,24 @@ class FoundFiles:
         ]
         refuse_unmet(files.options, listing.captions_from)
         return listing
+
+    def _kept(self, rows: TableRows, source: str, listing: Listing) -> tuple[list[str], list[str]]:
+        """Return the images to pack, sorted, with the split of the store that each goes to."""
+        images, splits = sorted(self.images), Splits(self.captions.options.dataset_splits)
+        rows.match(images)
+        kept, targets = list[str](), list[str]()
+        for image in images:
+            row = rows.of(image)
+            split = row.split if isinstance(row, TableRow) else ""
+            target = splits.take(split or split_in_folders(image), image)
+            if target is None:
+                self.captions.pass_over(image)
+            else:
+                kept.append(image)
+                targets.append(target)
+        rows.refuse_unmatched(images)
+        splits.finish(source, source, listing.notes)
+        return kept, targets
 
 
 def _has_captions(row: TableRow | str | None) -> bool:

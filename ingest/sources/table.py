@@ -13,6 +13,7 @@ from bucketline.ingest.sources.captions.metadata_table import read_rows
 from bucketline.ingest.sources.captions.table_match import folder_paths, inside_folder
 from bucketline.ingest.sources.local_files import LocalFileSource
 from bucketline.ingest.sources.source import Listing, SourceItem, note_place
+from bucketline.ingest.sources.splits import VAL, Splits, split_in_folders, split_in_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,26 +39,34 @@ class TableSource(LocalFileSource):
         inside = _Inside(self.folder, follow_links=self.options.follow_links)
         listing = Listing()
         rows = read_rows(self.path, self.path.name, CaptionNames.of(self.options), listing.notes)
-        return listing_of_rows(rows, inside.id_of, str(self.path), listing)
+        return listing_of_rows(rows, inside.id_of, str(self.path), Splits(self.options.dataset_splits), listing)
 
 
-def listing_of_rows(rows: Iterable[TableRow], id_of: Callable[[TableRow], str], shown: str, listing: Listing) -> Listing:
-    """Add the images that the rows of a table name to `listing`, sorted by id; return it. Errors name the table as `shown`.
+def listing_of_rows(
+    rows: Iterable[TableRow], id_of: Callable[[TableRow], str], table: str, splits: Splits, listing: Listing
+) -> Listing:
+    """Add the images that the rows of a table name to `listing`, sorted by id; return it. `table` is the table's path or URL.
 
     Raises:
-        SourceError: if a row is invalid, two name the same image, or there is none.
+        SourceError: if a row is invalid, two name the same image, or there is none to pack.
     """
     seen: dict[str, str] = {}
+    folder, _, name = table.rpartition("/")
+    tables_split = split_in_path(name)
     for row in rows:
         sample_id = id_of(row)
         note_place(seen, sample_id, row.place)
+        target = splits.take(row.split or split_in_folders(sample_id) or tables_split, sample_id)
+        if target is None:
+            continue
         captions = row.captions or ()
         error = unusable(row.table, captions)
         if captions:
             listing.captions_from[f"{row.table}, {row.column}"] += 1
-        listing.items.append(SourceItem(id=sample_id, captions=captions, caption_error=error))
+        listing.items.append(SourceItem(id=sample_id, captions=captions, caption_error=error, held_out=target == VAL))
+    splits.finish(table, folder, listing.notes)
     if not listing.items:
-        raise SourceError(f"{shown} names no image; expected rows with file_name and text")
+        raise SourceError(f"{table} names no image; expected rows with file_name and text")
     listing.items.sort(key=lambda item: item.id)
     return listing
 

@@ -1,6 +1,6 @@
 r"""Match the rows of a folder's tables with its images by path.
 
-A path that is no image's exactly may differ in the case of its extension, in its Unicode normal form, or by `\\` for `/`.
+A path that does not match exactly may differ in the case of its extension, in its Unicode normal form, or by `\\` for `/`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TableRows:
         return self._rows[names[0]] if names else None
 
     def refuse_unmatched(self, images: Sequence[str]) -> None:
-        """Check that each table has a row that matched an image, after `of` was asked for all `images`.
+        """Check that each table has a row that matched an image, after `of` has been called for all `images`.
 
         Raises:
             SourceError: if a table has rows, and no row matched.

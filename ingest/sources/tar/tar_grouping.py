@@ -11,6 +11,7 @@ from bucketline.files.paths import IMAGE_SUFFIXES
 from bucketline.ingest.sources.captions.caption_files import name_key
 from bucketline.ingest.sources.captions.caption_text import NOTHING, CaptionNames, Captions, ambiguous
 from bucketline.ingest.sources.source import Listing, SourceItem
+from bucketline.ingest.sources.splits import VAL, Splits, split_in_folders, split_in_path
 
 if TYPE_CHECKING:
     from bucketline.ingest.sources.tar.tar_reader import Member
@@ -58,6 +59,8 @@ class ShardSamples:
 
     shard: str  # its name in ids
     place: str  # its name in errors
+    path: str  # in the source
+    splits: Splits
     names: CaptionNames = field(default_factory=CaptionNames)
     _samples: dict[str, _Sample] = field(default_factory=dict)
     _passed_over: list[str] = field(default_factory=list)
@@ -94,16 +97,22 @@ class ShardSamples:
         """Append the shard's images to a listing, in the order of the tar."""
         items: list[tuple[int, SourceItem]] = []
         self._join_normal_forms()
+        shards_split = split_in_path(self.path)
         for sample in self._samples.values():
             plain = [extension for extension in sample.images if "." not in extension]
             for extension, (member, at) in sample.images.items():
                 if plain and extension not in plain and not _has_own_captions(extension, sample):
                     self.pass_over(member, f"its key also has a .{plain[0]}: assumed to be a mask or similar")
                     continue
+                target = self.splits.take(shards_split or split_in_folders(member.name), f"{self.path}/{member.name}")
+                if target is None:
+                    continue
                 (captions, error), kind = _captions_for(extension, sample, self.names)
                 if captions:
                     listing.captions_from[f"KEY{kind}"] += 1
-                item = SourceItem(id=f"{self.shard}/{member.name}", captions=captions, caption_error=error, at=at)
+                item = SourceItem(
+                    id=f"{self.shard}/{member.name}", captions=captions, caption_error=error, held_out=target == VAL, at=at
+                )
                 items.append((member.number, item))
             listing.orphans += [f"{self.shard}/{name}" for name in _stray(sample)]
         listing.items += [item for _, item in sorted(items, key=lambda pair: pair[0])]

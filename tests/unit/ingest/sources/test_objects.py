@@ -239,8 +239,6 @@ def test_what_cannot_be_is_refused(photos: Path, tmp_path: Path, model: Path) ->
         with pytest.raises(UsageError) as refused:
             open_source(secret).listing()
         assert "hidden" not in str(refused.value)
-    with pytest.raises(UsageError, match="has no splits"):
-        open_source(empty, SourceOptions(dataset_splits=("train",)))
     objects = ObjectFolder.open(empty)
     objects.write("run/status.json", json.dumps({"state": "over", "step": 1, "reason": ""}).encode())
     objects.write("run/image.png", png(20, 20))
