@@ -18,6 +18,7 @@ from bucketline.ingest.sources.captions.table_match import TableRows, folder_pat
 from bucketline.ingest.sources.kohya_folders import naming_notes
 from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources.side_files import side_files, side_notes
 from bucketline.ingest.sources.source import Listing, SourceItem
 from bucketline.ingest.sources.splits import VAL, Splits, split_in_folders
 from bucketline.store.format.manifest import MANIFEST
@@ -102,7 +103,7 @@ class FoundFiles:
     def listing(self, rows: TableRows, source: str) -> Listing:
         """Return the images with their captions: those of `rows`, the rows of the tables, before those of files.
 
-        The images of splits that are left out are counted in notes. `source` is its path or URL.
+        Other trainers' side files and the images of splits that are left out are counted in notes. `source` is its path or URL.
 
         Raises:
             SourceError: if an option about captions or splits suits no image, a table names none, or all are left out.
@@ -142,18 +143,22 @@ class FoundFiles:
         """Return the images to pack, sorted, with the split of the store that each goes to."""
         images, splits = sorted(self.images), Splits(self.captions.options.dataset_splits)
         rows.match(images)
+        sides = {image: kind for image, kind in side_files(images).items() if rows.of(image) is None}
         kept, targets = list[str](), list[str]()
         for image in images:
             row = rows.of(image)
             split = row.split if isinstance(row, TableRow) else ""
-            target = splits.take(split or split_in_folders(image), image)
+            target = None if image in sides else splits.take(split or split_in_folders(image), image)
             if target is None:
                 self.captions.pass_over(image)
             else:
                 kept.append(image)
                 targets.append(target)
         rows.refuse_unmatched(images)
+        listing.notes += side_notes(sides.values())
         splits.finish(source, source, listing.notes)
+        if not kept:
+            raise SourceError(f"{source} has no images to pack: {'; '.join(listing.notes)}")
         return kept, targets
 
 

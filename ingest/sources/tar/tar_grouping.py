@@ -10,6 +10,7 @@ from bucketline.errors import SourceError
 from bucketline.files.paths import IMAGE_SUFFIXES
 from bucketline.ingest.sources.captions.caption_files import name_key
 from bucketline.ingest.sources.captions.caption_text import NOTHING, CaptionNames, Captions, ambiguous
+from bucketline.ingest.sources.side_files import side_files
 from bucketline.ingest.sources.source import Listing, SourceItem
 from bucketline.ingest.sources.splits import VAL, Splits, split_in_folders, split_in_path
 
@@ -93,14 +94,17 @@ class ShardSamples:
         """Record an image that is not packed."""
         self._passed_over.append(f"{self.shard}/{member.name} ({why})")
 
-    def finish(self, listing: Listing) -> None:
-        """Append the shard's images to a listing, in the order of the tar."""
+    def finish(self, listing: Listing) -> list[str]:
+        """Append the shard's images to a listing, in the order of the tar; return what each side file was told by."""
         items: list[tuple[int, SourceItem]] = []
         self._join_normal_forms()
+        sides = side_files([member.name for sample in self._samples.values() for member, _ in sample.images.values()])
         shards_split = split_in_path(self.path)
         for sample in self._samples.values():
             plain = [extension for extension in sample.images if "." not in extension]
             for extension, (member, at) in sample.images.items():
+                if member.name in sides:
+                    continue
                 if plain and extension not in plain and not _has_own_captions(extension, sample):
                     self.pass_over(member, f"its key also has a .{plain[0]}: assumed to be a mask or similar")
                     continue
@@ -117,6 +121,7 @@ class ShardSamples:
             listing.orphans += [f"{self.shard}/{name}" for name in _stray(sample)]
         listing.items += [item for _, item in sorted(items, key=lambda pair: pair[0])]
         listing.passed_over += self._passed_over
+        return list(sides.values())
 
     def _join_normal_forms(self) -> None:
         """Move captions without an image to the image whose key differs only in Unicode normal form."""

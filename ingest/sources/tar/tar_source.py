@@ -28,6 +28,7 @@ from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.objects.object_file import STREAM_PART_BYTES, STREAM_PARTS_AHEAD, ObjectFile
 from bucketline.ingest.sources.objects.place import folder_at, is_object_url, of_one_image, of_source, split_url, stamp_of
 from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources.side_files import side_notes
 from bucketline.ingest.sources.source import MAX_FILE_BYTES, Listing, SourceBytes, SourceItem, Stamp, note_place
 from bucketline.ingest.sources.splits import Splits
 from bucketline.ingest.sources.tar.tar_grouping import ShardSamples, caption_kind, is_image, key_and_extension
@@ -106,14 +107,15 @@ class TarSource:
             SourceError: if a tar is damaged, truncated, lacks its end mark or cannot be opened, or if two ids are equal.
         """
         listing, seen, splits = Listing(), dict[str, str](), Splits(self.options.dataset_splits)
-        names = CaptionNames.of(self.options)
+        names, sides = CaptionNames.of(self.options), list[str]()
         for number, shard in enumerate(self.shards):
             first, path = len(listing.items), shard.place.removeprefix(self.root).lstrip("/")
             samples = ShardSamples(shard=shard.name, place=shard.shown, path=path, splits=splits, names=names)
             _read_shard(number, shard, samples, self.options)
-            samples.finish(listing)
+            sides += samples.finish(listing)
             for item in listing.items[first:]:
                 note_place(seen, item.id, shard.shown)
+        listing.notes += side_notes(sides)
         splits.finish(self.shards[0].shown if len(self.shards) == 1 else redacted(self.root), self.root, listing.notes)
         if not listing.items:
             raise SourceError(f"{self.shards[0].shown}: its {len(self.shards)} tars have no images")
