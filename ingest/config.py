@@ -108,7 +108,7 @@ class SourceArguments(StorageArguments, SourceOptions):
     dataset_splits: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar='["NAME[=train|val]", …]')] = (
         field(default=(), metadata=ONLY_IN_FILE)
     )
-    """Splits of a saved dataset to pack. Default: all but test. `test=train` packs test as training data."""
+    """Splits of the source to pack. Default: all but test. `test=train` packs test as training data."""
 
     @property
     def caption_rules(self) -> CaptionRules:
@@ -218,8 +218,9 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     """Encode images and captions, and pack them into a store.
 
     SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
-    glob, any URL that webdataset opens), or a dataset saved on disk by Hugging Face datasets (without its test split).
-    A folder, a table or tars may be in object storage: s3://bucket/photos.
+    glob, any URL that webdataset opens), or a dataset saved on disk by Hugging Face datasets.
+    A folder, a table or tars may be in object storage: s3://bucket/photos. What is called test there is left out, and
+    validation is held out.
 
     In a folder, captions come from NAME.txt, .caption or .json next to each image (one caption per line), or from
     metadata.jsonl, .csv or .parquet, which take precedence. Running the same command again packs only new and changed

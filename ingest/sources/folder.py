@@ -14,11 +14,13 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.captions.caption_files import CaptionFiles
 from bucketline.ingest.sources.captions.caption_text import refuse_unmet, unusable
 from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES, TableRow, read_rows
-from bucketline.ingest.sources.captions.table_match import TableRows
+from bucketline.ingest.sources.captions.table_match import TableRows, folder_paths
 from bucketline.ingest.sources.kohya_folders import naming_notes
 from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources.side_files import side_files, side_notes
 from bucketline.ingest.sources.source import Listing, SourceItem
+from bucketline.ingest.sources.splits import VAL, Splits, split_in_folders
 from bucketline.store.format.manifest import MANIFEST
 
 _NAMED_LINKS = 3
@@ -38,7 +40,7 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
     """List a folder recursively. Skips hidden files and folders (names that begin with a dot), and links to folders.
 
     Raises:
-        SourceError: if the path is not a folder, has no images, has a training run, or a table is invalid.
+        SourceError: if the path is not a folder, has no images to pack, has a training run, or a table is invalid.
     """
     if not source.is_dir():
         raise SourceError(f"{source} is not a folder; expected a folder of images")
@@ -67,7 +69,7 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
         kinds = ", ".join(sorted(IMAGE_SUFFIXES))
         skipped = f"; {_skipped(source, links)}" if links else ""
         raise SourceError(f"{source} has no images; searched all its folders for {kinds}{skipped}")
-    listing = found.listing(_read_tables(found.tables, captions))
+    listing = found.listing(_read_tables(found.tables, captions), str(source))
     listing.empty_folders = sorted(empty)
     if links:
         listing.notes.append(_skipped(source, links))
@@ -98,16 +100,18 @@ class FoundFiles:
         else:
             self.captions.add(path, suffix)
 
-    def listing(self, rows: TableRows) -> Listing:
+    def listing(self, rows: TableRows, source: str) -> Listing:
         """Return the images with their captions: those of `rows`, the rows of the tables, before those of files.
 
+        Other trainers' side files and the images of splits that are left out are counted in notes. `source` is its path or URL.
+
         Raises:
-            SourceError: if an option about captions suits no image.
+            SourceError: if an option about captions or splits suits no image, a table names none, or all are left out.
         """
-        listing, files, images = Listing(notes=rows.notes), self.captions, sorted(self.images)
-        rows.match(images)
+        listing, files = Listing(notes=rows.notes), self.captions
+        images, targets = self._kept(rows, source, listing)
         found = files.find_all(image for image in images if not _has_captions(rows.of(image)))
-        for image in images:
+        for image, target in zip(images, targets, strict=True):
             row = rows.of(image)
             if isinstance(row, TableRow) and row.captions is not None:
                 captions, error = row.captions, unusable(row.table, row.captions)
@@ -122,7 +126,9 @@ class FoundFiles:
             if captions and place is not None:
                 listing.captions_from[place] += 1
             is_out = error is not None and files.is_out_of_reach(image)
-            item = SourceItem(id=image, captions=captions, caption_error=error, is_caption_out_of_reach=is_out)
+            item = SourceItem(
+                id=image, captions=captions, caption_error=error, is_caption_out_of_reach=is_out, held_out=target == VAL
+            )
             listing.items.append(item)
         listing.orphans = sorted([*files.stray(), *rows.stray()])
         listing.notes += [
@@ -132,6 +138,28 @@ class FoundFiles:
         ]
         refuse_unmet(files.options, listing.captions_from)
         return listing
+
+    def _kept(self, rows: TableRows, source: str, listing: Listing) -> tuple[list[str], list[str]]:
+        """Return the images to pack, sorted, with the split of the store that each goes to."""
+        images, splits = sorted(self.images), Splits(self.captions.options.dataset_splits)
+        rows.match(images)
+        sides = {image: kind for image, kind in side_files(images).items() if rows.of(image) is None}
+        kept, targets = list[str](), list[str]()
+        for image in images:
+            row = rows.of(image)
+            split = row.split if isinstance(row, TableRow) else ""
+            target = None if image in sides else splits.take(split or split_in_folders(image), image)
+            if target is None:
+                self.captions.pass_over(image)
+            else:
+                kept.append(image)
+                targets.append(target)
+        rows.refuse_unmatched(images)
+        listing.notes += side_notes(sides.values())
+        splits.finish(source, source, listing.notes)
+        if not kept:
+            raise SourceError(f"{source} has no images to pack: {'; '.join(listing.notes)}")
+        return kept, targets
 
 
 def _has_captions(row: TableRow | str | None) -> bool:
@@ -155,7 +183,7 @@ def _read_tables(tables: list[str], files: CaptionFiles) -> TableRows:
     Raises:
         SourceError: if a row is invalid, two rows name the same image, or a table is a link out of the source.
     """
-    rows = TableRows()
+    rows = TableRows(folders=folder_paths(files.folder))
     for table in tables:
         path = files.folder / table
         if files.within is not None and path.is_symlink():

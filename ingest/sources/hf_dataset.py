@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.sources.captions.caption_text import CaptionNames
+from bucketline.ingest.sources.captions.metadata_table import SPLIT, as_split
 from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp
-from bucketline.ingest.sources.splits import SplitPlan, SplitRow, add_rows, image_column, plan_splits, splits_in_words
+from bucketline.ingest.sources.splits import SplitRow, Splits, add_rows, image_column
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,8 +34,8 @@ def is_saved_dataset(folder: Path) -> bool:
 class DatasetSource:
     """The rows of a saved dataset, split by split; a sample's id is `SPLIT/NAME`.
 
-    NAME is the image's path in the dataset if it has a unique one, else its row number. In a dataset without splits, ids have
-    no `SPLIT/`. An item's `at` is its split, row, size, and the dataset's mtime.
+    NAME is the image's path in the dataset if it has a unique one, else its row number. Ids of rows in no split have no
+    `SPLIT/`. An item's `at` is its split, row, size, and the dataset's mtime.
     """
 
     path: Path
@@ -46,7 +47,7 @@ class DatasetSource:
 
     @cached_property
     def _loaded(self) -> dict[str, Any]:
-        """The rows of each split by name; a dataset without splits is one split with an empty name.
+        """The rows of each split by name; the name of a dataset that is not a split is empty.
 
         Raises:
             SourceError: if the dataset cannot be opened.
@@ -63,29 +64,25 @@ class DatasetSource:
         except Exception as error:
             raise SourceError(f"{self.path} cannot be read as a dataset saved on disk: {error}") from error
         is_split = isinstance(loaded, datasets.DatasetDict)
-        return {str(name): rows for name, rows in loaded.items()} if is_split else {"": loaded}
+        return {str(name): rows for name, rows in loaded.items()} if is_split else {str(loaded.split or ""): loaded}
 
     @cached_property
-    def _plans(self) -> list[SplitPlan]:
-        return plan_splits(str(self.path), [*self._loaded], self.options.dataset_splits)
-
-    @cached_property
-    def _splits(self) -> list[tuple[SplitPlan, Any, str]]:
-        """For each packed split: its plan, its rows with undecoded images, and the name of the image column.
+    def _splits(self) -> list[tuple[str, Any, str]]:
+        """For each split with rows to pack: its name, its rows with undecoded images, and the name of the image column.
 
         Raises:
             SourceError: if the dataset cannot be opened or has no image column.
         """
-        plans = self._plans
-        import datasets  # installed, since computing the plans has imported it
+        loaded = self._loaded
+        import datasets  # installed, since loading has imported it
 
-        found = []
-        for plan in plans:
-            if plan.target is not None:
-                rows = self._loaded[plan.name]
-                images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
-                column = image_column(self._place(plan.name), images, rows.column_names)
-                found.append((plan, rows.cast_column(column, datasets.Image(decode=False)), column))
+        found, splits = [], Splits(self.options.dataset_splits)
+        for split, rows in loaded.items():
+            if splits.target(split) is None and SPLIT not in rows.column_names:
+                continue
+            images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+            column = image_column(self._place(split), images, rows.column_names)
+            found.append((split, rows.cast_column(column, datasets.Image(decode=False)), column))
         return found
 
     def _place(self, split: str) -> str:
@@ -97,20 +94,35 @@ class DatasetSource:
         Raises:
             SourceError: if the dataset cannot be read, has no rows, or its captions are not text.
         """
-        listing, seen, tried = Listing(), dict[str, str](), CaptionNames.of(self.options)
-        for number, (plan, rows, column) in enumerate(self._splits):
-            place, mtime_ns = self._place(plan.name), _newest_ns(rows)
+        listing, tried, splits = Listing(), CaptionNames.of(self.options), Splits(self.options.dataset_splits)
+        found: list[SplitRow] = []
+        for number, (split, rows, column) in enumerate(self._splits):
+            place, mtime_ns = self._place(split), _newest_ns(rows)
             text = tried.column_in(rows.column_names, place, listing.notes)
             names, sizes = _names_and_sizes(rows, column)
-            texts = _texts(rows, text) if text is not None else iter([None] * len(names))
-            found = [
-                SplitRow(own, f"{row:08d}", text, value, f"{place}, row {row}", (number, row, size, mtime_ns))
-                for row, (own, size, value) in enumerate(zip(names, sizes, texts, strict=True))
-            ]
-            add_rows(listing, seen, plan, found)
+            found += (
+                SplitRow(
+                    split=as_split(cell) or split,
+                    path=place,
+                    name=own,
+                    number=f"{row:08d}",
+                    column=text,
+                    caption=value,
+                    place=f"{place}, row {row}",
+                    at=(number, row, size, mtime_ns),
+                )
+                for row, (own, size, value, cell) in enumerate(
+                    zip(names, sizes, _values(rows, text), _values(rows, SPLIT), strict=True)
+                )
+            )
+        add_rows(listing, splits, found)
+        listed = {split for split, _, _ in self._splits}
+        for split, rows in self._loaded.items():
+            if split not in listed:
+                splits.take(split, split, rows.num_rows)
+        splits.finish(str(self.path), str(self.path), listing.notes)
         if not listing.items:
             raise SourceError(f"{self.path} is a dataset without rows")
-        listing.notes += splits_in_words(self._plans, {name: rows.num_rows for name, rows in self._loaded.items()})
         return listing
 
     def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
@@ -154,6 +166,10 @@ def _names_and_sizes(rows: Any, column: str) -> tuple[list[str | None], list[int
     return names, sizes
 
 
-def _texts(rows: Any, column: str) -> Iterator[object]:  # noqa: ANN401
+def _values(rows: Any, column: str | None) -> Iterator[object]:  # noqa: ANN401
+    """Yield the values of a column, None for each row if there is no such column."""
+    if column not in rows.column_names:
+        yield from [None] * rows.num_rows
+        return
     for part in rows.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS):
         yield from part[column].to_pylist()

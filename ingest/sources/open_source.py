@@ -42,18 +42,9 @@ def open_source(text: str, options: SourceOptions | None = None) -> Source:
 
     Raises:
         SourceError: if it is none of these.
-        UsageError: if it is empty, or an option does not suit it.
+        UsageError: if it is empty.
     """
     options = (options or SourceOptions()).alone()
-    source = _opened(text, options)
-    if options.dataset_splits and not isinstance(source, DatasetSource | ParquetSource):
-        raise UsageError(
-            f"dataset_splits has {options.dataset_splits[0]!r}: {redacted(text)} has no splits (only datasets do); leave it out"
-        )
-    return source
-
-
-def _opened(text: str, options: SourceOptions) -> Source:
     if not text:  # such as an unset shell variable: the current folder is not what was meant
         raise UsageError(f"the source is empty; expected {_EXPECTED}")
     if re.match(r"(s3|gs|az):/(?!/)", text):
@@ -69,7 +60,7 @@ def _opened(text: str, options: SourceOptions) -> Source:
         if not path.is_file():
             raise SourceError(f"{text} does not exist: {why_not_there(path)}; expected a table with file_name and text")
         if path.suffix.lower() == _PARQUET and has_images(path):
-            return ParquetSource(files=(path,), options=options)
+            return ParquetSource(root=path.parent, files=(path,), options=options)
         return TableSource(path=path, options=options)
     if has_scheme(text) or is_pattern(text) or TAR.search(text):
         return expand(text, options)
@@ -103,8 +94,9 @@ def _without_images(folder: Path, options: SourceOptions) -> Source | None:
             "a folder of their own"
         )
     if parquet:
-        return ParquetSource(files=tuple(parquet), options=options)
-    return TarSource(shards=tuple(Shard(url=str(path), path=path) for path in tars), options=options) if tars else None
+        return ParquetSource(root=folder, files=tuple(parquet), options=options)
+    shards = tuple(Shard(url=str(path), path=path) for path in tars)
+    return TarSource(root=str(folder), shards=shards, options=options) if tars else None
 
 
 def _in_objects(url: str, options: SourceOptions) -> Source:

@@ -14,7 +14,7 @@ class SourceOptions(ObjectArguments):
 
     captions_from: tuple[str, ...] = ()  # a column or field, and .EXT of caption files; empty: the usual ones
     caption: str | None = None  # of images without one; None: they get the empty caption
-    dataset_splits: tuple[str, ...] = ()  # of a saved dataset: NAME, NAME=train or NAME=val; empty: all but test
+    dataset_splits: tuple[str, ...] = ()  # NAME, NAME=train or NAME=val; empty: all but test
     follow_links: bool = False  # follow file symlinks that lead out of the source
 
     def __post_init__(self) -> None:

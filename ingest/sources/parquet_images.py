@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path  # noqa: TC003 - decoded by its annotation
@@ -13,18 +12,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.sources.captions.caption_text import CaptionNames, refuse_unmet
-from bucketline.ingest.sources.captions.metadata_table import FILE_NAME
+from bucketline.ingest.sources.captions.metadata_table import FILE_NAME, SPLIT, as_split
 from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.parquet_chunks import column_chunks, opened_parquet, why_too_large
 from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp
-from bucketline.ingest.sources.splits import SplitRow, add_rows, image_column, plan_splits, splits_in_words
+from bucketline.ingest.sources.splits import SplitRow, Splits, add_rows, image_column, split_in_path
 from bucketline.store.format.sample_record import storable_mtime_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_PART = re.compile(r"(.+)-\d+-of-\d+")  # train-00000-of-00004, as on the hub
 _MAX_GROUP_BYTES = 2 << 30  # of the images in a row group, uncompressed
 _BATCH = 16  # rows whose images are in memory together
 _ROWS = 1000
@@ -58,13 +56,14 @@ def _image_columns(schema: Any) -> list[str]:  # noqa: ANN401 - a pyarrow.Schema
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParquetSource:
-    """The rows of Parquet files; a sample's id is `SPLIT/NAME`, without `SPLIT/` if the files' names have none.
+    """The rows of Parquet files; a sample's id is `SPLIT/NAME`, without `SPLIT/` if it is in none.
 
     NAME is the image's path in the file if it has a unique one, else `FILE/ROW`. An item's `at` is its file, row group, row in
     the group, mean bytes of the group's images, and the file's mtime.
     """
 
-    files: tuple[Path, ...]
+    root: Path  # the folder of the source
+    files: tuple[Path, ...]  # in it or below
     options: SourceOptions = field(default_factory=SourceOptions)
 
     @property
@@ -77,28 +76,24 @@ class ParquetSource:
         Raises:
             SourceError: if a file cannot be read, there are no rows, or captions are not text.
         """
-        listing, seen, tried = Listing(), dict[str, str](), CaptionNames.of(self.options)
-        names = list(dict.fromkeys(map(_split_name, self.files)))
-        place = self.files[0] if len(self.files) == 1 else self.files[0].parent
-        plans = plan_splits(str(place), names, self.options.dataset_splits)
-        rows: dict[str, list[SplitRow]] = {name: [] for name in names}
-        for number, path in enumerate(self.files):
-            rows[_split_name(path)] += self._rows(number, tried, listing)
-        for plan in plans:
-            if plan.target is not None:
-                add_rows(listing, seen, plan, rows[plan.name])
+        listing, tried, splits = Listing(), CaptionNames.of(self.options), Splits(self.options.dataset_splits)
+        add_rows(listing, splits, [row for number in range(len(self.files)) for row in self._rows(number, tried, listing)])
+        splits.finish(str(self.files[0] if len(self.files) == 1 else self.root), str(self.root), listing.notes)
         if not listing.items:
             raise SourceError(f"{self.files[0]}: its {len(self.files)} files have no rows to pack")
         refuse_unmet(self.options, listing.captions_from)
-        listing.notes += splits_in_words(plans, {name: len(own) for name, own in rows.items()})
         return listing
 
     def _rows(self, number: int, tried: CaptionNames, listing: Listing) -> list[SplitRow]:
         """Return the rows of a file."""
         path, found = self.files[number], list[SplitRow]()
+        inside = path.relative_to(self.root).as_posix()
+        split = split_in_path(inside)
         with self._opened(number) as (file, column):
-            text = tried.column_in(file.schema_arrow.names, str(path), listing.notes)
-            wanted = [f"{column}.path", *([] if text is None else [text])]
+            there = file.schema_arrow.names
+            text = tried.column_in(there, str(path), listing.notes)
+            more = [one for one in there if one in (text, SPLIT)]
+            wanted = [f"{column}.path", *more]
             if why := why_too_large(file, path, wanted):
                 raise SourceError(f"{path}: {why}")
             mtime_ns = storable_mtime_ns(path.stat().st_mtime_ns)
@@ -112,11 +107,23 @@ class ParquetSource:
                 mean, first = size // max(1, file.metadata.row_group(group).num_rows), len(found)
                 for batch in file.iter_batches(_ROWS, row_groups=[group], columns=wanted, use_threads=False):
                     own = batch.column(column).field("path").to_pylist()
-                    texts = [None] * len(own) if text is None else batch.column(text).to_pylist()
-                    for name, value in zip(own, texts, strict=True):
+                    nothing = [None] * len(own)
+                    texts = nothing if text is None else batch.column(text).to_pylist()
+                    splits = batch.column(SPLIT).to_pylist() if SPLIT in more else nothing
+                    for name, value, cell in zip(own, texts, splits, strict=True):
                         row = len(found)
-                        at = (number, group, row - first, mean, mtime_ns)
-                        found.append(SplitRow(name, f"{path.stem}/{row:08d}", text, value, f"{path}, row {row}", at))
+                        found.append(
+                            SplitRow(
+                                split=as_split(cell) or split,
+                                path=inside,
+                                name=name,
+                                number=f"{path.stem}/{row:08d}",
+                                column=text,
+                                caption=value,
+                                place=f"{path}, row {row}",
+                                at=(number, group, row - first, mean, mtime_ns),
+                            )
+                        )
         return found
 
     @contextmanager
@@ -161,9 +168,3 @@ class ParquetSource:
 
     def opened(self, item: SourceItem) -> BinaryIO:
         return io.BytesIO(self.read(item).data)
-
-
-def _split_name(path: Path) -> str:
-    """Return the split that a file's name has: `train` of train-00000-of-00004.parquet; "" if it has none."""
-    found = _PART.fullmatch(path.stem)
-    return found[1] if found else ""

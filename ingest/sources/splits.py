@@ -1,14 +1,16 @@
-"""Splits of a dataset and their rows.
+"""Splits of a source: which images are trained on, held out, or left out.
 
-They are mapped to the store's: train stays train, validation becomes val, test is skipped unless requested.
+A split is in a column `split`, in the path (a folder of it, then a word of a table's, tar's or Parquet file's name), or in a
+saved dataset. Train stays train, validation becomes val, test is left out unless requested.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from bucketline.command_line import counted
@@ -17,24 +19,149 @@ from bucketline.ingest.sources.captions.caption_text import as_texts, stripped, 
 from bucketline.ingest.sources.source import Listing, SourceItem, note_place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
 TRAIN, VAL = "train", "val"
-_VAL = re.compile(r"(validation|valid|val|dev|eval|evaluation)([^a-z].*)?", re.IGNORECASE)
-_TEST = re.compile(r"test(ing)?([^a-z].*)?", re.IGNORECASE)
+_TARGETS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation"), VAL),
+    **dict.fromkeys(("test", "testing"), None),
+}
+_LETTERS = re.compile(r"[^\W\d_]+")
+_PART = re.compile(r"(.+?)-\d+-of-\d+(-[0-9a-f]+)?(\.[^/]*)?")  # train-00000-of-00004, as on the hub; formerly with a hash
+_NAMED = 3
+_MAX_SAID = 10  # splits that are trained on
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitPlan:
-    """How one split of a dataset is packed."""
+def split_in_folders(path: str) -> str:
+    """Return the split that the outermost folder of a path is called, with or without digits; empty if none is.
 
-    name: str  # in the dataset
-    target: str | None  # train or val in the store; None if it is left out
+    >>> split_in_folders("default/test/a.png"), split_in_folders("val2017/a.png"), split_in_folders("test shots/test.png")
+    ('test', 'val', '')
+    """
+    return _split_of_folder(path.rpartition("/")[0])
+
+
+def split_in_path(path: str) -> str:
+    """Return the split of a file with many images: as `split_in_folders`, else by a word of its own name.
+
+    >>> list(map(split_in_path, ("validation/0.tar", "test-00000-of-00001-5e67.parquet", "my_test_0.csv", "latest.tar")))
+    ['validation', 'test', 'test', '']
+    """
+    name = path.rpartition("/")[2]
+    if split := split_in_folders(path):
+        return split
+    if part := _PART.fullmatch(name):
+        return part[1]
+    return next(_splits_in(name), "")
+
+
+@lru_cache(maxsize=1024)
+def _split_of_folder(folder: str) -> str:
+    for part in folder.split("/"):
+        words = _LETTERS.findall(part.lower())
+        if words[:1] == ["partial"]:  # partial-train, of what the hub converts only in part
+            del words[0]
+        if len(words) == 1 and words[0] in _TARGETS:
+            return str(words[0])
+    return ""
+
+
+def _splits_in(name: str) -> Iterator[str]:
+    return (word for word in _LETTERS.findall(name.lower()) if word in _TARGETS)
+
+
+class Splits:
+    """Decides by its split where an image goes in the store, and counts the images of each split.
+
+    `asked` has the requested splits (`NAME`, `NAME=train`, `NAME=val`); without any, all but test are packed. A test split that
+    is requested without a target is held out, so that nobody trains on it by accident. Images in no split are trained on, and
+    are requested as `train`.
+    """
+
+    def __init__(self, asked: Sequence[str]) -> None:
+        self._asked = {name: target for name, _, target in (one.partition("=") for one in asked)}
+        self._num_images: Counter[str] = Counter()
+        self._num_misleading = 0  # images that are trained on although their names say another split
+        self._misleading: list[str] = []  # the first of them
+
+    def target(self, split: str) -> str | None:
+        """Return where the images of a split are packed: train, val, or None if they are left out."""
+        usual = _TARGETS.get(next(_splits_in(split), ""), TRAIN)
+        if not self._asked:
+            return usual
+        name = split or TRAIN
+        return (self._asked[name] or usual or VAL) if name in self._asked else None
+
+    def take(self, split: str, path: str, number: int = 1) -> str | None:
+        """Count images of a split; return where they are packed, as `target`. `path` names the image, or its file."""
+        self._num_images[split] += number
+        target = self.target(split)
+        is_chosen = target != TRAIN or split in self._asked
+        if not is_chosen and any(_TARGETS[word] != TRAIN for word in _splits_in(split or path)):
+            self._num_misleading += number
+            if len(self._misleading) < _NAMED and path not in self._misleading:
+                self._misleading.append(path)
+        return target
+
+    def finish(self, place: str, root: str, notes: list[str]) -> None:
+        """Add notes that say how each split is packed, and which images are trained on although a name says another split.
+
+        `place` is the source in messages, `root` its folder, in which paths begin.
+
+        Raises:
+            SourceError: if a requested split does not exist, or every image is left out.
+        """
+        there = list(dict.fromkeys(split or TRAIN for split in self._num_images))
+        is_split = any(self._num_images)
+        if self._asked and not is_split:
+            raise SourceError(f"{place} has no splits, but dataset_splits has {next(iter(self._asked))!r}")
+        if unknown := next((name for name in self._asked if name not in there), None):
+            raise SourceError(f"{place} has no split {unknown!r} (dataset_splits); it has {', '.join(there)}")
+        if is_split and all(self.target(split) is None for split in self._num_images):
+            raise SourceError(
+                f"{place} has only the split {', '.join(there)}, which is left out by default: "
+                f"pack it by {_in_file([f'{there[0]}={VAL}'])} (or ={TRAIN})"
+            )
+        if is_split:
+            notes += self._in_words()
+        if self._num_misleading:
+            more = ", …" if self._num_misleading > len(self._misleading) else ""
+            notes.append(
+                f"{counted(self._num_misleading, 'image')} packed as training data although a name says test or validation: "
+                f"{', '.join(self._misleading)}{more}; a folder that is called only test is left out, one called validation "
+                "held out"
+            )
+        name = os.path.basename(os.path.abspath(root))  # noqa: PTH100, PTH119 - a URL as well
+        if self._num_images[""] and self.target("") == TRAIN and self.target(split_in_folders(f"{name}/")) != TRAIN:
+            notes.append(
+                f"the source's folder is called {name}, and its images are packed as training data, because splits are looked "
+                "for inside the source; --val-fraction 1 holds all of them out"
+            )
+
+    def _in_words(self) -> Iterator[str]:
+        taken = [f"{split or TRAIN}={target}" for split in self._num_images if (target := self.target(split)) is not None]
+        trained = [split for split in self._num_images if self.target(split) == TRAIN]
+        unsaid = trained[_MAX_SAID:]  # a column `split` may have anything
+        for split, number in self._num_images.items():
+            what = (
+                f"split {split} ({counted(number, 'image')})" if split else f"what is in no split ({counted(number, 'image')})"
+            )
+            if self.target(split) is None:
+                asked = _in_file(list(dict.fromkeys([*taken[:_MAX_SAID], f"{split or TRAIN}={VAL}"])))
+                yield f"{what} is left out; to include it: {asked} (or ={TRAIN})"
+            elif split not in unsaid:
+                yield f"{what} becomes {self.target(split)}"
+        if unsaid:
+            images = counted(sum(self._num_images[split] for split in unsaid), "image")
+            yield f"{len(unsaid)} more splits ({images}) become {TRAIN}"
 
 
 class SplitRow(NamedTuple):
     """A row of a dataset, without its image."""
 
+    split: str  # empty if it is in none
+    path: str  # of its file in the source
     name: str | None  # of its image, if the dataset has it
     number: str  # in the id, if the name is not unique
     column: str | None  # of its caption
@@ -43,26 +170,28 @@ class SplitRow(NamedTuple):
     at: tuple[int, ...]  # as of `SourceItem`
 
 
-def add_rows(listing: Listing, seen: dict[str, str], plan: SplitPlan, rows: Sequence[SplitRow]) -> None:
-    """Add the rows of a split to a listing, and their ids with their places to `seen`.
+def add_rows(listing: Listing, splits: Splits, rows: Sequence[SplitRow]) -> None:
+    """Add the rows of a dataset to a listing, except those of splits that are left out; all are counted in `splits`.
 
     Raises:
-        SourceError: if a caption is not text, or an id was seen before.
+        SourceError: if a caption is not text, or two rows have one id.
     """
-    counts = Counter(row.name for row in rows)
+    counts, seen = Counter((row.split, row.name) for row in rows), dict[str, str]()
     for row in rows:
+        target = splits.take(row.split, row.path)
+        if target is None:
+            continue
         captions = as_texts(row.caption)
         if captions is None:
             kind = type(row.caption).__name__
             raise SourceError(f"{row.place}: {row.column} is a {kind}, expected a string or a list of strings")
-        own = row.name if row.name and counts[row.name] == 1 else row.number
-        sample_id = f"{plan.name}/{own}" if plan.name else own
+        own = row.name if row.name and counts[row.split, row.name] == 1 else row.number
+        sample_id = f"{row.split}/{own}" if row.split else own
         note_place(seen, sample_id, row.place)
         if kept := stripped(captions):
             listing.captions_from[f"column {row.column}"] += 1
         error = unusable(f"the column {row.column}", kept)
-        is_held_out = plan.target == VAL
-        listing.items.append(SourceItem(id=sample_id, captions=kept, caption_error=error, held_out=is_held_out, at=row.at))
+        listing.items.append(SourceItem(id=sample_id, captions=kept, caption_error=error, held_out=target == VAL, at=row.at))
 
 
 def image_column(place: str, images: Sequence[str], there: Sequence[str]) -> str:
@@ -79,48 +208,5 @@ def image_column(place: str, images: Sequence[str], there: Sequence[str]) -> str
     )
 
 
-def splits_in_words(plans: Sequence[SplitPlan], num_images: Mapping[str, int]) -> list[str]:
-    """Describe how each split is packed, and what in a data set file would pack one that is left out."""
-    taken = [f"{plan.name}={plan.target}" for plan in plans if plan.target is not None]
-    words = []
-    for plan in plans:
-        what = f"split {plan.name} ({counted(num_images[plan.name], 'image')})"
-        if plan.target is not None:
-            words.append(f"{what} becomes {plan.target}")
-        else:
-            words.append(f"{what} is left out; to include it: {_in_file([*taken, f'{plan.name}={VAL}'])} (or ={TRAIN})")
-    return words if [plan.name for plan in plans] != [""] else []
-
-
 def _in_file(splits: Sequence[str]) -> str:
     return f"dataset_splits = {json.dumps(splits)} under [source] of a data set file"
-
-
-def plan_splits(place: str, names: Sequence[str], asked: Sequence[str]) -> list[SplitPlan]:
-    """Map each split to the store: the requested ones (`NAME`, `NAME=train`, `NAME=val`), else all but test.
-
-    A test split requested without a target is held out, so that nobody trains on it by accident. A dataset without splits is
-    one, with an empty name.
-
-    Raises:
-        SourceError: if a requested split does not exist, or no split is left.
-    """
-    if asked and not any(names):
-        raise SourceError(f"{place} has no splits, but dataset_splits has {asked[0]!r}")
-    wanted = {name: target for name, _, target in (one.partition("=") for one in asked)}
-    if unknown := next((name for name in wanted if name not in names), None):
-        raise SourceError(f"{place} has no split {unknown!r} (dataset_splits); it has {', '.join(names)}")
-    plans = [SplitPlan(name=name, target=_target(name, wanted)) for name in names]
-    if all(plan.target is None for plan in plans):
-        raise SourceError(
-            f"{place} has only the split {', '.join(names)}, which is left out by default: "
-            f"pack it by {_in_file([f'{names[0]}={VAL}'])} (or ={TRAIN})"
-        )
-    return plans
-
-
-def _target(name: str, wanted: dict[str, str]) -> str | None:
-    usual = VAL if _VAL.fullmatch(name) or _TEST.fullmatch(name) else TRAIN
-    if wanted:
-        return wanted[name] or usual if name in wanted else None
-    return None if _TEST.fullmatch(name) else usual

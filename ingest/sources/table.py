@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from bucketline.errors import SourceError
 from bucketline.ingest.sources.captions.caption_text import CaptionNames, unusable
 from bucketline.ingest.sources.captions.metadata_table import read_rows
+from bucketline.ingest.sources.captions.table_match import folder_paths, inside_folder
 from bucketline.ingest.sources.local_files import LocalFileSource
 from bucketline.ingest.sources.source import Listing, SourceItem, note_place
+from bucketline.ingest.sources.splits import VAL, Splits, split_in_folders, split_in_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from bucketline.ingest.sources.captions.metadata_table import TableRow
@@ -37,37 +39,48 @@ class TableSource(LocalFileSource):
         inside = _Inside(self.folder, follow_links=self.options.follow_links)
         listing = Listing()
         rows = read_rows(self.path, self.path.name, CaptionNames.of(self.options), listing.notes)
-        return listing_of_rows(rows, inside.id_of, str(self.path), listing)
+        return listing_of_rows(rows, inside.id_of, str(self.path), Splits(self.options.dataset_splits), listing)
 
 
-def listing_of_rows(rows: Iterable[TableRow], id_of: Callable[[TableRow], str], shown: str, listing: Listing) -> Listing:
-    """Add the images that the rows of a table name to `listing`, sorted by id; return it. Errors name the table as `shown`.
+def listing_of_rows(
+    rows: Iterable[TableRow], id_of: Callable[[TableRow], str], table: str, splits: Splits, listing: Listing
+) -> Listing:
+    """Add the images that the rows of a table name to `listing`, sorted by id; return it. `table` is the table's path or URL.
 
     Raises:
-        SourceError: if a row is invalid, two name the same image, or there is none.
+        SourceError: if a row is invalid, two name the same image, or there is none to pack.
     """
     seen: dict[str, str] = {}
+    folder, _, name = table.rpartition("/")
+    tables_split = split_in_path(name)
     for row in rows:
         sample_id = id_of(row)
         note_place(seen, sample_id, row.place)
+        target = splits.take(row.split or split_in_folders(sample_id) or tables_split, sample_id)
+        if target is None:
+            continue
         captions = row.captions or ()
         error = unusable(row.table, captions)
         if captions:
             listing.captions_from[f"{row.table}, {row.column}"] += 1
-        listing.items.append(SourceItem(id=sample_id, captions=captions, caption_error=error))
+        listing.items.append(SourceItem(id=sample_id, captions=captions, caption_error=error, held_out=target == VAL))
+    splits.finish(table, folder, listing.notes)
     if not listing.items:
-        raise SourceError(f"{shown} names no image; expected rows with file_name and text")
+        raise SourceError(f"{table} names no image; expected rows with file_name and text")
     listing.items.sort(key=lambda item: item.id)
     return listing
 
 
-def inside_id(row: TableRow) -> str:
-    """Return the path of a row's image relative to the table's folder.
+def inside_id(row: TableRow, folders: Sequence[str], is_there: Callable[[str], bool]) -> str:
+    r"""Return the path of a row's image relative to the table's folder, `folders`, with `/` in the place of `\`.
+
+    A name with `\` stays as it is if `is_there` says that there is such a file.
 
     Raises:
-        SourceError: if the path is absolute, or leads out by `..`.
+        SourceError: if the path leads out of the folder.
     """
-    sample_id = os.path.normpath(row.file_name)
+    name = row.file_name if is_there(row.file_name) else row.file_name.replace("\\", "/")
+    sample_id = os.path.normpath(inside_folder(name, folders) or name)
     if PurePosixPath(sample_id).is_absolute() or sample_id.split("/", 1)[0] in ("..", "."):
         raise SourceError(f"{row.place}: {row.file_name!r} leads out of the table's folder; expected a path inside it")
     return sample_id
@@ -78,6 +91,7 @@ class _Inside:
 
     def __init__(self, folder: Path, *, follow_links: bool) -> None:
         self._folder, self._follows = folder, follow_links
+        self._folders = folder_paths(folder)
         self._real = os.path.realpath(folder)
         self._seen: dict[str, str] = {}  # real path by folder
 
@@ -85,9 +99,9 @@ class _Inside:
         """Return the path relative to the table's folder.
 
         Raises:
-            SourceError: if the path is absolute, or leads out by `..` or by a link.
+            SourceError: if the path leads out, by a link as well.
         """
-        sample_id = inside_id(row)
+        sample_id = inside_id(row, self._folders, lambda name: "\\" in name and os.path.lexists(self._folder / name))
         if self._follows:
             return sample_id
         path = self._folder / sample_id

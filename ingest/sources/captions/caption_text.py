@@ -109,21 +109,25 @@ def captions_of_text(name: str, data: bytes) -> Captions:
 
 
 def captions_of_json(name: str, data: bytes, fields: Iterable[str] = CAPTION_COLUMNS) -> Captions:
-    """Parse the first of `fields` in a JSON object: a string or a list of strings. No captions if it has none of the fields."""
+    """Parse a string or a list of strings, by itself or as the first of `fields` in a JSON object.
+
+    There are no captions if an object has none of the fields.
+    """
     if len(data) > MAX_CAPTIONS_BYTES:
         return too_long(name, len(data))
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
         return (), f"{name} is not JSON: {str(error)[:80]}"
-    if not isinstance(found, dict):
-        return (), None
-    field = next((field for field in fields if found.get(field) is not None), None)
-    if field is None:
-        return (), None
-    texts = as_texts(found[field])
+    if isinstance(found, dict):
+        field = next((field for field in fields if found.get(field) is not None), None)
+        what, found = f"{name}: its {field}", None if field is None else found[field]
+        expected = "a string or a list of strings"
+    else:
+        what, expected = name, "an object, a string or a list of strings; move JSON files without captions out of the source"
+    texts = as_texts(found)
     if texts is None:
-        return (), f"{name}: its {field} is a {type(found[field]).__name__}, expected a string or a list of strings"
+        return (), f"{what} is a {type(found).__name__}, expected {expected}"
     captions = stripped(texts)
     return captions, unusable(name, captions)
 

@@ -19,6 +19,7 @@ from bucketline.ingest.sources.captions.caption_text import CAPTION_COLUMNS, Cap
 from bucketline.ingest.sources.parquet_chunks import opened_parquet, why_too_large
 
 FILE_NAME = "file_name"
+SPLIT = "split"
 _BATCH = 1024  # rows of a Parquet file together; values that it holds once become as many copies
 
 
@@ -31,6 +32,7 @@ class TableRow:
     file_name: str  # as written in the table
     captions: tuple[str, ...] | None  # None if the table has no caption column
     column: str | None  # the column of the captions
+    split: str  # as the column `split` has it; empty if it names none
 
 
 def read_rows(path: Path, name: str, names: CaptionNames, notes: list[str]) -> Iterator[TableRow]:
@@ -58,7 +60,7 @@ def _jsonl(path: Path, name: str, names: CaptionNames, columns: dict[str, None])
         try:
             row = json.loads(line)
             column = names.column_of([key for key, value in row.items() if value is not None]) or names.column_of(row)
-            found = _row(path, place, row[FILE_NAME], row.get(column), column)
+            found = _row(path, place, row[FILE_NAME], row.get(column), column, row.get(SPLIT))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SourceError(
                 f'{place}: expected an object like {{"file_name": "a.png", "text": "…"}}, got {line[:80]!r}'
@@ -84,7 +86,7 @@ def _csv(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -
                 )
             row = dict(zip(header, cells, strict=True))
             text = None if column is None else list(lines_of(row[column]))
-            yield _row(path, place, row[FILE_NAME], text, column)
+            yield _row(path, place, row[FILE_NAME], text, column, row.get(SPLIT))
     except csv.Error as error:
         raise SourceError(f"{name}, line {rows.line_num}: {error}; expected comma-separated values") from error
 
@@ -95,23 +97,28 @@ def _parquet(path: Path, name: str, names: CaptionNames, columns: dict[str, None
         _refuse_without_file_name(name, there)
         columns |= dict.fromkeys(there)
         column = names.column_of(there)
-        read, number = [FILE_NAME] if column is None else [FILE_NAME, column], 0
+        read, number = [one for one in there if one in (FILE_NAME, column, SPLIT)], 0
         if why := why_too_large(file, path, read):
             raise SourceError(f"{name}: {why}")
         for batch in file.iter_batches(columns=read, batch_size=_BATCH):
             for row in batch.to_pylist():
-                yield _row(path, f"{name}, row {number}", row[FILE_NAME], row.get(column), column)
+                yield _row(path, f"{name}, row {number}", row[FILE_NAME], row.get(column), column, row.get(SPLIT))
                 number += 1
 
 
-def _row(path: Path, place: str, file_name: object, text: object, column: str | None) -> TableRow:
+def _row(path: Path, place: str, file_name: object, text: object, column: str | None, split: object) -> TableRow:
     texts = as_texts(text)
     if not isinstance(file_name, str) or not file_name or texts is None:
         raise SourceError(f"{place}: file_name must be a string, and {column} a string or a list of strings")
     if "\0" in file_name:
         raise SourceError(f"{place}: file_name {file_name!r} has a NUL character, which no file name may have")
     captions = None if column is None else stripped(texts)
-    return TableRow(table=path.name, place=place, file_name=file_name, captions=captions, column=column)
+    return TableRow(table=path.name, place=place, file_name=file_name, captions=captions, column=column, split=as_split(split))
+
+
+def as_split(value: object) -> str:
+    """Return the split that a cell of the column `split` names; empty if it names none."""
+    return value.strip() if isinstance(value, str) else ""
 
 
 def _text(path: Path, name: str) -> str:

@@ -27,6 +27,7 @@ from bucketline.ingest.sources.objects.object_file import HEADER_PART_BYTES, Obj
 from bucketline.ingest.sources.objects.place import folder_at, of_one_image, of_source, split_url, stamp_of
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp
+from bucketline.ingest.sources.splits import Splits
 from bucketline.ingest.sources.table import inside_id, listing_of_rows
 
 if TYPE_CHECKING:
@@ -132,11 +133,11 @@ class ObjectFolderSource(ObjectSource):
                 kinds = ", ".join(sorted(IMAGE_SUFFIXES))
                 what = f"{len(listed)} objects" if listed else "nothing"
                 raise SourceError(f"{self.url} has no images; there is {what} below it, searched for {kinds}; check the URL")
-            rows = TableRows()
+            rows = TableRows(folders=(self.url,))
             for table in found.tables:
                 with self._table(table) as path:
                     rows.add(table, read_rows(path, table, captions.names, rows.notes))
-            listing = found.listing(rows)
+            listing = found.listing(rows, self.url)
         listing.notes += naming_notes(found.images)
         for at, item in enumerate(listing.items):
             stamp = stamp_of(entries[item.id])
@@ -170,7 +171,13 @@ class ObjectTableSource(ObjectSource):
         name, listing = split_url(self.url)[1], Listing()
         with self._table(name) as path:
             rows = read_rows(path, name, CaptionNames.of(self.options), listing.notes)
-            return listing_of_rows(rows, inside_id, name, listing)
+            return listing_of_rows(
+                rows,
+                lambda row: inside_id(row, (self.folder_url,), lambda _: False),
+                self.url,
+                Splits(self.options.dataset_splits),
+                listing,
+            )
 
 
 def _is_hidden(name: str) -> bool:

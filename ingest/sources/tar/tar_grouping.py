@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
 from bucketline.files.paths import IMAGE_SUFFIXES
 from bucketline.ingest.sources.captions.caption_files import name_key
 from bucketline.ingest.sources.captions.caption_text import NOTHING, CaptionNames, Captions, ambiguous
+from bucketline.ingest.sources.side_files import side_files
 from bucketline.ingest.sources.source import Listing, SourceItem
+from bucketline.ingest.sources.splits import VAL, Splits, split_in_folders, split_in_path
 
 if TYPE_CHECKING:
     from bucketline.ingest.sources.tar.tar_reader import Member
@@ -59,6 +60,8 @@ class ShardSamples:
 
     shard: str  # its name in ids
     place: str  # its name in errors
+    path: str  # in the source
+    splits: Splits
     names: CaptionNames = field(default_factory=CaptionNames)
     _samples: dict[str, _Sample] = field(default_factory=dict)
     _passed_over: list[str] = field(default_factory=list)
@@ -91,26 +94,34 @@ class ShardSamples:
         """Record an image that is not packed."""
         self._passed_over.append(f"{self.shard}/{member.name} ({why})")
 
-    def finish(self, listing: Listing) -> None:
-        """Append the shard's images to a listing, in the order of the tar."""
+    def finish(self, listing: Listing) -> list[str]:
+        """Append the shard's images to a listing, in the order of the tar; return what each side file was told by."""
         items: list[tuple[int, SourceItem]] = []
         self._join_normal_forms()
+        sides = side_files([member.name for sample in self._samples.values() for member, _ in sample.images.values()])
+        shards_split = split_in_path(self.path)
         for sample in self._samples.values():
             plain = [extension for extension in sample.images if "." not in extension]
             for extension, (member, at) in sample.images.items():
-                if plain and extension not in plain:
+                if member.name in sides:
+                    continue
+                if plain and extension not in plain and not _has_own_captions(extension, sample):
                     self.pass_over(member, f"its key also has a .{plain[0]}: assumed to be a mask or similar")
+                    continue
+                target = self.splits.take(shards_split or split_in_folders(member.name), f"{self.path}/{member.name}")
+                if target is None:
                     continue
                 (captions, error), kind = _captions_for(extension, sample, self.names)
                 if captions:
                     listing.captions_from[f"KEY{kind}"] += 1
-                item = SourceItem(id=f"{self.shard}/{member.name}", captions=captions, caption_error=error, at=at)
+                item = SourceItem(
+                    id=f"{self.shard}/{member.name}", captions=captions, caption_error=error, held_out=target == VAL, at=at
+                )
                 items.append((member.number, item))
-            if not sample.images:
-                names = (name for extension, (name, _) in sample.captions.items() if not extension.endswith("json"))
-                listing.orphans += [f"{self.shard}/{name}" for name in names]
+            listing.orphans += [f"{self.shard}/{name}" for name in _stray(sample)]
         listing.items += [item for _, item in sorted(items, key=lambda pair: pair[0])]
         listing.passed_over += self._passed_over
+        return list(sides.values())
 
     def _join_normal_forms(self) -> None:
         """Move captions without an image to the image whose key differs only in Unicode normal form."""
@@ -131,12 +142,33 @@ class ShardSamples:
         return split
 
 
+def _stem(extension: str) -> str:
+    """Return an extension without its last part, in lower case: `seg` of `seg.png`; empty for `png`."""
+    return extension.rpartition(".")[0].lower()
+
+
+def _has_own_captions(extension: str, sample: _Sample) -> bool:
+    """Return True if there are captions of an image's own compound name, as `seg.txt` is of `seg.png`."""
+    stem = _stem(extension)
+    return any(_stem(own) == stem and read != NOTHING for own, (_, read) in sample.captions.items())
+
+
+def _stray(sample: _Sample) -> list[str]:
+    """Return the caption files that belong to no image of their key, except JSON files, which may hold other things."""
+    stems = {_stem(extension) for extension in sample.images}
+    return [
+        name
+        for extension, (name, _) in sample.captions.items()
+        if not extension.endswith("json") and not (stems and _stem(extension) in {*stems, ""})
+    ]
+
+
 def _captions_for(extension: str, sample: _Sample, names: CaptionNames) -> tuple[Captions, str | None]:
     """Return an image's captions and the extension that they came from, None if there are none.
 
     Captions with the image's compound name take precedence over those of the key, then extensions in the order of `names`.
     """
-    own = str(PurePosixPath(extension).with_suffix("")).lower() if "." in extension else None
+    own = _stem(extension)
     for stem in ([f"{own}."] if own else []) + [""]:
         for kind in names.extensions:
             found = sample.captions.get(f"{stem}{kind[1:]}")

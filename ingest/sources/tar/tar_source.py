@@ -28,7 +28,9 @@ from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.objects.object_file import STREAM_PART_BYTES, STREAM_PARTS_AHEAD, ObjectFile
 from bucketline.ingest.sources.objects.place import folder_at, is_object_url, of_one_image, of_source, split_url, stamp_of
 from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources.side_files import side_notes
 from bucketline.ingest.sources.source import MAX_FILE_BYTES, Listing, SourceBytes, SourceItem, Stamp, note_place
+from bucketline.ingest.sources.splits import Splits
 from bucketline.ingest.sources.tar.tar_grouping import ShardSamples, caption_kind, is_image, key_and_extension
 from bucketline.ingest.sources.tar.tar_io import TarStream
 from bucketline.ingest.sources.tar.tar_reader import Member, Tar
@@ -60,6 +62,15 @@ class Shard:
         return self.url if self.path is not None else redacted(self.url)
 
     @property
+    def place(self) -> str:
+        """Its path or URL, without a password and what may follow the tar's name."""
+        if self.path is not None:
+            return self.url
+        url = without_userinfo(self.url)
+        found = TAR_NAME.search(url)
+        return url[: found.end()] if found else ""
+
+    @property
     def name(self) -> str:
         """Prefix of the ids: the tar's name without its extension."""
         if self.path is not None:
@@ -76,6 +87,7 @@ class TarSource:
     An item's `at` is its shard, member number, size and mtime, and in an uncompressed local tar the offset of its bytes.
     """
 
+    root: str  # the folder of the source
     shards: tuple[Shard, ...]
     options: SourceOptions = field(default_factory=SourceOptions)
 
@@ -94,12 +106,17 @@ class TarSource:
         Raises:
             SourceError: if a tar is damaged, truncated, lacks its end mark or cannot be opened, or if two ids are equal.
         """
-        listing, seen = Listing(), dict[str, str]()
+        listing, seen, splits = Listing(), dict[str, str](), Splits(self.options.dataset_splits)
+        names, sides = CaptionNames.of(self.options), list[str]()
         for number, shard in enumerate(self.shards):
-            first = len(listing.items)
-            _list_shard(number, shard, listing, self.options)
+            first, path = len(listing.items), shard.place.removeprefix(self.root).lstrip("/")
+            samples = ShardSamples(shard=shard.name, place=shard.shown, path=path, splits=splits, names=names)
+            _read_shard(number, shard, samples, self.options)
+            sides += samples.finish(listing)
             for item in listing.items[first:]:
                 note_place(seen, item.id, shard.shown)
+        listing.notes += side_notes(sides)
+        splits.finish(self.shards[0].shown if len(self.shards) == 1 else redacted(self.root), self.root, listing.notes)
         if not listing.items:
             raise SourceError(f"{self.shards[0].shown}: its {len(self.shards)} tars have no images")
         refuse_unmet(self.options, listing.captions_from)
@@ -187,7 +204,8 @@ def expand(text: str, options: SourceOptions | None = None) -> TarSource:
     shards: list[Shard] = []
     for url in urls:
         shards += _found_objects(url, options) if is_object_url(url) else _found(url)
-    return TarSource(shards=tuple(shards), options=options)
+    root = os.path.commonprefix([shard.place for shard in shards]).rpartition("/")[0]  # noqa: RUF071 - URLs as well
+    return TarSource(root=root, shards=tuple(shards), options=options)
 
 
 def has_scheme(text: str) -> bool:
@@ -283,9 +301,8 @@ def _opened(shard: Shard, options: SourceOptions) -> Iterator[tuple[Tar, int | N
         stream.abandon()
 
 
-def _list_shard(number: int, shard: Shard, listing: Listing, options: SourceOptions) -> None:
-    names = CaptionNames.of(options)
-    samples = ShardSamples(shard=shard.name, place=shard.shown, names=names)
+def _read_shard(number: int, shard: Shard, samples: ShardSamples, options: SourceOptions) -> None:
+    names = samples.names
     with _opened(shard, options) as (tar, mtime_ns):
         is_placed = mtime_ns is not None and not tar.is_compressed
         for member in tar:
@@ -304,7 +321,6 @@ def _list_shard(number: int, shard: Shard, listing: Listing, options: SourceOpti
                     samples.add_captions(member, too_long(member.name, member.num_bytes))
                 else:
                     samples.add_captions(member, names.read(kind, member.name, tar.read(member)))
-    samples.finish(listing)
 
 
 def _is_placed(item: SourceItem) -> bool:

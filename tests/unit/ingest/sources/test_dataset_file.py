@@ -211,11 +211,6 @@ def test_a_mistake_is_named_with_its_place_on_one_line(folder: Path, kind: str) 
     assert "\n" not in str(raised.value)
 
 
-def test_an_option_that_suits_no_source_is_a_usage_error(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"data.toml, source cats: dataset_splits has 'test'"):
-        read(folder, '[[source]]\npath = "cats"', SourceOptions(dataset_splits=("test",)))
-
-
 def test_the_example_and_the_page_on_packing_are_read_as_they_stand(folder: Path) -> None:
     for name in ("my dog", "held out"):
         write_images(folder / name, 1)

@@ -50,7 +50,12 @@ def test_two_images_of_one_name_share_a_caption_file_and_are_two_samples(tmp_pat
 def test_a_caption_without_an_image_is_named_and_not_counted(tmp_path: Path) -> None:
     make(
         tmp_path,
-        {"a.png": "", "lost.txt": "x", "b/also.txt": "x", "metadata.jsonl": table({"file_name": "gone.png", "text": "x"})},
+        {
+            "a.png": "",
+            "lost.txt": "x",
+            "b/also.txt": "x",
+            "metadata.jsonl": table(*({"file_name": f"{name}.png"} for name in ("a", "gone"))),
+        },
     )
     listing = list_folder(tmp_path)
     assert [item.id for item in listing.items] == ["a.png"]
@@ -115,6 +120,16 @@ def test_a_caption_file_that_is_not_utf_8_is_noted_at_its_image_alone(tmp_path: 
     one, other = list_folder(tmp_path).items
     assert (one.captions, one.caption_error) == ((), "a.txt is not UTF-8 (byte 3)")
     assert (other.captions, other.caption_error) == (("fine",), None)
+
+
+def test_a_json_file_may_be_a_list_of_captions_and_another_list_is_noted_at_its_image(tmp_path: Path) -> None:
+    texts = {"a": '["one", " ", "two"]', "b": '"only"', "c": '[{"box": [1, 2]}]', "d": "[5]", "e": "5", "f": "[]", "g": "null"}
+    make(tmp_path, {**{f"{name}.json": text for name, text in texts.items()}, **{f"{name}.png": "" for name in texts}})
+    make(tmp_path, {"h.png": "", "h.txt": "text first", "h.json": "[5]"})
+    items = {item.id[0]: item for item in list_folder(tmp_path).items}
+    assert [items[name].captions for name in "abcdefgh"] == [("one", "two"), ("only",), (), (), (), (), (), ("text first",)]
+    assert [name for name, item in items.items() if item.caption_error] == ["c", "d", "e"]
+    assert str(items["c"].caption_error).startswith("c.json is a list, expected an object, a string or a list of strings; move")
 
 
 def test_hidden_files_and_folders_are_passed_over(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ import pytest
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
+from bucketline.ingest.sources.splits import Splits
 from bucketline.store import Store
 from tests.commands import call
 from tests.kit import edit_json
-from tests.models import SMALL, in_file, png
+from tests.models import SMALL, in_file, png, write_images
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -199,9 +200,8 @@ def test_a_share_held_out_is_of_what_is_to_be_trained_on(model: Path, tmp_path: 
     ],
 )
 def test_a_splits_name_says_where_it_goes(names: list[str], targets: list[str | None]) -> None:
-    from bucketline.ingest.sources.splits import plan_splits
-
-    assert [plan.target for plan in plan_splits("d", names, ())] == targets
+    splits = Splits(())
+    assert [splits.take(name, "d") for name in names] == targets
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_splits_name_says_where_it_goes(names: list[str], targets: list[str | 
         ("target", 1, "dataset_splits has 'train=test', expected a split's name, NAME=train or NAME=val"),
         ("only test", 1, 'has only the split test, which is left out by default: pack it by dataset_splits = ["test=val"]'),
         ("no splits", 1, "has no splits, but dataset_splits has 'train'"),
-        ("folder", 2, "has no splits (only datasets do); leave it out"),
+        ("folder", 1, "has no splits, but dataset_splits has 'train'"),
     ],
 )
 def test_splits_that_cannot_be_taken_are_refused_in_words(what: str, code: int, words: str, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_splits_that_cannot_be_taken_are_refused_in_words(what: str, code: int, 
     elif what == "no splits":
         rows_of([image(0)]).save_to_disk(place)
     elif what == "folder":
-        place.mkdir()
+        write_images(place, 1)
     else:
         split_dataset(place, train=1, test=1)
     file = in_file(tmp_path / "d.toml", place, dataset_splits=[asked]) if asked else place

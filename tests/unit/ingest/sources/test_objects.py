@@ -212,6 +212,16 @@ def test_an_object_is_read_in_parts_as_a_file() -> None:
             assert file.seek(-4, io.SEEK_END) == len(data) - 4
 
 
+def test_a_table_may_have_urls_and_backslashes(objects: ObjectFolder) -> None:
+    names = [f"{objects.url}/a/0.png", "a\\1.png"]
+    objects.write("metadata.jsonl", "".join(json.dumps({"file_name": name, "text": "x"}) + "\n" for name in names).encode())
+    for name in ("a/0.png", "a/1.png"):
+        objects.write(name, png(20, 20))
+    for place in (objects.url, f"{objects.url}/metadata.jsonl"):
+        listing = open_source(place).listing()
+        assert [(item.id, item.captions) for item in listing.items] == [("a/0.png", ("x",)), ("a/1.png", ("x",))]
+
+
 def test_what_cannot_be_is_refused(photos: Path, tmp_path: Path, model: Path) -> None:
     empty = f"memory://{uuid.uuid4().hex}/photos"
     for place, said in (
@@ -229,8 +239,6 @@ def test_what_cannot_be_is_refused(photos: Path, tmp_path: Path, model: Path) ->
         with pytest.raises(UsageError) as refused:
             open_source(secret).listing()
         assert "hidden" not in str(refused.value)
-    with pytest.raises(UsageError, match="has no splits"):
-        open_source(empty, SourceOptions(dataset_splits=("train",)))
     objects = ObjectFolder.open(empty)
     objects.write("run/status.json", json.dumps({"state": "over", "step": 1, "reason": ""}).encode())
     objects.write("run/image.png", png(20, 20))

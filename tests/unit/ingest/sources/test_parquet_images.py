@@ -40,7 +40,7 @@ for at in range(len(whole) - 8 - length, len(whole) - 8):
             refused += 1
             continue
         try:
-            source = ParquetSource(files=(path,))
+            source = ParquetSource(root=path.parent, files=(path,))
             list(source.in_turn(source.listing().items))
         except SourceError:
             refused += 1

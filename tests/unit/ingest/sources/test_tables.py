@@ -103,6 +103,53 @@ def test_two_tables_of_one_folder_that_name_the_same_image_are_named_both(tmp_pa
         open_source(str(tmp_path)).listing()
 
 
+WRITTEN: dict[str, Callable[[Path, str], str]] = {
+    "backslashes": lambda _, name: name.replace("/", "\\"),
+    "a dot and backslashes": lambda _, name: ".\\" + name.replace("/", "\\"),
+    "absolute paths": lambda folder, name: str(folder / name),
+    "absolute paths without links": lambda folder, name: str((folder / name).resolve()),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("how", WRITTEN)
+def test_names_as_windows_writes_them_and_absolute_ones_inside_the_folder_are_read(how: str, kind: str, tmp_path: Path) -> None:
+    images(tmp_path / "real", ["sub/a.png", "sub/deep/b.png"])
+    folder = tmp_path / "way"
+    folder.symlink_to("real")
+    rows: Rows = [(WRITTEN[how](folder, name), name) for name in ("sub/a.png", "sub/deep/b.png")]
+    WRITERS[kind](folder / f"metadata.{kind}", rows)
+    for source in (folder, folder / f"metadata.{kind}"):
+        listing = open_source(str(source)).listing()
+        assert {item.id: item.captions for item in listing.items} == {
+            "sub/a.png": ("sub/a.png",),
+            "sub/deep/b.png": ("sub/deep/b.png",),
+        }
+        assert listing.orphans == []
+    (folder / f"metadata.{kind}").replace(folder / "sub" / f"metadata.{kind}")
+    if how.startswith("absolute"):  # also in a table of a subfolder
+        assert captions(open_source(str(folder)))["sub/a.png"] == ("sub/a.png",)
+
+
+def test_an_image_whose_name_has_a_backslash_keeps_it(tmp_path: Path) -> None:
+    images(tmp_path, ["a\\b.png"])
+    write_jsonl(tmp_path / "metadata.jsonl", [("a\\b.png", "x")])
+    for source in (tmp_path, tmp_path / "metadata.jsonl"):
+        assert captions(open_source(str(source))) == {"a\\b.png": ("x",)}
+
+
+@pytest.mark.parametrize("name", ["photos/a.png", "/elsewhere/a.png", "C:\\photos\\a.png", "a.jpg"])
+def test_a_table_of_which_no_row_names_an_image_is_refused_with_a_name_of_each(name: str, tmp_path: Path) -> None:
+    images(tmp_path, ["a.png", "b/c.png"])
+    write_jsonl(tmp_path / "metadata.jsonl", [("a.png", "x")])
+    write_jsonl(tmp_path / "b" / "metadata.jsonl", [(name, "x"), ("other.png", "x")])
+    with pytest.raises(SourceError) as caught:
+        open_source(str(tmp_path)).listing()
+    assert str(caught.value).startswith(
+        f"b/metadata.jsonl: none of its 2 rows names an image: its first file_name is {name!r}, an image is 'b/c.png'; write "
+    )
+
+
 OUTSIDE = ("../secret.png", "a/../../secret.png", "/etc/passwd", "link.png", "folder/secret.png", ".", "..")
 
 

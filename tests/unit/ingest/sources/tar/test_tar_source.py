@@ -175,11 +175,11 @@ def test_captions_come_from_text_caption_or_json_in_this_order(tmp_path: Path) -
             {"__key__": "d", "png": png(20, 20), "json": many},
             {"__key__": "e", "png": png(20, 20), "json": b'{"label": 5}', "cls": b"5"},
             {"__key__": "f", "png": png(20, 20)},
-            {"__key__": "g", "png": png(20, 20), "json": b"[5]"},
+            {"__key__": "g", "png": png(20, 20), "json": b'["j1", "j2"]'},
         ],
     )
     found = {item.id: item.captions for item in open_source(str(tmp_path / "s.tar")).listing().items}
-    assert list(found.values()) == [("t1", "t2"), ("c",), ("json",), ("j1", "j2"), (), (), ()]
+    assert list(found.values()) == [("t1", "t2"), ("c",), ("json",), ("j1", "j2"), (), (), ("j1", "j2")]
 
 
 def test_captions_that_cannot_be_read_are_noted_at_their_image_alone(tmp_path: Path) -> None:
@@ -223,6 +223,34 @@ def test_images_of_compound_names_are_packed_unless_they_stand_beside_a_plain_on
         "s/c.png": ("two samples",),
     }
     assert listing.passed_over == ["s/a.seg.png (its key also has a .png: assumed to be a mask or similar)"]
+
+
+def test_an_image_with_dots_in_its_name_has_its_own_captions_and_none_is_lost(tmp_path: Path) -> None:
+    image = png(20, 20)
+    members = [
+        ("2021.png", image),
+        ("2021.05.png", image),
+        ("2021.05.txt", b"may"),
+        ("2021.06.png", image),
+        ("2021.06.json", b'{"of": "a mask"}'),
+        ("2021.txt", b"all"),
+    ]
+    members += [
+        ("2022.png", image),
+        ("2022.05.txt", b"lost"),
+        ("2022.05.json", b"{}"),
+        ("v1.2.JPG", image),
+        ("v1.2.Txt", b"own"),
+    ]
+    listing = open_source(str(write_members(tmp_path / "s.tar", members))).listing()
+    assert {item.id: item.captions for item in listing.items} == {
+        "s/2021.png": ("all",),
+        "s/2021.05.png": ("may",),
+        "s/2022.png": (),
+        "s/v1.2.JPG": ("own",),
+    }
+    assert listing.passed_over == ["s/2021.06.png (its key also has a .png: assumed to be a mask or similar)"]
+    assert listing.orphans == ["s/2022.05.txt"]
 
 
 NAMES = [
