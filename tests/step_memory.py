@@ -208,10 +208,11 @@ def training_of(
         if is_flow
         else NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), device)
     )
+    is_placed = ranks.world_size == 1 or asked.is_sharded(ranks.world_size)
     training = Training(
         config=asked,
         family=family,
-        model=replicated(model, asked, device) if ranks.world_size > 1 and not asked.is_sharded(ranks.world_size) else model,
+        model=model if is_placed else replicated(model, family, asked, device),
         optimizer=optimizer,
         average=average_of(asked, model, optimizer) or average,
         prep=Prep(
