@@ -62,8 +62,8 @@ def batch_of_lengths(family: Family, lengths: Sequence[int], longest: int, *, fi
         return torch.stack([torch.randn(shape, generator=one) for one in generators])
 
     latents, is_labelled = rows(CHANNELS, height, width), family.store.num_classes is not None
-    width = family.store.text.get(TOKENS, 1)
-    own = [torch.randn(length, width, generator=one) for length, one in zip(lengths, generators, strict=True)]
+    token_width = family.store.text.get(TOKENS, 1)
+    own = [torch.randn(length, token_width, generator=one) for length, one in zip(lengths, generators, strict=True)]
     sizes = torch.tensor([[8 * height, 8 * width]] * count, dtype=torch.int32)
     return Batch(
         step=0,
