@@ -191,7 +191,7 @@ def training_of(
     family, model = built(config, asked, device)
     recompute(model, asked, is_compiled=compiled)
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model, family)
     if asked.offload_blocks:
         from bucketline.train.lowbit.offload import offload_blocks
 

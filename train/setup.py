@@ -194,7 +194,7 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
     compiled = compiles(config, device)
     recompute(model, config, is_compiled=compiled)
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model, family)
     if config.offload_blocks:
         from bucketline.train.lowbit.offload import offload_blocks
 
