@@ -192,7 +192,7 @@ def training_of(
     family, model = built(config, asked, device)
     recompute(model, asked, is_compiled=compiled)
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model, family)
     if asked.offload_blocks:
         from bucketline.train.lowbit.offload import offload_blocks
 
@@ -209,10 +209,11 @@ def training_of(
         if is_flow
         else NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), device)
     )
+    is_placed = ranks.world_size == 1 or asked.is_sharded(ranks.world_size)
     training = Training(
         config=asked,
         family=family,
-        model=replicated(model, asked, device) if ranks.world_size > 1 and not asked.is_sharded(ranks.world_size) else model,
+        model=model if is_placed else replicated(model, family, asked, device),
         optimizer=optimizer,
         average=average_of(asked, model, optimizer) or average,
         prep=Prep(

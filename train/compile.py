@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import re
 import time
+from collections import Counter
 from dataclasses import replace
+from operator import attrgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,9 +32,9 @@ from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
 from bucketline.train.step import loss_of, takes_found_inf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from bucketline.families.family import Family
     from bucketline.loader import Batch, Loader
@@ -37,8 +42,11 @@ if TYPE_CHECKING:
     from bucketline.train.config import TrainConfig
     from bucketline.train.step import Training
 
+log = logging.getLogger(__name__)
+
 COUNTED_SIZES = 3
-MOST_GRAPHS = 4096  # of one function: the noising has one for each bucket, a UNet's blocks of one class and shape about 20
+MOST_GRAPHS = 4096  # of one function: the noising has one for each bucket
+MOST_OF_BLOCK = 100  # graphs of one class and shape: a UNet's have about 20, and a graph takes seconds
 
 
 def compiles(config: TrainConfig, device: torch.device) -> bool:
@@ -46,32 +54,73 @@ def compiles(config: TrainConfig, device: torch.device) -> bool:
     return config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
 
 
-def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_blocks(model: nn.Module, family: Family | type[Family], backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile a model's blocks in place (the full model if it has none), one graph per shape.
 
-    More graphs than dynamo's recompile limit are then an error; by default, dynamo silently falls back to eager mode.
+    Parts whose sizes depend on values stay eager: those that the family names, and with a warning, blocks that go on compiling.
     """
     import torch._dynamo.config as dynamo
 
     dynamo.automatic_dynamic_shapes = False  # else the second bucket compiles a dynamic-shape graph, slower for all
-    dynamo.fail_on_recompile_limit_hit = True
+    dynamo.fail_on_recompile_limit_hit = True  # not silently eager
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = MOST_GRAPHS
     dynamo.optimize_ddp = False  # else DDP cuts each block's graph at 25 MiB; its hooks overlap blocks with the exchange anyway
 
     # Dynamo keeps the graphs of a code object in one list, which each call searches from its front. With one list for all
     # blocks and buckets, a block's call would cost more the more buckets there are (`make gpu CHECKS=dispatch`).
     @functools.cache
-    def compiled(plain: Any, _shapes: tuple[torch.Size, ...]) -> Callable[..., Any]:  # noqa: ANN401 - any block's `forward`
+    def compiled(plain: Any, _shapes: tuple[object, ...]) -> Callable[..., Any]:  # noqa: ANN401 - any block's `forward`
         own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
         own.__kwdefaults__ = plain.__kwdefaults__
         return torch.compile(own, dynamic=False, backend=backend)
 
-    def forward(plain: Any, block: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - likewise
-        shapes = tuple(value.shape for value in (*args, *named.values()) if isinstance(value, torch.Tensor))
-        return compiled(plain, shapes)(block, *args, **named)
+    shape_of = _shape_of_any_length if family.has_own_lengths else attrgetter("shape")
+    num_graphs: Counter[tuple[Any, tuple[object, ...]]] = Counter()
 
+    def forward(plain: Any, block: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - likewise
+        if family.has_own_lengths:
+            args, named = tree_map_only(torch.Tensor, _of_any_length, (args, named))
+        shapes = tuple(shape_of(value) for value in (*args, *named.values()) if isinstance(value, torch.Tensor))
+        if num_graphs[plain, shapes] > MOST_OF_BLOCK:
+            return plain(block, *args, **named)
+        before = graphs_compiled()
+        found = compiled(plain, shapes)(block, *args, **named)
+        num_graphs[plain, shapes] += graphs_compiled() - before
+        if num_graphs[plain, shapes] > MOST_OF_BLOCK:
+            log.warning(
+                "%s was compiled %d times for inputs of the shapes %s, since its sizes depend on values; it runs uncompiled "
+                "from now on. --compile off trains the same without a compiler",
+                plain_class(block).__name__,
+                num_graphs[plain, shapes],
+                ", ".join(map(str, shapes)),
+            )
+        return found
+
+    for part in model.modules():
+        if plain_class(part).__name__ in family.eager_parts:
+            part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
     for part in repeated_blocks(model) or [model]:
         part.forward = functools.partial(forward, type(part).forward, part)
+
+
+def _of_any_length(tensor: Tensor) -> Tensor:
+    """Return a tensor of which one graph is compiled for any number of tokens, its second axis.
+
+    Its strides follow from its shape: a graph is for some, and those of a slice depend on what it was cut from.
+    """
+    if _has_tokens(tensor):
+        tensor = tensor.reshape(-1).view(tensor.shape)
+        maybe_mark_dynamic(tensor, 1)
+    return tensor
+
+
+def _shape_of_any_length(tensor: Tensor) -> tuple[object, ...]:
+    return (tensor.shape[0], *tensor.shape[2:]) if _has_tokens(tensor) else tuple(tensor.shape)
+
+
+def _has_tokens(tensor: Tensor) -> bool:
+    """Return whether an argument of a block has values of each token, or says which are padding."""
+    return tensor.ndim > 2 or tensor.dtype is torch.bool
 
 
 def recompute(model: nn.Module, config: TrainConfig, *, is_compiled: bool) -> None:
@@ -156,20 +205,41 @@ def warm_up(
             say(f"compiling for bucket {number} of {len(every)}, {batch.bucket}")
         try:
             with turn():
-                if not is_trained:
-                    with torch.no_grad(), training.evaluating():
-                        loss_of(training, batch)
-                    continue
-                # FSDP would keep whole gradients if it did not reduce them.
-                with without_sync(training.model, is_last=isinstance(training.model, FSDPModule)):
-                    loss_of(training, batch).backward()  # type: ignore[no-untyped-call]
+                for one in with_lengths(batch) if training.family.has_own_lengths else (batch,):
+                    if not is_trained:
+                        with torch.no_grad(), training.evaluating():
+                            loss_of(training, one)
+                        continue
+                    # FSDP would keep whole gradients if it did not reduce them.
+                    with without_sync(training.model, is_last=isinstance(training.model, FSDPModule)):
+                        loss_of(training, one).backward()  # type: ignore[no-untyped-call]
         except BackendCompilerFailed as error:
             raise TrainError(
-                f"the model's blocks cannot be compiled for {batch.bucket}: {error.inner_exception!s:.300}; install "
+                f"the model's blocks cannot be compiled for {batch.bucket}: {reason_of(error.inner_exception)}; install "
                 "a C++ compiler and Python's headers (python3-dev), or use --compile off"
             ) from error
         for parameter in training.trained:
             parameter.grad = None
+
+
+def with_lengths(batch: Batch) -> Iterator[Batch]:
+    """Yield a batch with captions of equal lengths, and one with others: the model masks padding only if there is some."""
+    mask = torch.ones_like(batch.token_mask)
+    yield replace(batch, token_mask=mask)
+    if mask[1:, 1:].numel():
+        mask = mask.clone()
+        mask[0, 1:] = False
+        yield replace(batch, token_mask=mask)
+
+
+def reason_of(error: BaseException) -> str:
+    r"""Return the line of a compiler's error that says why; before it are commands, and after it what is left undone.
+
+    >>> reason_of(OSError("C++ compile error\n\nCommand:\ng++ a.cpp\n\nOutput:\na.cpp:1: fatal error: Python.h: none\n1 error"))
+    'a.cpp:1: fatal error: Python.h: none'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if re.search(r"\berror: ", line)), lines[-1])[:500]
 
 
 def count_flops(model: nn.Module, family: Family, batch: Batch) -> float:

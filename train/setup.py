@@ -195,7 +195,7 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
     compiled = compiles(config, device)
     recompute(model, config, is_compiled=compiled)
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model, family)
     if config.offload_blocks:
         from bucketline.train.lowbit.offload import offload_blocks
 
@@ -208,10 +208,11 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
         saved_tensors.load_saved_optimizer(start.checkpoint, optimizer, kind_of(config).state)
+    is_placed = ranks.world_size == 1 or config.is_sharded(ranks.world_size)
     training = Training(
         config=config,
         family=family,
-        model=replicated(model, config, device) if ranks.world_size > 1 and not config.is_sharded(ranks.world_size) else model,
+        model=model if is_placed else replicated(model, family, config, device),
         optimizer=optimizer,
         average=average_of(config, model, optimizer) or average,
         prep=Prep(
@@ -294,7 +295,7 @@ def _schedule_of(config: TrainConfig, folder: Path, family: Family, device: torc
     return schedule
 
 
-def replicated(model: nn.Module, config: TrainConfig, device: torch.device) -> DistributedDataParallel:
+def replicated(model: nn.Module, family: Family, config: TrainConfig, device: torch.device) -> DistributedDataParallel:
     """Return a placed model whose ranks average their gradients; each has the same weights by now, which are not sent again."""
     on_gpu = device.type == "cuda"
     with warnings.catch_warnings():
@@ -306,6 +307,10 @@ def replicated(model: nn.Module, config: TrainConfig, device: torch.device) -> D
             broadcast_buffers=False,  # no family changes a buffer, and SD3's position embeddings are 226 MB
             bucket_cap_mb=GPU_BUCKET_MB if on_gpu else 25,
             init_sync=loads_alone(config),
+            # else the gradients of others would not be averaged; looked for where there are some, since it takes time
+            find_unused_parameters=any(
+                one in name for name, own in model.named_parameters() if own.requires_grad for one in family.unused_layers
+            ),
         )
 
 

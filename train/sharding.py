@@ -5,12 +5,13 @@ Only rank 0 reads weights. The other ranks build the model on the meta device an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
@@ -77,6 +78,22 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
+def tables_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return a model's attributes that have tensors but are neither parameters nor buffers, by module: tables of positions."""
+    registered = {"_parameters", "_buffers"}
+    return {
+        path: tables
+        for path, module in model.named_modules()
+        if (
+            tables := {
+                name: value
+                for name, value in vars(module).items()
+                if name not in registered and any(isinstance(one, torch.Tensor) for one in tree_leaves(value))
+            }
+        )
+    }
+
+
 def loads_alone(config: TrainConfig) -> bool:
     """Return True if every rank reads the whole model: quantised and offloaded weights are not sent."""
     return isinstance(config.base, Base) or bool(config.offload_blocks)
@@ -132,6 +149,8 @@ def place_model(
             torch.nn.Module.to(model, memory_format=layout)  # type: ignore[call-overload]
         model.to_empty(device=device)
         fill_from_rank_zero(tensors_of(model), whole)
+        for path, tables in from_rank_zero(ranks, lambda: tables_of(model)).items():
+            vars(model.get_submodule(path)).update(tables)
     if folder is None:
         return average_of(model)
     saved_tensors.load_weights(folder, weights, model, alone=alone)

@@ -184,6 +184,9 @@ class Family:
     has_mask: ClassVar[bool] = True  # of the tokens that are padding
     is_square_only: ClassVar[bool] = False  # it silently returns a square for any other size
     reads_first_block: ClassVar[bool] = False  # its `forward` calls into its first block, not only the block itself
+    eager_parts: ClassVar[tuple[str, ...]] = ()  # classes in its blocks whose sizes depend on values: they are not compiled
+    has_own_lengths: ClassVar[bool] = False  # its blocks see as many tokens as a batch's longest caption, not the store's
+    unused_layers: ClassVar[tuple[str, ...]] = ()  # parts of names, of layers whose last ones change no prediction
     usual_tokens: ClassVar[int] = 77  # of a caption by the defaults of its pipeline
     scheduler: ClassVar[Mapping[str, Any]] = SCALED_LINEAR  # default for a folder without one
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")

@@ -38,6 +38,7 @@ class HiDreamImage(Family):
     widths: ClassVar[Mapping[str, str]] = {"text_emb_dim": POOLED}
     has_mask = False
     points_to_image = True
+    eager_parts = ("MOEFeedForwardSwiGLU",)  # each expert gets the tokens that are routed to it
     renames: ClassVar[Mapping[str, str]] = {"timestep": "timesteps", "pooled_projections": "pooled_embeds"}
     scheduler = flow(3.0)  # the shift of the UniPC solver published with HiDream-I1-Full
     lora_targets = ("to_q", "to_k", "to_v", "to_out")  # as in diffusers' training script

@@ -34,6 +34,7 @@ class Lumina2(Family):
     embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "prompt_attention_mask": "mask"}
     widths: ClassVar[Mapping[str, str]] = {"cap_feat_dim": "tokens"}
     points_to_image = True
+    has_own_lengths = True
     scheduler = flow(6.0)  # as published with Lumina-Image-2.0
 
     @classmethod

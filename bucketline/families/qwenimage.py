@@ -34,6 +34,7 @@ class QwenImage(Family):
     guidance_argument = "true_cfg_scale"
     widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens"}
     packing = PATCH
+    unused_layers = (".to_add_out.", ".txt_mlp.")  # the last block's text goes nowhere
     packs_answer = False  # its `out_channels` are those of a patch's positions
     scheduler = flow(  # as published with Qwen-Image
         1.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02

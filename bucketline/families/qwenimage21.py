@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.chats import NO_PROCESSOR, TextProcessor
 from bucketline.families.family import Family, Padding, Part
+from bucketline.families.image_positions import place_behind_captions
 from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH
 from bucketline.families.qwenimage import QwenImage
 
@@ -42,7 +43,7 @@ class QwenImage21(Family):
     widths: ClassVar[Mapping[str, str]] = {"context_in_dim": "tokens"}
     alignment = PATCH
     is_sequence = True
-    joins_negative = False  # and the image's places come after all tokens, padding included
+    joins_negative = False
     scheduler = QwenImage.scheduler
 
     @classmethod
@@ -60,17 +61,20 @@ class QwenImage21(Family):
         """Make the processor of the tokenizer."""
         return {**parts, "processor": TextProcessor(parts["processor"])}
 
+    def prepare(self, model: Any) -> None:  # noqa: ANN401 - likewise
+        """Place each image after its own caption."""
+        place_behind_captions(model.transformer_blocks, self.config["axes_dims_rope"][0] // 2)
+
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Lay the latents out as tokens; the image's places in the sequence are one for 2 by 2 of them."""
-        import torch
-
-        count, _, height, width = noisy.shape
-        slots = batch.token_mask.new_ones(count, height * width // PATCH**2)
+        (count, _, height, width), length = noisy.shape, batch.token_mask.shape[1]
+        is_image = batch.token_mask.new_zeros(count, length + height * width // PATCH**2)
+        is_image[:, length:] = True
         return {
             "hidden_states": self.as_tokens(noisy),
             "timestep": timesteps / NUM_TRAIN_TIMESTEPS,
             "encoder_hidden_states": batch.tokens.float(),
             "encoder_hidden_states_mask": batch.token_mask.long(),
             "img_shapes": [[(1, height, width)]] * count,
-            "img_mask": torch.cat([torch.zeros_like(batch.token_mask), slots], dim=1),
+            "img_mask": is_image,
         }

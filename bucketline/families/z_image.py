@@ -32,6 +32,7 @@ class ZImage(Family):
     image_guidance = 5.0
     no_guidance = 0.0
     points_to_image = True
+    has_own_lengths = True
     embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "own tokens"}
     widths: ClassVar[Mapping[str, str]] = {"cap_feat_dim": "tokens"}
     scheduler = flow(3.0)  # as published with Z-Image-Turbo

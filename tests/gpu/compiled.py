@@ -88,7 +88,7 @@ def dispatch() -> None:
         with torch.no_grad():
             for n in range(count):
                 loss_of(plain, tiny_batch("sdxl", 8 + 2 * (n % 6), 8 + 2 * (n // 6)))
-        compile_blocks(own.model, backend=canned)
+        compile_blocks(own.model, own.family, backend=canned)
         blocks, best = repeated_blocks(own.model), 1e9
         for _ in range(6):
             begin = time.thread_time()

@@ -134,7 +134,7 @@ def tiny_training(
     model = model.to(device=DEVICE, memory_format=layout)
     average = Average(model, 0.99)
     if compiled is not Compile.OFF:
-        compile_blocks(model, BACKEND)
+        compile_blocks(model, family, BACKEND)
     is_flow = name in ("sd3", "flux")
     schedule: Any = (
         FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2)

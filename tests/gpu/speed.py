@@ -134,6 +134,7 @@ def kernels() -> None:
     from torch.profiler import ProfilerActivity, profile
 
     from bucketline.bench.fixtures.trained_model import MODELS
+    from bucketline.families.sdxl import Sdxl
     from bucketline.train.compile import compile_blocks
 
     config = {"in_channels": 4, "out_channels": 4, **MODELS["sdxl"].config}
@@ -155,7 +156,7 @@ def kernels() -> None:
         with torch.device(DEVICE):
             model = kind.from_config(config)
         model = model.to(memory_format=layout).train()
-        compile_blocks(model)
+        compile_blocks(model, Sdxl)
         for search in (False, True):
             torch.backends.cudnn.benchmark = search
             for _ in range(4):

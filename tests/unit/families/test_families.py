@@ -132,6 +132,24 @@ def test_the_model_is_given_what_its_pipeline_gives_it_and_its_output_is_taken_a
 
 
 @torch.no_grad()
+def test_a_row_of_a_padded_batch_is_predicted_as_the_pipeline_predicts_its_caption_alone(made: Made) -> None:
+    """A model may take padding for positions, and images are mostly drawn of one prompt."""
+    _, model = load(made.folder, made.family.store, seed=0)
+    wanted, noisy, timesteps = [], [], []
+    for text in TEXTS:
+        recorded, (own, timestep, _) = recorded_and_ours(made, (text,))
+        noisy.append(own)
+        timesteps.append(timestep)
+        wanted.append(made.family.unpacked(recorded.prediction, *own.shape[2:]))
+    embeddings = made.encoder.encode(list(TEXTS))
+    more = 5 if made.encoder.padding is Padding.VALID else 0
+    longest = max(len(one.tokens) for one in embeddings) + more
+    batch = batch_of(embeddings, longest, made.size, latents_of(made, len(TEXTS)))
+    found = made.family.predict(model, torch.cat(noisy), torch.cat(timesteps), batch)
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
 def test_the_empty_caption_is_the_pipelines_negative_prompt_where_that_has_no_template(made: Made) -> None:
     results = made.family.results
     if "empty tokens" not in results:
