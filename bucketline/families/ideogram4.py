@@ -40,6 +40,7 @@ class Ideogram4(Family):
     packing = PATCH
     puts_channels_last = True
     points_to_image = True
+    other_names: ClassVar[Mapping[str, str]] = {".to_out.0": ".o"}
     scheduler = flow(1.0)
 
     @classmethod

@@ -34,6 +34,12 @@ class Lumina2(Family):
     embeds: ClassVar[Mapping[str, str]] = {"prompt_embeds": "tokens", "prompt_attention_mask": "mask"}
     widths: ClassVar[Mapping[str, str]] = {"cap_feat_dim": "tokens"}
     points_to_image = True
+    other_names: ClassVar[Mapping[str, str]] = {
+        ".attn.to_out.0": ".attention.out",
+        ".attn.": ".attention.",
+        ".feed_forward.linear_": ".feed_forward.w",
+        ".norm1.linear": ".adaLN_modulation.1",
+    }
     scheduler = flow(6.0)  # as published with Lumina-Image-2.0
 
     @classmethod

@@ -14,7 +14,7 @@ from bucketline.errors import ModelError, UsageError
 from bucketline.train.models.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX, Layers, layers_by_word, plain_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -27,6 +27,7 @@ _NAME = re.compile(
     r"(?P<adapter>(?P<layer>.+?)[._]lora(?:_linear_layer|\d*))[._](?:(?P<down>A|down)|(?P<up>B|up))(?:\.default)?\.weight"
 )
 ALPHA = ".alpha"
+QKV = "to_q", "to_k", "to_v"
 PREFIX = re.compile(r"^(?:base_model\.model\.|diffusion_model\.|unet\.|transformer\.|lora_unet_|lora_transformer_)+")
 OF_TEXT_ENCODERS = ("lora_te", "text_encoder")
 
@@ -37,23 +38,35 @@ Adapter = dict[str, "Tensor"]
 """
 
 
-def for_other_tools(tensors: Mapping[str, Tensor], part: str, alpha: float, *, is_kohyas: bool) -> dict[str, Tensor]:
-    """Return adapters by kohya's names, with their alpha: the tools that read no metadata take alpha = rank without it.
+def for_other_tools(tensors: Mapping[str, Tensor], part: str, alpha: float, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return adapters by names that ComfyUI and Forge look up, with their alpha: they take alpha = rank without it.
 
-    ComfyUI and Forge know `lora_unet_` and `lora_transformer_` before diffusers' names of the layers, but for PixArt, which is
-    not `is_kohyas`, only the names themselves. The tensors are the same.
+    Of a UNet these are kohya's, of a transformer diffusers', or by a family's `names` those of the original checkpoint, where
+    one matrix holds the adapters of queries, keys and values. What they compute is the same.
     """
-    found: dict[str, Tensor] = {}
+    layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         layer, _, end = name.removeprefix(PEFT_PREFIX).removeprefix(f"{part}.").rpartition(".lora_")
-        own = f"lora_{part}_{layer.replace('.', '_')}" if is_kohyas else f"{part}.{layer}"
-        if end == MAGNITUDE:
-            up = tensors[name.removesuffix(end) + "B.weight"]
-            found[f"{own}.dora_scale"] = tensor.reshape(-1, *(1 for _ in up.shape[1:]))
-            continue
-        found[f"{own}.{KOHYA_ENDS[end]}"] = tensor
-        found[own + ALPHA] = torch.tensor(float(alpha))
+        for ours, theirs in names.items():
+            layer = layer.replace(ours, theirs)
+        layers.setdefault(layer, {})[end] = tensor
+    for stem in [layer.removesuffix("to_q") for layer in layers if names and layer.endswith(".to_q")]:
+        if all(stem + one in layers for one in QKV):
+            layers[f"{stem}qkv"] = _side_by_side([layers.pop(stem + one) for one in QKV])
+    found: dict[str, Tensor] = {}
+    for layer, own in layers.items():
+        key = f"lora_unet_{layer.replace('.', '_')}" if part == "unet" else f"{'diffusion_model' if names else part}.{layer}"
+        if (magnitude := own.pop(MAGNITUDE, None)) is not None:
+            found[f"{key}.dora_scale"] = magnitude.reshape(-1, *(1 for _ in own["B.weight"].shape[1:]))
+        found |= {f"{key}.{KOHYA_ENDS[end]}": tensor for end, tensor in own.items()}
+        found[key + ALPHA] = torch.tensor(float(alpha) * (len(QKV) if layer.endswith(".qkv") else 1))  # as is its rank
     return found
+
+
+def _side_by_side(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return adapters of the same inputs as one, whose outputs are theirs, one after the other."""
+    found = {end: torch.cat([own[end] for own in parts]) for end in parts[0]}
+    return {**found, "B.weight": torch.block_diag(*(own["B.weight"] for own in parts))}  # type: ignore[no-untyped-call]
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -151,8 +164,8 @@ def _scaled(tensors: Mapping[str, Tensor], alpha: float | None, path: Path) -> d
                 raise ModelError(f"{path} has both {pair[str(match.lastgroup)]} and {name}, expected one of them")
         elif not (name.endswith(ALPHA) and tensor.numel() == 1):
             raise ModelError(
-                f"{path} has {name!r}, expected only plain LoRA: a lora_A and a lora_B (or lora_down and lora_up) of each layer, "
-                "and its alpha. Of DoRA, LoHa, LoKr or IA3 a part would be lost: start from a plain LoRA"
+                f"{path} has {name!r}, expected only plain LoRA: a lora_A and a lora_B (or lora_down and lora_up) of each "
+                "layer, and its alpha. Of DoRA, LoHa, LoKr or IA3 a part would be lost: start from a plain LoRA"
             )
     unused = {name for name in tensors if name.endswith(ALPHA)}
     for pair in pairs.values():
@@ -208,7 +221,7 @@ def _converted(tensors: Mapping[str, Tensor], pipeline: str, model: Any, path: P
     gradients = torch.autograd.grad(outputs, [*given.values()], allow_unused=True) if outputs else [None] * len(given)
     if lost := [name for name, gradient in zip(given, gradients, strict=True) if gradient is None]:
         raise ModelError(
-            f"{path}: diffusers' {pipeline} leaves out {lost[0]!r} and {len(lost) - 1} other tensors, expected LoRA adapters of "
-            "the model's layers"
+            f"{path}: diffusers' {pipeline} leaves out {lost[0]!r} and {len(lost) - 1} other tensors, expected LoRA adapters "
+            "of the model's layers"
         )
     return {name.replace(".processor", ""): tensor.detach() for name, tensor in named.items()}

@@ -41,11 +41,14 @@ IN_A_UNET = [
         ATTENTION,
     )
 ]
-IN_SD3 = [f"lora_transformer_transformer_blocks_0_attn_{one}" for one in (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj")]
+IN_SD3 = [
+    f"transformer.transformer_blocks.0.attn.{one}"
+    for one in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")
+]
 IN_FLUX = [
     *IN_SD3,
-    "lora_transformer_transformer_blocks_0_attn_to_add_out",
-    *(f"lora_transformer_single_transformer_blocks_0_attn_{one}" for one in ("to_q", "to_k", "to_v")),
+    "transformer.transformer_blocks.0.attn.to_add_out",
+    *(f"transformer.single_transformer_blocks.0.attn.{one}" for one in ("to_q", "to_k", "to_v")),
 ]
 PUBLISHED = {"sd": IN_A_UNET, "sdxl": IN_A_UNET, "sd3": IN_SD3, "flux": IN_FLUX}
 
@@ -345,7 +348,7 @@ def test_a_runs_own_dora_is_refused_under_each_of_its_names(tmp_path: Path) -> N
 def test_no_familys_converter_leaves_out_a_tensor_in_silence(form: str, tmp_path: Path) -> None:
     """Next to adapters of all layers there is one of a layer that the model lacks."""
     model, family = adapted(form, word=Layers.ALL), family_of(form)
-    weights = Adapters(part=family.folder, pipeline=family.pipelines[0])
+    weights = Adapters(part=family.folder, pipeline=family.pipelines[0], other_names=family.other_names)
     weights.write(tmp_path / "lora", weights.config(model), weights.tensors(model))
     start_from(tmp_path / "lora" / LORA_FILE, adapted(form, word=Layers.ALL, seed=1), family.pipelines[0])
     for file in (LORA_FILE, KOHYA_FILE):
@@ -353,7 +356,7 @@ def test_no_familys_converter_leaves_out_a_tensor_in_silence(form: str, tmp_path
         some = next(name for name in tensors if name.endswith(("lora_A.weight", "lora_down.weight")))
         pair = some, some.replace("lora_A", "lora_B").replace("lora_down", "lora_up")
         layer = some.rpartition(".lora_")[0]
-        other = layer.replace("_0_", "_9_") if file == KOHYA_FILE and "." not in layer else layer.replace(".0.", ".9.", 1)
+        other = layer.replace(".0.", ".9.", 1) if ".0." in layer else layer.replace("_0_", "_9_")
         assert other != layer
         path = tmp_path / f"with-{file}"
         save_file({**tensors, **{one.replace(layer, other): tensors[one] + 1 for one in pair}}, path)
