@@ -20,6 +20,7 @@ from bucketline.families.registry import (
     family_of_model,
     family_of_pipeline,
     nearest,
+    takes_images,
 )
 from bucketline.families.vaes import PACKED_VAES, vae_class
 from bucketline.fingerprint import config_hash, weights_hash
@@ -187,12 +188,14 @@ def read_model_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[F
     """Return the folder of a model's configuration, the configuration with the name of its present class, and the family.
 
     Raises:
-        ModelError: if there is none, or no family has this class.
+        ModelError: if there is none, or no family has this class, or its pipeline takes images.
     """
     refuse_no_model(model_folder)
     path = next(path for name in DENOISER_FOLDERS if (path := model_folder / name / "config.json").exists())
     config = read_model_json(path)
     index, kind, folder = read_index(model_folder), str(class_name(config)), path.parent
+    if (wrong := takes_images(index)) is not None:
+        raise ModelError(f"{model_folder}: {wrong}")
     if (wrong := crossed(index, config, folder.name)) is not None:
         raise ModelError(f"{model_folder}: {wrong}, or remove model_index.json")
     if (family := family_of_model(config, folder.name, index.get("_class_name"))) is not None:
