@@ -49,17 +49,18 @@ def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
     Raises:
         ModelError: if the manifest lacks the number of the VAE's channels.
     """
-    manifest = store.manifest
+    manifest, buckets = store.manifest, list(buckets)
     text = entry if isinstance(entry := manifest.encoders.get("text_encoder"), dict) else {}
     num_classes = text.get("num_classes")
     columns = manifest.text.spec().delivered
-    sizes = ((bucket.name, bucket.spec.column(LATENT).shape) for bucket in buckets)
+    sizes = [(bucket.name, bucket.spec.column(LATENT).shape) for bucket in buckets]
     imported = manifest.rules.get("import")
     return StoreFacts(
         latent_channels=store_channels(store),
         text={column.name: column.shape[-1] for column in (*columns.tokens, *columns.fixed)},
         num_classes=num_classes if isinstance(num_classes, int) else None,
         shows_padding=text.get("padding") != "valid",
+        px_per_latent=(buckets[0].height_px // sizes[0][1][1] if buckets else 0) or 8,
         latent_sizes=tuple((name, shape[1], shape[2]) for name, shape in sizes),
         has_crops=not isinstance(imported, dict) or imported.get("crop") != "unknown",
         family=str(text.get("family") or ""),
