@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import torch
+
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import FAMILIES, family_of_pipeline
+from bucketline.train.noise import FlowSchedule, load_schedule
 from tests.commands import ROOT, spawn
 from tests.family_models import FORMS
 
@@ -25,6 +28,7 @@ BEGIN, END = "<!-- python -m tests.families_page --write -->", "<!-- end -->"
 SIDE_PX = 1024
 NUM_TOKENS = 100
 ITEM_BYTES = 2  # F16
+CPU, MIDDLE = torch.device("cpu"), torch.tensor([499])
 
 # What the transformer's class does not say by its defaults. Sources: the configurations published with SD 1.5, SDXL, PixArt,
 # DiT-XL/2, FLUX.2 klein 4B, Lumina-Image 2.0 and HiDream-I1 (a T5's width, and 32 layers of a Llama's); a VAE halves three
@@ -43,15 +47,33 @@ CHANNELS = {"pixart_alpha": 4, "pixart_sigma": 4, "class_labels": 4, "hidream_im
 PX_PER_LATENT = {"sana": 32, "qwenimage21": 16}
 
 
-def sizes_of(family: type[Family]) -> tuple[int, int]:
-    """Return the bytes of a sample's latent, and of its caption, in F16."""
+def made_of(family: type[Family]) -> Family:
+    """Return a family's model by the defaults of its class."""
     import diffusers
 
     parameters = inspect.signature(getattr(diffusers, family.model_class).__init__).parameters
     defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
-    made = family(defaults, StoreFacts(latent_channels=0, text={}))
+    px = PX_PER_LATENT.get(family.name, 8)
+    return family(defaults, StoreFacts(latent_channels=0, text={}, px_per_latent=px))
+
+
+def noise_of(family: type[Family]) -> str:
+    """Return the noise of the middle timestep at two sizes; nothing if it is not a flow's."""
+    made = made_of(family)
+    schedule = load_schedule(
+        Path("no model"), CPU, patch_size=made.patch_size, published=family.scheduler, levels=made.noise_levels({})
+    ).noise
+    if not isinstance(schedule, FlowSchedule):
+        return ""
+    sides = (side // made.store.px_per_latent for side in (SIDE_PX // 2, SIDE_PX))
+    return ", ".join(f"{float(schedule.at(MIDDLE, side, side).noise):.2f}" for side in sides)
+
+
+def sizes_of(family: type[Family]) -> tuple[int, int]:
+    """Return the bytes of a sample's latent, and of its caption, in F16."""
+    made = made_of(family)
     channels = CHANNELS.get(family.name) or made.number("in_channels") // family.packing**2
-    side = SIDE_PX // PX_PER_LATENT.get(family.name, 8)
+    side = SIDE_PX // made.store.px_per_latent
     latent = channels * side * side * ITEM_BYTES
     if not family.parts:
         return latent, 8  # a class, I64
@@ -80,8 +102,10 @@ def passed_checks() -> dict[str, list[bool]]:
 
 def table(checks: dict[str, list[bool]]) -> list[str]:
     """Return the lines of the table."""
-    lines = ["| family | pipeline | file | lines | latent, KiB | caption, KiB | tokens stored | checks passed |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines = [
+        "| family | pipeline | file | lines | latent, KiB | caption, KiB | tokens stored | noise, 512 and 1024 px | checks passed |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
     for family in sorted(FAMILIES, key=lambda one: one.name):
         stem = family.__module__.rpartition(".")[2]
         num_lines = len((ROOT / "bucketline" / "families" / f"{stem}.py").read_text(encoding="utf-8").splitlines())
@@ -90,7 +114,7 @@ def table(checks: dict[str, list[bool]]) -> list[str]:
         own = checks.get(family.name, [])
         lines.append(
             f"| {family.name} | {family.pipelines[0]} | {stem}.py | {num_lines} | {latent / 1024:,.0f} | "
-            f"{caption / 1024:,.1f} | {stored if family.parts else 'a class'} | "
+            f"{caption / 1024:,.1f} | {stored if family.parts else 'a class'} | {noise_of(family)} | "
             f"{f'{sum(own)} of {len(own)}' if own else 'tests of training'} |"
         )
     return lines

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.families.schedules import SCALED_LINEAR, flow
+from bucketline.families.schedules import SCALED_LINEAR, flow, shifted
 from bucketline.loader.dequantise import dequantised
 from bucketline.loader.latent_scale import LatentScale, noise_like, posterior_noise
 from bucketline.loader.plan.rng import Purpose, normal, uniform
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from bucketline.families.schedules import NoiseLevels
     from bucketline.loader import Batch
     from bucketline.train.values import LossWeight
 
@@ -87,6 +88,7 @@ class FlowSchedule:
     num_timesteps: int
     shift: float | Mapping[str, Any]  # or one by number of tokens, by the fields of diffusers' configuration
     patch_size: int  # latent positions per token, in each direction
+    levels: NoiseLevels | None = None  # a family's own, instead of n
 
     def factor(self, height: int, width: int) -> float:
         """Return s for latents of a height and width."""
@@ -111,9 +113,8 @@ class FlowSchedule:
 
     def at(self, indices: Tensor, height: int, width: int) -> Shares:
         """Compute the shares at some timesteps, [B] int64, of latents of a size; the model takes T · noise as its timestep."""
-        factor = self.factor(height, width)
         plain = (indices + 1).float() / self.num_timesteps
-        noise = factor * plain / (1 + (factor - 1) * plain)
+        noise = shifted(plain, self.factor(height, width)) if self.levels is None else self.levels(plain, height, width)
         each = noise.view(-1, 1, 1, 1)
         return Shares(signal=1 - each, noise=each, timesteps=noise * self.num_timesteps)
 
@@ -274,11 +275,12 @@ def load_schedule(
     shift: float | None = None,
     patch_size: int = 1,
     published: Mapping[str, Any] | None = None,
+    levels: NoiseLevels | None = None,
 ) -> ModelSchedule:
     """Read `scheduler/scheduler_config.json` of a model folder; without one, take the `published` (Stable Diffusion's if None).
 
     `objective` and `shift` are a run's options; None: as in the configuration. `patch_size`: latent positions per token. If the
-    `published` schedule is a flow, another one is refused unless the run has an objective.
+    `published` schedule is a flow, another one is refused unless the run has an objective. `levels`: the family's own.
 
     Raises:
         ModelError: if it cannot be read, or has an unsupported objective; the message names the field.
@@ -306,7 +308,7 @@ def load_schedule(
             config |= {"shift": shift, "use_dynamic_shifting": False}
         if objective is not None and not is_flow:
             config |= {"prediction_type": str(objective)}
-        found = _flow(config, patch_size) if is_flow else _diffusion(config, path, device)
+        found = _flow(config, patch_size, levels if shift is None else None) if is_flow else _diffusion(config, path, device)
     except (OSError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise ModelError(f"{path} is not a configuration of a diffusers noise scheduler: {error}") from error
     if assumed:
@@ -318,13 +320,13 @@ def load_schedule(
     return found
 
 
-def _flow(config: dict[str, Any], patch_size: int) -> ModelSchedule:
+def _flow(config: dict[str, Any], patch_size: int, levels: NoiseLevels | None) -> ModelSchedule:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     config = {**config, "use_beta_sigmas": False}  # how a sampler's steps are spaced (Chroma), for which diffusers needs scipy
     full = FlowMatchEulerDiscreteScheduler.from_config(config).config
     shift = dict(full) if full["use_dynamic_shifting"] else float(full["shift"])
-    noise = FlowSchedule(num_timesteps=full["num_train_timesteps"], shift=shift, patch_size=patch_size)
+    noise = FlowSchedule(num_timesteps=full["num_train_timesteps"], shift=shift, patch_size=patch_size, levels=levels)
     return ModelSchedule(noise=noise, objective=Objective.FLOW, config=config)
 
 

@@ -43,6 +43,7 @@ from bucketline.train.models.load import (
     facts_of,
     load,
     locate,
+    read_index,
     refuse_other_encoders,
     weight_files,
 )
@@ -278,6 +279,7 @@ def _schedule_of(config: TrainConfig, folder: Path, family: Family, device: torc
         shift=config.shift,
         patch_size=family.patch_size,
         published=family.scheduler,
+        levels=family.noise_levels(read_index(folder)),
     )
     if config.image_guidance is not None and config.image_guidance > family.no_guidance and not family.is_guidable:
         raise UsageError(
@@ -339,6 +341,12 @@ def left_open(given: TrainConfig, training: Training, loader: Loader) -> str:
 def tell_assumptions(start: Start, given: TrainConfig, training: Training, loader: Loader, say: Callable[[str], None]) -> None:
     """Print what was not `given` to a run; warn of a start at random, a new plan, changes by a resume, small buckets."""
     config = training.config
+    if config.caption_dropout and not training.family.is_guidable:
+        log.warning(
+            "--caption-dropout is %g, and %s guides by a second model, which is not trained and sees no text: what this one "
+            "learns for the empty caption is no negative prompt there; leave it out, unless captions are to count for less",
+            *(config.caption_dropout, training.family.pipelines[0]),
+        )
     if start.state is None and (said := left_open(given, training, loader)):
         say(said)
     if (small := loader.plan.small_buckets(can_drop=False)) is not None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from bucketline.families.schedules import NoiseLevels
     from bucketline.loader import Batch
     from bucketline.typed_json import Json
 
@@ -85,6 +86,7 @@ class StoreFacts:
     num_classes: int | None = None
     shows_padding: bool = True  # tokens are stored for all positions including padding, as in the model's pipeline
     latent_sizes: tuple[tuple[str, int, int], ...] = ()  # name, h, w of each bucket
+    px_per_latent: int = 8  # of an image, in each direction
     has_crops: bool = True  # where the images were cropped is known; imported ones may lack it
     family: str = ""  # whose pipeline encoded the captions, as the store records it; empty if it does not
 
@@ -191,6 +193,9 @@ class Family:
     scheduler: ClassVar[Mapping[str, Any]] = SCALED_LINEAR  # default for a folder without one
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     has_lora_loader: ClassVar[bool] = True  # diffusers' `load_lora_weights` of its pipeline reads an adapter
+    # Parts of layers' names and their names in the original checkpoint, where ComfyUI knows only these, with one matrix for
+    # `to_q`, `to_k` and `to_v`; empty: it knows diffusers'.
+    other_names: ClassVar[Mapping[str, str]] = {}
     image_guidance: float  # default of its pipeline
     # Images during training, by the first of `pipelines`.
     embeds: ClassVar[Mapping[str, str]] = {
@@ -421,6 +426,13 @@ class Family:
         for module in model.modules():
             if hasattr(module, "dropout_prob"):
                 module.dropout_prob = 0.0  # type: ignore[assignment] # torch types any attribute as a tensor or module
+
+    def noise_levels(self, _index: Mapping[str, Any], /) -> NoiseLevels | None:
+        """Return a flow's noise levels by size as its pipeline draws; None: those of the scheduler's configuration.
+
+        `_index`: the model's `model_index.json`.
+        """
+        return None
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Return the model's call arguments: latents, timesteps, tokens, and the mask or the pooled embedding that it takes.

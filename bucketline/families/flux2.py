@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Family, Part, variants
 from bucketline.families.packing import PATCH, grid_ids
-from bucketline.families.schedules import flow
+from bucketline.families.schedules import by_size_and_steps, flow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +37,7 @@ class Flux2(Family):
     packs_channels = True
     is_told_share = True
     has_mask = False
+    noise_levels = by_size_and_steps
     scheduler = flow(3.0, use_dynamic_shifting=True)  # as published with FLUX.2-dev
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Family, Padding, Part
 from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, grid_ids, padded_left
-from bucketline.families.schedules import flow
+from bucketline.families.schedules import by_pixels, flow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +40,10 @@ class Ideogram4(Family):
     packing = PATCH
     puts_channels_last = True
     points_to_image = True
+    other_names: ClassVar[Mapping[str, str]] = {".to_out.0": ".o"}
+    noise_levels = by_pixels
     scheduler = flow(1.0)
+    lora_targets = (*Family.lora_targets, "w1", "w2", "w3")
 
     @classmethod
     def cleaned(cls, pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - diffusers has no types

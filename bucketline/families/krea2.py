@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bucketline.families.family import Expected, Family, Padding, Part
 from bucketline.families.packing import PATCH, image_ids
 from bucketline.families.qwenimage import QwenImage
-from bucketline.families.schedules import flow
+from bucketline.families.schedules import alike_if_distilled, flow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -42,6 +42,7 @@ class Krea2(Family):
     embeds: ClassVar[Mapping[str, str]] = QwenImage.embeds
     packing = PATCH
     is_told_share = True
+    noise_levels = alike_if_distilled
     scheduler = flow(1.0, use_dynamic_shifting=True, max_image_seq_len=6400)  # as its pipeline expects
     lora_targets = (*Family.lora_targets, "to_gate", "ff.up", "ff.down", *_OTHERS)
 

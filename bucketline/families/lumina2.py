@@ -35,6 +35,12 @@ class Lumina2(Family):
     widths: ClassVar[Mapping[str, str]] = {"cap_feat_dim": "tokens"}
     points_to_image = True
     has_own_lengths = True
+    other_names: ClassVar[Mapping[str, str]] = {
+        ".attn.to_out.0": ".attention.out",
+        ".attn.": ".attention.",
+        ".feed_forward.linear_": ".feed_forward.w",
+        ".norm1.linear": ".adaLN_modulation.1",
+    }
     scheduler = flow(6.0)  # as published with Lumina-Image-2.0
 
     @classmethod

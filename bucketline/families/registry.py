@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _ENDING = "Pipeline"
+_TAKES_IMAGES = re.compile(
+    "Edit|Kontext|Img2Img|ImageTo|ImageVariation|Inpaint|Control|Adapter|Fill|Redux|Depth2Img|Upscale|Pix2Pix|Layered"
+)
+"""In the names of pipelines whose model sees an image next to the caption."""
 
 
 def _known() -> Iterator[type[Family]]:
@@ -78,6 +83,25 @@ def class_name(config: Mapping[str, Any]) -> str | None:
         return kind
     norm = str(config.get("norm_type"))
     return next((one.model_class for one in FAMILIES if one.norm_type == norm), kind)
+
+
+def takes_images(index: Mapping[str, Any]) -> str | None:
+    """Return how a model's index says that it draws from an image, for a message; None if it draws from a caption only.
+
+    >>> takes_images({"_class_name": "QwenImageEditPlusPipeline"}).partition("; ")[2]
+    'take the model of a QwenImagePipeline'
+    >>> takes_images({"_class_name": "QwenImagePipeline"})
+    """
+    name = str(index.get("_class_name"))
+    if not _TAKES_IMAGES.search(name):
+        return None
+    own = [one.pipelines[0] for one in FAMILIES if name.startswith(one.pipelines[0].removesuffix(_ENDING))]
+    of_own = f" of a {max(own, key=len)}" if own else ""
+    return (
+        f"model_index.json names the pipeline {name:.80}, which draws from an image and a caption, expected one that draws "
+        "from a caption only: without its images the model would be trained for another task than its own, and stores have "
+        f"none; take the model{of_own}"
+    )
 
 
 def crossed(index: Mapping[str, Any], config: Mapping[str, Any], folder: str) -> str | None:

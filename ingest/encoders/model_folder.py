@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
-from bucketline.families.registry import crossed, family_of_model
+from bucketline.families.registry import crossed, family_of_model, takes_images
 from bucketline.families.vaes import latent_channels
 from bucketline.files.paths import can_be_reached
 from bucketline.files.redact import redacted
@@ -114,12 +114,14 @@ class ModelFolder:
                 )
 
     def refuse_other_model(self) -> None:
-        """Check that a transformer or UNet is of the pipeline that the index names, and takes the VAE's latents.
+        """Check that the index names a pipeline of captions, and that the transformer or UNet is its own and takes the latents.
 
         Raises:
-            ModelError: if it is of another pipeline, or takes another number of channels.
+            ModelError: if the pipeline takes images, or the model is another one's, or takes another number of channels.
         """
         index = self.index()
+        if (wrong := takes_images(index)) is not None:
+            raise ModelError(f"{redacted(self.name)}: {wrong}")
         folder = next((name for name in DENOISERS if self.config(name) is not None), None)
         if folder is None:
             return

@@ -20,6 +20,7 @@ from bucketline.families.registry import (
     family_of_model,
     family_of_pipeline,
     nearest,
+    takes_images,
 )
 from bucketline.families.vaes import PACKED_VAES, vae_class
 from bucketline.fingerprint import config_hash, weights_hash
@@ -48,17 +49,18 @@ def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
     Raises:
         ModelError: if the manifest lacks the number of the VAE's channels.
     """
-    manifest = store.manifest
+    manifest, buckets = store.manifest, list(buckets)
     text = entry if isinstance(entry := manifest.encoders.get("text_encoder"), dict) else {}
     num_classes = text.get("num_classes")
     columns = manifest.text.spec().delivered
-    sizes = ((bucket.name, bucket.spec.column(LATENT).shape) for bucket in buckets)
+    sizes = [(bucket.name, bucket.spec.column(LATENT).shape) for bucket in buckets]
     imported = manifest.rules.get("import")
     return StoreFacts(
         latent_channels=store_channels(store),
         text={column.name: column.shape[-1] for column in (*columns.tokens, *columns.fixed)},
         num_classes=num_classes if isinstance(num_classes, int) else None,
         shows_padding=text.get("padding") != "valid",
+        px_per_latent=(buckets[0].height_px // sizes[0][1][1] if buckets else 0) or 8,
         latent_sizes=tuple((name, shape[1], shape[2]) for name, shape in sizes),
         has_crops=not isinstance(imported, dict) or imported.get("crop") != "unknown",
         family=str(text.get("family") or ""),
@@ -187,12 +189,14 @@ def read_model_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[F
     """Return the folder of a model's configuration, the configuration with the name of its present class, and the family.
 
     Raises:
-        ModelError: if there is none, or no family has this class.
+        ModelError: if there is none, or no family has this class, or its pipeline takes images.
     """
     refuse_no_model(model_folder)
     path = next(path for name in DENOISER_FOLDERS if (path := model_folder / name / "config.json").exists())
     config = read_model_json(path)
     index, kind, folder = read_index(model_folder), str(class_name(config)), path.parent
+    if (wrong := takes_images(index)) is not None:
+        raise ModelError(f"{model_folder}: {wrong}")
     if (wrong := crossed(index, config, folder.name)) is not None:
         raise ModelError(f"{model_folder}: {wrong}, or remove model_index.json")
     if (family := family_of_model(config, folder.name, index.get("_class_name"))) is not None:

@@ -14,7 +14,7 @@ from bucketline.errors import ModelError, UsageError
 from bucketline.train.models.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX, Layers, layers_by_word, plain_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -23,35 +23,50 @@ log = logging.getLogger(__name__)
 
 MAGNITUDE = "magnitude_vector"  # of DoRA, for each output of a layer
 KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
-_NAME = re.compile(r"(?P<layer>.+?)\.(?:lora[_.](?:(?P<down>A|down)|(?P<up>B|up))(?:\.default)?\.weight|(?P<alpha>alpha))")
+_NAME = re.compile(
+    r"(?P<adapter>(?P<layer>.+?)[._]lora(?:_linear_layer|\d*))[._](?:(?P<down>A|down)|(?P<up>B|up))(?:\.default)?\.weight"
+)
+ALPHA = ".alpha"
+QKV = "to_q", "to_k", "to_v"
 PREFIX = re.compile(r"^(?:base_model\.model\.|diffusion_model\.|unet\.|transformer\.|lora_unet_|lora_transformer_)+")
 OF_TEXT_ENCODERS = ("lora_te", "text_encoder")
 
 Adapter = dict[str, "Tensor"]
-"""One layer's adapter: its output is up · down · input, times alpha ÷ rank.
+"""One layer's adapter: its output is up · down · input.
 
-`down`: [rank, inputs], or of a convolution [rank, inputs, height, width]; `up`: [outputs, rank], or [outputs, rank, 1, 1];
-`alpha`: [], by default the rank.
+`down`: [rank, inputs], or of a convolution [rank, inputs, height, width]; `up`: [outputs, rank], or [outputs, rank, 1, 1].
 """
 
 
-def for_other_tools(tensors: Mapping[str, Tensor], part: str, alpha: float, *, is_kohyas: bool) -> dict[str, Tensor]:
-    """Return adapters by kohya's names, with their alpha: the tools that read no metadata take alpha = rank without it.
+def for_other_tools(tensors: Mapping[str, Tensor], part: str, alpha: float, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return adapters by names that ComfyUI and Forge look up, with their alpha: they take alpha = rank without it.
 
-    ComfyUI and Forge know `lora_unet_` and `lora_transformer_` before diffusers' names of the layers, but for PixArt, which is
-    not `is_kohyas`, only the names themselves. The tensors are the same.
+    Of a UNet these are kohya's, of a transformer diffusers', or by a family's `names` those of the original checkpoint, where
+    one matrix holds the adapters of queries, keys and values. What they compute is the same.
     """
-    found: dict[str, Tensor] = {}
+    layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         layer, _, end = name.removeprefix(PEFT_PREFIX).removeprefix(f"{part}.").rpartition(".lora_")
-        own = f"lora_{part}_{layer.replace('.', '_')}" if is_kohyas else f"{part}.{layer}"
-        if end == MAGNITUDE:
-            up = tensors[name.removesuffix(end) + "B.weight"]
-            found[f"{own}.dora_scale"] = tensor.reshape(-1, *(1 for _ in up.shape[1:]))
-            continue
-        found[f"{own}.{KOHYA_ENDS[end]}"] = tensor
-        found[f"{own}.alpha"] = torch.tensor(float(alpha))
+        for ours, theirs in names.items():
+            layer = layer.replace(ours, theirs)
+        layers.setdefault(layer, {})[end] = tensor
+    for stem in [layer.removesuffix("to_q") for layer in layers if names and layer.endswith(".to_q")]:
+        if all(stem + one in layers for one in QKV):
+            layers[f"{stem}qkv"] = _side_by_side([layers.pop(stem + one) for one in QKV])
+    found: dict[str, Tensor] = {}
+    for layer, own in layers.items():
+        key = f"lora_unet_{layer.replace('.', '_')}" if part == "unet" else f"{'diffusion_model' if names else part}.{layer}"
+        if (magnitude := own.pop(MAGNITUDE, None)) is not None:
+            found[f"{key}.dora_scale"] = magnitude.reshape(-1, *(1 for _ in own["B.weight"].shape[1:]))
+        found |= {f"{key}.{KOHYA_ENDS[end]}": tensor for end, tensor in own.items()}
+        found[key + ALPHA] = torch.tensor(float(alpha) * (len(QKV) if layer.endswith(".qkv") else 1))  # as is its rank
     return found
+
+
+def _side_by_side(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return adapters of the same inputs as one, whose outputs are theirs, one after the other."""
+    found = {end: torch.cat([own[end] for own in parts]) for end in parts[0]}
+    return {**found, "B.weight": torch.block_diag(*(own["B.weight"] for own in parts))}  # type: ignore[no-untyped-call]
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -79,7 +94,7 @@ def start_from(path: Path, model: nn.Module, pipeline: str | None) -> None:
     `pipeline`: diffusers' class that loads such files, if there is one.
 
     Raises:
-        ModelError: if the file cannot be read, or has other adapters than LoRA or of another model.
+        ModelError: if the file cannot be read, or has values that are not finite, or has anything but plain LoRA of this model.
         UsageError: if it has another rank than the model's adapters, or more layers.
     """
     own = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -91,8 +106,6 @@ def start_from(path: Path, model: nn.Module, pipeline: str | None) -> None:
             + (f"use --lora-targets {words[0]}" if words else "name the ends of their names as well")
         )
     for layer, adapter in found.items():
-        if not adapter.keys() >= {"down", "up"}:
-            raise ModelError(f"{path}: the adapter of {layer} has only one of its two tensors")
         given = adapter["down"], adapter["up"]
         down, up = own[layer].lora_A["default"].weight, own[layer].lora_B["default"].weight
         if (rank := len(given[0])) != len(down):
@@ -103,10 +116,9 @@ def start_from(path: Path, model: nn.Module, pipeline: str | None) -> None:
                 f"{path}: {layer} has tensors of {shapes[0]} and {shapes[1]}, expected {shapes[2]} and {shapes[3]}; "
                 "it belongs to another model"
             )
-        strength = float(adapter.get("alpha", rank)) / rank
         with torch.no_grad():
             down.copy_(given[0])
-            up.copy_(given[1].float() * (strength / own[layer].scaling["default"]))
+            up.copy_(given[1].float() / own[layer].scaling["default"])
     log.info("%d of %d adapters begin as in %s, the others at 0", len(found), len(own), path)
 
 
@@ -121,15 +133,54 @@ def _read(path: Path, model: nn.Module, pipeline: str | None) -> dict[str, Adapt
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(OF_TEXT_ENCODERS)}
     if len(kept) < len(tensors):
         log.warning("%s: the adapters of its text encoders are left out; this trainer trains none", path)
+    kept = _scaled(kept, said.get("lora_alpha"), path)
     layers = plain_layers(model)
     found, unknown = _by_layer(kept, layers)
     if unknown and pipeline:
-        found, unknown = _by_layer(_converted(kept, pipeline, model), layers)
+        found, unknown = _by_layer(_converted(kept, pipeline, model, path), layers)
     if unknown or not found:
         named = repr(unknown[0]) if unknown else "no adapters"
         raise ModelError(f"{path} has {named}, expected LoRA adapters of the model's layers")
-    alpha = {"alpha": torch.tensor(float(said["lora_alpha"]))} if said.get("lora_alpha") is not None else {}
-    return {layer: alpha | adapter for layer, adapter in found.items()}
+    return found
+
+
+def _scaled(tensors: Mapping[str, Tensor], alpha: float | None, path: Path) -> dict[str, Tensor]:
+    """Return adapters whose `up` has been multiplied by alpha ÷ rank; an alpha that the file has is the rank from then on.
+
+    So none is lost that a converter of names leaves out. `alpha`: that of the adapters without one; None: their rank.
+
+    Raises:
+        ModelError: if a tensor is not finite, or belongs to no pair of two matrices.
+    """
+    pairs: dict[str, dict[str, str]] = {}
+    scaled = dict(tensors)
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name)
+        if not tensor.float().isfinite().all():
+            raise ModelError(f"{path}: {name} has values that are not finite; use an earlier checkpoint of that run")
+        if match is not None and tensor.ndim > 1 and tensor.numel():
+            pair = pairs.setdefault(match["adapter"], {"layer": match["layer"]})
+            if pair.setdefault(str(match.lastgroup), name) != name:
+                raise ModelError(f"{path} has both {pair[str(match.lastgroup)]} and {name}, expected one of them")
+        elif not (name.endswith(ALPHA) and tensor.numel() == 1):
+            raise ModelError(
+                f"{path} has {name!r}, expected only plain LoRA: a lora_A and a lora_B (or lora_down and lora_up) of each "
+                "layer, and its alpha. Of DoRA, LoHa, LoKr or IA3 a part would be lost: start from a plain LoRA"
+            )
+    unused = {name for name in tensors if name.endswith(ALPHA)}
+    for pair in pairs.values():
+        if not pair.keys() >= {"down", "up"}:
+            raise ModelError(f"{path}: the adapter of {pair['layer']} has only one of its two tensors")
+        rank, own = len(tensors[pair["down"]]), pair["layer"] + ALPHA
+        given = float(tensors[own]) if own in tensors else alpha
+        if given is not None and given != rank:
+            scaled[pair["up"]] = tensors[pair["up"]].float() * (given / rank)
+        if own in tensors:
+            scaled[own] = torch.tensor(float(rank))
+            unused.discard(own)
+    if unused:
+        raise ModelError(f"{path} has {min(unused)!r} without an adapter of that name, expected a lora_A and a lora_B with it")
+    return scaled
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> tuple[dict[str, Adapter], list[str]]:
@@ -138,6 +189,8 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> tuple[dic
     found: dict[str, Adapter] = {}
     unknown = []
     for name, tensor in tensors.items():
+        if name.endswith(ALPHA):
+            continue  # it is the rank
         match = _NAME.fullmatch(name)
         layer = known.get(PREFIX.sub("", match["layer"]).replace(".", "_")) if match else None
         if match is None or layer is None:
@@ -147,20 +200,28 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> tuple[dic
     return found, unknown
 
 
-def _converted(tensors: Mapping[str, Tensor], pipeline: str, model: Any) -> dict[str, Tensor]:  # noqa: ANN401 - diffusers'
-    """Return the tensors by diffusers' names of the layers, as its pipeline reads the names of original checkpoints."""
+def _converted(tensors: Mapping[str, Tensor], pipeline: str, model: Any, path: Path) -> dict[str, Tensor]:  # noqa: ANN401 - diffusers'
+    """Return the tensors by diffusers' names of the layers, as its pipeline reads the names of original checkpoints.
+
+    Raises:
+        ModelError: if a tensor has no part in the result: diffusers leaves out what it does not know.
+    """
     import diffusers
     from diffusers.utils import convert_unet_state_dict_to_peft
 
+    traced = {name: tensor if name.endswith(ALPHA) else tensor.float().requires_grad_() for name, tensor in tensors.items()}
     try:
-        # Flux's pipeline returns the alphas on request, the others in any case
-        read = getattr(diffusers, pipeline).lora_state_dict(dict(tensors), unet_config=model.config, return_alphas=True)
-        named, alphas = read if isinstance(read, tuple) else (read, None)
-        of_layers = {name.replace(".processor", ""): value for name, value in convert_unet_state_dict_to_peft(named).items()}
-    except (ValueError, KeyError, IndexError, AttributeError) as error:
+        read = getattr(diffusers, pipeline).lora_state_dict(dict(traced), unet_config=model.config)
+        named = convert_unet_state_dict_to_peft(read[0] if isinstance(read, tuple) else read)
+    except (ValueError, LookupError, AttributeError, TypeError, RuntimeError) as error:
         log.info("diffusers' %s does not read these adapters: %s", pipeline, error)
         return dict(tensors)
-    for name, alpha in (alphas or {}).items():
-        layer = name.removesuffix(".alpha").removesuffix(".down.weight").removesuffix("_lora").replace(".processor", "")
-        of_layers[f"{layer}.0.alpha" if layer.endswith(".to_out") else f"{layer}.alpha"] = torch.tensor(float(alpha))
-    return of_layers
+    given = {name: tensor for name, tensor in traced.items() if tensor.requires_grad}
+    outputs = [tensor.sum() for tensor in named.values() if tensor.requires_grad]
+    gradients = torch.autograd.grad(outputs, [*given.values()], allow_unused=True) if outputs else [None] * len(given)
+    if lost := [name for name, gradient in zip(given, gradients, strict=True) if gradient is None]:
+        raise ModelError(
+            f"{path}: diffusers' {pipeline} leaves out {lost[0]!r} and {len(lost) - 1} other tensors, expected LoRA adapters "
+            "of the model's layers"
+        )
+    return {name.replace(".processor", ""): tensor.detach() for name, tensor in named.items()}

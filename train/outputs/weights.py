@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file, save_file
@@ -62,6 +62,7 @@ class Adapters:
 
     part: str  # the pipeline's, `unet` or `transformer`
     pipeline: str | None  # diffusers' class that loads them; None: DiT's, PixArt's and PRX's cannot
+    other_names: Mapping[str, str] = field(default_factory=dict)  # of layers, as the family says
     folder: str = ADAPTERS
 
     def config(self, model: nn.Module) -> str:
@@ -87,7 +88,7 @@ class Adapters:
         if not self.pipeline:
             (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
         alpha = json.loads(config)[f"{self.part}.lora_alpha" if self.pipeline else "lora_alpha"]
-        others = for_other_tools(tensors, self.part, alpha, is_kohyas=self.pipeline is not None)
+        others = for_other_tools(tensors, self.part, alpha, self.other_names)
         save_tensors(others, folder / KOHYA_FILE, {})
 
     def read(self, folder: Path) -> dict[str, Tensor]:
@@ -126,7 +127,7 @@ def weights_folder(folder: str) -> str:
 def weights_of(family: Family, *, adapters: bool, scheduler: Mapping[str, Any] | None = None) -> Weights:
     """Return which weights of a model a checkpoint holds; `scheduler`: the configuration to write with a whole model."""
     if adapters:
-        return Adapters(part=family.folder, pipeline=family.lora_pipeline)
+        return Adapters(part=family.folder, pipeline=family.lora_pipeline, other_names=family.other_names)
     named = None if scheduler is None else {"_class_name": "DDPMScheduler", **scheduler}
     return WholeModel(folder=family.folder, scheduler=None if named is None else json.dumps(named, indent=2) + "\n")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import diffusers
 import pytest
 
-from bucketline.families.registry import FAMILIES
+from bucketline.families.registry import FAMILIES, takes_images
 from bucketline.store import Store
 from bucketline.train import main as trainer
 from tests.commands import Ran, called
@@ -73,6 +75,34 @@ def test_a_pipeline_whose_name_is_not_known_is_refused_with_the_nearest(packed: 
     edit_json(model / "model_index.json", _class_name=wrong)
     words = (str(model), f"its pipeline is {wrong}", "known are ", f"the nearest is {name}", " a model of a known pipeline")
     assert_not_packed(packed, model, tmp_path, *words)
+
+
+def test_a_model_that_draws_from_images_is_neither_packed_with_nor_trained(packed: Packed, model: Path, tmp_path: Path) -> None:
+    """By its index: such a model may be of the same class, and of as many channels, as the one of captions only."""
+    name = FORMS[packed.form].pipeline
+    for wrong in (name.replace("Pipeline", "KontextPipeline"), name.replace("Pipeline", "EditPlusPipeline")):
+        edit_json(model / "model_index.json", _class_name=wrong)
+        words = (str(model), f"the pipeline {wrong}, which draws from an image and a caption", f"take the model of a {name}")
+        assert_not_packed(packed, model, tmp_path, *words)
+        assert_not_trained(packed, model, tmp_path, *words)
+
+
+DRAWS_WITHOUT = {"Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline", "QwenImage21Pipeline", "ZImageOmniPipeline"}
+"""Pipelines of captions that take images if they are given some."""
+OF_OTHER_MODELS = {"SanaWMPipeline", "StableDiffusionGLIGENPipeline", "StableDiffusionGLIGENTextImagePipeline"}
+"""Whose transformer or UNet is of another class or has other layers, as its configuration says."""
+
+
+def test_the_pipelines_of_diffusers_that_take_an_image_are_those_that_are_refused() -> None:
+    stems = tuple(family.pipelines[0].removesuffix("Pipeline") for family in FAMILIES)
+    kinds = [name for name in dir(diffusers) if name.startswith(stems) and name.endswith("Pipeline") and "Modular" not in name]
+    assert len(kinds) > len(FAMILIES)
+    for name in sorted({*kinds} - DRAWS_WITHOUT - OF_OTHER_MODELS):
+        given = inspect.signature(getattr(diffusers, name).__call__).parameters
+        if any(one in ("image", "control_image") for one in given):
+            assert takes_images({"_class_name": name}), name
+    for name in {family.pipelines[0] for family in FAMILIES} | DRAWS_WITHOUT:
+        assert takes_images({"_class_name": name}) is None, name
 
 
 @pytest.mark.parametrize("part", ["vae", "encoder", "tokenizer"])

@@ -42,7 +42,7 @@ LONG = "a red cat and a blue dog of the house " * 60  # longer than any pipeline
 CAPTIONS = ("a red cat", LONG, "", "一只红色的猫在房子里", "🐱 a cat 🏠")
 KINDS = ("short", "long", "empty", "Chinese", "emoji", "four")
 MOST_LINES = 80
-COLUMNS = 8  # of the page's table
+COLUMNS = 9  # of the page's table
 STEPS = 3  # of an image
 
 

@@ -15,7 +15,7 @@ from bucketline.train.checkpoint import Start
 from bucketline.train.config import TrainConfig
 from bucketline.train.outputs.export import export_model
 from bucketline.train.parallel import StopRequest
-from bucketline.train.setup import start_processes
+from bucketline.train.setup import start_processes, tell_assumptions
 from bucketline.train.trainer import Trainer
 from tests.family_models import FORMS, open_pipeline
 from tests.unit.train.tiny_run import ALONE
@@ -84,6 +84,16 @@ def test_guidance_of_images_by_a_model_that_is_not_trained_is_refused(packed: Pa
         trainer_of(packed, tmp_path, image_guidance=3.0).__enter__()
     with trainer_of(packed, tmp_path, image_guidance=1.0) as trainer:
         assert trainer.training.family.image_guidance == 1.0
+
+
+@pytest.mark.parametrize("form", ["sd", *GUIDED_BY_ANOTHER], indirect=True)
+def test_an_empty_caption_that_is_no_negative_prompt_is_said(
+    packed: Packed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with trainer_of(packed, tmp_path / "run", caption_dropout=0.1) as trainer:
+        tell_assumptions(Start(checkpoint=None, state=None), trainer.config, trainer.training, trainer.loader, lambda _: None)
+    said = "--caption-dropout is 0.1, and Ideogram4Pipeline guides by a second model" in caplog.text
+    assert said is (packed.form in GUIDED_BY_ANOTHER)
 
 
 ADAPTERS = [

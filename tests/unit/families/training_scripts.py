@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import diffusers
 import torch
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+from diffusers.pipelines.ideogram4.pipeline_ideogram4 import _logit_normal_sigmas, _resolution_aware_mu
 from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
 from torch.nn.functional import mse_loss, pixel_shuffle, pixel_unshuffle
 
@@ -132,12 +134,19 @@ class Script:
         """Return the noise's share by index, rising; by the size where the pipeline draws images so."""
         sigmas: Tensor = self.scheduler.sigmas.flip(0)[-T:]
         config = self.scheduler.config
+        if self.family == "ideogram4" and self.asked.shift is None:
+            px = 2 ** (len(self.vae.config.block_out_channels) - 1)
+            mu = _resolution_aware_mu(px * clean.shape[2], px * clean.shape[3], base_mu=0.0)
+            by_pixels: Tensor = _logit_normal_sigmas(T, mu, std=1.5)
+            return by_pixels.flip(0)
         if self.shifts_by_size:
             tokens = clean.shape[2] * clean.shape[3] // (1 if self.family == "qwenimage21" else 4)
-            sizes = config.base_image_seq_len, config.max_image_seq_len
-            sigmas = self.scheduler.time_shift(
-                calculate_shift(tokens, *sizes, config.base_shift, config.max_shift), 1.0, sigmas
+            mu = calculate_shift(
+                tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
             )
+            if self.family.startswith("flux2"):
+                mu = compute_empirical_mu(tokens, 50)
+            sigmas = self.scheduler.time_shift(mu, 1.0, sigmas)
         return sigmas
 
 

@@ -16,17 +16,20 @@ from safetensors.torch import load_file, save_file
 
 from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.errors import BucketlineError, ModelError, UsageError
+from bucketline.families.registry import family_of_pipeline
 from bucketline.train.metrics_file import read_metrics
 from bucketline.train.models.lora import Layers, layers_by_word, plain_layers
 from bucketline.train.outputs.lora_file import start_from
 from bucketline.train.outputs.weights import KOHYA_FILE, Adapters
 from bucketline.train.trainer import train
 from bucketline.weight_files import LORA_FILE, PEFT_FILE
-from tests.family_models import PIPELINES, tiny_model
+from tests.family_models import FORMS, PIPELINES, tiny_model
 from tests.unit.train.tiny_run import ALONE, config, losses
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from bucketline.families.family import Family
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out_0")
 # Names that ComfyUI looks up (`model_lora_keys_unet` of its lora.py) and kohya's scripts write, written out here.
@@ -38,11 +41,14 @@ IN_A_UNET = [
         ATTENTION,
     )
 ]
-IN_SD3 = [f"lora_transformer_transformer_blocks_0_attn_{one}" for one in (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj")]
+IN_SD3 = [
+    f"transformer.transformer_blocks.0.attn.{one}"
+    for one in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")
+]
 IN_FLUX = [
     *IN_SD3,
-    "lora_transformer_transformer_blocks_0_attn_to_add_out",
-    *(f"lora_transformer_single_transformer_blocks_0_attn_{one}" for one in ("to_q", "to_k", "to_v")),
+    "transformer.transformer_blocks.0.attn.to_add_out",
+    *(f"transformer.single_transformer_blocks.0.attn.{one}" for one in ("to_q", "to_k", "to_v")),
 ]
 PUBLISHED = {"sd": IN_A_UNET, "sdxl": IN_A_UNET, "sd3": IN_SD3, "flux": IN_FLUX}
 
@@ -75,6 +81,12 @@ def written(model: Any, family: str, folder: Path) -> Path:
 
 def pipeline_of(family: str) -> str | None:
     return PIPELINES[family] if family in PUBLISHED else None
+
+
+def family_of(form: str) -> type[Family]:
+    family = family_of_pipeline(FORMS[form].pipeline)
+    assert family is not None
+    return family
 
 
 def assert_same_changes(found: Any, wanted: Any) -> None:
@@ -240,6 +252,20 @@ def test_names_of_diffusers_before_peft_are_read(tmp_path: Path) -> None:
     assert_same_changes(model, source)
 
 
+NOT_LORA = {
+    "DoRA": ("dora_scale",),
+    "DoRA of peft": ("lora_magnitude_vector",),
+    "LoHa": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+    "LoKr": ("lokr_w1", "lokr_w2_a", "lokr_w2_b"),
+    "IA3": ("on_input", "weight"),
+    "a core of Tucker": ("lora_mid.weight",),
+    "a bias": ("lora_B.bias",),
+    "whole weights": ("diff", "diff_b"),
+    "a norm": ("w_norm",),
+}
+"""Ends of names of what is not plain LoRA, as LyCORIS and peft write them."""
+
+
 def changed_file(folder: Path, kind: str) -> Path:
     """Write a file that does not fit adapters of rank 2 in the attention layers."""
     rank, word = (4 if kind == "rank" else 2), (Layers.ATTENTION_MLP if kind == "layers" else Layers.ATTENTION)
@@ -251,9 +277,15 @@ def changed_file(folder: Path, kind: str) -> Path:
     if kind == "half":
         del tensors[f"{one}.lora_up.weight"]
     if kind == "name":
-        tensors["lora_unet_cake.lora_down.weight"] = torch.zeros(2, 5)
-    if kind == "dora":
-        tensors[f"{one}.dora_scale"] = torch.zeros(2)
+        tensors |= {"lora_unet_cake.lora_down.weight": torch.zeros(2, 5), "lora_unet_cake.lora_up.weight": torch.zeros(5, 2)}
+    if kind in NOT_LORA:
+        tensors |= {f"{one}.{end}": torch.ones(2) for end in NOT_LORA[kind]}
+    if kind == "twice":
+        tensors[f"{one}.lora_A.weight"] = tensors[f"{one}.lora_down.weight"].clone()
+    if kind == "alone":
+        tensors["lora_unet_cake.alpha"] = torch.tensor(2.0)
+    if kind in ("nan", "inf"):
+        tensors[f"{one}.lora_up.weight"][0, 0] = float(kind)
     if kind == "none":
         tensors = {"lora_te_text_model.alpha": torch.ones(1)}
     save_file(tensors, path, {"lora_adapter_metadata": json.dumps({"unet.use_rslora": True})} if kind == "rslora" else None)
@@ -273,8 +305,11 @@ def changed_file(folder: Path, kind: str) -> Path:
             r"has tensors of \(2, 5\) and \(8, 2\), expected \(2, 8\) and \(8, 2\); it belongs to another model",
         ),
         ("half", ModelError, "has only one of its two tensors"),
-        ("name", ModelError, "has 'lora_unet_cake.lora_down.weight', expected LoRA adapters of the model's layers"),
-        ("dora", ModelError, r"has '\S+dora_scale', expected LoRA adapters"),
+        ("name", ModelError, r"has '\S+cake\.lora_\w+\.weight', expected LoRA adapters of the model's layers"),
+        ("twice", ModelError, r"has both \S+\.weight and \S+\.weight, expected one of them"),
+        ("alone", ModelError, "has 'lora_unet_cake.alpha' without an adapter of that name"),
+        ("nan", ModelError, r"\S+lora_up\.weight has values that are not finite"),
+        ("inf", ModelError, r"\S+lora_up\.weight has values that are not finite"),
         ("rslora", ModelError, "of rsLoRA or DoRA"),
         ("none", ModelError, "has no adapters, expected LoRA adapters"),
         ("bytes", ModelError, r"--lora-from \S+ cannot be read as a \.safetensors file"),
@@ -284,8 +319,49 @@ def test_a_file_that_does_not_fit_is_refused_with_what_to_do(
     kind: str, error: type[BucketlineError], message: str, tmp_path: Path
 ) -> None:
     path, model = changed_file(tmp_path, kind), adapted("sd")
-    with pytest.raises(error, match=message):
-        start_from(path, model, None)
+    for pipeline in (None, pipeline_of("sd")):
+        with pytest.raises(error, match=message):
+            start_from(path, model, pipeline)
+
+
+@pytest.mark.parametrize("kind", NOT_LORA)
+def test_what_is_not_plain_lora_is_refused_and_not_read_in_part(kind: str, tmp_path: Path) -> None:
+    path, model = changed_file(tmp_path, kind), adapted("sd")
+    before = changes_of(model)
+    with pytest.raises(ModelError, match=rf"has '\S+\.{NOT_LORA[kind][0]}', expected only plain LoRA"):
+        start_from(path, model, pipeline_of("sd"))
+    assert all(torch.equal(change, before[name]) for name, change in changes_of(model).items())
+
+
+def test_a_runs_own_dora_is_refused_under_each_of_its_names(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    source = tiny_model("sd")
+    layers = layers_by_word(source, Layers.ATTENTION)
+    inject_adapter_in_model(LoraConfig(r=2, lora_alpha=2.0, target_modules=layers, use_dora=True), source)
+    folder = written(source, "sd", tmp_path / "lora")
+    for file in (LORA_FILE, KOHYA_FILE):
+        with pytest.raises(ModelError, match=r"DoRA"):
+            start_from(folder / file, adapted("sd"), pipeline_of("sd"))
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if family_of(name).has_lora_loader])
+def test_no_familys_converter_leaves_out_a_tensor_in_silence(form: str, tmp_path: Path) -> None:
+    """Next to adapters of all layers there is one of a layer that the model lacks."""
+    model, family = adapted(form, word=Layers.ALL), family_of(form)
+    weights = Adapters(part=family.folder, pipeline=family.pipelines[0], other_names=family.other_names)
+    weights.write(tmp_path / "lora", weights.config(model), weights.tensors(model))
+    start_from(tmp_path / "lora" / LORA_FILE, adapted(form, word=Layers.ALL, seed=1), family.pipelines[0])
+    for file in (LORA_FILE, KOHYA_FILE):
+        tensors = load_file(tmp_path / "lora" / file)
+        some = next(name for name in tensors if name.endswith(("lora_A.weight", "lora_down.weight")))
+        pair = some, some.replace("lora_A", "lora_B").replace("lora_down", "lora_up")
+        layer = some.rpartition(".lora_")[0]
+        other = layer.replace(".0.", ".9.", 1) if ".0." in layer else layer.replace("_0_", "_9_")
+        assert other != layer
+        path = tmp_path / f"with-{file}"
+        save_file({**tensors, **{one.replace(layer, other): tensors[one] + 1 for one in pair}}, path)
+        with pytest.raises(ModelError, match=r"has '\S+', expected LoRA adapters|leaves out '\S+'"):
+            start_from(path, adapted(form, word=Layers.ALL, seed=1), family.pipelines[0])
 
 
 @pytest.mark.slow
