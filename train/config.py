@@ -84,7 +84,8 @@ class MethodOptions:
     """LoRA alpha: the adapters' output is scaled by alpha ÷ rank; None: alpha = rank."""
     lora_targets: str | None = field(default=None, metadata=RESUME_FIXED)
     """Layers that get an adapter: attention, attention+mlp, all (every linear layer and convolution of the blocks), or
-    comma-separated ends of names; None: as in diffusers' scripts, attention, for Flux and PixArt also feed-forward layers."""
+    comma-separated ends of names; None: those of diffusers' script for the family: of attention, and for Flux, Flux.2, PixArt,
+    Krea 2 and Ideogram 4 others as well. A run that is resumed keeps its own."""
     lora_dropout: float = 0.0
     """Share of the inputs of each adapter that are set to 0 in training, 0 to 1."""
     dora: bool = field(default=False, metadata=ONLY_IN_FILE | RESUME_FIXED)
@@ -133,11 +134,12 @@ class OptimizerOptions:
     learning_rate: float | None = None
     """Learning rate after the warm-up; None: 1e-4; for adafactor 0.01, relative to a weight's size; for prodigy 1, a factor."""
     lr_schedule: LrSchedule = CONSTANT_RATE
-    """Learning rate after the warm-up: constant, or falling by a cosine, by several (cosine-restarts:3), linearly, or only in
-    the last steps (wsd:500; wsd: in the last fifth). A number after that is its floor, by default 0, as a share of
-    --learning-rate (cosine:0.1, wsd:500:0.1). @END is the step from which it stays there, which no step before has
-    (cosine@20000), by default that of the resumed run, else --max-steps. For a run in several parts, the step that the last one
-    will reach."""
+    """Learning rate after the warm-up: constant, or falling by a cosine, by several (cosine-restarts:3), linearly, only in the
+    last steps (wsd:500; wsd: in the last fifth), or by a power of the steps that are left (polynomial:2). A number after that
+    is its floor, by default 0, as a share of --learning-rate (cosine:0.1, wsd:500:0.1). @END is the step from which it stays
+    there, which no step before has (cosine@20000), by default that of the resumed run, else --max-steps. For a run in several
+    parts, the step that the last one will reach. piecewise-constant:1:1000,0.1:2000,0.01: shares of --learning-rate, each with
+    the step before which it holds, and the last."""
     warmup_steps: int = 100
     """Steps of linear learning-rate warm-up; the first of N has a share of 1 ÷ N, the last the whole rate."""
     weight_decay: float = 0.01

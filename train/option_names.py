@@ -110,6 +110,7 @@ _ELSEWHERE = {
     "it is in --lr-schedule, as in cosine@20000": ("schedule-steps", "lr-scheduler-num-steps"),
     "it is in --lr-schedule, as in cosine:0.1": ("lr-floor", "lr-scheduler-min-lr-ratio", "min-lr-ratio"),
     "it is in --lr-schedule, as in wsd:500": ("decay-steps", "lr-decay-steps"),
+    "it is in --lr-schedule, as in polynomial:2": ("lr-power",),
     "it is in --lr-schedule, as in cosine-restarts:3": ("lr-num-cycles", "lr-scheduler-num-cycles"),
     "all trained weights decay, as in diffusers' scripts; --weight-decay 0 turns it off": ("decaying",),
     "they are --betas BETA1,BETA2[,EPS]": ("adam-beta1", "adam-beta2", "adam-epsilon", "optimizer-betas"),

@@ -65,7 +65,7 @@ from bucketline.train.refusals import steps_of_epochs
 from bucketline.train.run_file import config_as_json, preset_names
 from bucketline.train.sharding import layout_on, loads_alone, place_model, shard_ranks_of
 from bucketline.train.step import Training
-from bucketline.train.values import Course, Ema, EmaPlace, LrSchedule, Weighting
+from bucketline.train.values import Ema, EmaPlace, LrSchedule, Weighting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,7 +175,7 @@ def with_length(config: TrainConfig, start: Start, loader: Loader) -> TrainConfi
                 f"{start.steps_done}; give more"
             )
         config = replace(config, max_steps=steps, epochs=None)
-    if (schedule := config.lr_schedule).end is None and schedule.name is not Course.CONSTANT:
+    if (schedule := config.lr_schedule).end is None and schedule.ends:
         recorded = "constant" if start.state is None else str(start.state.config.get("lr_schedule", "constant"))
         end = LrSchedule.parse(recorded, "the resumed run's --lr-schedule").end or config.max_steps
         config = replace(config, lr_schedule=replace(schedule, end=end))
@@ -344,7 +344,7 @@ def tell_assumptions(start: Start, given: TrainConfig, training: Training, loade
     if config.caption_dropout and not training.family.is_guidable:
         log.warning(
             "--caption-dropout is %g, and %s guides by a second model, which is not trained and sees no text: what this one "
-            "learns for the empty caption is no negative prompt there; leave it out, unless captions are to count for less",
+            "learns for the empty caption is never a negative prompt there; leave it out, unless captions are to count less",
             *(config.caption_dropout, training.family.pipelines[0]),
         )
     if start.state is None and (said := left_open(given, training, loader)):

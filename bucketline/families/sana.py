@@ -38,6 +38,7 @@ class Sana(Family):
     call_options: ClassVar[Mapping[str, Any]] = {"negative_prompt": None, "use_resolution_binning": False}
     widths: ClassVar[Mapping[str, str]] = {"caption_channels": "tokens"}
     out_channels = (None, 1, 2)
+    lora_targets = ("to_q", "to_k", "to_v")
     scheduler = flow(3.0)  # the shift of the DPM solver published with it
 
     @classmethod

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bucketline.families.family import Family
-
 
 class NoiseLevels(Protocol):
     """A flow's noise by size: of shares of all timesteps, above 0 to 1, for latents of a height and width."""
@@ -38,7 +36,7 @@ def shifted(shares: Tensor, factor: float) -> Tensor:
     return factor * shares / (1 + (factor - 1) * shares)
 
 
-def by_size_and_steps(_family: Family, _index: Mapping[str, Any], /, num_steps: int = 50) -> NoiseLevels:
+def by_size_and_steps(_family: object, _index: Mapping[str, Any], /, num_steps: int = 50) -> NoiseLevels:
     """Return the levels of Flux.2's pipeline, by as many steps as it draws in by default.
 
     Source: `compute_empirical_mu` of diffusers' pipeline.
@@ -52,12 +50,12 @@ def by_size_and_steps(_family: Family, _index: Mapping[str, Any], /, num_steps: 
     return levels
 
 
-def alike_if_distilled(_family: Family, index: Mapping[str, Any], /) -> NoiseLevels | None:
+def alike_if_distilled(_family: object, index: Mapping[str, Any], /) -> NoiseLevels | None:
     """Return the levels of Krea 2's pipeline for a distilled model, of which all sizes are shifted alike."""
     return (lambda shares, _height, _width: shifted(shares, math.exp(1.15))) if index.get("is_distilled") else None
 
 
-def by_pixels(family: Family, _index: Mapping[str, Any], /) -> NoiseLevels:
+def by_pixels(family: Any, _index: Mapping[str, Any], /) -> NoiseLevels:  # noqa: ANN401 - a Family: its file imports this
     """Return the levels of Ideogram 4's pipeline: logit-normal, with a mean that rises with an image's pixels.
 
     Source: `_logit_normal_sigmas` and `_resolution_aware_mu` of diffusers' pipeline, with limits at a log SNR of 15 and -18.

@@ -33,7 +33,7 @@ OWN_SPACING = {
     "hidream_image": 0.003,  # solvers with steps from a table of 1000
     "sana": 0.001,
 }
-"""Where the scheduler spaces a pipeline's steps in its own way: how far a step may be from one of equal shares."""
+"""The distance of a step from one of equal shares, for pipelines whose scheduler spaces steps in its own way."""
 
 
 def furthest(packed: Packed, output: Path) -> float:

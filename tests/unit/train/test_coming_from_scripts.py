@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import re
@@ -10,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel, SD3Transformer2DModel, optimization
+from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline, SD3Transformer2DModel, optimization
 
 from bucketline.families.flux import Flux
-from bucketline.families.sd3 import Sd3
+from bucketline.families.flux2 import Flux2
+from bucketline.families.krea2 import Krea2
+from bucketline.families.lumina2 import Lumina2
+from bucketline.families.qwenimage import QwenImage
+from bucketline.families.registry import family_of_pipeline
+from bucketline.families.sana import Sana
 from bucketline.help_screen import options_of
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.plan.rng import Purpose, normal
@@ -25,7 +31,7 @@ from bucketline.train.option_names import ELSEWHERE
 from bucketline.train.step import loss_of
 from bucketline.train.values import LossWeight, Timesteps
 from tests.commands import ROOT
-from tests.family_models import tiny_model
+from tests.family_models import FORMS, tiny_model
 from tests.unit.train.test_step import make_training
 from tests.unit.train.tiny_run import config, facts, make_batch
 
@@ -174,16 +180,110 @@ SD3_SCRIPT = (
 )
 
 
-def test_the_layers_that_get_an_adapter_are_the_scripts() -> None:
-    def matched(model: torch.nn.Module, ends: Any) -> set[str]:
-        return {name for name, _ in model.named_modules() if any(name.endswith(f".{end}") for end in ends)}
+MIDDLE = torch.tensor([499])
 
-    flux: Any = tiny_model("flux")
-    changed = {"dual_attention_layers": (0,), "_use_default_values": []}
-    sd35: Any = SD3Transformer2DModel.from_config({**tiny_model("sd3").config, **changed})
-    for model, kind, script in ((flux, Flux, FLUX_SCRIPT), (sd35, Sd3, SD3_SCRIPT)):
-        assert isinstance(model, FluxTransformer2DModel | SD3Transformer2DModel)
-        found = matched(model, adapted_layers(model, kind(dict(model.config), facts()), None))
-        assert found
-        assert found == matched(model, script)
-    assert any(".attn2." in name for name, _ in sd35.named_modules())
+
+def euler(config: Any, **more: Any) -> Any:
+    """Return the scheduler that the scripts make of a published configuration."""
+    kind: Any = FlowMatchEulerDiscreteScheduler
+    return kind.from_config(dict(config), **more)
+
+
+def noise_here(tmp_path: Path, family: Any, config: Any) -> float:
+    """Return the noise of the middle timestep of a square of 1024 px, in training."""
+    path = tmp_path / "scheduler" / "scheduler_config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(config), encoding="utf-8")
+    made = family({}, facts())
+    schedule = load_schedule(tmp_path, CPU, patch_size=2, published=family.scheduler, levels=made.noise_levels({})).noise
+    assert isinstance(schedule, FlowSchedule)
+    return float(schedule.at(MIDDLE, 128, 128).noise)
+
+
+@pytest.mark.parametrize(("family", "drawn"), [(Flux, 0.76), (Flux2, 0.88), (QwenImage, 0.67), (Krea2, 0.71)])
+def test_the_scripts_do_not_shift_what_is_shifted_by_size(family: Any, drawn: float, tmp_path: Path) -> None:
+    for more in ({}, {"shift": 3.0}):
+        assert float(euler(family.scheduler, **more).sigmas[500]) == pytest.approx(0.5)
+    assert noise_here(tmp_path, family, family.scheduler) == pytest.approx(drawn, abs=0.005)
+
+
+def test_sanas_script_reads_no_shift_and_encodes_without_the_instruction(tmp_path: Path) -> None:
+    published = {"_class_name": "DPMSolverMultistepScheduler", "use_flow_sigmas": True, "flow_shift": 3.0}
+    assert float(euler(published).sigmas[500]) == pytest.approx(0.5)
+    assert noise_here(tmp_path, Sana, published) == pytest.approx(0.75)
+    of_call, of_captions = (
+        inspect.signature(method).parameters["complex_human_instruction"].default
+        for method in (SanaPipeline.__call__, SanaPipeline.encode_prompt)
+    )
+    assert of_call
+    assert of_captions is None
+
+
+def test_lumina_2s_script_turns_the_shift_to_images(tmp_path: Path) -> None:
+    sigma = float(euler(Lumina2.scheduler).sigmas[500])
+    assert 1 - sigma == pytest.approx(0.14, abs=0.005)  # its noise: `(1 - sigmas) * noise + sigmas * model_input`
+    assert noise_here(tmp_path, Lumina2, Lumina2.scheduler) == pytest.approx(sigma)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_hidreams_experts_learn_nothing_in_a_model_for_inference(*, inference: bool) -> None:
+    model = tiny_model("hidream_image", force_inference_output=inference).train()
+    layer = next(one for one in model.modules() if hasattr(one, "moe_infer"))
+    layer(torch.randn(2, 8, layer.gate.weight.shape[1])).sum().backward()
+    gradients = [one.grad for expert in layer.experts for one in expert.parameters()]
+    assert all(one is None for one in gradients) is inference
+
+
+def test_a_priors_weights_are_those_of_the_whole_batch_in_some_scripts() -> None:
+    """Theirs: `weighting.float() * (model_pred_prior.float() - target_prior.float()) ** 2`, weighting not cut in half."""
+    weighting = torch.tensor([1.0, 9.0]).view(2, 1, 1, 1)
+    error = torch.full((1, 2, 3, 3), 2.0)
+    assert float((weighting * error).reshape(1, -1).mean(1)) == 10.0  # not 1 or 9 times 2
+    with pytest.raises(RuntimeError, match="must match the size"):
+        torch.ones(4, 1, 1, 1) * torch.ones(2, 2, 3, 3)
+
+
+ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
+IN_SINGLE_BLOCKS = ("to_qkv_mlp_proj", *(f"single_transformer_blocks.{n}.attn.to_out" for n in range(48)))
+SCRIPTS_LAYERS = {  # ends of names in examples/dreambooth/train_dreambooth_lora_*.py at 58eb52c0
+    "flux": FLUX_SCRIPT,
+    "sd3": SD3_SCRIPT,
+    "flux2": (*ATTENTION, *IN_SINGLE_BLOCKS),
+    "flux2 klein": (*ATTENTION, *IN_SINGLE_BLOCKS),
+    "hidream_image": ("to_k", "to_q", "to_v", "to_out"),
+    "ideogram4": (*ATTENTION, "w1", "w2", "w3"),
+    "krea2": (
+        *(
+            *ATTENTION,
+            "img_in",
+            "final_layer.linear",
+            "to_gate",
+            "ff.up",
+            "ff.down",
+            "text_fusion.projector",
+            "txt_in.linear_1",
+        ),
+        *("txt_in.linear_2", "time_embed.linear_1", "time_embed.linear_2", "time_mod_proj"),
+    ),
+    "lumina2": ATTENTION,
+    "qwenimage": ATTENTION,
+    "sana": ("to_k", "to_q", "to_v"),
+    "z_image": ATTENTION,
+}
+
+
+@pytest.mark.parametrize("form", [*SCRIPTS_LAYERS, "sd3.5"])
+def test_the_layers_that_get_an_adapter_are_the_scripts(form: str) -> None:
+    model: Any = tiny_model(form.removesuffix(".5"))
+    if form == "sd3.5":
+        model = SD3Transformer2DModel.from_config({**model.config, "dual_attention_layers": (0,), "_use_default_values": []})
+        assert any(".attn2." in name for name, _ in model.named_modules())
+    kind = family_of_pipeline(FORMS[form.removesuffix(".5")].pipeline)
+    assert kind is not None
+    script = SCRIPTS_LAYERS[form.removesuffix(".5")]
+    found, wanted = (
+        {name for name, _ in model.named_modules() if any(name == end or name.endswith(f".{end}") for end in ends)}
+        for ends in (adapted_layers(model, kind(dict(model.config), facts()), None), script)
+    )
+    assert found
+    assert found == wanted
