@@ -74,7 +74,7 @@ def _over(each: float | Tensor, latents: Tensor) -> float | Tensor:
 class RecordedScale:
     """How the latents of a loader's stores are scaled, by what these record of their encoders; read when it is first used."""
 
-    where: str = "a store that is not known"
+    where: str = field(default="a store that is not known", compare=False)
     encoders: Mapping[str, Json] = field(default_factory=dict)
     _found: dict[torch.device, LatentScale] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -20,11 +20,12 @@ from bucketline.loader.follow import GenerationWatch, Readable, at_generations, 
 from bucketline.loader.history import StoreId, short
 from bucketline.loader.iteration import CLOSED, EpochLoader, check_ranks
 from bucketline.loader.latent_scale import RecordedScale
-from bucketline.loader.mixture import WeightedStore, open_shares
+from bucketline.loader.mixture import WeightedStore, are_open, open_shares
 from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.make_plan import asked_window, plan_of
 from bucketline.loader.prefetch.threads import ThreadBackend
+from bucketline.loader.ranks import agreed, pinned
 from bucketline.loader.service.address import AUTO, ServiceAddress
 from bucketline.loader.service.client import ServiceBackend, served_names, served_shares
 from bucketline.loader.service.links import link_to
@@ -102,6 +103,7 @@ class Loader(EpochLoader):
         service: ServiceAddress | Path | str | None = None,
         follow: bool = False,
         like: Loader | None = None,
+        generation: int | Sequence[int] | None = None,
     ) -> None:
         """Make a plan over the stores' generations. No row is read before iteration starts.
 
@@ -121,9 +123,14 @@ class Loader(EpochLoader):
 
         `like`: a loader of the same stores and ranks, with a configuration of the same order, whose plan is this one's.
 
+        `generation`: of the store that is read, or of each of several; by default the newest. All ranks must read the same:
+        where torch.distributed has been initialised with these ranks, they take rank 0's, so each makes its loaders in the same
+        order. Where it has not, a store that has had more than one generation needs this number.
+
         Raises:
             UsageError: if `follow` is set with several ranks, or with `epochs`, whose steps are not known; if `rank` is not
-                below `world_size`, a store is given twice, the process does not see the GPU, or `service` is not an address.
+                below `world_size`, a store is given twice, the process does not see the GPU, or `service` is not an address; if
+                nothing says that all ranks read the same generation.
             DeliveryError: if `stores` is None and no service can be reached.
             PlanError: if the plan has no step, or the lanes of a window do not divide a global batch.
             StoreError: if a store cannot be opened.
@@ -146,8 +153,23 @@ class Loader(EpochLoader):
         self._has_stores = stores is not None
         self._backend: ThreadBackend | ServiceBackend | None = None
         readable = None if like is None else Readable(like._rows, like.plan)
-        self._open(self._served_by(address) if stores is None else open_shares(stores, config.remote()), config, readable)
+        self._open(self._shares(stores, config, generation, is_like=like is not None), config, readable)
         self._begin_at_first_epoch()
+
+    def _shares(
+        self, stores: Stores | None, config: LoaderConfig, generation: int | Sequence[int] | None, *, is_like: bool
+    ) -> tuple[WeightedStore, ...]:
+        """Return the stores, at the generations that all ranks read."""
+
+        def opened() -> tuple[WeightedStore, ...]:
+            return self._served_by(self._service) if stores is None else open_shares(stores, config.remote())
+
+        if generation is not None:
+            return pinned(opened(), generation, config)
+        if is_like:
+            return opened()
+        are_chosen = stores is not None and are_open(stores)
+        return agreed(opened, config, self._rank, self._world_size, are_chosen=are_chosen)
 
     def _served_by(self, address: ServiceAddress | None) -> tuple[WeightedStore, ...]:
         if address is None:
@@ -369,11 +391,13 @@ class Loader(EpochLoader):
         config = replace(self.config, **dict.fromkeys(self._chosen))  # type: ignore[arg-type] # the state sets these
         # at an epoch's end, the state is at the next one, which nobody has begun
         is_begun = self._is_begun and not self._is_done()
-        return _again, (stores if self._has_stores else None, config, ranks, self.state_dict(), is_begun)
+        state = self.state_dict()
+        return _again, (stores if self._has_stores else None, state["generations"], config, ranks, state, is_begun)
 
 
 def _again(
     stores: list[tuple[Path | str, int, int]] | None,
+    generations: list[int],
     config: LoaderConfig,
     ranks: tuple[int, int, torch.device, ServiceAddress | None, bool],
     state: dict[str, object],
@@ -389,7 +413,16 @@ def _again(
             for path, generation, repeats in stores
         ]
     )
-    loader = Loader(shares, config, rank=rank, world_size=world_size, device=device, service=service, follow=follow)
+    loader = Loader(
+        shares,
+        config,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        service=service,
+        follow=follow,
+        generation=generations,
+    )
     loader.load_state_dict(state)
     loader._is_begun = is_begun
     return loader

@@ -193,6 +193,12 @@ def open_shares(stores: Stores, remote: RemoteOptions | None = None) -> tuple[We
     return shares
 
 
+def are_open(stores: Stores) -> bool:
+    """Return True if each store is open, so that its generation is chosen."""
+    every = stores if isinstance(stores, Sequence) and not isinstance(stores, str) else [stores]
+    return all(isinstance(one.store if isinstance(one, WeightedStore) else one, Store) for one in every)
+
+
 def _open(store: StoreLike, remote: RemoteOptions | None) -> list[WeightedStore]:
     if isinstance(store, WeightedStore):
         opened = _open(store.store, remote)  # several, if it is a folder of a data set file

@@ -88,13 +88,13 @@ def run_machines(folder: Path, shape: StoreShape, runs: Sequence[Run]) -> list[F
     return [Found(**one) for one in json.loads(ran.out)]
 
 
-def machine(url: str, run: Run, cache: Path, cache_bytes: int, rank: int) -> dict[str, Any]:
+def machine(url: str, generation: int, run: Run, cache: Path, cache_bytes: int, rank: int) -> dict[str, Any]:
     """Read the epochs, each by a loader of its own, so that none reads ahead into the next."""
     parts: list[tuple[int, int]] = []
     for epoch in range(run.epochs):
         config = config_of(run, cache_bytes, epochs=epoch + 1, cache=str(cache))
         try:
-            loader = Loader(url, config, rank=rank, world_size=run.machines)
+            loader = Loader(url, config, rank=rank, world_size=run.machines, generation=generation)
         except BucketlineError as error:
             return {"error": str(error)}
         with loader:
@@ -148,7 +148,8 @@ def execute(folder: Path, store: Store, url: str, run: Run) -> Found:
     run = replace(run, window=plan.window or USUAL_WINDOW)  # also if the cache holds the store
     with tempfile.TemporaryDirectory(dir=folder) as caches:
         children = [
-            start(partial(machine, url, run, Path(caches) / f"{rank}", cache_bytes, rank)) for rank in range(run.machines)
+            start(partial(machine, url, store.manifest.generation, run, Path(caches) / f"{rank}", cache_bytes, rank))
+            for rank in range(run.machines)
         ]
         found = [gathered(*child) for child in children]
     empty: dict[str, Any] = {"bytes_fetched": [], "gets": [], "bill_bytes": [], "bill_gets": [], "read_bytes": 0, "window": 0}

@@ -42,7 +42,8 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
 
             refuse_early(config, given["world_size"])
         set_up_torch(os.environ, metadata.version("torch"))
-        from bucketline.train.parallel import OtherRankFailedError, TrainRanks
+        from bucketline.loader.ranks import OtherRankFailedError
+        from bucketline.train.parallel import TrainRanks
         from bucketline.train.trainer import train
 
         ranks = TrainRanks(rank=given["rank"], world_size=given["world_size"])

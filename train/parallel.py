@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import signal
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -18,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import TrainError
 from bucketline.families.registry import FAMILIES
+from bucketline.loader.ranks import fail_together, gathered, host_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -158,23 +157,6 @@ def plain_class(model: nn.Module) -> type[Any]:
 
 T = TypeVar("T")
 
-DISK_TIME = timedelta(hours=2)
-"""Timeout of `host_group`: rank 0 may spend longer than the default ten minutes on its disk, with a checkpoint of 190 GB."""
-
-
-@functools.cache
-def host_group() -> dist.ProcessGroup:
-    """Return the group for decisions and for long waits, made by the first call, on every rank at the same point.
-
-    It is gloo's: NCCL's collectives keep the GPU busy while they wait, and give up after ten minutes.
-    """
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=DISK_TIME)
-    return group
-
-
-class OtherRankFailedError(TrainError):
-    """Another rank failed and reported the reason; this rank only has to exit."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRanks:
@@ -189,32 +171,6 @@ class TrainRanks:
         return self.rank == 0
 
 
-def _gathered(value: T) -> list[T]:
-    """Return every rank's value, in rank order."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=host_group())
-    return values
-
-
-@contextlib.contextmanager
-def fail_together() -> Iterator[None]:
-    """Run the body on every rank, and continue as soon as all have done so.
-
-    Raises:
-        OtherRankFailedError: if it raised only on other ranks (a rank on which it raised keeps its own error).
-    """
-    is_done = False
-    try:
-        yield
-        is_done = True
-    finally:
-        done = _gathered(is_done)
-    if not all(done):
-        raise OtherRankFailedError(f"rank {done.index(False)} failed")
-
-
 def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
     """Run `make` only on rank 0 and return its result on every rank.
 
@@ -223,7 +179,7 @@ def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
     """
     with fail_together():
         made = make() if ranks.is_main else None
-    return _gathered(made)[0]  # type: ignore[return-value] # None only if `make` returns None
+    return gathered(made)[0]  # type: ignore[return-value] # None only if `make` returns None
 
 
 @contextlib.contextmanager
@@ -243,7 +199,7 @@ def expect_equal(name: str, value: str) -> None:
     Raises:
         TrainError: if two ranks differ; the message names them and their values.
     """
-    values = _gathered(value)
+    values = gathered(value)
     for rank, other in enumerate(values):
         if other != values[0]:
             raise TrainError(

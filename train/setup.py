@@ -22,6 +22,7 @@ from bucketline.extensions import imported
 from bucketline.loader.history import StoreId
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.mixture import open_shares, parse_stores
+from bucketline.loader.ranks import DISK_TIME, fail_together
 from bucketline.option_types import OnResume, options_on_resume
 from bucketline.store.format.columns import LATENT
 from bucketline.train.compile import (
@@ -55,9 +56,7 @@ from bucketline.train.outputs.metrics import Scale
 from bucketline.train.outputs.progress import TRACKED, expect_trackers
 from bucketline.train.outputs.weights import Adapters, weights_of
 from bucketline.train.parallel import (
-    DISK_TIME,
     TrainRanks,
-    fail_together,
     first_of_each_machine_first,
     from_rank_zero,
 )

@@ -57,6 +57,9 @@ class Backend:
                 one.close()
             if self.name == "url":
                 config = replace(config, cache=str(self.folder / "cache"), cache_bytes="1GiB")
+            if "world_size" in options:  # nothing else says that the ranks read the same
+                shares = [one if isinstance(one, WeightedStore) else WeightedStore(one) for one in stores]
+                options["generation"] = [one.store.manifest.generation for one in shares]
             opened[:] = [Loader(given, config, **self.options, **options)]
             return opened[0]
 
@@ -340,8 +343,9 @@ def test_several_loaders_read_at_once(store: Store, backend: Backend) -> None:
     config = LoaderConfig(batch_size=1, epochs=2, prefetch_bytes=1)
     with backend.reads(store) as loader:
         first = loader(config, rank=0, world_size=3)
-        options, found = backend.options, dict[int, list[object]]()
+        options, found = dict(backend.options), dict[int, list[object]]()
         given = None if backend.name.endswith("only") else [share.store for share in first.shares]
+        options["generation"] = store.manifest.generation
 
         def read(rank: int) -> None:
             with Loader(given, first.config, rank=rank, world_size=3, **options) as own:

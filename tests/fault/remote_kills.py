@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.errors import BucketlineError
@@ -54,6 +54,7 @@ class Reader:
     rank: int = 0
     world_size: int = 1
     cache_bytes: int = CACHE_BYTES
+    generation: int | None = None  # that all ranks read
 
     def noted(self) -> list[str]:
         """Return the digests so far; a line that a kill cut in two does not count."""
@@ -67,7 +68,8 @@ class Reader:
         own = self.noted()
         self.notes.write_text("".join(f"{line}\n" for line in own), encoding="ascii")
         config = reaching(self.config, options)
-        with Loader(self.url, config, rank=self.rank, world_size=self.world_size) as loader, self.notes.open("a") as notes:
+        ranks: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size, "generation": self.generation}
+        with Loader(self.url, config, **ranks) as loader, self.notes.open("a") as notes:
             loader.load_state_dict({**loader.state_dict(), "step": len(own)})
             for batch in loader.forever():
                 notes.write(f"{digest_of(batch)}\n")
@@ -155,8 +157,17 @@ def killed_readers(asked: Asked) -> Iterator[Record]:
         ):
             with tempfile.TemporaryDirectory(dir=folder) as own:
                 cache = Path(own) / "cache"
+                newest = Store.open(store.local).manifest.generation
                 readers = [
-                    Reader(url=url, cache=cache, notes=Path(own) / f"{n}", config=share[0], rank=share[1], world_size=share[2])
+                    Reader(
+                        url=url,
+                        cache=cache,
+                        notes=Path(own) / f"{n}",
+                        config=share[0],
+                        rank=share[1],
+                        world_size=share[2],
+                        generation=newest,
+                    )
                     for n, share in enumerate(shares)
                 ]
                 expected = [local_digests(store, *share) for share in shares]

@@ -22,11 +22,11 @@ from bucketline.files.locks import FileLock
 from bucketline.files.run_marker import CONFIG, METRICS, RUN_FILE, STATUS
 from bucketline.loader.history import StoreId
 from bucketline.loader.mixture import redacted_store
+from bucketline.loader.ranks import OtherRankFailedError
 from bucketline.train import checkpoint
 from bucketline.train.checkpoint import Start
 from bucketline.train.metrics_file import has_steps
 from bucketline.train.outputs.metrics import NotFiniteError
-from bucketline.train.parallel import OtherRankFailedError
 from bucketline.train.refusals import refuse_changes, refuse_place, refuse_taken
 from bucketline.train.run_file import as_run_file, config_as_json
 from bucketline.typed_json import encode

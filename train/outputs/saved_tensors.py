@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from bucketline.errors import StateError, TrainError
 from bucketline.files.atomic_write import sync_folder
 from bucketline.files.disk_space import failed_write
+from bucketline.loader.ranks import fail_together
 from bucketline.store.format.hashing import file_digest
 from bucketline.train.checkpoint import (
     ASIDE_SUFFIX,
@@ -33,7 +34,7 @@ from bucketline.train.checkpoint import (
 )
 from bucketline.train.outputs.metrics import NotFiniteError
 from bucketline.train.outputs.weights import average_folder
-from bucketline.train.parallel import fail_together, fill_from_rank_zero, load_optimizer, whole
+from bucketline.train.parallel import fill_from_rank_zero, load_optimizer, whole
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from bucketline.train.parallel import TrainRanks, host_group
+from bucketline.loader.ranks import host_group
+from bucketline.train.parallel import TrainRanks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,14 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from bucketline.errors import ModelError
+from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError, fail_together, host_group
 from bucketline.train.parallel import (
-    DISK_TIME,
-    OtherRankFailedError,
     TrainRanks,
-    fail_together,
     first_of_each_machine_first,
     from_rank_zero,
-    host_group,
 )
 from tests.unit.train.forked import fork_ranks
 

@@ -214,7 +214,7 @@ def test_clients_on_other_machines_are_counted_while_connected_and_stay_in_the_t
         metrics_served("127.0.0.1:0", found.service.stats) as port,
     ):
         service, own = found.service, ServiceAddress(found.tcp, token=tmp_path / "token")
-        with Loader(None, LoaderConfig(batch_size=2), service=own, rank=1, world_size=2) as far:
+        with Loader(None, LoaderConfig(batch_size=2), service=own, rank=1, world_size=2, generation=2) as far:
             batches = far.forever()
             next(batches)
             assert wait_until(lambda: service.stats()["network"]["samples"] >= 2)

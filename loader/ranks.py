@@ -1,0 +1,165 @@
+"""Agreement of a run's ranks, by torch.distributed where it is initialised: on the generations that their loaders read."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from bucketline.errors import BucketlineError, StoreError, UsageError
+from bucketline.loader.follow import at_generations
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.mixture import WeightedStore
+
+T = TypeVar("T")
+Marks = list[tuple[str, int, str]]
+"""Id, generation and digest of each store."""
+
+DISK_TIME = timedelta(hours=2)
+"""Timeout of `host_group`: rank 0 may spend longer than the default ten minutes on its disk, with a checkpoint of 190 GB."""
+LOADER_TIME = timedelta(minutes=10)  # for the last rank to make its loader, once the first has
+
+
+def host_group() -> dist.ProcessGroup:
+    """Return the group for decisions and for long waits, made by the first call, on every rank at the same point.
+
+    It is gloo's: NCCL's collectives keep the GPU busy while they wait, and give up after ten minutes.
+    """
+    return _host_group(dist.group.WORLD)
+
+
+@functools.cache
+def _host_group(_world: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=DISK_TIME)
+    return group
+
+
+class OtherRankFailedError(BucketlineError):
+    """Another rank failed and reported the reason; this rank only has to exit."""
+
+
+def gathered(value: T) -> list[T]:
+    """Return every rank's value, in rank order."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=host_group())
+    return values
+
+
+@contextlib.contextmanager
+def fail_together() -> Iterator[None]:
+    """Run the body on every rank, and continue as soon as all have done so.
+
+    Raises:
+        OtherRankFailedError: if it raised only on other ranks (a rank on which it raised keeps its own error).
+    """
+    is_done = False
+    try:
+        yield
+        is_done = True
+    finally:
+        done = gathered(is_done)
+    if not all(done):
+        raise OtherRankFailedError(f"rank {done.index(False)} failed")
+
+
+def agreed(
+    opened: Callable[[], tuple[WeightedStore, ...]], config: LoaderConfig, rank: int, world_size: int, *, are_chosen: bool
+) -> tuple[WeightedStore, ...]:
+    """Return a loader's stores, opened at generations that all ranks of its run read: rank 0's.
+
+    Ranks that open a store between two publications would otherwise plan on two generations. Without torch.distributed, none
+    can know what the others have opened, and only a first generation is certain. `are_chosen`: the caller has opened them.
+
+    Raises:
+        UsageError: if nothing says that the ranks have the same generations, or a rank makes no loader.
+        StoreError: if a store cannot be opened, or the ranks' stores differ.
+        OtherRankFailedError: if only another rank cannot open a store.
+    """
+    if world_size == 1:
+        return opened()
+    is_up = dist.is_available() and dist.is_initialized()
+    if not (is_up and (dist.get_rank(), dist.get_world_size()) == (rank, world_size)):
+        shares = opened()
+        if not are_chosen:
+            _refuse_uncertain(shares, rank, world_size, is_up=is_up)
+        return shares
+    _wait_for_all(rank)
+    with fail_together():
+        shares = opened()
+    every = gathered(_marks(shares))
+    ids = [[store_id for store_id, _, _ in own] for own in every]
+    _expect_alike(every, ids, "give all ranks the same stores, in the same order")
+    if any(own != every[0] for own in every):
+        with fail_together():
+            shares = at_generations(shares, [generation for _, generation, _ in every[0]], config)
+        every = gathered(_marks(shares))
+        _expect_alike(every, every, "check that all ranks see the same files")
+    return shares
+
+
+def _expect_alike(every: Sequence[Marks], parts: Sequence[object], remedy: str) -> None:
+    """Check that a part of what each rank has opened is rank 0's.
+
+    Raises:
+        StoreError: if it is not; the message names the rank and both.
+    """
+    for rank, part in enumerate(parts):
+        if part != parts[0]:
+            own, first = (
+                ", ".join(f"{store_id} (generation {generation}, digest {digest})" for store_id, generation, digest in marks)
+                for marks in (every[rank], every[0])
+            )
+            raise StoreError(f"rank {rank} has opened the store {own}, and rank 0 the store {first}; {remedy}")
+
+
+def pinned(shares: Sequence[WeightedStore], generation: int | Sequence[int], config: LoaderConfig) -> tuple[WeightedStore, ...]:
+    """Return stores at the generations that a caller gave, one for each store.
+
+    Raises:
+        UsageError: if these are not as many numbers.
+        StoreError: if a generation is gone.
+    """
+    numbers = (generation,) if isinstance(generation, int) else tuple(generation)
+    if len(numbers) != len(shares) or any(type(one) is not int for one in numbers):
+        raise UsageError(
+            f"generation is {generation!r:.100}, expected a number for each of {len(shares)} stores, such as "
+            f"{tuple(share.store.manifest.generation for share in shares)}, the newest now"
+        )
+    return at_generations(shares, numbers, config)
+
+
+def _refuse_uncertain(shares: Sequence[WeightedStore], rank: int, world_size: int, *, is_up: bool) -> None:
+    numbers = tuple(share.store.manifest.generation for share in shares)
+    if max(numbers) == 1:
+        return
+    shown = numbers[0] if len(numbers) == 1 else numbers
+    why = f"is rank {dist.get_rank()} of {dist.get_world_size()} here" if is_up else "is not initialised"
+    raise UsageError(
+        f"rank {rank} of {world_size} has opened generation {shown} of {', '.join(share.store.where for share in shares)}, and "
+        f"torch.distributed {why}: another rank may have opened an earlier one, and would read other buckets at the same step. "
+        f"Give every rank the same generation={shown}, or initialise torch.distributed with these ranks first"
+    )
+
+
+def _wait_for_all(rank: int) -> None:
+    try:
+        dist.monitored_barrier(group=host_group(), timeout=LOADER_TIME)
+    except RuntimeError as error:
+        raise UsageError(
+            f"rank {rank} has waited {LOADER_TIME} for the other ranks' loaders ({error!s:.200}); make a loader of several "
+            "ranks on every rank, in the same order, or give its generation="
+        ) from error
+
+
+def _marks(shares: Sequence[WeightedStore]) -> Marks:
+    manifests = [share.store.manifest for share in shares]
+    return [(one.store_id, one.generation, one.digest) for one in manifests]
