@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
 SUFFIX = ".safetensors"
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
@@ -85,8 +85,7 @@ class ModelFile:
         missing = sorted(name for name, tensor in loaded.state_dict().items() if tensor.is_meta)
         if missing:
             raise ModelError(f"{self.path}: its {part} lacks {len(missing)} weights, such as {missing[0]}")
-        # torch's own `to`: that of diffusers warns at every cast about modules to keep in F32, without naming any
-        return torch.nn.Module.to(loaded, dtype=dtype or torch.float32)
+        return cast(loaded, dtype or torch.float32)
 
     def _expect_fitting_weights(self, part: str, kind: Any, config: Mapping[str, Any]) -> None:  # noqa: ANN401 - likewise
         """Compare names and shapes with those of the configuration: diffusers skips what does not fit."""
@@ -134,6 +133,21 @@ def converter(kind: str) -> Callable[[dict[str, Tensor], Mapping[str, Any]], dic
         raise ModelError(f"diffusers reads no {kind} from a single file; use a folder in diffusers' layout")
     convert: Any = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
     return lambda tensors, config: convert(checkpoint=dict(tensors), config=config)
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast a model in place, but for the parts that its class in diffusers keeps in 32 bits, and return it.
+
+    `Module.to` casts these too; that of diffusers also warns at every cast, without naming any.
+    """
+    import diffusers
+    import torch
+
+    kept = (model._keep_in_fp32_modules or ()) if isinstance(model, diffusers.ModelMixin) else ()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype if set(kept).isdisjoint(name.split(".")) else torch.float32)
+    return model
 
 
 def single_file(name: str | Path) -> Path | None:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from bucketline.errors import UsageError
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import family_of_model
+from bucketline.model_file import cast
 from bucketline.train.compile import recompute
 from bucketline.train.config import Base, Precision, TrainConfig, WeightDtype
 from bucketline.train.lowbit.offload import frozen_bytes, offloaded
@@ -233,7 +234,7 @@ def built(config: Mapping[str, Json], asked: TrainConfig, device: torch.device) 
     family = family_class(dict(model.config), facts)  # type: ignore[arg-type]
     family.prepare(model)
     if asked.weights is WeightDtype.BF16:
-        torch.nn.Module.to(model, dtype=torch.bfloat16)
+        cast(model, torch.bfloat16)
     if asked.lora_rank is not None:
         add_adapters(model, family, asked)
     if isinstance(asked.base, Base):

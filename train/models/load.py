@@ -24,7 +24,15 @@ from bucketline.families.registry import (
 )
 from bucketline.families.vaes import PACKED_VAES, vae_class
 from bucketline.fingerprint import config_hash, weights_hash
-from bucketline.model_file import INDEX, ModelFile, open_model_file, read_model_json, refuse_config_without_file, single_file
+from bucketline.model_file import (
+    INDEX,
+    ModelFile,
+    cast,
+    open_model_file,
+    read_model_json,
+    refuse_config_without_file,
+    single_file,
+)
 from bucketline.store.format.columns import LATENT
 from bucketline.train.refusals import DENOISER_FOLDERS, refuse_no_model, store_channels
 from bucketline.weight_files import DIFFUSERS, safetensors_of, variant_of
@@ -105,7 +113,7 @@ def load(
     model_class = getattr(diffusers, family.model_class)
     if on_meta:
         with torch.device("meta"):
-            model = torch.nn.Module.to(model_class.from_config(config), dtype=dtype)
+            model = cast(model_class.from_config(config), dtype)
     elif file is not None:
         model = file.load(folder.name, dtype)
     elif weights := weight_files(folder):
@@ -113,8 +121,7 @@ def load(
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            # torch's own `to`: diffusers' override warns on every cast about modules to keep in 32 bits, without naming any
-            model = torch.nn.Module.to(model_class.from_config(config), dtype=dtype)
+            model = cast(model_class.from_config(config), dtype)
     family.prepare(model)
     return family, model.requires_grad_(requires_grad=True).train()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.errors import UsageError
+from bucketline.model_file import cast
 from bucketline.train.config import Precision
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ def add_adapters(model: nn.Module, family: Family, config: TrainConfig, layers: 
     assert config.lora_rank is not None
     targets = adapted_layers(model, family, config.lora_targets) if layers is None else [*layers]
     model.requires_grad_(requires_grad=False)
-    if config.precision is Precision.BF16:  # read in it, but for modules that diffusers keeps in 32 bits
-        torch.nn.Module.to(model, dtype=torch.bfloat16)
+    if config.precision is Precision.BF16:
+        cast(model, torch.bfloat16)
     wanted = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_rank if config.lora_alpha is None else config.lora_alpha,
