@@ -103,6 +103,7 @@ class CacheListing:
     latents: str = "sample"  # `mode` or `sample`, as in the store's provenance
     family: str | None = None  # the text family whose layout the cache's embeddings have; None: it has none that can be kept
     text_refused: str | None = None  # why its captions can be stored only without embeddings
+    text_unknown: str | None = None  # what is wrong if it has text embeddings, and none is of a caption that was found
     has_crops: bool = False
     captions_from: str = "the cache"
     vae: str | None = None  # what the cache says of its VAE
@@ -116,6 +117,7 @@ class ListRequest:
     source: Path
     variant: str | None = None
     captions: Path | None = None  # folder of caption files
+    trigger: str | None = None  # word that the trainer put into each caption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
