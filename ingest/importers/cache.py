@@ -156,14 +156,13 @@ def has_file(name: str | re.Pattern[str], folder: str | re.Pattern[str] = ".*") 
     )
 
 
-def named_image(stem: str, names: set[str]) -> str:
-    """Return the name of the image that a cache file belongs to, if exactly one is in the same folder; else the stem.
+def images_named(stem: str, names: set[str]) -> list[str]:
+    """Return the names of the images that a cache file of this stem may belong to.
 
-    >>> named_image("a", {"a.png", "a.txt"}), named_image("a", {"a.png", "a.jpg"}), named_image("a", set())
-    ('a.png', 'a', 'a')
+    >>> images_named("a", {"a.png", "a.txt"}), images_named("a", {"a.JPG", "a.png"}), images_named("a", set())
+    (['a.png'], ['a.png', 'a.JPG'], [])
     """
-    found = [name for extension in _IMAGES for name in (stem + extension, stem + extension.upper()) if name in names]
-    return found[0] if len(found) == 1 else stem
+    return [name for extension in _IMAGES for name in (stem + extension, stem + extension.upper()) if name in names]
 
 
 def ids_of_paths(paths: Sequence[str]) -> dict[str, str]:

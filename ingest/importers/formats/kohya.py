@@ -4,7 +4,7 @@
 SD3, FLUX and later models append `_{h}x{w}` to each key, and may have several sizes in a file: each becomes a sample.
 `crop_ltrb` is what the trainer computed, not what it cropped, so it is not read. The text is in a file of its own, its caption
 only in the caption file next to the image, so that the text may be of an older caption if that file is newer. Of several lines
-the trainer takes the first, or with `enable_wildcard` any. Source:
+the trainer takes the first, or with `enable_wildcard` any. Two images of one name and size share a file. Source:
 `strategy_base.py` and `strategy_*.py` of version 0.10.1.
 """
 
@@ -55,9 +55,12 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
             found.setdefault(model, []).append((folder, name, stem, own))
     variant = cache.chosen_variant(Counter({model: len(files) for model, files in found.items()}), request, "kohya")
     family = variant if variant in _TEXTS else None
+    num_files = Counter((folder, stem) for folder, _, stem, _ in found[variant])
     entries = []
     for folder, name, stem, own in found[variant]:
-        sample_id = folder + cache.named_image(stem, own)
+        images = cache.images_named(stem, own)
+        sample_id = folder + (images[0] if len(images) == 1 else stem)
+        is_shared = len(images) > num_files[folder, stem]
         text = f"{stem}{_TEXTS[variant]}.npz" if family else ""
         texts, problem = captions.of(sample_id, stem=folder + stem)
         text_path = folder + text if text in own else None
@@ -71,6 +74,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
                 text_path=text_path,
                 is_text_older=is_older,
                 captions=texts,
+                problem=f"{' and '.join(images)} share it; rename one, and cache both again" if is_shared else None,
                 caption_problem=problem,
             )
             for suffix in suffixes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from tests.unit.ingest.importers.writers import (
     ai_toolkit,
     ai_toolkit_file,
     kohya,
+    kohya_latent,
     musubi,
     onetrainer,
     simpletuner,
@@ -193,6 +195,29 @@ def test_a_trigger_word_is_refused_where_the_cache_has_its_captions(known: Calla
     run_import("musubi", musubi(tmp_path / "cache", own), tmp_path / "s.store", own, "--trigger", "ohwx").fails(
         "those of this cache are from caption1 of the text caches", code=2
     )
+
+
+def test_two_images_that_share_a_cache_file_are_rejected_with_both_names(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("sd")
+    source, first = kohya(tmp_path / "cache", own), own.samples[0]
+    (source / first.id).with_suffix(".jpg").write_bytes((source / first.id).read_bytes())
+    ran = run_import("kohya", source, tmp_path / "s.store", own).done()
+    assert (ran.json["imported"], ran.json["rejected"]) == (5, 1)
+    name = first.stem.rpartition("/")[2]
+    assert f"{name}.png and {name}.jpg share it" in ran.json["rejects"][0]["detail"]
+    larger = replace(first, record=replace(first.record, original_size=(80, 120)))
+    kohya_latent(source, larger, "sd", first.latent)  # of the other image, by its size
+    assert run_import("kohya", source, tmp_path / "t.store", own).done().json["imported"] == 7
+
+    own = known("sdxl")
+    source, first = simpletuner(tmp_path / "other", own), own.samples[0]
+    path = source / "aspect_ratio_bucket_metadata_my-data.json"
+    images = json.loads(path.read_text(encoding="utf-8"))
+    images |= {name.replace(".png", ".jpg"): fields for name, fields in images.items() if name.endswith(first.id)}
+    path.write_text(json.dumps(images), encoding="utf-8")
+    ran = run_import("simpletuner", source, tmp_path / "u.store", own).done()
+    assert (ran.json["imported"], ran.json["rejected"]) == (5, 2)
+    assert all(f"{first.id} and {first.stem}.jpg share it" in reject["detail"] for reject in ran.json["rejects"])
 
 
 def test_a_caption_that_is_newer_than_kohyas_text_cache_is_encoded_again(known: Callable[[str], Known], tmp_path: Path) -> None:
