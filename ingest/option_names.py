@@ -155,6 +155,7 @@ OF_SCAN = _answers("--batch-size", "--device", "--engine", _STORE)
 OF_PEEK = _answers("--batch-size", "--flip", "--max-tokens", "--val-fraction", "--latents", "--engine", _STORE)
 OF_IMPORT = {
     **_only("--model", "--batch-size", "--device", "--max-tokens", "--val-fraction", _PARTS, _PRECISION, _QUANTISED),
+    **dict.fromkeys(("--trigger-word", "--instance-prompt", "--caption-prefix", "--class-tokens"), "here it is --trigger"),
     "--split-by": _HELD_OUT,
     **FORMER_SHARD_SIZE,
 }

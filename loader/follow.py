@@ -7,12 +7,12 @@ when that is.
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
 from bucketline.errors import BucketlineError, UsageError
+from bucketline.joinable_thread import JoinableThread
 from bucketline.loader.collate.columns import make_conditioning
 from bucketline.loader.mixture import WeightedStore, join
 from bucketline.loader.plan.cache_needs import refuse_small_caches
@@ -89,7 +89,7 @@ class GenerationWatch:
     def __init__(self, config: LoaderConfig, world_size: int, *, is_served: bool) -> None:
         self._config, self._world_size, self._is_served = config, world_size, is_served
         self._next = 0.0
-        self._thread: threading.Thread | None = None
+        self._thread: JoinableThread | None = None
         self._found: tuple[int, ...] | None = None
         self._refused: tuple[int, ...] | None = None
         self._warning: str | None = None  # for the caller's thread
@@ -101,7 +101,7 @@ class GenerationWatch:
         if self._thread is None and time.monotonic() >= self._next:
             is_local = all(share.store.is_local for share in shares)
             self._next = time.monotonic() + (LOOK_EVERY_S if is_local else ASK_EVERY_S)
-            self._thread = threading.Thread(target=self._look, args=(tuple(shares),), name="bucketline-watch", daemon=True)
+            self._thread = JoinableThread(self._look, args=(tuple(shares),), name="bucketline-watch")
             self._thread.start()
         if (warning := self._warning) is not None:
             self._warning = None

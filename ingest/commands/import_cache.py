@@ -9,6 +9,7 @@ from bucketline.command_line import (
     print_json,
     torchrun_ranks,
 )
+from bucketline.errors import SourceError
 from bucketline.ingest.importers.config import ImportConfig
 
 
@@ -24,8 +25,13 @@ class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
         from bucketline.ingest.importers.summary import print_failures, print_import
         from bucketline.ingest.parallel.signals import exit_code_of
 
+        ranks = torchrun_ranks()
         try:
-            result = import_cache(self, **torchrun_ranks())
+            result = import_cache(self, **ranks)
+        except SourceError as error:
+            if self.json and not ranks.get("rank"):
+                print_json({"error": error.args[0], "notes": [line.removeprefix("note: ") for line in error.args[1:]]})
+            raise
         except KeyboardInterrupt as stop:
             print("interrupted: what was imported is committed; rerun the command to continue", file=sys.stderr)
             return exit_code_of(stop)

@@ -103,6 +103,7 @@ class CacheListing:
     latents: str = "sample"  # `mode` or `sample`, as in the store's provenance
     family: str | None = None  # the text family whose layout the cache's embeddings have; None: it has none that can be kept
     text_refused: str | None = None  # why its captions can be stored only without embeddings
+    text_unknown: str | None = None  # what is wrong if it has text embeddings, and none is of a caption that was found
     has_crops: bool = False
     captions_from: str = "the cache"
     vae: str | None = None  # what the cache says of its VAE
@@ -116,6 +117,7 @@ class ListRequest:
     source: Path
     variant: str | None = None
     captions: Path | None = None  # folder of caption files
+    trigger: str | None = None  # word that the trainer put into each caption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,14 +156,13 @@ def has_file(name: str | re.Pattern[str], folder: str | re.Pattern[str] = ".*") 
     )
 
 
-def named_image(stem: str, names: set[str]) -> str:
-    """Return the name of the image that a cache file belongs to, if exactly one is in the same folder; else the stem.
+def images_named(stem: str, names: set[str]) -> list[str]:
+    """Return the names of the images that a cache file of this stem may belong to.
 
-    >>> named_image("a", {"a.png", "a.txt"}), named_image("a", {"a.png", "a.jpg"}), named_image("a", set())
-    ('a.png', 'a', 'a')
+    >>> images_named("a", {"a.png", "a.txt"}), images_named("a", {"a.JPG", "a.png"}), images_named("a", set())
+    (['a.png'], ['a.png', 'a.JPG'], [])
     """
-    found = [name for extension in _IMAGES for name in (stem + extension, stem + extension.upper()) if name in names]
-    return found[0] if len(found) == 1 else stem
+    return [name for extension in _IMAGES for name in (stem + extension, stem + extension.upper()) if name in names]
 
 
 def ids_of_paths(paths: Sequence[str]) -> dict[str, str]:

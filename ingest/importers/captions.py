@@ -15,6 +15,7 @@ from bucketline.families.registry import family_of_pipeline
 from bucketline.ingest.encoders.text.registry import is_known, load_caption_encoder, text_family_of
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.importers.rows import SOURCE
 from bucketline.ingest.pipeline.captions import FreshCaptions
 from bucketline.ingest.pipeline.model.device import chosen_device
 from bucketline.pack_options import PLAIN_FAMILY
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.text_block import TextSpec
     from bucketline.typed_json import Json
 
-SOURCE, _ENCODE, PLAIN, _NONE = "source", "encode", "plain", "none"
+_ENCODE, PLAIN, _NONE = "encode", "plain", "none"
 _KEPT_BYTES = 256 << 20  # of embeddings that a later sample may have too
 COMPARED = 4  # captions whose embeddings are compared with the encoder's
 LEAST_COSINE = 0.9  # of those; encoders that compute in BF16 or FP8 reach 0.99, other encoders' are near 0
@@ -45,9 +46,12 @@ def text_plan(config: ImportConfig, model: ModelFolder | None, listing: CacheLis
 
     Raises:
         ModelError: if captions are to be encoded and how the model's pipeline does that is not known.
-        SourceError: if the cache does not have the embeddings that the user wants, or no embedding of its model can be stored.
+        SourceError: if the cache does not have the embeddings that the user wants, none of those that it has is of a caption
+            that was found, or no embedding of its model can be stored.
         UsageError: if the model has no text encoders.
     """
+    if listing.text_unknown is not None and config.text in (None, SOURCE):
+        raise SourceError(f"{config.source}: {listing.text_unknown}")
     if listing.text_refused is not None:
         if config.text in (SOURCE, _ENCODE, PLAIN):
             raise SourceError(f"--text {config.text}: {listing.text_refused}; leave it out to store the captions only")
@@ -171,13 +175,9 @@ class CaptionSource:
         """Return a caption's columns from the embedding of the cache.
 
         Raises:
-            RejectedError: if there is none, or it is not one of the model's encoders.
+            RejectedError: if it is not one of the model's encoders.
         """
-        text = next((text for text in texts if text.caption == caption), None)
-        if text is None:
-            raise RejectedError(
-                Reason.TEXT, f"the cache has no embedding of its caption {caption[:80]!r}; --text encode makes one"
-            )
+        text = next(text for text in texts if text.caption == caption)
         spec, dtype = self._encoder.columns, TORCH_DTYPES[self._settings.token_dtype]
         widths = {column.name: column.shape for column in spec.delivered.fixed}
         found = {name: tuple(value.shape) for name, value in text.fixed.items()}

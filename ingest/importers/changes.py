@@ -22,10 +22,16 @@ if TYPE_CHECKING:
 
 
 def unique(listing: CacheListing) -> None:
-    """Mark a second entry of an id as one that cannot be imported."""
+    """Mark a second entry of an id, and entries whose values are the same part of a file, as such that cannot be imported."""
     seen: dict[str, CacheEntry] = {}
+    sharing: dict[tuple[object, ...], list[str]] = {}  # ids by part of a file
+    for entry in listing.entries:
+        sharing.setdefault((entry.path, entry.at), []).append(entry.id)
     entries = []
     for entry in listing.entries:
+        if entry.problem is None and len(ids := sharing[entry.path, entry.at]) > 1:
+            problem = f"{' and '.join(ids[:5])} share it, which is of one of them; rename the others, and cache them again"
+            entry = replace(entry, problem=problem)  # noqa: PLW2901 - its only form
         if (other := seen.setdefault(entry.id, entry)) is not entry:
             problem = f"{entry.path} and {other.path} are caches of one image; keep one"
             entry = replace(entry, id=f"{entry.id} ({entry.path})", problem=problem)  # noqa: PLW2901 - its only form

@@ -58,6 +58,9 @@ class ImportConfig(ChangingArguments):
     """Architecture to import, if the cache has several or does not say: as its file names call it (sdxl, flux, fk …)."""
     captions: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder of caption files (NAME.txt, .caption, .json) by the samples' names, for caches without captions."""
+    trigger: Annotated[str | None, tyro.conf.arg(metavar="WORD")] = None
+    """Word or prompt that the trainer put into the captions of files: ai-toolkit's trigger_word, SimpleTuner's instance_prompt,
+    sd-scripts' caption_prefix or class_tokens. It replaces [trigger] in ai-toolkit's, and else goes before the caption."""
     text: TextOption | None = None
     """Text embeddings of the cache (source), or of the captions by --model's encoders (encode), or none. plain: encode as for
     `ingest pack --text plain`, if the pipeline is not known. Default: source if the cache has those of --model's family, else
@@ -108,6 +111,8 @@ class ImportConfig(ChangingArguments):
         ChangingArguments.__post_init__(self)
         if self.work is not None and isinstance(self.place, Path):
             raise UsageError(f"--work {self.work}: it is for a store in object storage; leave it out")
+        if self.trigger is not None and not self.trigger.strip():
+            raise UsageError("--trigger is empty; name the word that the trainer put into captions, or leave it out")
         _ = self.held_out
         refuse_below(
             1,

@@ -11,12 +11,12 @@ from bucketline.command_line import counted
 from bucketline.errors import FingerprintError, SourceError, UsageError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.cache import Crops, ListRequest
-from bucketline.ingest.importers.captions import SOURCE, CaptionSource, text_plan
+from bucketline.ingest.importers.captions import CaptionSource, text_plan
 from bucketline.ingest.importers.changes import not_stored, read_entry, rejects_named, unique
 from bucketline.ingest.importers.columns import ColumnRules, as_frames, named_roles, side_columns, stored_columns
 from bucketline.ingest.importers.origins import named_as_stored, refuse_other_origin
 from bucketline.ingest.importers.registry import expect_inputs, importer_of, listed
-from bucketline.ingest.importers.rows import ImportPlan
+from bucketline.ingest.importers.rows import SOURCE, ImportPlan
 from bucketline.ingest.importers.vae.named_vae import has_weights, named_vae
 from bucketline.ingest.importers.vae.round_trip import SAMPLES, refuse_other_vae
 from bucketline.ingest.importers.vae.spread import refuse_wrong_scale
@@ -71,17 +71,36 @@ def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int
     Raises:
         UsageError: if source and store overlap, or options contradict each other or lack the VAE.
         SourceError: if the cache cannot be listed, no sample can be read, the latents' spread is not the VAE's, the text is of
-            other encoders, or rows of another cache would be replaced.
+            other encoders or captions, or rows of another cache would be replaced; what is known of the cache is in its lines.
         ModelError, FingerprintError, StoreError: as `import_cache`.
     """
     expect_inputs(config)
     importer = importer_of(config.kind, config.source)
-    roles = named_roles(config.columns)
+    _ = named_roles(config.columns)
     store = newest_store(config)
-    manifest = None if store is None else store.manifest
-    if manifest is not None and "import" not in manifest.rules:
+    if store is not None and "import" not in store.manifest.rules:
         raise FingerprintError(f"{config.store} was packed, not imported; import into a new store")
-    listing = listed(importer, ListRequest(source=config.source, variant=config.variant, captions=config.captions))
+    listing = listed(
+        importer,
+        ListRequest(source=config.source, variant=config.variant, captions=config.captions, trigger=config.trigger),
+    )
+    try:
+        return _planned(config, model, local_rank, importer, store, listing)
+    except SourceError as error:
+        error.args += tuple(f"note: {note}" for note in listing.notes)
+        raise
+
+
+def _planned(
+    config: ImportConfig,
+    model: ModelFolder | None,
+    local_rank: int,
+    importer: Importer,
+    store: Store | None,
+    listing: CacheListing,
+) -> Planned:
+    """Return the plan for a cache that is listed; as `plan_import`."""
+    manifest, roles = None if store is None else store.manifest, named_roles(config.columns)
     _name(listing, config, store)
     crops = Crops(config.crop or ("source" if listing.has_crops else "unknown"))
     if crops is Crops.SOURCE and not listing.has_crops:
@@ -156,6 +175,7 @@ def _rules(
         "vae": f"named by {'--model' if config.vae is None else f'--vae {config.vae}'}",
         "vae_of_the_cache": listing.vae,
         "captions": listing.captions_from,
+        "trigger": config.trigger,
         "text": text,
         "crop": crops.value,
         "flip": columns.flip,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.importers.config import ImportConfig
     from bucketline.ingest.importers.vae.named_vae import NamedVae
 
+SOURCE = "source"  # text embeddings are those of the cache
 ROUNDING_PX = 1  # by which another trainer's resized size may differ from ours, which rounds half up
 
 
@@ -65,8 +66,13 @@ def row_of(
     """Return a sample's row.
 
     Raises:
-        RejectedError: if its latent is not one of the VAE, or its geometry is impossible.
+        RejectedError: if its latent is not one of the VAE, its geometry is impossible, or its text is not that of its caption.
     """
+    captions = kept_captions(cached.captions if entry.captions is None else entry.captions, config.most_captions(plan.text))
+    if plan.text == SOURCE and not {*captions} <= {text.caption for text in cached.texts}:
+        raise RejectedError(
+            Reason.TEXT, f"the cache has no embedding of its caption {captions[0][:80]!r}; --text encode makes one"
+        )
 
     def unscaled(latent: Tensor) -> NDArray[Any]:
         framed = as_frames(latent, is_video=plan.columns.frames)
@@ -96,7 +102,7 @@ def row_of(
         resized=resized,
         crop=crop,
         crop_in_source=crop_in_source,
-        captions=kept_captions(cached.captions if entry.captions is None else entry.captions, config.most_captions(plan.text)),
+        captions=captions,
         caption_rows=(),
     )
     left_out = (*plan.columns.left_out(cached), *([cached.leaves_out] if cached.leaves_out else []))

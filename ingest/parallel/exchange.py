@@ -25,6 +25,7 @@ from bucketline import __version__
 from bucketline.command_line import launch_name
 from bucketline.errors import RankError, StoreError
 from bucketline.files.locks import FileLock
+from bucketline.joinable_thread import JoinableThread
 from bucketline.store.folder import MissingObjectError
 from bucketline.store.write.attempts import RANKS_FOLDER
 from bucketline.store.write.publish import refuse_linked_folders
@@ -60,7 +61,7 @@ class Exchange:
         self._lock: FileLock | None = None
         self._locks: dict[int, int] = {}  # descriptors of the others' lock files
         self._is_over = threading.Event()
-        self._beats: threading.Thread | None = None
+        self._beats: JoinableThread | None = None
 
     @property
     def shares_disk(self) -> bool:
@@ -94,7 +95,7 @@ class Exchange:
                         self._folder.write(self._path(f"{self._rank}-beat"), b"%d" % now)
                 before = now
 
-        self._beats = threading.Thread(target=beat, name="bucketline-beat", daemon=True)
+        self._beats = JoinableThread(beat, name="bucketline-beat")
         self._beats.start()
 
     def say(self, name: str, data: bytes) -> None:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from bucketline.joinable_thread import JoinableThread
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from types import TracebackType
@@ -42,7 +44,7 @@ class OrderedPool(Generic[T, R]):
         """`num_bytes` returns the memory that an item takes while in flight; nothing runs before `with` is entered."""
         self._items, self._work, self._num_bytes, self._room = items, work, num_bytes, room
         self._pool = ThreadPoolExecutor(room.num_threads, thread_name_prefix="ahead", initializer=_yield_to_others)
-        self._feeder = threading.Thread(target=self._feed, name="ahead-items", daemon=True)
+        self._feeder = JoinableThread(self._feed, name="ahead-items")
         self._changed = threading.Condition()
         self._running: deque[tuple[T, Future[R], int]] = deque()
         self._bytes = 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import queue
-import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError, StoreError
+from bucketline.joinable_thread import JoinableThread
 from bucketline.store.format.text_block import TEXT_GROUP
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class RowWriter:
         """Take what begins a shard, and what is told the name of each that is sealed; the thread calls both."""
         self._new_shard, self._on_sealed = new_shard, on_sealed
         self._waiting: queue.Queue[EncodedBatch | _EndShard | None] = queue.Queue(BATCHES_WAITING)
-        self._thread = threading.Thread(target=self._run, name="row-writer", daemon=True)
+        self._thread = JoinableThread(self._run, name="row-writer")
         self._failure: BaseException | None = None
         self._is_to_seal = True
         self.sealed: list[str] = []
@@ -96,9 +96,8 @@ class RowWriter:
             StoreError: as `put`.
         """
         self._is_to_seal = error is None
-        if self._thread.ident is not None:
-            self._hand_over(None)
-            self._thread.join()
+        self._hand_over(None)
+        self._thread.join()
         if self._failure is not error:
             self._raise_failure()
 

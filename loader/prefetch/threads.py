@@ -12,6 +12,7 @@ import torch
 
 from bucketline.errors import DeliveryError
 from bucketline.forks import OwnerProcess
+from bucketline.joinable_thread import JoinableThread
 from bucketline.loader.prefetch.delivery import OwnBuffers
 from bucketline.loader.prefetch.readahead import Readahead
 
@@ -60,9 +61,7 @@ class PrefetchThreads:
         self._next_turn = 0
         self._owner = OwnerProcess()
         self._started = threading.Semaphore(0)
-        self._threads = [
-            threading.Thread(target=self._run, name="bucketline-builder", daemon=True) for _ in range(builder.config.threads)
-        ]
+        self._threads = [JoinableThread(self._run, name="bucketline-builder") for _ in range(builder.config.threads)]
 
     def start(self) -> None:
         """Start the threads. The number of torch's own threads is unchanged when this returns.
@@ -99,7 +98,7 @@ class PrefetchThreads:
         self._sink.close()
         self._readahead.stop()
         for thread in self._threads:
-            if thread.ident is not None and thread is not threading.current_thread():
+            if thread is not threading.current_thread():
                 thread.join()
         if threading.current_thread() not in self._threads:
             self._copy_plans.close()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.forks import OwnerProcess
+from bucketline.joinable_thread import JoinableThread
 from bucketline.loader.prefetch.threads import depth_of
 from bucketline.loader.service.frames import FrameReader
 from bucketline.loader.service.layouts import FrameKind
@@ -43,7 +44,7 @@ class FrameStream:
         self._sock = answer.sock
         self._turn = 0
         self._refusals = 0  # failures that servers have told, since the last batch
-        self._thread = threading.Thread(target=self._run, args=(answer,), name="bucketline-receiver", daemon=True)
+        self._thread = JoinableThread(self._run, args=(answer,), name="bucketline-receiver")
         self._thread.start()
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None:

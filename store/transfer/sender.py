@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import StoppedError, StoreError
 from bucketline.files.sparse_file import make_sparse
+from bucketline.joinable_thread import JoinableThread
 from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest_entries import SHARD_NAME
@@ -58,7 +59,7 @@ class ShardSender:
         self._bytes_done = 0
         self._failure: BaseException | None = None
         self._is_stopped = False
-        self._thread = threading.Thread(target=self._run_thread, name="bucketline-send", daemon=True)
+        self._thread = JoinableThread(self._run_thread, name="bucketline-send")
         self.sent: list[str] = []
 
     def put(self, name: str) -> None:
@@ -157,7 +158,7 @@ class PendingNotes:
         """Request nothing yet; `prefix` begins the names of the processes."""
         self._objects, self._prefix = objects, f"{PENDING}/{prefix}"
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run_thread, name="bucketline-notes", daemon=True)
+        self._thread = JoinableThread(self._run_thread, name="bucketline-notes")
 
     def repeat(self) -> None:
         """Write the notes again.

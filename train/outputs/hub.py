@@ -6,11 +6,12 @@ import contextlib
 import logging
 import queue
 import re
-import threading
 from typing import TYPE_CHECKING
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+from bucketline.joinable_thread import JoinableThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ class HubUploads:
             )
         self._left: list[Path] = []
         self._asked: queue.SimpleQueue[tuple[Path, str] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+        self._thread = JoinableThread(self._run, name="hub")
         self._thread.start()
 
     def push(self, folder: Path, message: str) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from bucketline.errors import SourceError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
+from bucketline.ingest.importers.reading.caption_folder import CaptionFolder, FileForm
 from bucketline.ingest.importers.reading.read_files import as_tensor, loaded_dict, open_of_any_size, read_part, values_by_role
 from bucketline.ingest.sources.byte_window import FileWindow
 
@@ -38,7 +38,7 @@ MAX_VALUE_BYTES = 1 << 30
 
 
 def _listed(request: cache.ListRequest) -> cache.CacheListing:
-    captions = CaptionFolder(request, "the cache")
+    captions = CaptionFolder(request, "the cache", form=FileForm.WHOLE)
     found: list[tuple[str, str]] = []  # folder, model
     for folder, names in cache.files_below(request.source):
         if (match := _LATENTS.fullmatch(folder)) and _DB in names:

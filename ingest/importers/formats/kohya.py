@@ -3,7 +3,8 @@
 `NAME_WWWWxHHHH_MODEL.npz`, or `NAME.npz` of SD and SDXL, has a latent; W and H are the original's size, never the bucket's.
 SD3, FLUX and later models append `_{h}x{w}` to each key, and may have several sizes in a file: each becomes a sample.
 `crop_ltrb` is what the trainer computed, not what it cropped, so it is not read. The text is in a file of its own, its caption
-only in the caption file next to the image, so that the text may be of an older caption if that file is newer. Source:
+only in the caption file next to the image, so that the text may be of an older caption if that file is newer. Of several lines
+the trainer takes the first, or with `enable_wildcard` any. Two images of one name and size share a file. Source:
 `strategy_base.py` and `strategy_*.py` of version 0.10.1.
 """
 
@@ -15,9 +16,10 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from bucketline.command_line import counted
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
+from bucketline.ingest.importers.reading.caption_folder import CaptionFolder, FileForm
 from bucketline.ingest.importers.reading.npz import read_npz
 from bucketline.ingest.importers.reading.read_files import as_tensor
 from bucketline.ingest.importers.reading.text_layouts import sd3_tokens, sdxl_tokens, text_of
@@ -41,7 +43,7 @@ _KEY = re.compile(r"latents((_\d+x\d+)?)\.npy")
 
 
 def _listed(request: cache.ListRequest) -> cache.CacheListing:
-    captions = CaptionFolder(request)
+    captions = CaptionFolder(request, form=FileForm.FIRST_LINE)
     found: dict[str, list[tuple[str, str, str, set[str]]]] = {}  # folder, file, stem, all names; by model
     for folder, names in cache.files_below(request.source):
         own = set(names)
@@ -53,9 +55,12 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
             found.setdefault(model, []).append((folder, name, stem, own))
     variant = cache.chosen_variant(Counter({model: len(files) for model, files in found.items()}), request, "kohya")
     family = variant if variant in _TEXTS else None
+    num_files = Counter((folder, stem) for folder, _, stem, _ in found[variant])
     entries = []
     for folder, name, stem, own in found[variant]:
-        sample_id = folder + cache.named_image(stem, own)
+        images = cache.images_named(stem, own)
+        sample_id = folder + (images[0] if len(images) == 1 else stem)
+        is_shared = len(images) > num_files[folder, stem]
         text = f"{stem}{_TEXTS[variant]}.npz" if family else ""
         texts, problem = captions.of(sample_id, stem=folder + stem)
         text_path = folder + text if text in own else None
@@ -69,6 +74,7 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
                 text_path=text_path,
                 is_text_older=is_older,
                 captions=texts,
+                problem=f"{' and '.join(images)} share it; rename one, and cache both again" if is_shared else None,
                 caption_problem=problem,
             )
             for suffix in suffixes
@@ -79,6 +85,9 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
         scaling=cache.Scaling.AS_FED if variant in _SCALED else cache.Scaling.NONE,
         family=family if any(entry.text_path for entry in entries) else None,
         captions_from=captions.told,
+        notes=[f"{counted(captions.shortened, 'caption file')} with several lines: the first is taken, as sd-scripts does"]
+        if captions.shortened
+        else [],
     )
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
+from bucketline.ingest.importers.reading.caption_folder import CaptionFolder, FileForm
 from bucketline.ingest.importers.reading.read_files import read_safetensors
 from bucketline.ingest.importers.reading.text_layouts import text_of
 
@@ -52,7 +52,7 @@ _FLUX2_TEXT = (
 
 
 def _listed(request: cache.ListRequest) -> cache.CacheListing:
-    captions = CaptionFolder(request, "caption1 of the text caches")
+    captions = CaptionFolder(request, "caption1 of the text caches", form=FileForm.WHOLE)
     found = [
         (folder, name, match, set(names))
         for folder, names in cache.files_below(request.source)

@@ -2,7 +2,9 @@
 
 `aspect_ratio_bucket_metadata_ID.json` maps image paths to sizes, width first, and the crop's top and left. A latent's file is
 `NAME.pt` or `SHA256(NAME).pt`, below a folder like the image's; it holds a tensor, possibly gzipped. A caption's embedding is
-`MD5(caption)-MODEL.pt`. Source: `caching/vae.py`, `metadata/backends/`, `text_embeds.py` of version 4.8.0.
+`MD5(caption)-MODEL.pt`. A caption file has one per line, or is one with `disable_multiline_split`; without such files, an image
+may be captioned by its name. The instance prompt may precede each. Source: `caching/vae.py`, `metadata/backends/`,
+`prompts.py`, `text_embeds.py` of version 4.8.0.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import torch
 
 from bucketline.errors import SourceError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
+from bucketline.ingest.importers.reading.caption_folder import CaptionFolder, EmbeddedCaptions
 from bucketline.ingest.importers.reading.read_files import read_torch
 from bucketline.ingest.importers.reading.text_layouts import text_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from bucketline.ingest.importers.reading.caption_folder import Spelled
 
 
 _METADATA = re.compile(r"aspect_ratio_bucket_metadata_.+\.json")
@@ -43,6 +48,10 @@ _MODELS: dict[str, str | None] = {
     "qwen_image": None,
     "wan": None,
 }
+_CAUSES = (
+    "an instance prompt before each caption (--trigger PROMPT names it), a caption edited since, captions that are elsewhere "
+    "(--captions FOLDER has them as text files), caption_shuffle, a caption filter"
+)
 _FIELDS = ("original_size", "target_size", "intermediary_size")
 
 
@@ -66,25 +75,27 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
             "folder that has both these files and the cache"
         )
     model = _model(models, request)
-    captions = CaptionFolder(request)
+    captions = CaptionFolder(request, spelled=_spelled)
+    known = EmbeddedCaptions(captions, {name for name in texts if name.endswith(f"-{model}.pt")})
     entries, ids = [], cache.ids_of_paths(list(metadata))
     for path, fields in metadata.items():
         found, why = _file(path, latents)
-        own, problem = captions.of(ids[path])
-        text = next((texts[name] for caption in (own or ())[:1] if (name := _text_name(caption, model)) in texts), None)
+        own, problem, text = known.of(
+            ids[path], lambda caption: {_text_name(caption, model): True}, [_stem(path).replace("_", " ")]
+        )
         entries.append(
             cache.CacheEntry(
                 id=ids[path],
                 image=path,
                 path=found or "",
                 at=tuple(_numbers(fields)),
-                text_path=text,
+                text_path=None if text is None else texts[text],
                 captions=own,
                 problem=why,
                 caption_problem=problem,
             )
         )
-    return cache.CacheListing(
+    listing = cache.CacheListing(
         entries=entries,
         variant=model,
         scaling=cache.Scaling.AS_FED,
@@ -92,6 +103,20 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
         has_crops=True,
         captions_from=captions.told,
     )
+    known.tell(listing, _CAUSES)
+    return listing
+
+
+def _spelled(text: str, trigger: str | None) -> Iterator[Spelled]:
+    """Yield the captions that a text may have become, and their spellings, which tell only the digest."""
+    for start in dict.fromkeys((f"{trigger} " if trigger else "", "")):
+        for own in (text.strip(), text, text.strip().replace("\n", "\r\n")):
+            yield (start + text.strip()).strip(), start + own
+            yield (start + text.strip()).strip(), (start + own).strip()
+
+
+def _stem(image: str) -> str:
+    return os.path.splitext(os.path.basename(image))[0]  # noqa: PTH119, PTH122 - as the trainer cuts it
 
 
 def _images(path: Path) -> dict[str, dict[str, Any]]:
@@ -118,7 +143,7 @@ def _model(models: Counter[str], request: cache.ListRequest) -> str:
 
 def _file(image: str, latents: dict[str, list[str]]) -> tuple[str | None, str | None]:
     """Return the path of an image's latent, or why there is none."""
-    stem = os.path.splitext(os.path.basename(image))[0]  # noqa: PTH119, PTH122 - as the trainer cuts it
+    stem = _stem(image)
     for name in (f"{hashlib.sha256(stem.encode('utf-8', 'surrogatepass')).hexdigest()}.pt", f"{stem}.pt"):
         folders = latents.get(name, [])
         if len(folders) > 1:  # of images of one name in several folders: the one whose path ends as the image's

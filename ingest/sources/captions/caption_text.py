@@ -29,6 +29,7 @@ class CaptionNames:
 
     columns: tuple[str, ...] = CAPTION_COLUMNS
     extensions: tuple[str, ...] = EXTENSIONS  # in lower case, with the dot
+    is_whole: bool = False  # a text file is one caption, as it is, not one per line
 
     @property
     def is_asked_for(self) -> bool:
@@ -69,7 +70,7 @@ class CaptionNames:
         """Parse a caption file by its extension, in lower case; return the captions, or why there are none."""
         if extension == JSON:
             return captions_of_json(name, data, self.columns)
-        return captions_of_text(name, data)
+        return whole_text(name, data) if self.is_whole else captions_of_text(name, data)
 
 
 def refuse_unmet(options: SourceOptions, captions_from: Collection[str]) -> None:
@@ -100,12 +101,19 @@ def ambiguous(names: Iterable[str]) -> Captions:
 
 def captions_of_text(name: str, data: bytes) -> Captions:
     """Parse a caption file with one caption per line; return the captions, or why there are none."""
+    texts, problem = whole_text(name, data)
+    return (lines_of(texts[0]) if texts else ()), problem
+
+
+def whole_text(name: str, data: bytes) -> Captions:
+    r"""Return a caption file's text with "\n" at the ends of its lines, nothing if it is blank; or why it cannot be read."""
     if len(data) > MAX_CAPTIONS_BYTES:
         return too_long(name, len(data))
     try:
-        return lines_of(data.decode("utf-8-sig")), None
+        text = _plain_ends(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return (), f"{name} is not UTF-8 (byte {error.start})"
+    return ((text,), None) if text.strip() else NOTHING
 
 
 def captions_of_json(name: str, data: bytes, fields: Iterable[str] = CAPTION_COLUMNS) -> Captions:
@@ -135,7 +143,11 @@ def captions_of_json(name: str, data: bytes, fields: Iterable[str] = CAPTION_COL
 def lines_of(text: str) -> tuple[str, ...]:
     """Return the captions in a text, one per line."""
     # not `splitlines`, which also splits at U+2028, form feeds and others
-    return stripped(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))
+    return stripped(_plain_ends(text).split("\n"))
+
+
+def _plain_ends(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def stripped(texts: Iterable[str]) -> tuple[str, ...]:

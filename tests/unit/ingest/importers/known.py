@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.family_models import tiny_vae, write_pipeline
 from tests.models import png
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 GRID = "32x48,48x32"
 TEXTS = ("a red cat", "a blue dog", "the house", "a green house of the dog")
+PACKED = ("--min-size-px", 8, "--dtype", "F32")
 SIZES = ((40, 60), (60, 40), (32, 48), (70, 50), (45, 66), (48, 32))  # height and width
 
 
@@ -108,15 +111,24 @@ def make_known(folder: Path, name: str, count: int = 6) -> Known:
             model,
             "--grid",
             grid,
-            "--min-size-px",
-            8,
-            "--dtype",
-            "F32",
+            *PACKED,
             *(("--text", "plain") if family == "t5" else ()),
         )
         call("ingest", "pack", images, packed, *asked).done()
         read = read_store(packed)
     return Known(family=family, images=images, model=model, samples=tuple(read), scale=scale, shift=shift)
+
+
+def captioned(folder: Path, known: Known, captions: Callable[[str], str]) -> Known:
+    """Return the same images with other captions, each one caption however many lines it has; no caption files are left."""
+    images = folder / "captioned"
+    shutil.copytree(known.images, images, ignore=shutil.ignore_patterns("*.txt"))
+    for sample in known.samples:
+        (images / f"{sample.stem}.json").write_text(json.dumps({"text": captions(sample.caption)}), encoding="utf-8")
+    call("ingest", "pack", images, folder / "captioned.store", "--model", known.model, "--grid", GRID, *PACKED).done()
+    for path in images.rglob("*.json"):
+        path.unlink()
+    return replace(known, images=images, samples=tuple(read_store(folder / "captioned.store")))
 
 
 def describe_vae(model: Path, latents: list[NDArray[np.float32]], *, has_shift: bool) -> tuple[float, float]:

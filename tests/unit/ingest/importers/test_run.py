@@ -235,7 +235,10 @@ def test_a_model_that_is_told_crops_is_not_trained_on_unknown_ones(own: Known, s
 
 def test_captions_beyond_the_most_that_a_row_has_do_not_make_it_look_changed(own: Known, source: Path, tmp_path: Path) -> None:
     for path in source.rglob("*.txt"):
-        path.write_text("a red cat\n\na blue dog\na red cat\nthe house\n", encoding="utf-8")
+        path.with_suffix(".json").write_text(
+            '{"text": ["a red cat", "a blue dog", "a red cat", "the house"]}', encoding="utf-8"
+        )
+        path.unlink()
     options = ("--text", "encode", "--max-captions", 2)
     assert run_import("kohya", source, tmp_path / "s.store", own, *options).json["imported"] == 6
     assert {sample.record.captions for sample in read_store(tmp_path / "s.store")} == {("a red cat", "a blue dog")}
@@ -247,6 +250,6 @@ def test_of_several_captions_the_first_is_the_one_that_the_cache_has_embedded(ow
         path.write_text(path.read_text(encoding="utf-8") + "\nanother caption\n", encoding="utf-8")
         os.utime(path, ns=(1, 1))
     ran = run_import("kohya", source, tmp_path / "s.store", own).done()
-    assert ran.json["notes"] == ["of a sample's captions at most 1 can be stored, the first"]
+    assert ran.json["notes"] == ["6 caption files with several lines: the first is taken, as sd-scripts does"]
     assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
     assert run_import("kohya", source, tmp_path / "s.store", own).json["unchanged"] == 6
