@@ -21,15 +21,18 @@ if TYPE_CHECKING:
 SUFFIX = ".safetensors"
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 INDEX = "model_index.json"
+MODULAR_INDEX = "modular_model_index.json"  # of diffusers' modular pipelines; a part's entry also says where it is from
 CONFIG_PATTERNS = ["*.json", "*.txt", "*.model"]  # configurations and tokenizers
 PREFIXES = {
     "vae": ("first_stage_model.", "vae."),
     "text_encoder": ("cond_stage_model.", "conditioner.embedders.0.", "text_encoders.clip_l."),
     "text_encoder_2": ("conditioner.embedders.1.", "text_encoders.clip_g."),
     "text_encoder_3": (),
+    "text_conditioner": ("net.llm_adapter.",),
 }
 """How the names of a part's weights begin in a file; an encoder that is a T5 has `T5_PREFIX` instead."""
 T5_PREFIX = "text_encoders.t5xxl."
+_INSIDE = "text_conditioner"  # a part that is inside the transformer there, under diffusers' names but for the prefix
 _DEFAULT_KIND = "v1"  # what diffusers takes a file for that it does not know
 _UNET_PREFIX = "model.diffusion_model.input_blocks."  # another model in the same wrapping has other blocks
 
@@ -59,6 +62,7 @@ class ModelFile:
             ModelError: if the file lacks it or some of its weights, or its class has no single-file layout.
         """
         import diffusers
+        import safetensors
         import torch
 
         if not diffusers.utils.is_accelerate_available():  # without it, diffusers leaves missing weights at random values
@@ -67,12 +71,18 @@ class ModelFile:
         common: dict[str, Any] = {"config": str(self.config), "local_files_only": True}
         if dtype is not None:
             common["torch_dtype"] = dtype
-        config, index = self._config_of(part), read_model_json(self.config / INDEX)
+        config, index = self._config_of(part), read_model_json(index_path(self.config))
         try:
             if class_name := config.get("_class_name"):
                 kind = getattr(diffusers, str(class_name))
                 self._expect_fitting_weights(part, kind, config)
-                loaded = kind.from_single_file(str(self.path), subfolder=part, **common)
+                if part == _INSIDE:
+                    with safetensors.safe_open(self.path, "pt") as file:
+                        tensors = {name: file.get_tensor(name) for name in self.shapes_of(part)}
+                    loaded = kind.from_config(config)
+                    loaded.load_state_dict(self._converted(part, kind, tensors, config))
+                else:
+                    loaded = kind.from_single_file(str(self.path), subfolder=part, **common)
             else:
                 others = {name: None for name, value in index.items() if isinstance(value, list) and name != part}
                 pipeline = getattr(diffusers, str(index["_class_name"]))
@@ -96,7 +106,7 @@ class ModelFile:
             model = kind.from_config(config)
         own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         try:
-            found = {name: tuple(tensor.shape) for name, tensor in converter(kind.__name__)(tensors, config).items()}
+            found = {name: tuple(one.shape) for name, one in self._converted(part, kind, tensors, config).items()}
         except (KeyError, IndexError) as error:
             raise ModelError(
                 f"{self.path} holds no {kind.__name__} that diffusers knows ({error!r}); {self._advice}"
@@ -111,6 +121,19 @@ class ModelFile:
                     f"{self.path}: its {part} {what} {len(names)} of the weights in {self.config / part / 'config.json'}, "
                     f"such as {min(names)}; {self._advice}"
                 )
+
+    def _converted(
+        self,
+        part: str,
+        kind: Any,  # noqa: ANN401 - likewise
+        tensors: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+    ) -> dict[str, Tensor]:
+        """Return a part's weights under diffusers' names, of all of a file's."""
+        inside = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIXES[_INSIDE])}
+        if part == _INSIDE:
+            return {name.partition(PREFIXES[_INSIDE][0])[2]: tensor for name, tensor in inside.items()}
+        return converter(kind.__name__)({name: one for name, one in tensors.items() if name not in inside}, config)
 
     @property
     def _advice(self) -> str:
@@ -150,6 +173,12 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def index_path(folder: Path) -> Path:
+    """Return the path of a model's index, which is a modular one if the folder has no other."""
+    modular = folder / MODULAR_INDEX
+    return modular if modular.is_file() and not (folder / INDEX).is_file() else folder / INDEX
+
+
 def single_file(name: str | Path) -> Path | None:
     """Return the path of a model that is named as one file; None for a folder or the name of a model on a hub.
 
@@ -179,7 +208,7 @@ def open_model_file(path: Path, config: str | None) -> ModelFile:
     """
     shapes = {name: shape for name, (_, shape) in file_tensors(path).items()}
     folder = _inferred_config(path, shapes) if config is None else _named_config(config)
-    if not (folder / INDEX).is_file():
+    if not index_path(folder).is_file():
         raise ModelError(f"{folder} has no {INDEX}; expected a pipeline's folder in diffusers' layout")
     return ModelFile(path=path, config=folder, shapes=shapes)
 
@@ -233,7 +262,7 @@ def _inferred_config(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
         folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=[]))
     except LocalEntryNotFoundError as error:
         raise ModelError(missing) from error
-    if not (folder / INDEX).is_file():
+    if not index_path(folder).is_file():
         raise ModelError(missing)
     return folder
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from bucketline.families.modular import ModularAsPipeline
 from tests import language_models
 from tests.language_models import WORDS
 
@@ -39,6 +40,7 @@ RECENT_PIPELINES = {
     "ernie_image": "ErnieImagePipeline",
     "ideogram4": "Ideogram4Pipeline",
     "auraflow": "AuraFlowPipeline",
+    "anima": "AnimaModularPipeline",
 }
 T5_WIDTH = 24
 
@@ -77,6 +79,7 @@ FORMS: dict[str, Form] = {
     "z_image": Form(pipeline="ZImagePipeline", call={"guidance_scale": 0.0}),
     "krea2": Form(pipeline="Krea2Pipeline", call={"guidance_scale": 0.0}),
     "auraflow": Form(pipeline="AuraFlowPipeline"),
+    "anima": Form(pipeline="AnimaModularPipeline"),
     "ideogram4": Form(pipeline="Ideogram4Pipeline", call={**_UNGUIDED, "guidance_schedule": None}, num_tokens=2048),
 }
 """The pipelines of the families that have a file, by a name of `write_pipeline`."""
@@ -93,7 +96,13 @@ def write_pipeline(folder: Path, family: str, **more: Any) -> Path:
     parts: dict[str, Any]
     if family in RECENT_PIPELINES:
         parts = {**_RECENT_PARTS[family](), "transformer": tiny_model(family)}
-        getattr(diffusers, RECENT_PIPELINES[family])(**parts, **more).save_pretrained(folder)
+        kind = RECENT_PIPELINES[family]
+        if "Modular" in kind:
+            modular = getattr(diffusers, kind)()
+            modular.update_components(**parts, **more)
+            modular.save_pretrained(str(folder), overwrite_modular_index=True)
+            return folder
+        getattr(diffusers, kind)(**parts, **more).save_pretrained(folder)
         if family.startswith("prx"):
             language_models.publish_t5gemma(folder)
         return folder
@@ -128,6 +137,10 @@ def open_pipeline(folder: Path, family: str) -> Any:
     """Open a pipeline that `write_pipeline` wrote; a processor of images needs torchvision, and is made again instead."""
     import diffusers
 
+    if "Modular" in FORMS[family].pipeline:
+        modular = getattr(diffusers, FORMS[family].pipeline).from_pretrained(str(folder), local_files_only=True)
+        modular.load_components()
+        return ModularAsPipeline(modular)
     made: dict[str, Any] = {"processor": language_models.qwen3_vl_processor()} if family == "qwenimage21" else {}
     if family == "sd3 without T5":
         made = {"text_encoder_3": None, "tokenizer_3": None}
@@ -384,6 +397,17 @@ _AURAFLOW: dict[str, Any] = {
     "caption_projection_dim": 8,
     "pos_embed_max_size": 64,
 }
+_ANIMA: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,  # whose thirds are for frames, heights and widths
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 1,
+    "mlp_ratio": 1.0,
+    "text_embed_dim": T5_WIDTH,
+    "adaln_lora_dim": 8,
+    "extra_pos_embed_type": None,
+}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sd": ("UNet2DConditionModel", _UNET),
     "sdxl": ("UNet2DConditionModel", {**_UNET, **_TEXT_AND_SIZES}),
@@ -410,6 +434,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie_image": ("ErnieImageTransformer2DModel", _ERNIE),
     "ideogram4": ("Ideogram4Transformer2DModel", _IDEOGRAM4),
     "auraflow": ("AuraFlowTransformer2DModel", _AURAFLOW),
+    "anima": ("CosmosTransformer3DModel", _ANIMA),
 }
 
 
@@ -516,6 +541,14 @@ def _auraflow() -> dict[str, Any]:
     return {**text, "vae": tiny_vae(scaling_factor=0.13025), "scheduler": _flow(shift=1.73)}
 
 
+def _anima() -> dict[str, Any]:
+    text = {"text_encoder": language_models.qwen3().model, "tokenizer": language_models.qwen_tokenizer()}
+    sizes = {"source_dim": 16, "target_dim": T5_WIDTH, "model_dim": 8, "num_layers": 1, "num_attention_heads": 2}
+    conditioner = _tiny("AnimaTextConditioner", target_vocab_size=64, **sizes)
+    text |= {"text_conditioner": conditioner, "t5_tokenizer": t5_tokenizer(512)}
+    return {**text, "vae": tiny_qwen_vae(), "scheduler": _flow(shift=3.0)}
+
+
 _RECENT_PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "qwenimage": _qwenimage,
     "qwenimage21": _qwenimage21,
@@ -532,6 +565,7 @@ _RECENT_PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "ernie_image": _ernie_image,
     "ideogram4": _ideogram4,
     "auraflow": _auraflow,
+    "anima": _anima,
 }
 
 

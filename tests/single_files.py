@@ -95,6 +95,26 @@ SD3: Renames = (
     (r"^proj_out", "final_layer.linear"),
 )
 
+COSMOS: Renames = (
+    (r"^transformer_blocks", "blocks"),
+    (r"^time_embed\.t_embedder", "t_embedder.1"),
+    (r"^time_embed\.norm", "t_embedding_norm"),
+    (r"^patch_embed\.proj", "x_embedder.proj.1"),
+    (r"norm1\.linear", "adaln_modulation_self_attn"),
+    (r"norm2\.linear", "adaln_modulation_cross_attn"),
+    (r"norm3\.linear", "adaln_modulation_mlp"),
+    (r"^norm_out\.linear", "final_layer.adaln_modulation"),
+    (r"(adaln_modulation\w*)_([12])\.", r"\1.\2."),
+    (r"attn1", "self_attn"),
+    (r"attn2", "cross_attn"),
+    (r"to_([qkv])\.", r"\1_proj."),
+    (r"norm_([qk])\.", r"\1_norm."),
+    (r"to_out\.0", "output_proj"),
+    (r"ff\.net\.0\.proj", "mlp.layer1"),
+    (r"ff\.net\.2", "mlp.layer2"),
+    (r"^proj_out", "final_layer.linear"),
+)
+
 
 def renamed(tensors: Mapping[str, Tensor], renames: Renames, prefix: str) -> dict[str, Tensor]:
     """Rename tensors; norms inside attention blocks keep their names."""
@@ -154,6 +174,11 @@ def original_layout(folder: Path, family: str) -> dict[str, Tensor]:
     """Return all weights of a tiny pipeline of `family_models` in the original layout."""
     import diffusers
     import transformers
+
+    if family == "anima":  # whose VAE and text encoder are files of their own
+        kinds = {"transformer": "CosmosTransformer3DModel", "text_conditioner": "AnimaTextConditioner"}
+        model, inside = (getattr(diffusers, kind).from_pretrained(folder / name).state_dict() for name, kind in kinds.items())
+        return {**renamed(model, COSMOS, "net."), **renamed(inside, (), "net.llm_adapter.")}
 
     def part(name: str) -> Any:
         library, kind = parts[name]

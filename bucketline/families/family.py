@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from bucketline.errors import UsageError
+from bucketline.families.modular import modular_pipeline
 from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, channels_first, channels_last, join_layers, pack, unpack
 from bucketline.families.schedules import SCALED_LINEAR
 from bucketline.store.format.columns import POOLED, TOKENS
@@ -65,6 +66,8 @@ class Part:
     is_optional: bool = False
 
 
+MODULAR = "ModularPipeline"
+"""How the names of diffusers' modular pipelines end."""
 PENULTIMATE_CLIP: Mapping[str, Any] = {"layer": "hidden_states[-2], text_embeds", "pooled": "projection_dim"}
 """A `Part` of SDXL and of Stable Diffusion 3."""
 
@@ -171,6 +174,7 @@ class Family:
     model_class: ClassVar[str]  # in diffusers
     norm_type: ClassVar[str | None] = None  # of a published `Transformer2DModel` that is this class in diffusers now
     folder: ClassVar[str] = "transformer"  # in diffusers' layout
+    is_shared_class: ClassVar[bool] = False  # other models, of another objective, have this class, too: only its pipeline tells
     columns: ClassVar[tuple[str, ...]] = (TOKENS,)  # text columns of the store
     widths: ClassVar[Mapping[str, str]] = {}  # fields of the configuration that are as wide as a text column
     out_channels: ClassVar[tuple[int | None, ...]] = (None, 1)  # times the latent's channels; None: as many as go in
@@ -278,6 +282,8 @@ class Family:
         for library in (diffusers.utils, transformers):
             library.logging.set_verbosity_error()  # they say which optional libraries are missing
         kind = getattr(diffusers, cls.pipelines[0])
+        if kind.__name__.endswith(MODULAR):
+            return modular_pipeline(kind, given)
         _, *wanted = inspect.signature(kind.__init__).parameters.values()
         names = {one.name for one in wanted}
         absent = {one.name: None for one in wanted if one.default is inspect.Parameter.empty}
@@ -384,16 +390,19 @@ class Family:
         found = self.config.get(field)
         return Expected(field=field, found=found, wanted=words, is_met=found in wanted, because=because)
 
-    def enough_positions(self, power: int = 1) -> Iterator[Expected]:
-        """Require that the model's learned positions reach each bucket's longer side; it counts a side's, or a square's (2)."""
-        found = self.number("pos_embed_max_size")
+    def enough_positions(
+        self, power: int = 1, field: str = "pos_embed_max_size", most: int | None = None
+    ) -> Iterator[Expected]:
+        """Require that the model's positions reach each bucket's longer side; it counts a side's, or a square's (2).
+
+        `most`: how many they are, if the `field` of the configuration is not their number.
+        """
+        found = self.number(field) if most is None else most
         for bucket, height, width in self.store.latent_sizes:
             side = max(height, width) // self.patch_size
             wanted = side**power
             because = f"{bucket} has {side} tokens on its longer side"
-            yield Expected(
-                field="pos_embed_max_size", found=found, wanted=f"{wanted} or more", is_met=found >= wanted, because=because
-            )
+            yield Expected(field=field, found=found, wanted=f"{wanted} or more", is_met=found >= wanted, because=because)
 
     def same(self, field: str, found: int, wanted: int) -> Expected:
         """Require a token's width of several fields together."""

@@ -98,14 +98,14 @@ def takes_images(index: Mapping[str, Any]) -> str | None:
     own = [one.pipelines[0] for one in FAMILIES if name.startswith(one.pipelines[0].removesuffix(_ENDING))]
     of_own = f" of a {max(own, key=len)}" if own else ""
     return (
-        f"model_index.json names the pipeline {name:.80}, which draws from an image and a caption, expected one that draws "
+        f"names the pipeline {name:.80}, which draws from an image and a caption, expected one that draws "
         "from a caption only: without its images the model would be trained for another task than its own, and stores have "
         f"none; take the model{of_own}"
     )
 
 
 def crossed(index: Mapping[str, Any], config: Mapping[str, Any], folder: str) -> str | None:
-    """Return how a model's index and the configuration of its transformer or UNet contradict each other; None if they do not.
+    """Return what a model's index names that contradicts the configuration of its transformer or UNet; None if nothing does.
 
     `folder`: where the configuration is, in diffusers' layout. A class that no family knows passes if the index names it too.
     """
@@ -114,11 +114,11 @@ def crossed(index: Mapping[str, Any], config: Mapping[str, Any], folder: str) ->
     if family is None or kind is None or (folder == family.folder and family.takes(kind, config)):
         return None
     owner, entry = family_of_model(config, folder), index.get(folder)
-    if owner is None and isinstance(entry, list) and entry[-1:] == [kind]:
+    if owner is None and isinstance(entry, list) and entry[1:2] == [kind]:
         return None
     of_owner = "" if owner is None else f", of {owner.pipelines[0]}"
     return (
-        f"model_index.json names the pipeline {pipeline}, and {folder}/config.json is a {kind:.80}{of_owner}, expected "
+        f"names the pipeline {pipeline}, and {folder}/config.json is a {kind:.80}{of_owner}, expected "
         f"{family.folder}/ with a {family.model_class} of that pipeline; take both from one model"
     )
 
@@ -130,7 +130,7 @@ def square_only(transformer: Mapping[str, Any] | None, index: Mapping[str, Any] 
     """
     index = index or {}
     part = index.get("transformer")
-    named = part[-1] if isinstance(part, list) else None
+    named = part[1] if isinstance(part, list) and len(part) > 1 else None
     kind = class_name(transformer or {})
     for one in (family for family in FAMILIES if family.is_square_only):
         if one.model_class in ((kind,) if kind else (named,)) or (not kind and index.get("_class_name") in one.pipelines):

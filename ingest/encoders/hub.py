@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bucketline.errors import ModelError
-from bucketline.model_file import error_line
+from bucketline.model_file import INDEX, MODULAR_INDEX, error_line
 
 _TIMEOUT_S = 10.0
-_INDEX, _CONFIG = "model_index.json", "/config.json"
+_CONFIG = "/config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ def snapshot(name: str) -> HubSnapshot:
                 "name a model's folder, or run it once with network access"
             ) from error
     files = tuple(file.rfilename for file in info.siblings or ())
-    configs = [file for file in files if file == _INDEX or file.endswith(_CONFIG)]
+    configs = [file for file in files if file in (INDEX, MODULAR_INDEX) or file.endswith(_CONFIG)]
     if not configs:
-        raise ModelError(f"{name}: the model on the hub has no {_INDEX} and no config.json in a folder; {expected}")
+        raise ModelError(f"{name}: the model on the hub has no {INDEX} and no config.json in a folder; {expected}")
     try:
         # one by one, since a snapshot of these few would draw its progress bar at every start
         paths = [Path(hf_hub_download(name, file)).parents[file.count("/")] for file in configs]

@@ -14,15 +14,15 @@ from bucketline.families.vaes import latent_channels
 from bucketline.files.paths import can_be_reached
 from bucketline.files.redact import redacted
 from bucketline.ingest.encoders.hub import downloaded, snapshot
-from bucketline.model_file import ModelFile, open_model_file, refuse_config_without_file, single_file
+from bucketline.model_file import ModelFile, index_path, open_model_file, refuse_config_without_file, single_file
 from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, safetensors_of, variant_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DENOISERS = ("transformer", "unet")
-ENCODERS = ("vae", "text_encoder")  # what the names of parts that ingest loads begin with
-TOKENIZERS = ("tokenizer", "processor")  # likewise
+ENCODERS = ("vae", "text_encoder", "text_conditioner")  # what the names of parts that ingest loads begin with
+TOKENIZERS = ("tokenizer", "processor", "t5_tokenizer")  # likewise
 _VOCABULARY = re.compile(r"^(tokenizer|tekken)\.json$|vocab|\.(model|spm|tiktoken)$")
 _HEAD = re.compile(r"(Encoder)?(Model|For[A-Z]\w*)$")  # a pipeline may load a Qwen3Model from the weights of a Qwen3ForCausalLM
 
@@ -102,14 +102,14 @@ class ModelFolder:
             ModelError: if it names another one, whose configuration or weights would be taken for this one's.
         """
         for name, entry in self.index().items():
-            if not name.startswith(ENCODERS) or not isinstance(entry, list) or len(entry) != len(("library", "class")):
+            if not name.startswith(ENCODERS) or not isinstance(entry, list) or len(entry) < len(("library", "class")):
                 continue
             config = self.config(name) or {}
             of_weights = config.get("architectures")
             own = config.get("_class_name") or (of_weights[0] if isinstance(of_weights, list) and of_weights else None)
             if isinstance(own, str) and isinstance(entry[1], str) and _HEAD.sub("", own) != _HEAD.sub("", entry[1]):
                 raise ModelError(
-                    f"{redacted(self.name)}: model_index.json names the class {entry[1]:.80} for {name}/, and "
+                    f"{redacted(self.name)}: {index_path(self.path).name} names the class {entry[1]:.80} for {name}/, and "
                     f"{name}/config.json {own:.80}, expected the same; take both from one model"
                 )
 
@@ -121,13 +121,13 @@ class ModelFolder:
         """
         index = self.index()
         if (wrong := takes_images(index)) is not None:
-            raise ModelError(f"{redacted(self.name)}: {wrong}")
+            raise ModelError(f"{redacted(self.name)}: {index_path(self.path).name} {wrong}")
         folder = next((name for name in DENOISERS if self.config(name) is not None), None)
         if folder is None:
             return
         config = self.config(folder) or {}
         if (wrong := crossed(index, config, folder)) is not None:
-            raise ModelError(f"{redacted(self.name)}: {wrong}")
+            raise ModelError(f"{redacted(self.name)}: {index_path(self.path).name} {wrong}")
         pipeline, vae = index.get("_class_name"), self.config("vae") or {}
         family = family_of_model(config, folder, pipeline)
         if family is None or pipeline not in (None, family.pipelines[0]):  # of another task: its model is given more channels
@@ -160,8 +160,8 @@ class ModelFolder:
         return self._read_json("config.json", name)
 
     def index(self) -> Mapping[str, Any]:
-        """Return model_index.json, which names the pipeline and its parts; empty if there is none."""
-        return self._read_json("model_index.json", None) or {}
+        """Return the model's index, which names the pipeline and its parts; empty if there is none."""
+        return self._read_json(index_path(self.path).name, None) or {}
 
     def has(self, name: str) -> bool:
         """Return True if the model has a part, according to its index or, without an index, the part itself."""

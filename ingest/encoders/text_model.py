@@ -10,16 +10,17 @@ import torch
 
 from bucketline.dtype_names import WeightFormat
 from bucketline.errors import ModelError
+from bucketline.families.family import StandIn
 from bucketline.fingerprint import config_hash, weights_hash
 from bucketline.ingest.encoders.part_weights import part_weights
 from bucketline.ingest.encoders.text_columns import MAX_CUT_CHARS, Cut
 from bucketline.ingest.encoders.weights import loading, refuse_incomplete, tokenizer_hash
 from bucketline.quantised_linear import QuantisedLinear, quantise_layers
 from bucketline.torch_dtypes import TORCH_DTYPES
-from bucketline.weight_files import TRANSFORMERS
+from bucketline.weight_files import DIFFUSERS, TRANSFORMERS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
@@ -42,7 +43,7 @@ class TokenizerPart:
     @property
     def architecture(self) -> str:
         """The class that the weights were saved from; UNNAMED if the configuration does not name it."""
-        return named_architecture(self.config.architectures)
+        return architecture_of(vars(self.config))
 
     @property
     def is_clip(self) -> bool:
@@ -68,6 +69,11 @@ def named_architecture(architectures: object) -> str:
     """
     first = architectures[0] if isinstance(architectures, list) and architectures else None
     return first if isinstance(first, str) else UNNAMED
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Return the class that a configuration's weights were saved from, in transformers or diffusers; UNNAMED if it has none."""
+    return named_architecture(config.get("architectures") or [config.get("_class_name")])
 
 
 def token_counts(tokenizer: Any, captions: Sequence[str]) -> list[int]:  # noqa: ANN401 - any transformers tokenizer
@@ -103,8 +109,12 @@ def load_tokenizer_part(model: ModelFolder, encoder_name: str, tokenizer_name: s
     if lacks is not None and tokenizer.vocab_files_names:
         # transformers has guessed lengths and special tokens, or takes each word for an unknown one; ByT5 has no such files
         raise ModelError(f"{model.name}: {tokenizer_name}/ has {lacks}; download or save the model again")
-    with loading(model, encoder_name):
-        config: Any = transformers.AutoConfig.from_pretrained(**encoder_part, trust_remote_code=False)
+    own, config = model.config(encoder_name) or {}, None
+    if "_class_name" in own:  # a model of diffusers
+        config = StandIn(**{"architectures": None, "model_type": None, **own})
+    else:
+        with loading(model, encoder_name):
+            config = transformers.AutoConfig.from_pretrained(**encoder_part, trust_remote_code=False)
     limits = (tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
     limit = min((int(n) for n in limits if n is not None and n < 1 << 30), default=None)
     if limit is not None:
@@ -126,17 +136,20 @@ def load_text_part(
     Raises:
         ModelError: if one is missing, incomplete or cannot be loaded.
     """
+    import diffusers
     import transformers
 
     part = load_tokenizer_part(model, encoder_name, tokenizer_name)
     transformers.logging.disable_progress_bar()
     encoder, spared = model.from_file(encoder_name), frozenset[str]()
     if encoder is None:
-        weights, own = model.weights(encoder_name, TRANSFORMERS), _loading_dtype(model, encoder_name, dtype)
+        kind = _model_class(part.architecture)
+        is_diffusers = issubclass(kind, diffusers.ModelMixin)
+        bases = DIFFUSERS if is_diffusers else TRANSFORMERS
+        weights, own = model.weights(encoder_name, bases), _loading_dtype(model, encoder_name, dtype, bases)
+        options = {"torch_dtype": own} if is_diffusers else {"dtype": own, "trust_remote_code": False}
         with loading(model, encoder_name):
-            encoder, told = _model_class(part.architecture).from_pretrained(
-                **weights, dtype=own, output_loading_info=True, trust_remote_code=False
-            )
+            encoder, told = kind.from_pretrained(**weights, **options, output_loading_info=True)
             spared = refuse_incomplete(f"{model.name}: {encoder_name}/", told, unread=unread)
     provenance: dict[str, Json] = {
         "class": type(encoder).__name__,
@@ -153,26 +166,28 @@ def load_text_part(
     return TextPart(tokenizer=part.tokenizer, encoder=encoder, limit=part.limit, provenance=provenance)
 
 
-def _model_class(architecture: str) -> Any:  # noqa: ANN401 - any transformers model
+def _model_class(architecture: str) -> Any:  # noqa: ANN401 - any model of transformers or diffusers
     """Return the class that the weights were saved from, since AutoModel would also load a T5's decoder.
 
-    Return AutoModel, which chooses by the configuration's model type, if transformers has no class of that name.
+    Return AutoModel, which chooses by the configuration's model type, if the libraries have no class of that name.
     """
+    import diffusers
     import transformers
 
     if architecture == "T5GemmaEncoder":  # diffusers' reads its configuration as published, next to that of a decoder
         return importlib.import_module("diffusers.pipelines.prx").T5GemmaEncoder
     found = getattr(transformers, architecture, None)
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    found = found or getattr(diffusers, architecture, None)
+    is_model = isinstance(found, type) and issubclass(found, (transformers.PreTrainedModel, diffusers.ModelMixin))
     return found if is_model else transformers.AutoModel
 
 
-def _loading_dtype(model: ModelFolder, name: str, dtype: str) -> torch.dtype:
+def _loading_dtype(model: ModelFolder, name: str, dtype: str, bases: tuple[str, ...]) -> torch.dtype:
     """Return the dtype to load an encoder in: that of its files if they have one, unless it will compute in F32.
 
     Such weights are mapped from the files, not copied. The others are F32 in any case, or become it when they are hashed.
     """
-    found = None if dtype == "F32" else part_weights(model, name, TRANSFORMERS)
+    found = None if dtype == "F32" else part_weights(model, name, bases)
     alone = next(iter(found.dtypes)) if found is not None and len(found.dtypes) == 1 else "F32"
     return TORCH_DTYPES[alone if alone in ("F16", "BF16") else "F32"]
 

@@ -25,9 +25,9 @@ from bucketline.families.registry import (
 from bucketline.families.vaes import PACKED_VAES, vae_class
 from bucketline.fingerprint import config_hash, weights_hash
 from bucketline.model_file import (
-    INDEX,
     ModelFile,
     cast,
+    index_path,
     open_model_file,
     read_model_json,
     refuse_config_without_file,
@@ -203,10 +203,17 @@ def read_model_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[F
     config = read_model_json(path)
     index, kind, folder = read_index(model_folder), str(class_name(config)), path.parent
     if (wrong := takes_images(index)) is not None:
-        raise ModelError(f"{model_folder}: {wrong}")
+        raise ModelError(f"{model_folder}: {index_path(model_folder).name} {wrong}")
     if (wrong := crossed(index, config, folder.name)) is not None:
-        raise ModelError(f"{model_folder}: {wrong}, or remove model_index.json")
-    if (family := family_of_model(config, folder.name, index.get("_class_name"))) is not None:
+        raise ModelError(f"{model_folder}: {index_path(model_folder).name} {wrong}, or remove {index_path(model_folder).name}")
+    pipeline = index.get("_class_name")
+    family = family_of_model(config, folder.name, pipeline)
+    if family is not None and family.is_shared_class and pipeline not in (None, *family.pipelines):
+        raise ModelError(
+            f"{model_folder}: {index_path(model_folder).name} names the pipeline {pipeline!s:.80}, and a {kind} can be trained "
+            f"as that of {family.pipelines[0]} only; name such a model"
+        )
+    if family is not None:
         return folder, {**config, "_class_name": family.model_class}, family
     classes = {one.model_class: f"{one.folder}/ {one.model_class}" for one in FAMILIES}
     raise ModelError(
@@ -218,7 +225,7 @@ def read_model_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[F
 def read_index(model_folder: Path) -> dict[str, Any]:
     """Return the content of a model's index; nothing if there is none that can be read."""
     try:
-        index = json.loads((model_folder / INDEX).read_text(encoding="utf-8"))
+        index = json.loads(index_path(model_folder).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return index if isinstance(index, dict) else {}

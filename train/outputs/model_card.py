@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 
+from bucketline.families.family import MODULAR
 from bucketline.loader.history import StoreId
 from bucketline.torch_dtypes import dtype_named
 from bucketline.train.checkpoint import CARD, folder_of_step
@@ -105,15 +106,23 @@ def _example(weights: Weights, kind: str, folder: str) -> str:
 
 model = {kind}.from_pretrained(".", subfolder="{folder}")"""
     if weights.pipeline:
-        return f"""from diffusers import {weights.pipeline}
-
-pipeline = {weights.pipeline}.from_pretrained("the model that was trained from")
-pipeline.load_lora_weights("{folder}")"""
+        opened = _opened(weights.pipeline, "the model that was trained from")
+        return f'{opened}\npipeline.load_lora_weights("{folder}")'
     return f"""from diffusers import {kind}
 from peft import PeftModel
 
 model = {kind}.from_pretrained("the model that was trained from", subfolder="{weights.part}")
 model = PeftModel.from_pretrained(model, "{folder}")"""
+
+
+def _opened(pipeline: str, place: str, dtype: torch.dtype | None = None) -> str:
+    """Return Python lines that open a pipeline of diffusers, of weights in a dtype; a modular one loads its parts by itself."""
+    before = "import torch\n" if dtype else ""
+    if pipeline.endswith(MODULAR):
+        more, then = "", f"\npipeline.load_components({f'dtype={dtype}' if dtype else ''})"
+    else:
+        more, then = f", torch_dtype={dtype}" if dtype else "", ""
+    return f'{before}from diffusers import {pipeline}\n\npipeline = {pipeline}.from_pretrained("{place}"{more}){then}'
 
 
 def pipeline_card(card: str, model: Path, family: type[Family], *, dtype: str, kept: str) -> str:
@@ -122,15 +131,8 @@ def pipeline_card(card: str, model: Path, family: type[Family], *, dtype: str, k
     `model`: which the run began from. `kept`: which of the run's weights it has.
     """
     kind = dtype_named(dtype)
-    precision = "" if kind is torch.float32 else f", torch_dtype={kind}"
-    example = "\n".join(
-        [
-            *(["import torch"] if precision else []),
-            "from diffusers import DiffusionPipeline",
-            "",
-            f'pipeline = DiffusionPipeline.from_pretrained("."{precision})',
-        ]
-    )
+    is_modular = family.pipelines[0].endswith(MODULAR)
+    example = _opened(family.pipelines[0] if is_modular else "DiffusionPipeline", ".", None if kind is torch.float32 else kind)
     loading = f"From this folder, a whole pipeline. Its {family.folder} has the {kept}, in {dtype}."
     head = ModelCard(card, ignore_metadata_errors=True).text.partition(_LOADING)[0].strip()
     rest = card.partition(_DATA)[2]

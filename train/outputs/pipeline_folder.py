@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from bucketline.errors import ModelError, StateError
 from bucketline.files.copy_bytes import copy_some
-from bucketline.model_file import INDEX
+from bucketline.model_file import index_path
 from bucketline.train.models.lora import PEFT_PREFIX
 from bucketline.train.noise import FLOW_CLASS
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
@@ -90,23 +90,26 @@ def other_parts(model: Path, trained: str) -> PipelineParts:
         ModelError: if the folder has no index, the index names a part that cannot be a folder of it, or the folder lacks a part
             that the index names and the pipeline needs.
     """
+    path = index_path(model)
     try:
-        index = json.loads((model / INDEX).read_text(encoding="utf-8"))
+        index = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(index, dict):
             raise TypeError(f"it is a JSON {type(index).__name__}, expected an object with a name for each part")
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{model} is not a whole pipeline, since its {INDEX} cannot be read ({error}); {_ADVICE}") from error
+        raise ModelError(
+            f"{model} is not a whole pipeline, since its {path.name} cannot be read ({error}); {_ADVICE}"
+        ) from error
     named = [name for name, value in index.items() if name != trained and _is_part(value)]
     if wrong := [name for name in named if not name.isidentifier()]:  # diffusers passes parts by these names
         raise ModelError(
-            f"{model / INDEX} names a part {wrong[0]!r:.100}, expected the name of a folder next to it, such as vae; {_ADVICE}"
+            f"{path} names a part {wrong[0]!r:.100}, expected the name of a folder next to it, such as vae; {_ADVICE}"
         )
     files: dict[str, Path] = {}
     rewritten: dict[str, str] = {}
     missing = [name for name in named if _lacks_weights(model / name)]
     optional = _optional_parts(str(index.get("_class_name")))
     if needed := [f"{name}/" for name in missing if name not in optional]:
-        raise ModelError(f"{model} lacks {', '.join(needed)}, which its {INDEX} names, or their weights; {_ADVICE}")
+        raise ModelError(f"{model} lacks {', '.join(needed)}, which its {path.name} names, or their weights; {_ADVICE}")
     for name in missing:
         log.warning("%s has no %s/, which its pipeline can do without: the export has none either", model, name)
         index[name] = [None, None]
@@ -118,8 +121,11 @@ def other_parts(model: Path, trained: str) -> PipelineParts:
 
 
 def _is_part(value: object) -> bool:
-    """Return whether an index's value is a part's library and class: of a part that is absent both are null."""
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
+    """Return whether an index's value is a part's library and class: of a part that is absent both are null.
+
+    In a modular index, where it is from follows.
+    """
+    return isinstance(value, list) and len(value) in (2, 3) and all(isinstance(one, str) for one in value[:2])
 
 
 def _optional_parts(kind: str) -> tuple[str, ...]:
@@ -187,15 +193,18 @@ def write_parts(folder: Path, parts: PipelineParts, trained: str, kind: str, sch
         ModelError: if the model's own scheduler cannot be read.
         OSError: if a file cannot be read or written.
     """
-    path = parts.model / SCHEDULER
+    named_by, path = index_path(parts.model).name, parts.model / SCHEDULER
     try:
         own = json.loads(path.read_text(encoding="utf-8"))
-        named = parts.index[_SCHEDULER_PART][-1]  # what diffusers opens, whatever the file says
+        named = parts.index[_SCHEDULER_PART][1]  # what diffusers opens, whatever the file says
         scheduler = scheduler_of({**own, "_class_name": named}, schedule)
     except (OSError, ValueError, TypeError, LookupError) as error:
-        raise ModelError(f"{path} is not the configuration of a scheduler that {INDEX} names: {error!r}; {_ADVICE}") from error
-    classes = {trained: ["diffusers", kind], _SCHEDULER_PART: ["diffusers", scheduler["_class_name"]]}
-    texts = {INDEX: _as_json({**parts.index, **classes}), SCHEDULER: _as_json(scheduler), **parts.rewritten}
+        raise ModelError(
+            f"{path} is not the configuration of a scheduler that {named_by} names: {error!r}; {_ADVICE}"
+        ) from error
+    classes = {trained: kind, _SCHEDULER_PART: scheduler["_class_name"]}
+    index = {**parts.index, **{name: _entry(parts.index.get(name), one) for name, one in classes.items()}}
+    texts = {named_by: _as_json(index), SCHEDULER: _as_json(scheduler), **parts.rewritten}
     for name, text in texts.items():
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -204,6 +213,12 @@ def write_parts(folder: Path, parts: PipelineParts, trained: str, kind: str, sch
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
         _copy(source, place)
+
+
+def _entry(own: Any, kind: str) -> list[Any]:  # noqa: ANN401 - of JSON
+    """Return a part's entry in an index, of a class of diffusers in place of its `own`, from where that is from."""
+    sources = own[2:] if isinstance(own, list) else []
+    return ["diffusers", kind, *({**one, "type_hint": ["diffusers", kind]} for one in sources)]
 
 
 def _copy(source: Path, place: Path) -> None:

@@ -15,7 +15,7 @@ from bucketline.families.registry import (
 from bucketline.ingest.encoders.text.any_transformer import TextEncoder
 from bucketline.ingest.encoders.text.class_labels import ClassLabels, refuse_length
 from bucketline.ingest.encoders.text.pipeline_encoder import PromptEncoder
-from bucketline.ingest.encoders.text_model import UNNAMED, named_architecture
+from bucketline.ingest.encoders.text_model import UNNAMED, architecture_of
 from bucketline.store.format.columns import TOKENS
 
 if TYPE_CHECKING:
@@ -194,4 +194,4 @@ def _by_text_encoders(model: ModelFolder, encoders: list[str], *, has_unet: bool
 
 
 def _architecture(model: ModelFolder, part: str) -> str:
-    return named_architecture((model.config(part) or {}).get("architectures"))
+    return architecture_of(model.config(part) or {})

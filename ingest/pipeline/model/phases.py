@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 1 << 30  # of all weights: nobody gains by freeing some of them
 SHARE = 0.5  # of the free memory that weights may take; the rest is for what encoding a batch takes, and for images
-TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4", "text_conditioner")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ def weight_bytes(config: PackConfig, model: ModelFolder) -> WeightBytes | None:
     """Return the sizes of a model's encoders by the headers of their files; None if these do not tell, or there is no text."""
     names = [name for name in TEXT_ENCODERS if model.has(name)]
     try:
-        text = [part_weights(model, name, TRANSFORMERS) for name in names]
+        text = [part_weights(model, name, TRANSFORMERS + DIFFUSERS) for name in names]
         vae = part_weights(model, "vae", DIFFUSERS)
     except ModelError:  # loading says what is wrong
         return None

@@ -14,6 +14,7 @@ from bucketline.errors import ModelError, UsageError
 from bucketline.fingerprint import weights_hash
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.model_file import open_model_file
+from bucketline.store import Store
 from bucketline.train.models.load import locate
 from tests.commands import call
 from tests.family_models import write_pipeline
@@ -72,6 +73,24 @@ def test_the_inferred_configuration_comes_from_the_hubs_cache_and_is_asked_for_i
     assert open_model(str(file)).path == cached / "snapshots" / "0123abcd"
     assert locate(file, None)[0] == cached / "snapshots" / "0123abcd"
     assert open_model(str(file), SD15).path == cached / "snapshots" / "0123abcd", "and by name, where no network is"
+
+
+@pytest.mark.slow
+def test_animas_file_is_its_transformer_and_the_conditioner_inside(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "folder", "anima")
+    file = write_single_file(tmp_path / "anima.safetensors", folder, "anima")
+    opened = open_model(str(file), str(folder))
+    for part in ("transformer", "text_conditioner"):
+        loaded, own = opened.from_file(part), load_file(folder / part / "diffusion_pytorch_model.safetensors")
+        assert loaded is not None
+        assert loaded.state_dict().keys() == own.keys()
+        assert all(torch.equal(tensor, own[name]) for name, tensor in loaded.state_dict().items())
+    write_images(tmp_path / "images", 1)
+    asked = (tmp_path / "images", "--grid", "16x24", "--min-size-px", 8, "--model")
+    call("ingest", "pack", asked[0], tmp_path / "file.store", *asked[1:], file, "--model-config", folder).done()
+    call("ingest", "pack", asked[0], tmp_path / "folder.store", *asked[1:], folder).done()
+    one, other = (Store.open(tmp_path / f"{name}.store").manifest.encoders for name in ("file", "folder"))
+    assert one == other
 
 
 def test_a_configuration_is_for_a_single_file_alone(sd: tuple[Path, Path], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import diffusers
 import pytest
 
 from bucketline.families.registry import FAMILIES, takes_images
+from bucketline.model_file import index_path
 from bucketline.store import Store
 from bucketline.train import main as trainer
 from tests.commands import Ran, called
@@ -63,6 +64,12 @@ def model(packed: Packed, tmp_path: Path) -> Path:
     return shutil.copytree(packed.model, tmp_path / "model")
 
 
+def name_class(model: Path, part: str, kind: str) -> None:
+    """Name another class of a part in the model's index."""
+    library, _, *source = json.loads(index_path(model).read_bytes())[part]
+    edit_json(index_path(model), **{part: [library, kind, *source]})
+
+
 def others(family: type[Family]) -> Iterator[type[Family]]:
     """Yield families, the nearest in the alphabet first, in whose index a model of this one would be wrong."""
     at = FAMILIES.index(family)
@@ -72,7 +79,7 @@ def others(family: type[Family]) -> Iterator[type[Family]]:
 def test_a_pipeline_whose_name_is_not_known_is_refused_with_the_nearest(packed: Packed, model: Path, tmp_path: Path) -> None:
     name = FORMS[packed.form].pipeline
     wrong = name.replace("Pipeline", "sPipeline")
-    edit_json(model / "model_index.json", _class_name=wrong)
+    edit_json(index_path(model), _class_name=wrong)
     words = (str(model), f"its pipeline is {wrong}", "known are ", f"the nearest is {name}", " a model of a known pipeline")
     assert_not_packed(packed, model, tmp_path, *words)
 
@@ -131,7 +138,7 @@ def test_a_vae_of_another_class_is_refused(packed: Packed, model: Path, tmp_path
     edit_json(model / "vae" / "config.json", _class_name="AutoencoderTiny")
     words = ("for vae/", "AutoencoderTiny", "expected the same; take both from one model")
     assert_not_packed(packed, model, tmp_path, *words)
-    edit_json(model / "model_index.json", vae=["diffusers", "AutoencoderTiny"])
+    name_class(model, "vae", "AutoencoderTiny")
     assert_not_packed(packed, model, tmp_path, "vae/ is a AutoencoderTiny, expected AutoencoderKL or ", " a model ")
     found = "vae is not the VAE that the store was packed with: its class is AutoencoderTiny, the store has "
     assert_not_trained(packed, model, tmp_path, found, "pack the source")
@@ -141,7 +148,7 @@ def test_a_text_encoder_of_another_class_is_refused(packed: Packed, model: Path,
     edit_json(model / packed.encoder / "config.json", architectures=["RoFormerModel"], model_type="roformer")
     words = (f"for {packed.encoder}/", f"{packed.encoder}/config.json RoFormerModel, expected the same; take both from one")
     assert_not_packed(packed, model, tmp_path, *words)
-    edit_json(model / "model_index.json", **{packed.encoder: ["transformers", "RoFormerModel"]})
+    name_class(model, packed.encoder, "RoFormerModel")
     kind = next(part.kind for part in packed.family.parts if part.encoder == packed.encoder)
     assert_not_packed(packed, model, tmp_path, f"which takes a {kind}Model", "RoFormerModel", " model")
     words = (f"{packed.encoder} is not the text encoder that the store was packed with: its config_hash is ", "pack the source")
@@ -159,8 +166,8 @@ def test_a_transformer_or_unet_of_another_class_is_refused(packed: Packed, model
             f"expected {family.folder}/ with a {family.model_class} of that pipeline; take both from one model",
         )
         assert_not_packed(packed, model, tmp_path, *words)
-        assert_not_trained(packed, model, tmp_path, *words, "or remove model_index.json")
-    (model / "model_index.json").unlink()
+        assert_not_trained(packed, model, tmp_path, *words, f"or remove {index_path(model).name}")
+    index_path(model).unlink()
     edit_json(path, _class_name=f"{family.model_class}s")
     found = f"_class_name is '{family.model_class}s', expected one of "
     assert_not_trained(packed, model, tmp_path, found, f"the nearest is {family.folder}/ {family.model_class}")
@@ -169,7 +176,7 @@ def test_a_transformer_or_unet_of_another_class_is_refused(packed: Packed, model
 def test_an_index_that_crosses_two_families_is_refused(packed: Packed, model: Path, tmp_path: Path) -> None:
     family = packed.family
     foreign = next(others(family)).pipelines[0]
-    edit_json(model / "model_index.json", _class_name=foreign)
+    edit_json(index_path(model), _class_name=foreign)
     words = (f"names the pipeline {foreign}, and {family.folder}/config.json is a {family.model_class}", "take both from one")
     assert_not_packed(packed, model, tmp_path, *words)
     assert_not_trained(packed, model, tmp_path, *words)
@@ -211,7 +218,7 @@ def test_a_store_of_another_family_is_refused_though_it_is_as_wide(packed: Packe
     alone = tmp_path / "model"  # without encoders, which would tell
     for part in (family.folder, "scheduler"):
         shutil.copytree(packed.model / part, alone / part)
-    shutil.copy(packed.model / "model_index.json", alone)
+    shutil.copy(index_path(packed.model), alone)
     words = (
         f"the weights are of the family {family.name}, and the store's captions were encoded by {foreign.pipelines[0]}, ",
         f"expected {family.pipelines[0]}: pack the source with this model's own encoders, or remove the weights",

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
+import torch
 from PIL import Image
 
 from bucketline.train.images.pipeline import call_of, guidance_of
@@ -14,7 +16,7 @@ from bucketline.train.images.prompts import load_prompts, prompt_batches
 from bucketline.train.noise import FlowSchedule
 from bucketline.train.outputs.export import export_model
 from tests.commands import call
-from tests.family_models import open_pipeline
+from tests.family_models import FORMS, open_pipeline
 from tests.unit.families.test_outputs import run, trainer_of
 
 if TYPE_CHECKING:
@@ -64,6 +66,24 @@ def drawn_by(pipeline: Any, trainer: Trainer, one: DrawingBatch) -> np.ndarray:
 def most_apart(images: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> int:
     """Return the largest difference between a value of an image and of its other one."""
     return max(int(np.abs(one.astype(int) - other.astype(int)).max()) for one, other in zip(images, others, strict=True))
+
+
+MODULAR = [name for name, form in FORMS.items() if "Modular" in form.pipeline]
+
+
+@pytest.mark.parametrize("form", MODULAR, indirect=True)
+def test_the_card_of_a_modular_pipeline_says_how_it_is_opened(
+    packed: Packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trainer_of(packed, tmp_path / "run") as trainer:
+        run(trainer)
+    export_model(tmp_path / "run", tmp_path / "pipeline", last=True, dtype="BF16", pipeline=True)
+    _, _, example = (tmp_path / "pipeline" / "README.md").read_text(encoding="utf-8").partition("```python\n")
+    monkeypatch.chdir(tmp_path / "pipeline")
+    found: dict[str, Any] = {}
+    exec(example.partition("```")[0], found)
+    assert type(found["pipeline"]).__name__ == packed.family.pipelines[0]
+    assert found["pipeline"].transformer.dtype is torch.bfloat16
 
 
 def test_diffusers_opens_a_run_as_a_pipeline_and_draws_its_images(packed: Packed, tmp_path: Path) -> None:

@@ -341,6 +341,15 @@ def _auraflow(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -
     return model(noisy, encoder_hidden_states=batch.tokens.float(), timestep=told / 1000).sample
 
 
+def _anima(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    text = noisy.new_zeros(len(noisy), 512, batch.tokens.shape[2])
+    for row, own, mask in zip(text, batch.tokens, batch.token_mask, strict=True):
+        row[: mask.sum()] = own[mask]
+    borders = noisy.new_zeros(1, 1, 8 * noisy.shape[2], 8 * noisy.shape[3])
+    given = {"encoder_hidden_states": text, "padding_mask": borders}
+    return model(noisy.unsqueeze(2), timestep=told / 1000, **given).sample.squeeze(2)
+
+
 def _ernie_image(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
     given = {"text_bth": batch.tokens.float(), "text_lens": batch.token_mask.sum(dim=1)}
     tiles = LIBRARY.ErnieImagePipeline._patchify_latents(noisy)
@@ -382,6 +391,7 @@ CALLS: dict[str, Callable[[Any, Tensor, Tensor, Batch, float], Any]] = {
     "sana": _sana,
     "prx": _prx,
     "auraflow": _auraflow,
+    "anima": _anima,
     "ernie_image": _ernie_image,
     "hidream_image": _hidream,
 }

@@ -17,7 +17,9 @@ from bucketline.errors import ModelError
 from bucketline.fingerprint import config_hash, weights_hash
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.weights import refuse_incomplete
+from bucketline.model_file import MODULAR_INDEX
 from tests.commands import BIN, spawn
+from tests.family_models import write_pipeline
 from tests.models import SMALL, png, write_model
 
 if TYPE_CHECKING:
@@ -173,6 +175,16 @@ def test_a_hubs_model_is_downloaded_in_the_parts_that_are_used_and_then_used_wit
     (tmp_path / "images" / "b.png").write_bytes(png(16, 24, 1))
     again = spawn([BIN / "ingest", "pack", *asked], **away(tmp_path)).done()
     assert (again.json["packed"], again.json["unchanged"]) == (1, 1)
+
+
+@pytest.mark.slow
+def test_the_index_of_a_hubs_modular_pipeline_is_read(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(png(16, 24))
+    asked = (tmp_path / "images", "--model", "owner/model", *SMALL)
+    with hub_of(write_pipeline(tmp_path / "model", "anima")) as (url, fetched):
+        spawn([BIN / "ingest", "scan", *asked], **away(tmp_path, url)).done()
+    assert MODULAR_INDEX in fetched
 
 
 @pytest.mark.parametrize(

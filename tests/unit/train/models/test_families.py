@@ -16,6 +16,7 @@ from diffusers import FluxPipeline
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import StoreFacts
 from bucketline.families.packing import image_ids, pack, unpack
+from bucketline.model_file import INDEX
 from bucketline.train.config import Objective
 from bucketline.train.models.load import load
 from bucketline.train.noise import FlowSchedule, load_schedule
@@ -199,6 +200,7 @@ def test_what_the_run_asks_for_goes_before_what_the_scheduler_says(tmp_path: Pat
         ("sd3", {"pooled_projection_dim": 2048}, "pooled_projection_dim is 2048, expected 20"),
         ("sd3", {"pos_embed_max_size": 4}, "pos_embed_max_size is 4, expected 6 or more, since train/16x24"),
         ("auraflow", {"pos_embed_max_size": 25}, "pos_embed_max_size is 25, expected 36 or more, since train/16x24"),
+        ("anima", {"max_size": (4, 8, 8)}, "max_size is 4, expected 6 or more, since train/16x24"),
         ("flux", {"in_channels": 64}, "in_channels is 64, expected 16"),
         ("flux", {"_class_name": "SanaTransformer2DModel"}, "_class_name is 'SanaTransformer2DModel', expected one of"),
     ],
@@ -213,6 +215,16 @@ def test_a_model_of_any_family_is_held_against_the_store(
         return
     with pytest.raises(ModelError, match=re.escape(message)):
         load(folder, offered(family), seed=0)
+
+
+def test_a_class_of_several_models_is_trained_only_as_that_of_the_family(tmp_path: Path) -> None:
+    """Anima's transformer is that of Cosmos, which predicts something else; without an index it is taken for Anima's."""
+    folder = write_model(tmp_path, "anima")
+    load(folder, offered("anima"), seed=0)
+    (folder / INDEX).write_text('{"_class_name": "Cosmos2TextToImagePipeline"}', encoding="ascii")
+    found = "names the pipeline Cosmos2TextToImagePipeline, and a CosmosTransformer3DModel can be trained as that of Anima"
+    with pytest.raises(ModelError, match=found):
+        load(folder, offered("anima"), seed=0)
 
 
 @pytest.mark.parametrize("family", ["sd3", "flux"])
