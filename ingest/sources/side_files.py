@@ -1,4 +1,4 @@
-"""Images that other trainers keep next to their training images: masks and control images, which are no samples."""
+"""Images that other trainers keep next to their training images: masks and control images, which must not be trained on."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.unit.ingest.importers.known import Known
 
-TWO = "{}\n\nIt stands in the light of the evening."
+TWO = "{}\n\nIt sits in the light of the evening."
 
 
 class Case:
