@@ -38,16 +38,18 @@ Adapter = dict[str, "Tensor"]
 """
 
 
-def for_other_tools(tensors: Mapping[str, Tensor], part: str, alpha: float, names: Mapping[str, str]) -> dict[str, Tensor]:
+def for_other_tools(
+    tensors: Mapping[str, Tensor], part: str, alpha: float, names: Mapping[str, str] | None = None, *, is_kohyas: bool
+) -> dict[str, Tensor]:
     """Return adapters by names that ComfyUI and Forge look up, with their alpha: they take alpha = rank without it.
 
-    Of a UNet these are kohya's, of a transformer diffusers', or by a family's `names` those of the original checkpoint, where
-    one matrix holds the adapters of queries, keys and values. What they compute is the same.
+    Of a UNet these are kohya's (`is_kohyas`), of a transformer diffusers', or by a family's `names` those of the original
+    checkpoint, where one matrix holds the adapters of queries, keys and values. What they compute is the same.
     """
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         layer, _, end = name.removeprefix(PEFT_PREFIX).removeprefix(f"{part}.").rpartition(".lora_")
-        for ours, theirs in names.items():
+        for ours, theirs in (names or {}).items():
             layer = layer.replace(ours, theirs)
         layers.setdefault(layer, {})[end] = tensor
     for stem in [layer.removesuffix("to_q") for layer in layers if names and layer.endswith(".to_q")]:
@@ -55,7 +57,7 @@ def for_other_tools(tensors: Mapping[str, Tensor], part: str, alpha: float, name
             layers[f"{stem}qkv"] = _side_by_side([layers.pop(stem + one) for one in QKV])
     found: dict[str, Tensor] = {}
     for layer, own in layers.items():
-        key = f"lora_unet_{layer.replace('.', '_')}" if part == "unet" else f"{'diffusion_model' if names else part}.{layer}"
+        key = f"lora_unet_{layer.replace('.', '_')}" if is_kohyas else f"{'diffusion_model' if names else part}.{layer}"
         if (magnitude := own.pop(MAGNITUDE, None)) is not None:
             found[f"{key}.dora_scale"] = magnitude.reshape(-1, *(1 for _ in own["B.weight"].shape[1:]))
         found |= {f"{key}.{KOHYA_ENDS[end]}": tensor for end, tensor in own.items()}

@@ -88,7 +88,7 @@ class Adapters:
         if not self.pipeline:
             (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
         alpha = json.loads(config)[f"{self.part}.lora_alpha" if self.pipeline else "lora_alpha"]
-        others = for_other_tools(tensors, self.part, alpha, self.other_names)
+        others = for_other_tools(tensors, self.part, alpha, self.other_names, is_kohyas=self.part == "unet")
         save_tensors(others, folder / KOHYA_FILE, {})
 
     def read(self, folder: Path) -> dict[str, Tensor]:
