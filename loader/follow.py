@@ -46,6 +46,20 @@ def at_generations(
     )
 
 
+def with_caches(shares: Sequence[WeightedStore]) -> tuple[WeightedStore, ...]:
+    """Return stores at the same generations, those opened again whose cache was removed.
+
+    Raises:
+        StoreError: if one cannot be read.
+    """
+    return tuple(
+        share
+        if (source := share.store.source) is None or not source.is_removed
+        else WeightedStore(store=share.store.reopened(share.store.manifest.generation, source.options), repeats=share.repeats)
+        for share in shares
+    )
+
+
 def newest_generations(shares: Sequence[WeightedStore], config: LoaderConfig) -> tuple[WeightedStore, ...]:
     """Return the stores at their newest generations.
 

@@ -16,7 +16,7 @@ from bucketline.errors import StateError, UsageError
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.device import device_of
-from bucketline.loader.follow import GenerationWatch, Readable, at_generations, expect_readable
+from bucketline.loader.follow import GenerationWatch, Readable, at_generations, expect_readable, with_caches
 from bucketline.loader.history import StoreId, short
 from bucketline.loader.iteration import CLOSED, EpochLoader, check_ranks
 from bucketline.loader.latent_scale import RecordedScale
@@ -229,6 +229,8 @@ class Loader(EpochLoader):
         if isinstance(self._backend, ThreadBackend) and any(source.is_inherited for source in sources):
             # object storage cannot be read in a forked process
             self._backend = self._backend_at(ServiceAddress(AUTO))
+        elif isinstance(self._backend, ThreadBackend) and any(source.is_removed for source in sources):
+            self._open(with_caches(self.shares), self.config)
         assert self._backend is not None
         return self._backend.begin(self._cursor)
 

@@ -40,6 +40,10 @@ class OpenStores:
         """Return True if a newer generation of one of the stores has been published."""
         return any(max(generations(s.store.path), default=-1) != s.store.manifest.generation for s in self.shares)
 
+    def is_lost(self) -> bool:
+        """Return True if the cache of one of the stores was removed."""
+        return any(share.store.source is not None and share.store.source.is_removed for share in self.shares)
+
 
 class ServedStores:
     """Opens generations of stores as clients request them, and lets go of superseded ones that nobody reads."""
@@ -115,7 +119,10 @@ class ServedStores:
             return self._newest[store_id]
 
     def _open_store(self, argument: StoreArgument, generation: int | None) -> Store:
-        return Store.open(argument.path, generation, remote=self._remote, reads_rows=generation is not None)
+        store = Store.open(argument.path, generation, remote=self._remote, reads_rows=generation is not None)
+        if store.source is not None:
+            self._sources[store.source.url] = store.source
+        return store
 
     def _argument(self, store_id: str, called: str) -> StoreArgument:
         if store_id not in self._arguments:
@@ -139,7 +146,7 @@ class ServedStores:
         arguments = [self._argument(one.store_id, one.path) for one in wanted]
         with self._lock:
             key = (*((one.store_id, one.generation, one.repeats) for one in wanted), plain_reads)
-            if key not in self._opened:
+            if key not in self._opened or self._opened[key].is_lost():
                 shares = tuple(
                     WeightedStore(store=self._open_store(argument, one.generation), repeats=one.repeats)
                     for argument, one in zip(arguments, wanted, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import tempfile
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from bucketline.store.remote.generations import (
     newest_generation,
     refuse_without_put_if_absent,
 )
+from bucketline.store.remote.pauses import pause_after
 from bucketline.store.transfer.sender import forget_sent, noted, sent_shards
 from bucketline.store.transfer.upload import Uploader, shard_of
 from bucketline.store.write.change_base import ChangeBase
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.objects import ObjectFolder
 
-ATTEMPTS = 50  # of a change that other writers get ahead of each time
+ATTEMPTS = 50  # of a change that other writers get ahead of each time; with the pauses, 128 writers at once need up to 13
 FIRST_DRAWN, END_DRAWN = 1 << 32, 1 << 52  # numbers in names of lists of dropped rows; below are generations' numbers
 
 
@@ -116,7 +118,9 @@ def commit_change(
     with work_folder(work) as held:
         prepare_store(held.made)
         sent = set[str]()  # shards, by all attempts
-        for _ in range(ATTEMPTS):
+        for tries in range(ATTEMPTS):
+            if tries:
+                time.sleep(pause_after(tries))
             newest = find_newest(place, lists=True) or first or newest_generation(place, lists=True)
             base = _base_there(place, newest, held)
             if newest is not first:

@@ -43,6 +43,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
+class CacheRemovedError(StoreError):
+    """A cache, or a part of it, that was removed while a store in it was open."""
+
+    @classmethod
+    def of(cls, path: Path) -> CacheRemovedError:
+        """Return the error of a folder or file of a store in the cache."""
+        return cls(f"{path} was removed while it was in use; iterate or open the store again, which makes the cache again")
+
+
 @cache
 def boot_id() -> bytes:
     """Return 16 bytes that differ after a restart of the machine."""
@@ -92,6 +101,13 @@ class CachedShard:
             lines[lines == RING] = OLD_RING
             view[32:48] = np.frombuffer(now, dtype=np.uint8)
         return view
+
+    @property
+    def is_there(self) -> bool:
+        """True if the file that was opened is still at its path."""
+        with suppress(OSError):
+            return self.path.lstat().st_ino == self._inode
+        return False
 
     @property
     def _list_path(self) -> Path:
@@ -158,15 +174,13 @@ class CachedShard:
 
         Raises:
             OSError: if the disk is full or fails; also from the function.
-            StoreError: if the file is another one than the list is of: it was removed, or damaged and made again.
+            CacheRemovedError: if the file was removed, or is another one than the list is of.
         """
         at, end = self.place(line)
         locks = self.locks.duplicate()
         try:
-            fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = self._open_own()
             try:
-                if os.fstat(fd).st_ino != self._inode:
-                    raise StoreError(f"{self.path} was replaced while it was open; open the store again")
                 with self._writing:
                     # allocated at once, writing takes the processor half as long or less
                     if fallocate(fd, at, end) and (number := ctypes.get_errno()) in FULL:
@@ -184,6 +198,17 @@ class CachedShard:
                 os.close(fd)
         finally:
             locks.close()
+
+    def _open_own(self) -> int:
+        """Return a descriptor of the shard's file, to write; raises a CacheRemovedError if it is another one, or gone."""
+        try:
+            fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError as error:
+            raise CacheRemovedError.of(self.path) from error
+        if os.fstat(fd).st_ino != self._inode:
+            os.close(fd)
+            raise CacheRemovedError.of(self.path)
+        return fd
 
     def read(self, line: int) -> bytearray:
         """Return a line's bytes from the file.

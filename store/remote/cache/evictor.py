@@ -105,17 +105,11 @@ class Evictor:
     def _locks_of(self, store: Path) -> RangeLocks:
         path = store / self._locks_name
         locks = self._locks.get(path)
-        if locks is None or locks.fd < 0 or not _is_at(path, locks.fd):
+        if locks is None or not locks.is_there:
             if not path.exists():
                 raise FileNotFoundError(path)
             locks = self._locks[path] = RangeLocks(path)
         return locks
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    with suppress(OSError):
-        return os.path.samestat(os.fstat(fd), path.stat())
-    return False
 
 
 def _length(fd: int) -> int:

@@ -22,7 +22,7 @@ from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_durably
 from bucketline.forks import ForkSafeLock
 from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.remote.cache.cached_shard import PRESENT_SUFFIX, count_lines, unpin_lines
+from bucketline.store.remote.cache.cached_shard import PRESENT_SUFFIX, CacheRemovedError, count_lines, unpin_lines
 from bucketline.store.remote.cache.evictor import Evictor
 from bucketline.store.remote.cache.range_locks import RangeLocks
 from bucketline.store.remote.cache.room import NUM_BYTES, SIDECARS, RingSpace, Room
@@ -73,14 +73,22 @@ class StoreFolder:
             path.mkdir(parents=True, exist_ok=True)
             self.locks = RangeLocks(path / LOCKS)
             is_held = self.locks.try_shared(_IN_USE)
-            with suppress(FileNotFoundError):
-                if is_held and os.path.samestat(os.fstat(self.locks.fd), (path / LOCKS).stat()):
-                    break
+            if is_held and self.locks.is_there:
+                break
             self.locks.close()  # it is being removed
             time.sleep(0.01)
         os.utime(path / LOCKS)
         if not (path / ABOUT).exists():
             write_durably(path / ABOUT, json.dumps({"url": url}).encode())
+
+    def refuse_removed(self) -> None:
+        """Check that somebody has not removed the folder: what is written into it would be lost, or make no cache of it.
+
+        Raises:
+            CacheRemovedError: if somebody has.
+        """
+        if not self.locks.is_there:
+            raise CacheRemovedError.of(self.path)
 
     def close(self) -> None:
         """Let other processes remove the store."""
@@ -113,7 +121,7 @@ class CacheFolder:
         except OSError as error:
             raise StoreError(f"the cache {path} cannot be used: {error.strerror}; name another folder with --cache") from error
         self.recount()
-        self._is_default = limit is None
+        self.given_limit = limit
         self.limit = limit or int(DEFAULT_SHARE * self._bytes_on_disk())
         if self.limit < LEAST_BYTES:
             raise StoreError(
@@ -158,7 +166,7 @@ class CacheFolder:
 
     def set_limit(self, limit: int) -> None:
         """Let the cache have up to `limit` bytes from now on, but no fewer than the least."""
-        self.limit = self.asked_limit = max(limit, LEAST_BYTES)
+        self.limit = self.asked_limit = self.given_limit = max(limit, LEAST_BYTES)
 
     def shrink(self) -> None:
         """Let the cache have no more bytes than now, and the space for the ring: the disk is full."""
@@ -320,18 +328,22 @@ _opening = ForkSafeLock()
 def cache_folder(path: Path, limit: int | None = None) -> CacheFolder:
     """Return the process's cache in a folder; the first limit that is given to it counts, or a later one that differs.
 
+    If somebody has removed the folder since, it is made again; who has it open keeps what was removed.
+
     Raises:
         StoreError: as `CacheFolder`.
     """
     path = path.expanduser().absolute()
     with _opening:
         key = os.getpid(), path
-        if key not in _opened:
+        found = _opened.get(key)
+        if found is None or not found.room.is_there:
+            limit = limit or (None if found is None else found.given_limit)
             for other in [other for other in _opened if other[0] != key[0]]:
                 del _opened[other]  # a parent's, whose locks are closed here
             _opened[key] = CacheFolder(path, limit)
         elif limit is not None:
-            _opened[key].set_limit(limit)
+            found.set_limit(limit)
         return _opened[key]
 
 

@@ -18,7 +18,7 @@ from bucketline.errors import StoreError
 from bucketline.forks import OwnerProcess
 from bucketline.store.folder import DeniedError
 from bucketline.store.remote.cache import room
-from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, OLD_RING, PINNED, RING
+from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, OLD_RING, PINNED, RING, CacheRemovedError
 from bucketline.store.remote.cache.fetch_threads import LOOK_AGAIN_S, FetchThreads
 from bucketline.store.remote.cache.held_line import LATENCY_BOUNDS_S, FetchStats, HeldLine, State
 from bucketline.store.remote.cache.line_download import LineDownload
@@ -340,7 +340,7 @@ class LineFetcher:
         line.shard.locks.unlock(line.shard.lock_of(line.number))
         line.wrong += is_wrong(error)
         line.not_before = time.monotonic() + pause_after(line.tries)
-        if isinstance(error, DeniedError) or line.wrong >= _MAX_WRONG:
+        if isinstance(error, DeniedError | CacheRemovedError) or line.wrong >= _MAX_WRONG:
             line.wrong = 0
             line.state = State.FAILED
             if line.holders <= 0:

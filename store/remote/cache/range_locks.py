@@ -35,6 +35,14 @@ class RangeLocks:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         _OPEN.add(self)
 
+    @property
+    def is_there(self) -> bool:
+        """True if the file is still at its path; neither it nor the folder that it is in has been removed."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), self.path.stat())
+        except OSError:
+            return False
+
     def duplicate(self) -> RangeLocks:
         """Return another object for the same locks: those that are held stay so until both are closed.
 

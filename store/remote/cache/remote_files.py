@@ -15,6 +15,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.format.hashing import LINE_BYTES, bytes_digest
 from bucketline.store.remote.cache.cached_paths import cached_paths
+from bucketline.store.remote.cache.cached_shard import CacheRemovedError
 from bucketline.store.remote.cache.fetch_threads import LOOK_AGAIN_S
 from bucketline.store.remote.deadlines import IN_TIME
 from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.remote.cache.cached_paths import CachedPaths
-    from bucketline.store.remote.cache.folder import CacheFolder
+    from bucketline.store.remote.cache.folder import CacheFolder, StoreFolder
     from bucketline.store.remote.objects import ObjectFolder
 
 AT_ONCE = 64
@@ -52,9 +53,9 @@ class _CachedFile:
 class RemoteFiles:
     """The whole files of a store, and the checksums of its shards' lines. Safe for several threads."""
 
-    def __init__(self, objects: ObjectFolder, cache: CacheFolder, path: Path, *, deadline_s: float) -> None:
-        """`path` is the store's folder in the cache."""
-        self._objects, self._cache, self._path, self._deadline_s = objects, cache, path, deadline_s
+    def __init__(self, objects: ObjectFolder, cache: CacheFolder, folder: StoreFolder, *, deadline_s: float) -> None:
+        """`folder` is the store's in the cache."""
+        self._objects, self._cache, self._folder, self._deadline_s = objects, cache, folder, deadline_s
         self._paths: dict[int, tuple[ShardEntry, CachedPaths]] = {}  # by id of the entry
         self._known: set[Path] = set()  # compared by this process
         self._sums: dict[str, list[int]] = {}  # by key
@@ -69,7 +70,7 @@ class RemoteFiles:
         """Return the places of a shard's files in the cache."""
         found = self._paths.get(id(entry))
         if found is None:
-            found = self._paths[id(entry)] = entry, cached_paths(self._path, entry)
+            found = self._paths[id(entry)] = entry, cached_paths(self._folder.path, entry)
         return found[1]
 
     def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
@@ -164,7 +165,7 @@ class RemoteFiles:
             wait(arriving, IN_TIME * self._deadline_s)
         absent = []
         for file in wanted:
-            if file.path in self._known:
+            if file.path in self._known and file.path.exists():
                 continue
             with suppress(OSError, StoreError):  # of an earlier run, unless it is damaged
                 file.check(file.path.read_bytes(), file.path)
@@ -221,14 +222,17 @@ class RemoteFiles:
         """Write a file, complete from its first moment under this name. It is not synced: it is compared before it is used."""
         aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
         try:
+            self._folder.refuse_removed()
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             with open(fd, "wb") as file:  # noqa: PTH123 - opens a descriptor
                 file.write(data)
             self._cache.put_sidecar(aside, path)
-        except OSError as error:
+        except (OSError, CacheRemovedError) as error:
             aside.unlink(missing_ok=True)
             self._cache.room.give_back(len(data))
+            if isinstance(error, CacheRemovedError):
+                raise
             raise StoreError(
                 f"{path} cannot be written: {error.strerror}; make room on the disk, or name another folder with --cache"
             ) from error

@@ -51,7 +51,7 @@ class RemoteSource:
         self._folder = self._cache.open_store(store_key(objects.identity, store_id), objects.url)
         self.path = self._folder.path
         deadline_s = objects.options.deadline_s
-        self.files = files = RemoteFiles(objects, self._cache, self.path, deadline_s=deadline_s)
+        self.files = files = RemoteFiles(objects, self._cache, self._folder, deadline_s=deadline_s)
         self._entries: dict[int, ShardEntry] = {}
         self._shards: dict[Path, CachedShard] = {}  # by file
         self._opening = threading.Lock()
@@ -70,6 +70,13 @@ class RemoteSource:
     def is_inherited(self) -> bool:
         """True in a process that was forked from the one that opened the store: only what is there can be read."""
         return not self._owner.is_current
+
+    @property
+    def is_removed(self) -> bool:
+        """True if its folder in the cache, or a shard's file, was removed since: what is absent cannot be fetched any more."""
+        if self.is_inherited:
+            return False
+        return not (self._folder.locks.is_there and all(shard.is_there for shard in tuple(self._shards.values())))
 
     @property
     def limit(self) -> int:
@@ -109,7 +116,7 @@ class RemoteSource:
         """Return a shard's file in the cache, made if it is missing.
 
         Raises:
-            StoreError: if it cannot be made.
+            StoreError: if it cannot be made, or the cache was removed.
         """
         paths = self.paths(entry)
         path = paths.lmdb
@@ -119,6 +126,7 @@ class RemoteSource:
         self._refuse_inherited()
         with self._opening:
             if path not in self._shards:
+                self._folder.refuse_removed()
                 try:
                     shard = CachedShard(path, entry.lmdb.num_bytes, paths.key, self._folder.locks)
                 except OSError as error:
@@ -191,7 +199,7 @@ def source_at(objects: ObjectFolder, cache: Path, manifest: Manifest) -> RemoteS
     with _lock:
         key = os.getpid(), objects.identity, objects.options, cache, manifest.store_id
         source = _sources.get(key)
-        if source is None:
+        if source is None or source.is_removed:
             source = _sources[key] = RemoteSource(objects, cache, manifest.store_id)
     source.files.expect_lines([entry for entry in manifest.shards if not entry.line_checksums])
     return source

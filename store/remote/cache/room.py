@@ -58,6 +58,11 @@ class Room:
             self._slot = _SLOTS_AT + slot
             words[self._slot] = 0
 
+    @property
+    def is_there(self) -> bool:
+        """True if the cache folder that it is in has not been removed."""
+        return self._locks.is_there
+
     @contextmanager
     def locked(self) -> Iterator[np.ndarray[tuple[int], np.dtype[np.int64]]]:
         """Yield the words while no other thread or process changes them. Keep it short: system calls only on this machine."""

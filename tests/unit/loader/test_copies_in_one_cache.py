@@ -41,8 +41,8 @@ def pushed(store: Path, name: str) -> str:
     return f"file://{target}"
 
 
-def batches_of(place: Path | str, cache: Path) -> list[dict[str, object]]:
-    config = LoaderConfig(batch_size=4, epochs=1, verify=True, cache=str(cache))
+def batches_of(place: Path | str, cache: Path, config: LoaderConfig | None = None) -> list[dict[str, object]]:
+    config = config or LoaderConfig(batch_size=4, epochs=1, verify=True, cache=str(cache))
     with Loader(place, config) as loader:
         return bits(list(loader))
 
