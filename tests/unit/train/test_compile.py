@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 from bucketline.errors import TrainError
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.latent_scale import LatentScale
 from bucketline.store import Store
 from bucketline.train import compile as compile_module
 from bucketline.train import data, setup
@@ -25,7 +26,7 @@ from bucketline.train.ema import Average
 from bucketline.train.images.pipeline import draw_latents
 from bucketline.train.images.prompts import DrawingBatch
 from bucketline.train.models.load import load
-from bucketline.train.noise import FlowSchedule, LatentScale, NoiseSchedule, Prep, load_schedule, sample_noise
+from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep, load_schedule, sample_noise
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import Training, loss_of, train_step
 from bucketline.train.trainer import train

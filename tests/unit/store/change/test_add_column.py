@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +37,6 @@ from tests.kit import add_samples, make_store, rewrite_manifest, samples_of, sto
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 ROWS = {"train/64x64": 9, "train/64x96": 5, "val/64x96": 2}
 IDS = [sample.id for prefix in ("a/", "b/") for sample in samples_of(ROWS, prefix)]
@@ -310,7 +310,7 @@ def test_extents_of_a_column_that_are_intact_but_wrong_are_named(path: Path) -> 
     extents = Store.open(path).shards[0].column_shard("mask").extents
     columns = [(name, "U64", extents.column(name)) for name in extents.names if name != "page_checksum"]
     data = encode_paged([(name, dtype, v + np.uint64(name == "first_row")) for name, dtype, v in columns], extents.metadata)
-    extents.path.write_bytes(data)
+    Path(extents.path).write_bytes(data)
     mask = replace(first.added["mask"], extents=replace(first.added["mask"].extents, digest=bytes_digest(data)))
     rewrite_manifest(path, shards=(replace(first, added={"mask": mask}), *rest))
     errors = [fault.error for fault in verify(Store.open(path), lambda _: None).corrupt]
