@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -194,6 +195,14 @@ class SaveTimes(OptionValue):
     seconds: Annotated[float | None, IN_SECONDS] = None
 
 
+_NUMBER = r"[+-]?([0-9.]*|nan|inf)"
+
+
+def _as_path(path: Path) -> str:
+    """Return a path as it is typed, so that one that looks like a number is a path even so."""
+    return f"./{path}" if re.fullmatch(_NUMBER, str(path)) else str(path)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Followed(OptionValue):
     """The stores that grow, by the training rows to wait for, or the run whose generations are taken up at its steps."""
@@ -203,7 +212,7 @@ class Followed(OptionValue):
     LIMITS: ClassVar = {"rows": ONE_OR_MORE}
 
     rows: int | None = None
-    run: Annotated[Path | None, FieldForm(r"(?![+-]?([0-9.]*|nan|inf)$).+", Path, str)] = None
+    run: Annotated[Path | None, FieldForm(rf"(?!{_NUMBER}$).+", Path, _as_path)] = None
 
 
 @dataclass(frozen=True, kw_only=True)

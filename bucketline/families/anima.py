@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.families.cosmos import do_without_torchvision
+from bucketline.families.cosmos import ORIGINAL_NAMES, do_without_torchvision
 from bucketline.families.family import Encoded, Family, Padding, Part
 from bucketline.families.schedules import flow
 
@@ -35,6 +35,7 @@ class Anima(Family):
     usual_tokens = 512
     image_guidance = 4.0
     widths: ClassVar[Mapping[str, str]] = {"text_embed_dim": "tokens"}
+    other_names = ORIGINAL_NAMES
     is_told_share = True
     scheduler = flow(3.0)  # as diffusers' conversion script writes it
 
@@ -55,7 +56,7 @@ class Anima(Family):
     def expects(self) -> Iterator[Expected]:
         """Require rotary positions for each bucket's longer side, too."""
         yield from super().expects()
-        sizes = (self.config[field] for field in ("max_size", "patch_size"))
+        sizes = self.config["max_size"], self.config["patch_size"]
         yield from self.enough_positions(field="max_size", most=max(map(int.__floordiv__, *sizes)))
 
     def prepare(self, model: nn.Module) -> None:
@@ -65,9 +66,8 @@ class Anima(Family):
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Add that there are no borders, and leave out the tokens' mask."""
-        given = super().arguments(noisy, timesteps, batch)
-        del given["encoder_attention_mask"]
-        return {**given, "padding_mask": noisy.new_zeros(1, 1, *noisy.shape[2:])}
+        given = {**super().arguments(noisy, timesteps, batch), "padding_mask": noisy.new_zeros(1, 1, *noisy.shape[2:])}
+        return {name: one for name, one in given.items() if name != "encoder_attention_mask"}
 
     def as_tokens(self, latents: Tensor) -> Tensor:
         """Return latents as a video of one frame."""

@@ -197,8 +197,8 @@ class Family:
     scheduler: ClassVar[Mapping[str, Any]] = SCALED_LINEAR  # default for a folder without one
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     has_lora_loader: ClassVar[bool] = True  # diffusers' `load_lora_weights` of its pipeline reads an adapter
-    # Parts of layers' names and their names in the original checkpoint, where ComfyUI knows only these, with one matrix for
-    # `to_q`, `to_k` and `to_v`; empty: it knows diffusers'.
+    # Parts of layers' names and their names in the original checkpoint, where ComfyUI knows only these; empty: it knows
+    # diffusers'. `to_q`, `to_k` and `to_v`, if still called so then, are one matrix there.
     other_names: ClassVar[Mapping[str, str]] = {}
     image_guidance: float  # default of its pipeline
     # Images during training, by the first of `pipelines`.

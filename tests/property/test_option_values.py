@@ -173,6 +173,11 @@ def test_what_is_typed_is_refused_or_means_all_of_it(kind: type[OptionValue], da
             assert not isinstance(number, int | float) or math.isfinite(number)
 
 
+def test_a_folder_whose_name_is_a_number_is_printed_as_one() -> None:
+    value = Followed.parse("1/", "--follow")
+    assert (str(value), Followed.parse(str(value), "--follow")) == ("./1", value)
+
+
 @given(seconds=st.floats(1e-6, 1e9), steps=st.none() | st.integers(1, 10**9))
 @example(seconds=0.1, steps=None)
 def test_every_time_is_printed_exactly(seconds: float, steps: int | None) -> None:

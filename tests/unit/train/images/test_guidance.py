@@ -33,6 +33,8 @@ def test_images_have_the_guidance_of_the_familys_pipeline(family: type[Family]) 
     assert hasattr(pipeline, "load_lora_weights") >= family.has_lora_loader  # PRX has a UNet's
     given = inspect.signature(pipeline.__call__).parameters
     found = [given[name].default for name in ("guidance_scale", "true_cfg_scale") if name in given]
+    if issubclass(pipeline, diffusers.ModularPipeline):  # in the configuration of its guider
+        found = [pipeline().guider.config.guidance_scale]
     by_a_second_model = "unconditional_transformer" in inspect.signature(pipeline.__init__).parameters
     assert family.is_guidable is not by_a_second_model
     expected = 1.0 if by_a_second_model else next(scale for scale in found if scale is not None)

@@ -47,6 +47,11 @@ LOOKED_UP = {
     "flux2_klein": FLUX,
     "chroma": FLUX,
     **dict.fromkeys(("pixart_alpha", "pixart_sigma"), rf"transformer\.transformer_blocks\.{N}\.(attn[12]\.({TO})|ff\.({NET}))"),
+    "anima": (  # of the class MiniTrainDIT
+        rf"diffusion_model\.(blocks\.{N}\.((self|cross)_attn\.([qkv]|output)_proj|mlp\.layer[12]"
+        r"|adaln_modulation_(self_attn|cross_attn|mlp)\.[12])|final_layer\.(linear|adaln_modulation\.[12])"
+        rf"|x_embedder\.proj\.1|t_embedder\.{N}\.linear_[12])"
+    ),
     "auraflow": (
         rf"transformer\.(joint|single)_transformer_blocks\.{N}\.(attn\.({BOTH})"
         r"|ff(_context)?\.(linear_[12]|out_projection)|norm1(_context)?\.linear)"
