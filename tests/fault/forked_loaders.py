@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 import warnings
-from itertools import islice
+from copy import deepcopy
+from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 CHILD_S = 120  # before a child is taken to hang; it may start a service, which imports torch: seconds of CPU
 FORKS = 8  # of one loader
+COPIES = 8
 
 
 def _forked(work: Callable[[], bool]) -> None:
@@ -74,6 +77,38 @@ def fork_while_read(bench: Bench, service: str | None) -> Ended:
             if _ids(batches, 3) != expected[taken : taken + 3]:
                 raise WrongEndError("differs: the parent's batches after a fork")
     return Ended(seconds=min(longest, 1.0), how="clean end")  # a child has its own limit: it makes buffers and threads again
+
+
+def copy_at_any_moment(bench: Bench, service: str | None) -> Ended:
+    """Pickle or copy a loader, or fork the process, after any batch, also an epoch's last: the copy continues there."""
+    config, path = bench.config(epochs=4), bench.store()
+    with Loader(path, config) as own:
+        expected = [(batch.epoch, batch.step, batch.ids.tolist()) for batch in own.forever()]
+    ends = [n for n, (one, other) in enumerate(pairwise(expected), 1) if one[0] != other[0]]
+    longest = 0.0
+    with started(Loader(path, config, service=service)) as loader:
+        for _ in range(COPIES):
+            taken = bench.random.choice([bench.random.randrange(1, len(expected) - 4), *ends])
+            loader.load_state_dict({**loader.state_dict(), "step": 0, "micro_step": 0, "epoch": None})
+            by_epochs = bench.random.random() < 0.5
+            batches = chain.from_iterable(iter(loader.__iter__, None)) if by_epochs else loader.forever()
+            if [(one.epoch, one.step, one.ids.tolist()) for one in islice(batches, taken)] != expected[:taken]:
+                raise WrongEndError("differs: the batches before a copy")
+            how = bench.random.choice(["pickled", "copied", "forked"])
+
+            def rest(loader: Loader = loader, taken: int = taken) -> bool:
+                return _ids(loader.forever(), 3) == [ids for _, _, ids in expected[taken : taken + 3]]
+
+            begun = time.perf_counter()
+            if how == "forked":
+                _forked(rest)
+            else:
+                with pickle.loads(pickle.dumps(loader)) if how == "pickled" else deepcopy(loader) as copy:
+                    if not rest(started(copy)):
+                        at = "an epoch's end" if taken in ends else f"batch {taken}"
+                        raise WrongEndError(f"differs: what a loader that was {how} at {at} gives")
+            longest = max(longest, time.perf_counter() - begun)
+    return Ended(seconds=min(longest, 1.0), how="clean end")  # as above
 
 
 def _sidecars(path: Path) -> list[Path]:
