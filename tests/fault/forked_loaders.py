@@ -10,16 +10,16 @@ import sys
 import time
 import warnings
 from copy import deepcopy
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
-from bucketline.errors import BucketlineError
+from bucketline.errors import BucketlineError, UsageError
 from bucketline.loader import Loader
 from tests.fault.apart import How, apart
 from tests.fault.forcing import Bench, Ended, WrongEndError, started
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
     from bucketline.loader import Batch
@@ -79,8 +79,16 @@ def fork_while_read(bench: Bench, service: str | None) -> Ended:
     return Ended(seconds=min(longest, 1.0), how="clean end")  # a child has its own limit: it makes buffers and threads again
 
 
+def _by_epochs(loader: Loader) -> Generator[Batch]:
+    while True:
+        yield from loader
+
+
 def copy_at_any_moment(bench: Bench, service: str | None) -> Ended:
-    """Pickle or copy a loader, or fork the process, after any batch, also an epoch's last: the copy continues there."""
+    """Pickle or copy a loader, or fork the process, after any batch, also an epoch's last: the copy gives what it would.
+
+    With `forever` that is the next batch; a `for` begins the next epoch, once one has been begun.
+    """
     config, path = bench.config(epochs=4), bench.store()
     with Loader(path, config) as own:
         expected = [(batch.epoch, batch.step, batch.ids.tolist()) for batch in own.forever()]
@@ -88,16 +96,21 @@ def copy_at_any_moment(bench: Bench, service: str | None) -> Ended:
     longest = 0.0
     with started(Loader(path, config, service=service)) as loader:
         for _ in range(COPIES):
-            taken = bench.random.choice([bench.random.randrange(1, len(expected) - 4), *ends])
+            taken = bench.random.choice([bench.random.randrange(1, ends[-1]), *ends])
             loader.load_state_dict({**loader.state_dict(), "step": 0, "micro_step": 0, "epoch": None})
             by_epochs = bench.random.random() < 0.5
-            batches = chain.from_iterable(iter(loader.__iter__, None)) if by_epochs else loader.forever()
+            batches = _by_epochs(loader) if by_epochs else loader.forever()
             if [(one.epoch, one.step, one.ids.tolist()) for one in islice(batches, taken)] != expected[:taken]:
                 raise WrongEndError("differs: the batches before a copy")
+            at = min(end for end in ends if end >= taken) if by_epochs else taken
             how = bench.random.choice(["pickled", "copied", "forked"])
 
-            def rest(loader: Loader = loader, taken: int = taken) -> bool:
-                return _ids(loader.forever(), 3) == [ids for _, _, ids in expected[taken : taken + 3]]
+            def rest(loader: Loader = loader, at: int = at, *, by_epochs: bool = by_epochs) -> bool:
+                wanted = [ids for _, _, ids in expected[at : at + 3]]
+                try:
+                    return _ids(_by_epochs(loader) if by_epochs else loader.forever(), len(wanted)) == wanted
+                except UsageError:  # no epoch is left
+                    return False
 
             begun = time.perf_counter()
             if how == "forked":
@@ -105,8 +118,8 @@ def copy_at_any_moment(bench: Bench, service: str | None) -> Ended:
             else:
                 with pickle.loads(pickle.dumps(loader)) if how == "pickled" else deepcopy(loader) as copy:
                     if not rest(started(copy)):
-                        at = "an epoch's end" if taken in ends else f"batch {taken}"
-                        raise WrongEndError(f"differs: what a loader that was {how} at {at} gives")
+                        where = "an epoch's end" if taken in ends else f"batch {taken}"
+                        raise WrongEndError(f"differs: what a loader that was {how} at {where} gives")
             longest = max(longest, time.perf_counter() - begun)
     return Ended(seconds=min(longest, 1.0), how="clean end")  # as above
 
