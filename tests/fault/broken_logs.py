@@ -43,7 +43,7 @@ def _log(log: str) -> int:
 
 
 def _with_log(log: str, work: Callable[[], object]) -> object:
-    """Do some work in a forked process whose stderr is a closed pipe or a full disk."""
+    """Return what some work gives in a forked process whose stderr is a closed pipe or a full disk."""
     fd = _log(log)
     os.dup2(fd, 2)
     sys.stderr = os.fdopen(fd, "w", buffering=1, encoding="utf-8")
