@@ -56,6 +56,8 @@ FAMILIES = {
     "hostile": Family("hostile_input:hostile_input", 2400),
     "links": Family("linked_stores:linked_stores", 2400),
     "checkpoints": Family("strangers:hostile_checkpoints", 600),
+    "floods": Family("strangers:floods", 600),
+    "logs": Family("broken_logs:broken_logs", 1200),
     "runs": Family("failing_runs:failing_runs", 1200),
     "power": Family("power_loss:losses", 600),
     "names": Family("changed_at_urls:names_used_again", 900),
@@ -67,6 +69,7 @@ FAMILIES = {
     "copies": Family("copies_in_one_cache:copied_stores", 1200),
     "server-lies": Family("hostile_servers:hostile_servers", 1800),
     "server-disk": Family("full_cache:full_caches", 600),
+    "server-rm": Family("removed_caches:removed_caches", 900),
 }
 
 

@@ -9,22 +9,24 @@ import subprocess
 import sys
 import time
 import warnings
-from itertools import islice
+from copy import deepcopy
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
-from bucketline.errors import BucketlineError
+from bucketline.errors import BucketlineError, UsageError
 from bucketline.loader import Loader
 from tests.fault.apart import How, apart
 from tests.fault.forcing import Bench, Ended, WrongEndError, started
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
     from bucketline.loader import Batch
 
 CHILD_S = 120  # before a child is taken to hang; it may start a service, which imports torch: seconds of CPU
 FORKS = 8  # of one loader
+COPIES = 8
 
 
 def _forked(work: Callable[[], bool]) -> None:
@@ -78,6 +80,51 @@ def fork_while_read(bench: Bench, service: str | None) -> Ended:
             if _ids(batches, 3) != expected[taken : taken + 3]:
                 raise WrongEndError("differs: the parent's batches after a fork")
     return Ended(seconds=min(longest, 1.0), how="clean end")  # a child has its own limit: it makes buffers and threads again
+
+
+def _by_epochs(loader: Loader) -> Generator[Batch]:
+    while True:
+        yield from loader
+
+
+def copy_at_any_moment(bench: Bench, service: str | None) -> Ended:
+    """Pickle or copy a loader, or fork the process, after any batch, also an epoch's last: the copy gives what it would.
+
+    With `forever` that is the next batch; a `for` begins the next epoch, once one has been begun.
+    """
+    config, path = bench.config(epochs=4), bench.store()
+    with Loader(path, config) as own:
+        expected = [(batch.epoch, batch.step, batch.ids.tolist()) for batch in own.forever()]
+    ends = [n for n, (one, other) in enumerate(pairwise(expected), 1) if one[0] != other[0]]
+    longest = 0.0
+    with started(Loader(path, config, service=service)) as loader:
+        for _ in range(COPIES):
+            taken = bench.random.choice([bench.random.randrange(1, ends[-1]), *ends])
+            loader.load_state_dict({**loader.state_dict(), "step": 0, "micro_step": 0, "epoch": None})
+            by_epochs = bench.random.random() < 0.5
+            batches = _by_epochs(loader) if by_epochs else loader.forever()
+            if [(one.epoch, one.step, one.ids.tolist()) for one in islice(batches, taken)] != expected[:taken]:
+                raise WrongEndError("differs: the batches before a copy")
+            at = min(end for end in ends if end >= taken) if by_epochs else taken
+            how = bench.random.choice(["pickled", "copied", "forked"])
+
+            def rest(loader: Loader = loader, at: int = at, *, by_epochs: bool = by_epochs) -> bool:
+                wanted = [ids for _, _, ids in expected[at : at + 3]]
+                try:
+                    return _ids(_by_epochs(loader) if by_epochs else loader.forever(), len(wanted)) == wanted
+                except UsageError:  # no epoch is left
+                    return False
+
+            begun = time.perf_counter()
+            if how == "forked":
+                _forked(rest)
+            else:
+                with pickle.loads(pickle.dumps(loader)) if how == "pickled" else deepcopy(loader) as copy:
+                    if not rest(started(copy)):
+                        where = "an epoch's end" if taken in ends else f"batch {taken}"
+                        raise WrongEndError(f"differs: what a loader that was {how} at {where} gives")
+            longest = max(longest, time.perf_counter() - begun)
+    return Ended(seconds=min(longest, 1.0), how="clean end")  # as above
 
 
 def _sidecars(path: Path) -> list[Path]:

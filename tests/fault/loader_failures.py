@@ -27,7 +27,12 @@ from bucketline.loader import Loader
 from bucketline.store import Store
 from tests.fault.changed_files import swap_file, truncate_under_service
 from tests.fault.forcing import WITHIN_S, Bench, Ended, WrongEndError, goes_on, started, until_error
-from tests.fault.forked_loaders import fork_while_read, truncate_sidecars_mapped, truncate_sidecars_read_plainly
+from tests.fault.forked_loaders import (
+    copy_at_any_moment,
+    fork_while_read,
+    truncate_sidecars_mapped,
+    truncate_sidecars_read_plainly,
+)
 from tests.fault.record import Kind, Outcome, Record, outcome_of
 from tests.kit import flip_bit
 from tests.leftovers import children, descriptors, held, left_since, wait_until
@@ -229,6 +234,7 @@ FAILURES: dict[str, tuple[Callable[[Bench, str | None], Ended], tuple[str | None
         ("auto",),
     ),
     "process forked while batches are filled": (fork_while_read, (None, "auto")),
+    "pickled, copied or forked at any moment": (copy_at_any_moment, (None, "auto")),
     "filling thread ended": (end_thread, (None,)),
     "loop broken off": (break_off, (None, "auto")),
     "private service killed": (kill_private_service, ("auto",)),

@@ -6,31 +6,35 @@ import io
 import json
 import os
 import pickle
+import random
 import shutil
 import socket
 import struct
+import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bucketline.errors import BucketlineError
-from bucketline.loader.service.sockets import connected
+from bucketline.loader import Loader, LoaderConfig, ServiceAddress
+from bucketline.loader.service.sockets import Security, connected
 from bucketline.loader.service.wire import MAX_MESSAGE_BYTES, receive
 from tests.fault.apart import HANG_S, Apart, How
 from tests.fault.ground import COMMAND_S, Ground, one_batch
 from tests.fault.record import Kind, Outcome, Record
 from tests.kit import flip_bit, make_store, samples_of
-from tests.serving import serving
+from tests.serving import serving, serving_here
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.fault.record import Asked
 
 LONG = 1 << 40
+TOKEN, MOST_KEPT = b"a token of the tests", 300
 
 
 class Canary:
@@ -151,6 +155,62 @@ def strangers(ground: Ground, trials: int) -> Record:
         ended = Apart(lambda: one_batch(store.path, folder / "sock")).ended(HANG_S)
         record.add(ended.outcome, ended.said)
     return record
+
+
+def floods(asked: Asked) -> Iterator[Record]:
+    """Strangers come to a port without end: no token, half a message, garbage, drips; clients come and go meanwhile."""
+    draw = random.Random(asked.seed)
+    record = Record(fault="a flood of strangers at a service's port, and clients that come meanwhile", kind=Kind.OTHER)
+    store = make_store(asked.folder / "s", samples_of({"train/64x64": 20}))
+    token = asked.folder / "token"
+    token.write_bytes(TOKEN)
+    token.chmod(0o600)
+    config = LoaderConfig(batch_size=2, epochs=1)
+    with Loader(store, config) as loader:
+        expected = [batch.ids.tolist() for batch in loader]
+    with serving_here(asked.folder, store.path, security=Security(token=TOKEN)) as found:
+        address = ServiceAddress(found.tcp, token=token, deadline_s=HANG_S)
+        with Loader(None, config, service=address) as early:
+            batches, is_over = iter(early), threading.Event()
+            first = next(batches)
+            seeds = [draw.random() for _ in range(3)]
+            flood = [threading.Thread(target=_flood, args=(found.port, random.Random(seed), is_over)) for seed in seeds]
+            for thread in flood:
+                thread.start()
+            try:
+                for _ in range(asked.of(5, 100)):
+                    begun = time.monotonic()
+                    try:
+                        with Loader(None, config, service=address) as late:
+                            is_right = [batch.ids.tolist() for batch in late] == expected
+                    except BucketlineError as error:
+                        record.add(Outcome.DEFECT, f"refused: {error}")
+                        continue
+                    took = time.monotonic() - begun
+                    outcome = Outcome.HANG if took > HANG_S else Outcome.COMPLETED if is_right else Outcome.WRONG
+                    record.add(outcome, f"{took:.1f} s")
+                is_right = [batch.ids.tolist() for batch in (first, *batches)] == expected
+                record.add(Outcome.COMPLETED if is_right else Outcome.WRONG, "the client that was there before")
+            finally:
+                is_over.set()
+                for thread in flood:
+                    thread.join()
+    yield record
+
+
+def _flood(port: int, draw: random.Random, is_over: threading.Event) -> None:
+    """Connect again and again; keep most of the connections, which say nothing, half of something, or garbage in drips."""
+    kept: list[socket.socket] = []
+    while not is_over.wait(0.001):
+        with suppress(OSError):
+            kept.append(socket.create_connection(("127.0.0.1", port), timeout=HANG_S))
+            if draw.random() < 0.7:
+                kept[-1].sendall(_said_by_a_stranger(draw))
+            draw.choice(kept).sendall(draw.randbytes(1))
+        if len(kept) > MOST_KEPT:
+            kept.pop(draw.randrange(len(kept))).close()
+    for sock in kept:
+        sock.close()
 
 
 def _said_by_a_stranger(draw: random.Random) -> bytes:

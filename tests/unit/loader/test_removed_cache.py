@@ -48,7 +48,7 @@ def test_a_loader_that_needs_more_of_it_says_so_and_iterates_again(local: Store,
     url, cache = pushed(local), tmp_path / "cache"
     config = LoaderConfig(batch_size=20, epochs=1, window=16, cache=str(cache), cache_bytes="1MiB")
     expected = batches_of(local.path, cache, config)
-    found, said = list[dict[str, object]](), list[str]()
+    found, said = list[object](), list[str]()
     with Loader(url, config) as loader:
         while len(found) < len(expected):
             try:

@@ -412,3 +412,27 @@ def test_a_generation_that_was_collected_is_not_written_again_for_an_old_hint(ob
     objects.write("manifest.json", hint)
     drop(objects, ["first/train/64x64/5.png"])
     assert list(listed_generations(objects)) == [4, 5]
+
+
+def test_a_writer_that_others_get_ahead_of_pauses_between_its_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, paused = in_memory(), list[int]()
+    push(make_store(tmp_path / "s", samples_of({"train/64x64": 8})).path, place)
+
+    def pause_after(tries: int) -> float:
+        paused.append(tries)
+        return 0.0
+
+    monkeypatch.setattr(commit_module, "pause_after", pause_after)
+    others = iter(["other 1", "other 2"])
+
+    def ruled(name: str) -> Any:
+        return lambda base: dataclasses.replace(base.manifest, rules={**base.manifest.rules, name: 1})
+
+    def change(base: Any) -> Any:
+        if (other := next(others, None)) is not None:
+            commit_module.commit_change(place, ruled(other))
+        return ruled("own")(base)
+
+    _, after = commit_module.commit_change(place, change)
+    assert {"other 1", "other 2", "own"} <= after.rules.keys()
+    assert paused == [1, 2]
