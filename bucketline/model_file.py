@@ -166,11 +166,14 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     import diffusers
     import torch
 
-    kept = (model._keep_in_fp32_modules or ()) if isinstance(model, diffusers.ModelMixin) else ()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype if set(kept).isdisjoint(name.split(".")) else torch.float32)
-    return model
+    parts = set((model._keep_in_fp32_modules or ()) if isinstance(model, diffusers.ModelMixin) else ())
+    named = (*model.named_parameters(), *model.named_buffers())
+    kept = {id(tensor) for name, tensor in named if not parts.isdisjoint(name.split("."))}
+
+    def converted(tensor: Tensor) -> Tensor:
+        return tensor.to(torch.float32 if id(tensor) in kept else dtype) if tensor.is_floating_point() else tensor
+
+    return model._apply(converted)
 
 
 def index_path(folder: Path) -> Path:

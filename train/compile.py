@@ -19,8 +19,12 @@ import torch
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch._subclasses import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map_only
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -242,24 +246,47 @@ def reason_of(error: BaseException) -> str:
     return next((line for line in lines if re.search(r"\berror: ", line)), lines[-1])[:500]
 
 
+class LengthsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Compute integers and masks that depend on no tensor without memory, so that the lengths in them can be read.
+
+    Each number of a tensor without memory is read as 1.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if any(isinstance(one, FakeTensor) or one.is_meta for one in given):
+            return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+        if not given:
+            found = func(*args, **(kwargs or {}))
+            if not isinstance(found, torch.Tensor) or found.is_floating_point() or found.is_complex():
+                return found
+        with unset_fake_temporarily():
+            return func(*args, **(kwargs or {}))
+
+
 def count_flops(model: nn.Module, family: Family, batch: Batch) -> float:
     """Return the FLOPs of training a model on a batch; a multiply-add counts as two.
 
-    The forward pass is counted on the meta device, which allocates nothing. The backward pass costs the same again for the
-    gradient of the inputs, and once more for that of the weights, in proportion to the trained share.
+    The forward pass is counted on tensors without memory, but for the lengths of captions. The backward pass costs the same
+    again for the gradient of the inputs, and once more for that of the weights, in proportion to the trained share.
     Source: Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models" (arXiv 2203.15556), appendix F.
+
+    Raises:
+        DynamicOutputShapeException: if sizes in the model depend on values.
     """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
         empty = plain_class(model).from_config(dict(model.config))  # type: ignore[arg-type]
-    fitted = {name: tensor.to("meta") for name, tensor in batch.by_name().items()}
-    on_meta = replace(batch, **as_fields(fitted))
+    family.prepare(empty)
     rows, channels, *size = batch.latents.shape
     if batch.latent_kind is LatentKind.MOMENTS:
         channels //= 2
-    noisy = torch.empty(rows, channels, *size, device="meta")
-    timesteps = torch.empty(rows, dtype=torch.int64, device="meta")
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        family.predict(empty, noisy, timesteps, on_meta)
+    host = {name: tensor.cpu() for name, tensor in batch.by_name().items()}
+    with torch.no_grad(), fake, sdpa_kernel(SDPBackend.MATH), LengthsOnly(), FlopCounterMode(display=False) as counter:  # type: ignore[no-untyped-call]
+        empty.to_empty(device="cpu")
+        fitted = {name: torch.empty_like(one, device="cpu") if one.is_floating_point() else one for name, one in host.items()}
+        noisy, timesteps = torch.empty(rows, channels, *size), torch.ones(rows, dtype=torch.int64)
+        family.predict(empty, noisy, timesteps, replace(batch, **as_fields(fitted)))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total: int = sum(parameter.numel() for parameter in empty.parameters())
     share = min(1.0, trained / total)
@@ -267,7 +294,7 @@ def count_flops(model: nn.Module, family: Family, batch: Batch) -> float:
 
 
 def flops_of_buckets(model: nn.Module, family: Family, batches: Mapping[str, Batch]) -> dict[str, float]:
-    """Return the FLOPs of training on each batch.
+    """Return the FLOPs of training on each batch; none, with a warning, if they depend on values.
 
     FLOPs per row are a quadratic in the number of latent positions (constant, linear, and self-attention's square), so three
     sizes are counted and the others are interpolated by the parabola through them.
@@ -276,7 +303,11 @@ def flops_of_buckets(model: nn.Module, family: Family, batches: Mapping[str, Bat
     by_size = {positions[name]: batch for name, batch in batches.items()}
     sizes = sorted(by_size)
     counted = sizes if len(sizes) <= COUNTED_SIZES else [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
-    per_row = [count_flops(model, family, by_size[size]) / len(by_size[size].latents) for size in counted]
+    try:
+        per_row = [count_flops(model, family, by_size[size]) / len(by_size[size].latents) for size in counted]
+    except DynamicOutputShapeException:
+        log.warning("no MFU: the FLOPs of a %s depend on values, and cannot be counted ahead", family.model_class)
+        return {}
     through = np.polynomial.Polynomial.fit(counted, per_row, len(counted) - 1)
     return {name: len(batch.latents) * float(through(positions[name])) for name, batch in batches.items()}
 

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses import DynamicOutputShapeException, FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch._subclasses import DynamicOutputShapeException, FakeTensorMode
 
 from bucketline.errors import UsageError
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import family_of_model
 from bucketline.model_file import cast
-from bucketline.train.compile import recompute
+from bucketline.train.compile import LengthsOnly, recompute
 from bucketline.train.config import Base, Precision, TrainConfig, WeightDtype
 from bucketline.train.lowbit.offload import frozen_bytes, offloaded
 from bucketline.train.memory.activations import BatchSizes, StepBytes, latent_size, step_bytes, usual_sizes
@@ -86,24 +83,6 @@ def label(options: _Options) -> str:
         for name, value in options.items()
     ]
     return f"`{' '.join(words)}`" + f" on {RANKS} GPUs" * ("sharding" in options) if words else "all weights"
-
-
-class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Compute integers and masks that depend on no tensor without memory, so that the lengths in them can be read.
-
-    Each number of a tensor without memory is read as 1.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        if any(isinstance(one, FakeTensor) or one.is_meta for one in given):
-            return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
-        if not given:
-            found = func(*args, **(kwargs or {}))
-            if not isinstance(found, torch.Tensor) or found.is_floating_point() or found.is_complex():
-                return found
-        with unset_fake_temporarily():
-            return func(*args, **(kwargs or {}))
 
 
 class CountedModel:
@@ -207,7 +186,7 @@ class CountedModel:
 
     @contextlib.contextmanager
     def _without_memory(self) -> Iterator[None]:
-        with self._fake, _Values():  # type: ignore[no-untyped-call]
+        with self._fake, LengthsOnly():  # type: ignore[no-untyped-call]
             yield
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from bucketline.errors import TrainError
 from bucketline.loader import Loader, LoaderConfig
@@ -33,7 +35,7 @@ from bucketline.train.trainer import train
 from bucketline.train.validation import validate
 from bucketline.train.values import Followed
 from tests.family_models import tiny_vae
-from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, write_form
+from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, predicted, write_form
 from tests.unit.train.test_step import make_training
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, make_batch, make_training_store, samples, write_unet
 
@@ -221,6 +223,24 @@ def test_the_flops_of_sizes_between_are_those_that_counting_them_gives(tmp_path:
     found = flops_of_buckets(training.model, training.family, batches)
     for height in ("16", "32"):
         assert found[height] == pytest.approx(count_flops(training.model, training.family, batches[height]), rel=1e-6)
+
+
+@pytest.mark.parametrize("each", [form for form in EVERY_FORM if form != "hidream_image"])
+def test_the_flops_of_every_form_are_counted_without_its_weights(each: str, tmp_path: Path) -> None:
+    """Some models read the lengths of captions, which tensors without memory do not have."""
+    folder = write_form(tmp_path, each)
+    family, model = load(folder, facts_for(folder), seed=0)
+    batch = batch_of_lengths(family, [5, 9, 2], 9)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        predicted(family, model, batch)
+    assert count_flops(model, family, batch) == 3 * counter.get_total_flops() > 0
+
+
+def test_flops_that_depend_on_values_are_left_out_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_form(tmp_path, "hidream_image")
+    family, model = load(folder, facts_for(folder), seed=0)
+    assert flops_of_buckets(model, family, {"train/form": batch_of_lengths(family, [9, 9], 9)}) == {}
+    assert "no MFU: the FLOPs of a HiDreamImageTransformer2DModel depend on values" in caplog.text
 
 
 def test_the_flops_of_a_convolution_are_those_of_its_formula() -> None:
