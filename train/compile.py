@@ -61,7 +61,7 @@ def compiles(config: TrainConfig, device: torch.device) -> bool:
 def compile_blocks(model: nn.Module, family: Family | type[Family], backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile a model's blocks in place (the full model if it has none), one graph per shape.
 
-    Parts whose sizes depend on values stay eager: those that the family names, and with a warning, blocks that go on compiling.
+    Parts whose sizes depend on values stay eager: those that the family names, and with a warning, blocks that keep compiling.
     """
     import torch._dynamo.config as dynamo
 

@@ -87,7 +87,7 @@ def test_a_sharded_model_is_drawn_with_by_all_ranks_and_one_that_lacks_memory_en
     asked = config(folder, num_images=2, image_guidance=1.0)
 
     def training_of(ranks: TrainRanks) -> Training:
-        family, model = sharded("unet", folder / "model", ranks)
+        family, model = sharded(folder / "model", ranks)
         average = Average(model, 0.5)
         for parameter in model.parameters():
             parameter.data.mul_(1.5)
