@@ -173,7 +173,8 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     def converted(tensor: Tensor) -> Tensor:
         return tensor.to(torch.float32 if id(tensor) in kept else dtype) if tensor.is_floating_point() else tensor
 
-    return model._apply(converted)
+    model._apply(converted)  # type: ignore[no-untyped-call]
+    return model
 
 
 def index_path(folder: Path) -> Path:

@@ -32,7 +32,7 @@ def place_behind_captions(blocks: Iterable[Any], num_first: int) -> None:
 
 
 class BehindCaptions:
-    """Qwen-Image 2.1's attention, but with each image at the place after its own caption, as in a batch of one.
+    """Qwen-Image 2.1's attention, but with each image at the place after its own caption, as if the batch had no other.
 
     The model places all images after the longest caption's padding, at a distance that a single prompt's never has. Of an
     image's positions only the first axis follows the text; captions begin at 0 in every row.
