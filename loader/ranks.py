@@ -145,7 +145,7 @@ def pinned(shares: Sequence[WeightedStore], generation: int | Sequence[int], con
         UsageError: if these are not as many numbers.
         StoreError: if a generation is gone.
     """
-    numbers = (generation,) if isinstance(generation, int) else tuple(generation)
+    numbers = tuple(generation) if isinstance(generation, list | tuple) else (generation,)
     if len(numbers) != len(shares) or any(type(one) is not int for one in numbers):
         raise UsageError(
             f"generation is {generation!r:.100}, expected a number for each of {len(shares)} stores, such as "

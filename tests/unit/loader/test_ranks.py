@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from torch._C._distributed_c10d import FileStore
@@ -69,6 +69,9 @@ def test_a_mixture_names_a_generation_for_each_store(tmp_path: Path) -> None:
     for wrong in (1, (1,), (1, 2, 2), (1, True)):
         with pytest.raises(UsageError, match=r"expected a number for each of 2 stores, such as \(2, 2\), the newest now"):
             Loader(paths, CONFIG, generation=wrong)
+    for odd in (1.0, b"\x01", {1}, "1"):
+        with pytest.raises(UsageError, match=r"expected a number for each of 1 stores"):
+            Loader(paths[0], CONFIG, generation=cast("Any", odd))
     with pytest.raises(StoreError, match="generation 7"):
         Loader(paths[0], CONFIG, generation=7)
 
