@@ -103,7 +103,7 @@ class RecordedScale:
                 raise UsageError(
                     f"{self.where} does not record how its latents are scaled: encoders.vae is {vae!s:.100}, expected a "
                     "mapping of finite numbers with a scaling_factor that is not 0. Give the scaling: "
-                    "batch.scaled(LatentScale(scale=0.18215)), or scale=1.0 for latents that are stored as the model takes them; "
+                    "batch.scaled(LatentScale(scale=0.18215)), or scale=1.0 for latents stored as the model takes them; "
                     'or write the store with it: encoders={"vae": {"scaling_factor": 0.18215}}'
                 ) from error
         return self._found[device]
