@@ -180,5 +180,5 @@ def test_a_scaling_first_used_in_inference_is_usable_in_training(tmp_path: Path)
     with torch.inference_mode():
         batch.scaled()
     predicted = torch.ones(4, 4, 6, 8, requires_grad=True)
-    batch.scale.invert(predicted).sum().backward()
+    torch.autograd.backward(batch.scale.invert(predicted).sum())
     assert predicted.grad is not None
