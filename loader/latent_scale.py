@@ -65,6 +65,10 @@ def _over(each: float | Tensor, latents: Tensor) -> float | Tensor:
     """Return a patch's numbers, [C, p, p], repeated over latents, [B, C, h, w]; a channel's over [B, C, …] of any axes."""
     if isinstance(each, float):
         return each
+    if each.shape[0] not in (1, latents.shape[1]):  # torch would repeat latents of one channel
+        raise UsageError(
+            f"the scaling is of {each.shape[0]} channels and the latents have {latents.shape[1]}; give one of as many"
+        )
     if each.shape[-1] == 1:
         return each.reshape(-1, *(1 for _ in latents.shape[2:]))
     return each.repeat(1, latents.shape[2] // each.shape[1], latents.shape[3] // each.shape[2])
@@ -87,13 +91,20 @@ class RecordedScale:
         if device not in self._found:
             vae = self.encoders.get("vae")
             try:
-                self._found[device] = LatentScale.of(self._of_family(vae), device)
-            except (KeyError, TypeError, ValueError, RuntimeError) as error:  # whatever a store of other arrays has there
+                with torch.inference_mode(mode=False):  # or a backward pass through `invert` could not use the tensors later
+                    self._found[device] = _usable(self._of_family(vae), device)
+            except (
+                KeyError,
+                TypeError,
+                ValueError,
+                RuntimeError,
+                OverflowError,
+            ) as error:  # whatever a store of other arrays has there
                 raise UsageError(
                     f"{self.where} does not record how its latents are scaled: encoders.vae is {vae!s:.100}, expected a "
-                    "mapping with a number scaling_factor. Give the scaling: batch.scaled(LatentScale(scale=0.18215)), or "
-                    "scale=1.0 for latents that are stored as the model takes them; or write the store with it: "
-                    'encoders={"vae": {"scaling_factor": 0.18215}}'
+                    "mapping of finite numbers with a scaling_factor that is not 0. Give the scaling: "
+                    "batch.scaled(LatentScale(scale=0.18215)), or scale=1.0 for latents stored as the model takes them; "
+                    'or write the store with it: encoders={"vae": {"scaling_factor": 0.18215}}'
                 ) from error
         return self._found[device]
 
@@ -114,6 +125,22 @@ class RecordedScale:
         # by name: families type their batches, and their files take longer to import than a first batch
         family = imported("bucketline.families.registry:family_named")(text["family"])
         return vae if family is None else family.scaling(vae)
+
+
+def _usable(vae: Mapping[str, Json], device: torch.device) -> LatentScale:
+    """Return the scaling of a VAE's record.
+
+    Raises:
+        ValueError: if it would make latents of zeros, or of what is not a number.
+    """
+    scale = LatentScale.of(vae, device)
+    on_host = LatentScale.of(vae, torch.device("cpu"))
+    for each in (on_host.scale, on_host.shift):
+        if not torch.as_tensor(each).isfinite().all():
+            raise ValueError("a number that is not finite")
+    if not torch.as_tensor(on_host.scale).all():
+        raise ValueError("a factor of 0")
+    return scale
 
 
 def noise_like(latents: Tensor, kind: LatentKind, keys: Tensor, purpose: Purpose = Purpose.NOISE) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,9 +37,26 @@ def host_group() -> dist.ProcessGroup:
 
 
 @functools.cache
-def _host_group(_world: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=DISK_TIME)
+def _host_group(_world: dist.ProcessGroup | None, timeout: timedelta = DISK_TIME) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
+
+
+def _is_up() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+class _Forked:
+    """The group of the process that forked this one: its connections are not this process's to use."""
+
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def note(cls) -> None:
+        cls.group = dist.group.WORLD if _is_up() else None
+
+
+os.register_at_fork(after_in_child=_Forked.note)
 
 
 class OtherRankFailedError(BucketlineError):
@@ -47,7 +65,7 @@ class OtherRankFailedError(BucketlineError):
 
 def gathered(value: T) -> list[T]:
     """Return every rank's value, in rank order."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not _is_up() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=host_group())
@@ -86,11 +104,10 @@ def agreed(
     """
     if world_size == 1:
         return opened()
-    is_up = dist.is_available() and dist.is_initialized()
-    if not (is_up and (dist.get_rank(), dist.get_world_size()) == (rank, world_size)):
+    if why := _why_not_agreed(rank, world_size):
         shares = opened()
         if not are_chosen:
-            _refuse_uncertain(shares, rank, world_size, is_up=is_up)
+            _refuse_uncertain(shares, rank, world_size, why)
         return shares
     _wait_for_all(rank)
     with fail_together():
@@ -128,7 +145,7 @@ def pinned(shares: Sequence[WeightedStore], generation: int | Sequence[int], con
         UsageError: if these are not as many numbers.
         StoreError: if a generation is gone.
     """
-    numbers = (generation,) if isinstance(generation, int) else tuple(generation)
+    numbers = tuple(generation) if isinstance(generation, list | tuple) else (generation,)
     if len(numbers) != len(shares) or any(type(one) is not int for one in numbers):
         raise UsageError(
             f"generation is {generation!r:.100}, expected a number for each of {len(shares)} stores, such as "
@@ -137,12 +154,21 @@ def pinned(shares: Sequence[WeightedStore], generation: int | Sequence[int], con
     return at_generations(shares, numbers, config)
 
 
-def _refuse_uncertain(shares: Sequence[WeightedStore], rank: int, world_size: int, *, is_up: bool) -> None:
+def _why_not_agreed(rank: int, world_size: int) -> str | None:
+    """Return why these ranks cannot agree by torch.distributed; None if they can."""
+    if not _is_up():
+        return "is not initialised"
+    if dist.group.WORLD is _Forked.group:
+        return "is of the process that forked this one"
+    here = dist.get_rank(), dist.get_world_size()
+    return None if here == (rank, world_size) else f"is rank {here[0]} of {here[1]} here"
+
+
+def _refuse_uncertain(shares: Sequence[WeightedStore], rank: int, world_size: int, why: str) -> None:
     numbers = tuple(share.store.manifest.generation for share in shares)
     if max(numbers) == 1:
         return
     shown = numbers[0] if len(numbers) == 1 else numbers
-    why = f"is rank {dist.get_rank()} of {dist.get_world_size()} here" if is_up else "is not initialised"
     raise UsageError(
         f"rank {rank} of {world_size} has opened generation {shown} of {', '.join(share.store.where for share in shares)}, and "
         f"torch.distributed {why}: another rank may have opened an earlier one, and would read other buckets at the same step. "
@@ -151,8 +177,8 @@ def _refuse_uncertain(shares: Sequence[WeightedStore], rank: int, world_size: in
 
 
 def _wait_for_all(rank: int) -> None:
-    try:
-        dist.monitored_barrier(group=host_group(), timeout=LOADER_TIME)
+    try:  # in a group of this timeout: the first call makes it, and that waits for the other ranks too
+        dist.monitored_barrier(group=_host_group(dist.group.WORLD, LOADER_TIME), timeout=LOADER_TIME)
     except RuntimeError as error:
         raise UsageError(
             f"rank {rank} has waited {LOADER_TIME} for the other ranks' loaders ({error!s:.200}); make a loader of several "

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from torch._C._distributed_c10d import FileStore
 
 from bucketline.errors import StoreError, UsageError
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader import ranks as ranks_of_loaders
 from bucketline.loader.ranks import OtherRankFailedError
 from bucketline.store import Store
 from tests.epoch_oracle import micros
 from tests.kit import make_store, samples_of
 from tests.serving import serving_here
-from tests.unit.train.forked import fork_ranks
+from tests.unit.train.forked import ended, fork_ranks, forked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +69,9 @@ def test_a_mixture_names_a_generation_for_each_store(tmp_path: Path) -> None:
     for wrong in (1, (1,), (1, 2, 2), (1, True)):
         with pytest.raises(UsageError, match=r"expected a number for each of 2 stores, such as \(2, 2\), the newest now"):
             Loader(paths, CONFIG, generation=wrong)
+    for odd in (1.0, b"\x01", {1}, "1"):
+        with pytest.raises(UsageError, match=r"expected a number for each of 1 stores"):
+            Loader(paths[0], CONFIG, generation=cast("Any", odd))
     with pytest.raises(StoreError, match="generation 7"):
         Loader(paths[0], CONFIG, generation=7)
 
@@ -104,5 +110,37 @@ def test_ranks_of_torch_read_what_rank_0_has_opened(tmp_path: Path) -> None:
             Loader(path if ranks.is_main else tmp_path / "nothing", CONFIG, **options)
         with pytest.raises(UsageError, match=rf"torch\.distributed is rank {ranks.rank} of 2 here"):
             Loader(path, CONFIG, rank=ranks.rank, world_size=4)
+
+    fork_ranks(tmp_path, body)
+
+
+def test_a_rank_that_makes_a_loader_alone_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_of_loaders, "LOADER_TIME", timedelta(seconds=1))
+    path = publish_twice(tmp_path / "photos.store")
+
+    def body(ranks: TrainRanks) -> None:
+        done = FileStore(str(tmp_path / "done"), 2)
+        if not ranks.is_main:
+            done.wait(["refused"])
+            return
+        with pytest.raises(UsageError, match=r"rank 0 has waited 0:00:01 for the other ranks' loaders"):
+            Loader(path, CONFIG, rank=0, world_size=2)
+        done.set("refused", "")
+
+    fork_ranks(tmp_path, body, has_host_group=False)
+
+
+def test_a_worker_forked_from_a_rank_does_not_answer_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_of_loaders, "LOADER_TIME", timedelta(seconds=1))
+    path = publish_twice(tmp_path / "photos.store")
+
+    def work(ranks: TrainRanks) -> None:
+        with pytest.raises(UsageError, match=r"torch\.distributed is of the process that forked this one"):
+            Loader(path, CONFIG, rank=ranks.rank, world_size=2)
+        with Loader(path, CONFIG, rank=ranks.rank, world_size=2, generation=1) as loader:
+            assert generation_of(loader) == 1
+
+    def body(ranks: TrainRanks) -> None:
+        ended(forked(work, ranks))
 
     fork_ranks(tmp_path, body)

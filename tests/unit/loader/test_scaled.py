@@ -152,6 +152,10 @@ NOT_SAID: dict[str, object] = {
     "no factor": {"name": "mine"},
     "a word": {"scaling_factor": "0.18"},
     "no mapping": "sdxl",
+    "a factor of 0": {"scaling_factor": 0.0},
+    "not a number": {"scaling_factor": float("nan")},
+    "a huge one": {"scaling_factor": 10**400},
+    "a deviation of 0": {"scaling_factor": 1.0, "latents_mean": MEAN, "latents_std": [1.0, 0.0, 1.0, 1.0]},
     "two shifts": {"scaling_factor": 1.0, "shift_factor": 0.5, "latents_mean": MEAN},
 }
 
@@ -162,3 +166,19 @@ def test_a_store_that_does_not_say_is_an_error_until_it_is_said(tmp_path: Path, 
     with pytest.raises(UsageError, match=r"mine\.store does not record .* batch\.scaled\(LatentScale\(scale=0\.18215\)\)"):
         batch.scaled()
     assert torch.equal(batch.scaled(LatentScale(scale=0.5, shift=1.0)), (batch.latents.float() - 1.0) * 0.5)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_scaling_of_other_channels_is_an_error(tmp_path: Path, channels: int) -> None:
+    batch = first_of(Loader(write(tmp_path / "s", VAES["channels"], channels=channels), ALL))
+    with pytest.raises(UsageError, match=rf"the scaling is of 4 channels and the latents have {channels}"):
+        batch.scaled()
+
+
+def test_a_scaling_first_used_in_inference_is_usable_in_training(tmp_path: Path) -> None:
+    batch = first_of(Loader(write(tmp_path / "s", VAES["channels"]), ALL))
+    with torch.inference_mode():
+        batch.scaled()
+    predicted = torch.ones(4, 4, 6, 8, requires_grad=True)
+    torch.autograd.backward(batch.scale.invert(predicted).sum())
+    assert predicted.grad is not None

@@ -19,22 +19,34 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def fork_ranks(folder: Path, body: Callable[[TrainRanks], None], num: int = 2) -> None:
+def forked(body: Callable[[TrainRanks], None], ranks: TrainRanks) -> int:
+    """Run `body` in a forked process; return its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        body(ranks)
+    except BaseException:  # noqa: BLE001 - a forked process must not return into pytest
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def ended(*pids: int) -> None:
+    """Wait until processes have ended, without an error."""
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * len(pids)
+
+
+def fork_ranks(folder: Path, body: Callable[[TrainRanks], None], num: int = 2, *, has_host_group: bool = True) -> None:
     """Run `body` in `num` ranks, to their ends."""
-    pids = []
-    for rank in range(num):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num)}
-                torch.set_num_threads(1)
-                dist.init_process_group("gloo", store=FileStore(str(folder / "ranks"), num), rank=rank, world_size=num)
-                host_group()
-                body(TrainRanks(rank=rank, world_size=num))
-            except BaseException:  # noqa: BLE001 - a forked process must not return into pytest
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            os._exit(0)
-        pids.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * num
+
+    def begin(ranks: TrainRanks) -> None:
+        os.environ |= {"LOCAL_RANK": str(ranks.rank), "LOCAL_WORLD_SIZE": str(num)}
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=FileStore(str(folder / "ranks"), num), rank=ranks.rank, world_size=num)
+        if has_host_group:
+            host_group()
+        body(ranks)
+
+    ended(*[forked(begin, TrainRanks(rank=rank, world_size=num)) for rank in range(num)])
