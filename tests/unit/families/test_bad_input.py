@@ -88,7 +88,7 @@ def test_a_model_that_draws_from_images_is_neither_packed_with_nor_trained(packe
     """By its index: such a model may be of the same class, and of as many channels, as the one of captions only."""
     name = FORMS[packed.form].pipeline
     for wrong in (name.replace("Pipeline", "KontextPipeline"), name.replace("Pipeline", "EditPlusPipeline")):
-        edit_json(model / "model_index.json", _class_name=wrong)
+        edit_json(index_path(model), _class_name=wrong)
         words = (str(model), f"the pipeline {wrong}, which draws from an image and a caption", f"take the model of a {name}")
         assert_not_packed(packed, model, tmp_path, *words)
         assert_not_trained(packed, model, tmp_path, *words)
