@@ -32,7 +32,7 @@ def pictures(split: str) -> dict[str, bytes]:
     return {f"{n}.png": png(20, 30, 10 * len(split) + n) for n in range(COUNTS[split])}
 
 
-def write_parquet(path: Path, split: str, columns: dict[str, list[str]] | None = None) -> None:
+def write_parquet(path: Path, split: str, columns: dict[str, list[Any]] | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = [{"bytes": data, "path": None} for data in pictures(split).values()]
     pq.write_table(pa.table({"image": rows, **(columns or {})}), path)
@@ -150,9 +150,9 @@ def test_a_column_with_many_other_words_is_trained_on_and_told_in_a_few_lines(tm
 
 
 def test_a_column_may_number_or_list_its_splits(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "a.parquet", "train", {"split": [0, 1, 1, 1]})  # type: ignore[dict-item]
+    write_parquet(tmp_path / "a.parquet", "train", {"split": [0, 1, 1, 1]})
     assert "split 1 (3 images) becomes train" in held_out_and_trained(str(tmp_path / "a.parquet"))[2]
-    write_parquet(tmp_path / "b.parquet", "train", {"split": [["train"], ["val"], ["test"], None]})  # type: ignore[dict-item, list-item]
+    write_parquet(tmp_path / "b.parquet", "train", {"split": [["train"], ["val"], ["test"], None]})
     assert held_out_and_trained(str(tmp_path / "b.parquet"))[:2] == (2, 1)
 
 
