@@ -30,7 +30,7 @@ _TARGETS = {
 _LETTERS = re.compile(r"[^\W\d_]+")
 _PART = re.compile(r"(.+?)-\d+-of-\d+(-[0-9a-f]+)?(\.[^/]*)?")  # train-00000-of-00004, as on the hub; formerly with a hash
 _NAMED = 3
-_MAX_SAID = 10  # splits that are trained on
+_MAX_SAID = 10  # splits with one target
 
 
 def split_in_folders(path: str) -> str:
@@ -54,6 +54,16 @@ def split_in_path(path: str) -> str:
     if part := _PART.fullmatch(name):
         return part[1]
     return next(_splits_in(name), "")
+
+
+def split_of_image(path: str, image: str) -> str:
+    """Return the split of an image in a file with many, or in a table: that by which the file is called, else of its folders.
+
+    >>> split_of_image("val.jsonl", "train/a.png"), split_of_image("photos-00000-of-00004.tar", "test/a.png")
+    ('val', 'test')
+    """
+    own, inside = split_in_path(path), split_in_folders(image)
+    return inside if inside and not any(_splits_in(own)) else own
 
 
 @lru_cache(maxsize=1024)
@@ -135,26 +145,29 @@ class Splits:
         name = os.path.basename(os.path.abspath(root))  # noqa: PTH100, PTH119 - a URL as well
         if self._num_images[""] and self.target("") == TRAIN and self.target(split_in_folders(f"{name}/")) != TRAIN:
             notes.append(
-                f"the source's folder is called {name}, and its images are packed as training data, because splits are looked "
-                "for inside the source; --val-fraction 1 holds all of them out"
+                f"the source's folder is called {name}, and its images are in no split, because splits are looked for inside "
+                "the source; --val-fraction 1 holds all of them out"
             )
 
     def _in_words(self) -> Iterator[str]:
+        by_target: dict[str | None, list[str]] = {}
+        for split in self._num_images:
+            by_target.setdefault(self.target(split), []).append(split)
+        said = {split for splits in by_target.values() for split in splits[:_MAX_SAID]}  # a column `split` may have anything
         taken = [f"{split or TRAIN}={target}" for split in self._num_images if (target := self.target(split)) is not None]
-        trained = [split for split in self._num_images if self.target(split) == TRAIN]
-        unsaid = trained[_MAX_SAID:]  # a column `split` may have anything
-        for split, number in self._num_images.items():
-            what = (
-                f"split {split} ({counted(number, 'image')})" if split else f"what is in no split ({counted(number, 'image')})"
-            )
-            if self.target(split) is None:
+        for split in (split for split in self._num_images if split in said):
+            images = counted(self._num_images[split], "image")
+            what = f"split {split} ({images})" if split else f"what is in no split ({images})"
+            if (target := self.target(split)) is None:
                 asked = _in_file(list(dict.fromkeys([*taken[:_MAX_SAID], f"{split or TRAIN}={VAL}"])))
                 yield f"{what} is left out; to include it: {asked} (or ={TRAIN})"
-            elif split not in unsaid:
-                yield f"{what} becomes {self.target(split)}"
-        if unsaid:
-            images = counted(sum(self._num_images[split] for split in unsaid), "image")
-            yield f"{len(unsaid)} more splits ({images}) become {TRAIN}"
+            else:
+                yield f"{what} becomes {target}"
+        for target, splits in by_target.items():
+            if more := splits[_MAX_SAID:]:
+                images = counted(sum(self._num_images[split] for split in more), "image")
+                become = "are left out" if target is None else f"become {target}"
+                yield f"{counted(len(more), 'more split')} ({images}) {become}"
 
 
 class SplitRow(NamedTuple):

@@ -13,7 +13,7 @@ from bucketline.ingest.sources.captions.metadata_table import read_rows
 from bucketline.ingest.sources.captions.table_match import folder_paths, inside_folder
 from bucketline.ingest.sources.local_files import LocalFileSource
 from bucketline.ingest.sources.source import Listing, SourceItem, note_place
-from bucketline.ingest.sources.splits import VAL, Splits, split_in_folders, split_in_path
+from bucketline.ingest.sources.splits import VAL, Splits, split_of_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -52,11 +52,10 @@ def listing_of_rows(
     """
     seen: dict[str, str] = {}
     folder, _, name = table.rpartition("/")
-    tables_split = split_in_path(name)
     for row in rows:
         sample_id = id_of(row)
         note_place(seen, sample_id, row.place)
-        target = splits.take(row.split or split_in_folders(sample_id) or tables_split, sample_id)
+        target = splits.take(row.split or split_of_image(name, sample_id), sample_id)
         if target is None:
             continue
         captions = row.captions or ()

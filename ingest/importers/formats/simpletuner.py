@@ -78,8 +78,14 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
     captions = CaptionFolder(request, spelled=_spelled)
     known = EmbeddedCaptions(captions, {name for name in texts if name.endswith(f"-{model}.pt")})
     entries, ids = [], cache.ids_of_paths(list(metadata))
+    files = {path: _file(path, latents) for path in metadata}
+    sharing: dict[str | None, list[str]] = {}  # ids by file
+    for path, (found, _) in files.items():
+        sharing.setdefault(found, []).append(ids[path])
     for path, fields in metadata.items():
-        found, why = _file(path, latents)
+        found, why = files[path]
+        if found is not None and len(shared := sharing[found]) > 1:
+            why = f"{' and '.join(shared[:5])} share it; rename the others, and cache them again"
         own, problem, text = known.of(
             ids[path], lambda caption: {_text_name(caption, model): True}, [_stem(path).replace("_", " ")]
         )

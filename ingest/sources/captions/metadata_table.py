@@ -117,8 +117,8 @@ def _row(path: Path, place: str, file_name: object, text: object, column: str | 
 
 
 def as_split(value: object) -> str:
-    """Return the split that a cell of the column `split` names; empty if it names none."""
-    return value.strip() if isinstance(value, str) else ""
+    """Return the split that a cell of the column `split` names, a number as well; empty if it is empty."""
+    return "" if value is None else str(value).strip()
 
 
 def _text(path: Path, name: str) -> str:

@@ -12,7 +12,7 @@ from bucketline.ingest.sources.captions.caption_files import name_key
 from bucketline.ingest.sources.captions.caption_text import NOTHING, CaptionNames, Captions, ambiguous
 from bucketline.ingest.sources.side_files import side_files
 from bucketline.ingest.sources.source import Listing, SourceItem
-from bucketline.ingest.sources.splits import VAL, Splits, split_in_folders, split_in_path
+from bucketline.ingest.sources.splits import VAL, Splits, split_of_image
 
 if TYPE_CHECKING:
     from bucketline.ingest.sources.tar.tar_reader import Member
@@ -99,7 +99,6 @@ class ShardSamples:
         items: list[tuple[int, SourceItem]] = []
         self._join_normal_forms()
         sides = side_files([member.name for sample in self._samples.values() for member, _ in sample.images.values()])
-        shards_split = split_in_path(self.path)
         for sample in self._samples.values():
             plain = [extension for extension in sample.images if "." not in extension]
             for extension, (member, at) in sample.images.items():
@@ -108,7 +107,7 @@ class ShardSamples:
                 if plain and extension not in plain and not _has_own_captions(extension, sample):
                     self.pass_over(member, f"its key also has a .{plain[0]}: assumed to be a mask or similar")
                     continue
-                target = self.splits.take(shards_split or split_in_folders(member.name), f"{self.path}/{member.name}")
+                target = self.splits.take(split_of_image(self.path, member.name), f"{self.path}/{member.name}")
                 if target is None:
                     continue
                 (captions, error), kind = _captions_for(extension, sample, self.names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import pytest
 from bucketline.errors import SourceError
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.splits import split_in_folders, split_in_path
+from bucketline.ingest.sources.splits import Splits, split_in_folders, split_in_path
 from bucketline.store.remote.objects import ObjectFolder
 from tests.commands import call
 from tests.models import SMALL, in_file, png
@@ -31,7 +32,7 @@ def pictures(split: str) -> dict[str, bytes]:
     return {f"{n}.png": png(20, 30, 10 * len(split) + n) for n in range(COUNTS[split])}
 
 
-def write_parquet(path: Path, split: str, columns: dict[str, list[str]] | None = None) -> None:
+def write_parquet(path: Path, split: str, columns: dict[str, list[Any]] | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = [{"bytes": data, "path": None} for data in pictures(split).values()]
     pq.write_table(pa.table({"image": rows, **(columns or {})}), path)
@@ -148,6 +149,33 @@ def test_a_column_with_many_other_words_is_trained_on_and_told_in_a_few_lines(tm
     assert notes[-1] == "89 more splits (89 images) become train"
 
 
+def test_a_column_may_number_or_list_its_splits(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", "train", {"split": [0, 1, 1, 1]})
+    assert "split 1 (3 images) becomes train" in held_out_and_trained(str(tmp_path / "a.parquet"))[2]
+    write_parquet(tmp_path / "b.parquet", "train", {"split": [["train"], ["val"], ["test"], None]})
+    assert held_out_and_trained(str(tmp_path / "b.parquet"))[:2] == (2, 1)
+
+
+@pytest.mark.parametrize("word", ["{}", "test {}", "val {}"])
+def test_a_column_with_a_word_for_each_row_is_told_in_a_few_lines(word: str) -> None:
+    splits, notes, count = Splits(()), list[str](), 20_000
+    splits.take("train", "0.png")
+    for n in range(count):
+        splits.take(word.format(f"s{n}"), f"{n}.png")
+    splits.finish("t.jsonl", ".", notes)
+    assert len(notes) < 30
+    assert sum(int(found) for note in notes for found in re.findall(r"\((\d+) image", note)) == count + 1
+
+
+def test_a_tar_or_table_that_is_called_a_split_has_only_that_one_and_others_those_of_their_folders(tmp_path: Path) -> None:
+    members = {f"{split}/{name}": data for split in COUNTS for name, data in pictures(split).items()}
+    write_members(tmp_path / "photos-00000-of-00004.tar", members.items())
+    assert held_out_and_trained(str(tmp_path / "photos-00000-of-00004.tar"))[:2] == (4, 2)
+    for name, found in {"val.jsonl": (0, 9), "train-a.jsonl": (9, 0), "b-00000-of-00001.jsonl": (4, 2)}.items():
+        (tmp_path / name).write_text("".join(json.dumps({"file_name": image}) + "\n" for image in members), encoding="utf-8")
+        assert held_out_and_trained(str(tmp_path / name))[:2] == found
+
+
 @pytest.mark.parametrize("kind", ["parquet", "tar", "jsonl", "saved"])
 def test_a_source_of_only_a_test_split_is_refused_with_what_packs_it(kind: str, tmp_path: Path) -> None:
     place = tmp_path / f"my_test_0.{kind}"
@@ -228,7 +256,7 @@ def test_a_source_that_is_itself_called_test_is_packed_and_said(tmp_path: Path) 
     write_folder(tmp_path / "test", "test")
     trained, held_out, (note,) = held_out_and_trained(str(tmp_path / "test"))
     assert (trained, held_out) == (3, 0)
-    assert note.startswith("the source's folder is called test, and its images are packed as training data")
+    assert note.startswith("the source's folder is called test, and its images are in no split, because splits are looked")
 
 
 @pytest.mark.parametrize(
