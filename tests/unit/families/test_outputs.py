@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ from peft import PeftModel
 
 from bucketline.errors import UsageError
 from bucketline.families.registry import family_of_pipeline
+from bucketline.loader.batch import as_fields
 from bucketline.train.checkpoint import Start
 from bucketline.train.config import TrainConfig
 from bucketline.train.outputs.export import export_model
@@ -50,9 +52,14 @@ def run(trainer: Trainer) -> TrainSummary:
 
 @torch.no_grad()
 def predicted(trainer: Trainer, batch: Batch, model: Any) -> torch.Tensor:
-    """Return a model's prediction for a batch."""
-    noised = trainer.training.prep.for_training(batch)
-    return trainer.training.family.predict(model.eval(), noised.noisy, noised.timesteps, noised.conditions(batch))
+    """Return a model's prediction for each row by itself, as images are mostly drawn."""
+    found = []
+    for row, length in enumerate(batch.token_mask.sum(dim=1).tolist()):
+        one = replace(batch, **as_fields({name: tensor[row : row + 1] for name, tensor in batch.by_name().items()}))
+        one = replace(one, tokens=one.tokens[:, :length], token_mask=one.token_mask[:, :length])
+        noised = trainer.training.prep.for_training(one)
+        found.append(trainer.training.family.predict(model.eval(), noised.noisy, noised.timesteps, noised.conditions(one)))
+    return torch.cat(found)
 
 
 def test_the_model_that_diffusers_opens_has_the_trainers_weights(packed: Packed, tmp_path: Path) -> None:

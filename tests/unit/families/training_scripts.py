@@ -269,19 +269,22 @@ def _qwenimage(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) 
 
 
 def _qwenimage21(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    """Each row by itself: of a batch, the model would place all images after the longest caption."""
     pipeline = LIBRARY.QwenImage21Pipeline
-    count, channels, height, width = noisy.shape
-    packed = pipeline._pack_latents(noisy[:, :, None], count, channels, height, width)
-    places = torch.ones(count, height * width // 4, dtype=torch.bool)
-    output = model(
-        hidden_states=packed,
-        timestep=told / 1000,
-        encoder_hidden_states=batch.tokens.float(),
-        encoder_hidden_states_mask=batch.token_mask.long(),
-        img_shapes=[[(1, height, width)]] * count,
-        img_mask=torch.cat([torch.zeros_like(batch.token_mask), places], dim=1),
-    ).sample
-    return output[:, -packed.shape[1] :].transpose(1, 2).view(noisy.shape)
+    _, channels, height, width = noisy.shape
+    found = []
+    for one, timestep, tokens, mask in zip(noisy, told / 1000, batch.tokens.float(), batch.token_mask, strict=True):
+        packed = pipeline._pack_latents(one[None, :, None], 1, channels, height, width)
+        own = tokens[mask][None]
+        output = model(
+            hidden_states=packed,
+            timestep=timestep[None],
+            encoder_hidden_states=own,
+            img_shapes=[[(1, height, width)]],
+            img_mask=torch.arange(own.shape[1] + height * width // 4)[None] >= own.shape[1],
+        ).sample
+        found.append(output[:, -packed.shape[1] :].transpose(1, 2).view(1, *noisy.shape[1:]))
+    return torch.cat(found)
 
 
 def _krea2(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
