@@ -7,6 +7,7 @@ name below and `:N` for the N-th call of its function, otherwise the first, befo
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -162,6 +163,7 @@ def be_rank(rank: int, notes: str, failure: str, asked: list[str]) -> int:
 
 def fork_pack(asked: list[str], notes: str, said: Path, failure: str = "-", rank: int | None = None) -> int:
     """Fork a pack, or a rank of it, whose words go to the files `said.out` and `said.err`; return its process id."""
+    gc.collect()  # what libraries left: a signal in one of their `__del__` in the child would be printed, and lost
     if child := os.fork():
         return child
     code = 1
