@@ -148,7 +148,7 @@ def test_a_step_costs_as_many_kernels_for_few_weights_as_for_many() -> None:
 def test_weights_of_both_widths_are_updated_alike(
     monkeypatch: pytest.MonkeyPatch, chunk_values: int, *, is_first_wide: bool
 ) -> None:
-    """A model in bf16 can have norms that stay in 32 bits, together with others or alone."""
+    """A model in bf16 can have norms that stay in 32 bits, together with others or by themselves."""
     monkeypatch.setattr(rounded_adamw, "CHUNK_VALUES", chunk_values)
     dtypes = [torch.float32, torch.bfloat16] * 2 if is_first_wide else [torch.bfloat16, torch.float32] * 2
     weights = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in dtypes]
