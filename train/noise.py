@@ -88,7 +88,7 @@ class FlowSchedule:
     num_timesteps: int
     shift: float | Mapping[str, Any]  # or one by number of tokens, by the fields of diffusers' configuration
     patch_size: int  # latent positions per token, in each direction
-    levels: NoiseLevels | None = None  # a family's own, instead of n
+    levels: NoiseLevels | None = None  # a family's own: u of one shift, or n in place of a shift by size
 
     def factor(self, height: int, width: int) -> float:
         """Return s for latents of a height and width."""
@@ -114,7 +114,9 @@ class FlowSchedule:
     def at(self, indices: Tensor, height: int, width: int) -> Shares:
         """Compute the shares at some timesteps, [B] int64, of latents of a size; the model takes T · noise as its timestep."""
         plain = (indices + 1).float() / self.num_timesteps
-        noise = shifted(plain, self.factor(height, width)) if self.levels is None else self.levels(plain, height, width)
+        noise = plain if self.levels is None else self.levels(plain, height, width)
+        if self.levels is None or isinstance(self.shift, float):
+            noise = shifted(noise, self.factor(height, width))
         each = noise.view(-1, 1, 1, 1)
         return Shares(signal=1 - each, noise=each, timesteps=noise * self.num_timesteps)
 
@@ -308,7 +310,10 @@ def load_schedule(
             config |= {"shift": shift, "use_dynamic_shifting": False}
         if objective is not None and not is_flow:
             config |= {"prediction_type": str(objective)}
-        found = _flow(config, patch_size, levels if shift is None else None) if is_flow else _diffusion(config, path, device)
+        by_size = "use_dynamic_shifting"
+        if shift is not None or bool(config.get(by_size)) is not bool((published or {}).get(by_size)):
+            levels = None  # the pipeline's scheduler does not take them either
+        found = _flow(config, patch_size, levels) if is_flow else _diffusion(config, path, device)
     except (OSError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise ModelError(f"{path} is not a configuration of a diffusers noise scheduler: {error}") from error
     if assumed:

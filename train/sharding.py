@@ -64,9 +64,16 @@ def shard(model: nn.Module, mesh: DeviceMesh, gathered: torch.dtype = torch.floa
     """Shard every parameter over a mesh, in place (FSDP2); blocks are gathered one at a time when they run.
 
     `gathered`: dtype of the gathered weights. Shards, reduced gradients and inputs (among them a flow's timesteps) stay
-    32-bit; autocast casts what it needs to. `keeps_gathered`: from the forward to the backward pass.
+    32-bit; autocast casts what it needs to. `keeps_gathered`: from the forward to the backward pass. Trained parts that stay
+    32-bit in a 16-bit model are gathered by themselves and as they are: FSDP2 gathers weights of one dtype together.
     """
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    if len({one.dtype for one in trained}) > 1:
+        as_is = MixedPrecisionPolicy(cast_forward_inputs=False)
+        for part in model.modules():
+            if any(one.requires_grad and one.dtype is torch.float32 for one in part.parameters(recurse=False)):
+                fully_shard(part, mesh=mesh, mp_policy=as_is, reshard_after_forward=not keeps_gathered)
     for part in separate_blocks(model):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_gathered)
     # The others belong to the root, gathered for the full forward pass, and first in the backward pass: they stay in between.

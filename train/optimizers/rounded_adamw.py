@@ -73,9 +73,10 @@ class RoundedAdamW(torch.optim.Optimizer):
             for parameter, state in zip(parameters, states, strict=True)
         ]
         narrow = [tensor for tensors in each for tensor in tensors if tensor.dtype is not torch.float32]
-        flat = torch.empty(sum(tensor.numel() for tensor in narrow), device=narrow[0].device)
+        flat = torch.empty(sum(tensor.numel() for tensor in narrow), device=parameters[0].device)
         wide = _laid_out(flat, narrow)
-        torch._foreach_copy_(wide, narrow)
+        if narrow:  # not of weights and moments in 32 bits only
+            torch._foreach_copy_(wide, narrow)
         wider = iter(wide)
         computed = [[tensor if tensor.dtype is torch.float32 else next(wider) for tensor in tensors] for tensors in each]
         weights, first, second = map(list, zip(*computed, strict=True))
@@ -97,7 +98,8 @@ class RoundedAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        torch._foreach_copy_(narrow, _laid_out(self.rounding.rounded(flat), narrow))
+        if narrow:
+            torch._foreach_copy_(narrow, _laid_out(self.rounding.rounded(flat), narrow))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state as it is; torch would cast it to the weights' dtype."""
@@ -122,8 +124,8 @@ def _chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _in_32_bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of one dtype as float32, by one kernel."""
-    if tensors[0].dtype is torch.float32:
+    """Return tensors as float32, by one kernel for all."""
+    if all(tensor.dtype is torch.float32 for tensor in tensors):
         return tensors
     wide = _laid_out(torch.empty(sum(map(torch.Tensor.numel, tensors)), device=tensors[0].device), tensors)
     torch._foreach_copy_(wide, tensors)

@@ -65,6 +65,15 @@ def test_a_distilled_krea_2_has_the_one_shift_of_its_pipeline(packed: Packed, tm
     assert furthest(distilled, tmp_path / "run") <= 1e-5
 
 
+@pytest.mark.parametrize("form", ["flux2", "krea2", "ideogram4"], indirect=True)
+def test_a_scheduler_of_one_shift_is_read_as_the_pipeline_reads_it(packed: Packed, tmp_path: Path) -> None:
+    """Such as that of a pipeline that was exported from a run with a shift."""
+    exported = replace(packed, model=shutil.copytree(packed.model, tmp_path / "model"))
+    edit_json(exported.model / "model_index.json", is_distilled=True)
+    edit_json(exported.model / "scheduler" / "scheduler_config.json", shift=2.0, use_dynamic_shifting=False)
+    assert furthest(exported, tmp_path / "run") <= 1e-5
+
+
 @pytest.mark.parametrize("side", [16, 64, 128, 132, 256])
 def test_flux_2_is_shifted_by_its_pipelines_formula_below_and_above_its_bend(side: int) -> None:
     levels = Flux2({}, StoreFacts(latent_channels=4, text={})).noise_levels({})

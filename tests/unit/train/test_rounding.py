@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bucketline.train.ema import Average, Rounding
 from bucketline.train.optim import Options
 from bucketline.train.optimizers import rounded_adamw
-from bucketline.train.optimizers.rounded_adamw import make_bf16
+from bucketline.train.optimizers.rounded_adamw import make_bf16, make_fp32
 from bucketline.train.step import begin_step
 from bucketline.train.values import EmaPlace
 
@@ -141,6 +141,26 @@ def test_a_step_costs_as_many_kernels_for_few_weights_as_for_many() -> None:
             optimizer.step()
         found.append(seen.number)
     assert found[0] == found[1] < 16
+
+
+@pytest.mark.parametrize("chunk_values", [1, 5, 1000])
+@pytest.mark.parametrize("is_first_wide", [True, False])
+def test_weights_of_both_widths_are_updated_alike(
+    monkeypatch: pytest.MonkeyPatch, chunk_values: int, *, is_first_wide: bool
+) -> None:
+    """A model in bf16 can have norms that stay in 32 bits, together with others or by themselves."""
+    monkeypatch.setattr(rounded_adamw, "CHUNK_VALUES", chunk_values)
+    dtypes = [torch.float32, torch.bfloat16] * 2 if is_first_wide else [torch.bfloat16, torch.float32] * 2
+    weights = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in dtypes]
+    options = Options(learning_rate=2.0**-4, rounding=Rounding(0), rounds_weights=True, compiled=False)
+    optimizer = make_fp32(torch.nn.Module(), [{"params": weights, "weight_decay": 0.0}], options)
+    begin_step(optimizer, 0, 2.0**-4)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    for weight, dtype in zip(weights, dtypes, strict=True):
+        assert weight.dtype is dtype
+        torch.testing.assert_close(weight.detach().float(), torch.full((4,), 1 - 2.0**-4), rtol=2.0**-7, atol=0)
 
 
 def test_torchaos_rounding_keeps_a_second_moment_for_ever() -> None:

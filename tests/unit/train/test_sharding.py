@@ -19,11 +19,12 @@ from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.files.run_marker import CHECKPOINTS
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.checkpoint import folder_of_step
-from bucketline.train.config import Objective, Precision
+from bucketline.train.config import Objective, Precision, WeightDtype
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise import NoiseSchedule, Prep
+from bucketline.train.optim import make_optimizer
 from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.saver import HostMemory, copied
 from bucketline.train.outputs.weights import weights_of
@@ -45,7 +46,7 @@ from bucketline.train.sharding import (
     shard_ranks_of,
     tensors_of,
 )
-from bucketline.train.step import Training, train_step
+from bucketline.train.step import Training, train_step, update
 from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, write_form
 from tests.unit.families.forms import predicted as predicted_of
 from tests.unit.train.forked import fork_ranks
@@ -342,6 +343,32 @@ def test_two_ranks_have_the_predictions_and_gradients_of_one_in_every_form(tmp_p
         return prediction.detach()
 
     folders = [write_form(tmp_path, form) for form in EVERY_FORM]
+    fork_ranks(tmp_path, body)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # which nothing changes in place
+def test_a_16_bit_model_whose_norms_stay_32_bit_learns_in_shards_as_whole(tmp_path: Path) -> None:
+    """Of Krea 2's weights, which FSDP2 would not gather together."""
+
+    def body(ranks: TrainRanks) -> None:
+        found: dict[str, list[Tensor]] = {}
+        for sharding in ("ddp", "fsdp"):
+            family, model = load(folder, facts_for(folder), 0, dtype=torch.bfloat16, on_meta=not ranks.is_main)
+            asked = config(tmp_path, sharding=sharding, ema="off", weights=WeightDtype.BF16, precision=Precision.BF16)
+            place_model(model, asked, ranks, CPU, weights_of(family, adapters=False), None, partial(Average, decay=None))
+            ran = model if sharding == "fsdp" else replicated(model, family, asked, CPU)
+            batch = batch_of_lengths(family, (5, 9), 9, first=2 * ranks.rank)
+            optimizer = make_optimizer(asked, model, compiled=False)
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    prediction = predicted_of(family, ran, batch)
+                prediction.float().square().mean().backward()  # type: ignore[no-untyped-call]
+                found.setdefault(sharding, []).append(prediction.detach())
+                update(optimizer, [*model.parameters()], 1.0)
+            assert {one.dtype for one in model.parameters()} == {torch.bfloat16, torch.float32}
+        torch.testing.assert_close(*(found[one] for one in ("fsdp", "ddp")), rtol=0.05, atol=0.05)
+
+    folder = write_form(tmp_path, "krea2")
     fork_ranks(tmp_path, body)
 
 
