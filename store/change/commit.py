@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.objects import ObjectFolder
 
-ATTEMPTS = 50  # of a change that other writers get ahead of each time; with the pauses, 128 writers at once need 12 at most
+ATTEMPTS = 50  # of a change that other writers get ahead of each time
 FIRST_DRAWN, END_DRAWN = 1 << 32, 1 << 52  # numbers in names of lists of dropped rows; below are generations' numbers
 
 
