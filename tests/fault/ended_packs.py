@@ -76,9 +76,9 @@ class Run(ABC):
     def finished(self) -> tuple[int | None, str]:
         """Let it come to its end; return its exit code and what it said."""
 
-    def wait_for(self, num_committed: int) -> None:
-        """Wait until so many samples are committed, or it has ended."""
-        give_up = time.monotonic() + LONGEST_S
+    def wait_for(self, num_committed: int, longest_s: float = LONGEST_S) -> None:
+        """Wait until so many samples are committed, so long has passed, or it has ended."""
+        give_up = time.monotonic() + longest_s
         while len(noted_ids(self.store)) < num_committed and not self.is_over() and time.monotonic() < give_up:
             os.sched_yield()
 
@@ -137,11 +137,11 @@ class Ranks(Run):
     def is_over(self) -> bool:
         return self._launcher.poll() is not None
 
-    def wait_for(self, num_committed: int) -> None:
+    def wait_for(self, num_committed: int, longest_s: float = LONGEST_S) -> None:
         give_up = time.monotonic() + LONGEST_S
         while self._process(self._rank) is None and not self.is_over() and time.monotonic() < give_up:
             os.sched_yield()
-        super().wait_for(num_committed)
+        super().wait_for(num_committed, longest_s)
 
     def finished(self) -> tuple[int | None, str]:
         said = self._launcher.communicate()[1]
@@ -224,7 +224,7 @@ def ended_again_and_again(plan: Plan, trials: int, folder: Path, draw: random.Ra
         run = plan.run(n, folder, store, draw)
         if draw.random() < share:  # while it loads, meets the others, adopts
             run.wait_for(0)
-            time.sleep(draw.uniform(first_s, last_s))
+            run.wait_for(goal, draw.uniform(first_s, last_s))  # no further: it is not to finish
         else:
             run.wait_for(goal)
             time.sleep(draw.random() * 0.02)
