@@ -121,6 +121,7 @@ _ELSEWHERE = {
     "it is in --ema DECAY[:device|cpu][:EVERY], such as 0.9999:cpu:10": ("ema-every",),
     "say --optimizer adamw-8bit": ("use-8bit-adam", "use-8bit-adamw"),
     "say --optimizer prodigy": ("use-prodigy",),
+    "say --optimizer-arg NAME=VALUE, once for each": ("optimizer-args",),
     "give the last steps' export by --export-every, or `bucketline export-model RUN OUTPUT` afterwards": (
         *("save-model-as", "output-name", "save-every-n-epochs"),
     ),
