@@ -22,7 +22,6 @@ ALLOWED = {
     "T": "a type variable",
     "R": "a type variable",
     "IMPORTER": "what a module of `importers/formats` offers",
-    "make": "what a module of `optimizers` offers",
 }
 
 
