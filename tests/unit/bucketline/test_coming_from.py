@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from bucketline.train.config import TrainConfig
 from bucketline.typed_line import read_line
 from tests.coming_from_page import PAGE, page
 
-OWNER = {"train": TrainConfig, "loader": LOADER["plan"], "ingest": INGEST["pack"]}
+OWNER: dict[str, Any] = {"train": TrainConfig, "loader": LOADER["plan"], "ingest": INGEST["pack"]}
 
 
 def refusal(command: type, option: str) -> str:
