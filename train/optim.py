@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from bucketline.train.config import TrainConfig
 
-Groups = list[dict[str, Any]]
-"""Groups of weights, each with its weight decay, as torch's optimizers take them."""
-
 NAMED = {
     "adamw": f"{__name__}:make_adamw",
     "adamw-8bit": "bucketline.train.optimizers.adamw_8bit:make_8bit",
@@ -142,7 +139,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, compiled: bool) -> 
     """
     assert config.learning_rate is not None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups: Groups = [{"params": trained, "weight_decay": config.weight_decay}]
+    groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": config.weight_decay}]
     make = find_optimizer(config)
     if (config.optimizer or "adamw") in NAMED:
         named: Optimizer = make(model, groups, config, compiled=compiled)
@@ -157,7 +154,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, compiled: bool) -> 
     return optimizer
 
 
-def make_adamw(_model: nn.Module, groups: Groups, config: TrainConfig, *, compiled: bool) -> Optimizer:
+def make_adamw(_model: nn.Module, groups: list[dict[str, Any]], config: TrainConfig, *, compiled: bool) -> Optimizer:
     """Return AdamW with 32-bit moments, of torch unless it rounds weights in bf16; `compiled` changes nothing."""
     del compiled
     if config.weights is WeightDtype.BF16:
@@ -170,7 +167,7 @@ def make_adamw(_model: nn.Module, groups: Groups, config: TrainConfig, *, compil
     return AdamW(groups, lr=config.learning_rate, betas=config.betas.pair, eps=config.betas.eps, fused=True)
 
 
-def make_prodigy(_model: nn.Module, groups: Groups, config: TrainConfig, *, compiled: bool) -> Optimizer:
+def make_prodigy(_model: nn.Module, groups: list[dict[str, Any]], config: TrainConfig, *, compiled: bool) -> Optimizer:
     """Return Prodigy (Mishchenko and Defazio 2023, arXiv 2306.06101), of prodigyopt, as its authors set it for diffusion.
 
     It is AdamW that finds its learning rate, which `config.learning_rate` multiplies.

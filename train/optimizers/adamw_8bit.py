@@ -18,13 +18,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.optim import Groups
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # the first has signs
 _PARTS = ("codes", "scale", "qmap")  # the tensors of a quantised moment
 
 
-def make_8bit(_model: nn.Module, groups: Groups, config: TrainConfig, *, compiled: bool) -> torch.optim.Optimizer:
+def make_8bit(_model: nn.Module, groups: list[dict[str, Any]], config: TrainConfig, *, compiled: bool) -> torch.optim.Optimizer:
     """Return the optimizer; where it is compiled, which torchao does for each shape of weight, that is done here."""
     optimizer = PlainAdamW8bit(groups, config, compiled=compiled)
     if compiled:
@@ -43,7 +42,7 @@ def make_8bit(_model: nn.Module, groups: Groups, config: TrainConfig, *, compile
 class PlainAdamW8bit(AdamW8bit):  # type: ignore[misc]
     """AdamW8bit whose state in a checkpoint is plain tensors, and whose random numbers follow from the step."""
 
-    def __init__(self, groups: Groups, config: TrainConfig, *, compiled: bool) -> None:
+    def __init__(self, groups: list[dict[str, Any]], config: TrainConfig, *, compiled: bool) -> None:
         self._compiled, self._rounds = compiled, config.weights is WeightDtype.BF16
         moments = {"betas": config.betas.pair, "eps": config.betas.eps}
         super().__init__(groups, lr=config.learning_rate, **moments, bf16_stochastic_round=self._rounds)

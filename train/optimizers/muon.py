@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.optim import Groups
 
 MATRICES = "of_muon"  # a group's entry
 
 
-def make_muon(model: nn.Module, groups: Groups, config: TrainConfig, *, compiled: bool) -> torch.optim.Optimizer:
+def make_muon(model: nn.Module, groups: list[dict[str, Any]], config: TrainConfig, *, compiled: bool) -> torch.optim.Optimizer:
     """Return both as one; Muon's updates are scaled to the size of AdamW's, so that they share a learning rate and decay."""
     del compiled
     assert config.learning_rate is not None
@@ -35,7 +34,7 @@ def make_muon(model: nn.Module, groups: Groups, config: TrainConfig, *, compiled
 class MuonWithAdamW(torch.optim.Optimizer):
     """Two optimizers with one state and one list of groups."""
 
-    def __init__(self, groups: Groups, learning_rate: float) -> None:
+    def __init__(self, groups: list[dict[str, Any]], learning_rate: float) -> None:
         """Make Muon for the groups marked with `MATRICES` and AdamW for the others."""
         self._parts: list[torch.optim.Optimizer] = []
         super().__init__(groups, {"lr": learning_rate})

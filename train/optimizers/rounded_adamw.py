@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.optim import Groups
 
 
 CHUNK_VALUES = 1 << 24  # with 32-bit copies at a time: 64 MiB each of weights, gradients and random numbers
@@ -32,7 +31,7 @@ class RoundedAdamW(torch.optim.Optimizer):
     found_inf: torch.Tensor | None = None
     grad_scale: torch.Tensor | None = None  # what it divides gradients by
 
-    def __init__(self, groups: Groups, config: TrainConfig) -> None:
+    def __init__(self, groups: list[dict[str, Any]], config: TrainConfig) -> None:
         super().__init__(groups, {"lr": config.learning_rate, "betas": config.betas.pair, "eps": config.betas.eps})
         self.rounding = Rounding(config.seed)
 
