@@ -16,7 +16,7 @@ from tests.every_command import COMMANDS_OF
 if TYPE_CHECKING:
     from pathlib import Path
 
-GENERATED = ("RESULTS.md", "faults.md")
+GENERATED = ("RESULTS.md", "faults.md", "coming-from.md")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "store/FORMAT.md", "bucketline/README.md")),
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in GENERATED),
