@@ -19,7 +19,6 @@ from bucketline.bench.peers.formats.cache_files import (
     read_mds,
     read_samples,
     save_samples,
-    write_fastvideo,
     write_mds,
     write_simpletuner,
 )
@@ -43,7 +42,6 @@ FOLLOWED = {  # formats whose writers are in no package that can be installed: w
     "onetrainer": "OneTrainer, mgds of August 2026",
     "ai-toolkit": "ai-toolkit of August 2026",
     "diffusion-pipe": "diffusion-pipe of August 2026",
-    "nemo": "NeMo Automodel 0.5.0",
 }
 
 
@@ -63,13 +61,6 @@ class Writer:
 
 
 WRITERS = {
-    "fastvideo": Writer(
-        package="fastvideo",
-        environment="cache_writers",
-        write=write_fastvideo,
-        options=("--vae", "wan", "--trust-scale"),  # random values do not have the spread of Wan's latents
-        unscaled=lambda latent: latent,
-    ),
     "simpletuner": Writer(
         package="simpletuner",
         environment="cache_writers",
@@ -159,15 +150,16 @@ def compare(kind: str, cache: Path, samples: Sequence[dict[str, Any]]) -> int:
     """Import a cache, and compare what is read and what is stored with the samples; return the number of values."""
     from bucketline.ingest.cli import main as ingest_main
     from bucketline.ingest.importers.cache import ListRequest
-    from bucketline.ingest.importers.changes import read_entry
+    from bucketline.ingest.importers.listing import listed
     from bucketline.ingest.importers.registry import IMPORTERS
+    from bucketline.ingest.importers.rows import read_entry
     from bucketline.store import Store
 
     store, writer = cache.parent / "i.store", WRITERS[kind]
     if code := ingest_main(["import", kind, str(cache), str(store), "--dtype", "F32", *writer.options]):
         raise BucketlineError(f"ingest import ended with {code}")
     opened, importer, number = Store.open(store), IMPORTERS[kind], 0
-    listing = importer.listed(ListRequest(source=cache))
+    listing = listed(importer, ListRequest(source=cache))
     entries = {entry.id: entry for entry in listing.entries}
     if opened.manifest.samples != len(samples):
         raise BucketlineError(f"{opened.manifest.samples} of {len(samples)} samples were imported")
