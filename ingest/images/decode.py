@@ -70,7 +70,7 @@ def decode_image(data: bytes, framing: Framing, sample_id: str) -> Decoded:
 
 
 def placed_by_header(file: BinaryIO, framing: Framing, sample_id: str) -> Placement:
-    """Return an image's placement, from its header only; damage after the header or EXIF after a PNG's pixels goes unnoticed."""
+    """Return an image's placement, from its header only; damage after the header or EXIF after a PNG's pixels goes unseen."""
     with _rejecting(file, framing), Image.open(file, formats=FORMATS) as image:
         _check(image, framing.min_size_px)
         colour_profile(image, file)  # refuses HDR
