@@ -63,15 +63,15 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "store": Budget(23_800),
-    "ingest": Budget(20_700),
-    "loader": Budget(12_400),
-    "train": Budget(10_100),
+    "store": Budget(23_300),
+    "ingest": Budget(19_400),
+    "loader": Budget(12_300),
+    "train": Budget(10_000),
     TRAINER: Budget(6_300, mark=2_600),
     "bucketline": Budget(7_100),
-    "bench": Budget(7_300),
-    "product": Budget(81_300, mark=64_000),
-    "tests": Budget(78_700, mark=62_000),
+    "bench": Budget(7_200),
+    "product": Budget(79_100, mark=64_000),
+    "tests": Budget(78_600, mark=62_000),
 }
 
 

@@ -1,7 +1,7 @@
 """`python -m tests.walks`: how much of the house a reader needs. Sizes by folder, and the files that each walk runs through.
 
-A walk is something that a user does. It is done once, so that all is imported, and then traced: the files of ours of which a function
-ran, in any thread and in the service's process, and the kinds of records (dataclasses, named tuples) that were made.
+A walk is something that a user does. It is done once, so that all is imported, and then traced: the files of ours of which
+a function ran, in any thread and in the service's process, and the kinds of records (dataclasses, named tuples) that were made.
 """
 
 from __future__ import annotations
