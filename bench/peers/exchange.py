@@ -136,11 +136,7 @@ def sample(number: int, form: Writer) -> dict[str, Any]:
 
 
 def _imported(kind: str, folder: Path, made: Environment, count: int) -> int:
-    """Let a package write, import that, and compare; return the number of values.
-
-    Raises:
-        BucketlineError: if a sample is missing, or one of its values differs.
-    """
+    """Let a package write, import that, and compare; return the number of values."""
     writer = WRITERS[kind]
     samples = [sample(number, writer) for number in range(count)]
     cache = folder / "cache"
@@ -151,11 +147,7 @@ def _imported(kind: str, folder: Path, made: Environment, count: int) -> int:
 
 
 def compare(kind: str, cache: Path, samples: Sequence[dict[str, Any]]) -> int:
-    """Import a cache, and compare what is read and what is stored with the samples; return the number of values.
-
-    Raises:
-        BucketlineError: if a sample is missing, or one of its values differs.
-    """
+    """Import a cache, and compare what is read and what is stored with the samples; return the number of values."""
     from bucketline.ingest.cli import main as ingest_main
     from bucketline.ingest.importers.cache import ListRequest
     from bucketline.ingest.importers.listing import listed
@@ -196,11 +188,7 @@ def _values(entry: CacheEntry, cached: Cached) -> dict[str, Any]:
 
 
 def _exported(_: str, folder: Path, made: Environment, count: int) -> int:
-    """Export a store as MDS, let the package read it, and compare; return the number of values.
-
-    Raises:
-        BucketlineError: if a sample is missing, or one of its values differs.
-    """
+    """Export a store as MDS, let the package read it, and compare; return the number of values."""
     from bucketline.store.cli import main as store_main
 
     expected = _write_store(folder / "s.store", count)

@@ -94,7 +94,7 @@ def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(folder: Pa
     vae = drawing.drawing_vae(asked, Store.open(asked.store[0]))
     assert vae is not None
     first, second = prompt_batches(loaded(asked), 2, 2.0, CPU, run.training.family)
-    assert [[one["id"][-1:] for one in own.entries] for own in (first, second)] == [["1", "3"], ["2"]]
+    assert [[str(one["id"])[-1:] for one in own.entries] for own in (first, second)] == [["1", "3"], ["2"]]
     assert (first.guidance, second.guidance, second.noise.shape) == (2.0, 4.0, (1, 2, 16, 8))
     assert first.negative is not None
     assert second.negative is not None
@@ -159,9 +159,9 @@ def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_
     line = {"prompt": "a red cat", "negative_prompt": "the house", "seed": 5, "height": 16, "width": 24, "guidance": 3.0}
     (tmp_path / "p.jsonl").write_text(json.dumps(line), encoding="utf-8")
     call("ingest", "prompts", tmp_path / "p.jsonl", packed.store, "--model", packed.model).done()
-    drawn = {"num_images": 1, "image_prompts": (str(tmp_path / "p.safetensors"),)}
+    told_run: dict[str, Any] = {"num_images": 1, "image_prompts": (str(tmp_path / "p.safetensors"),)}
     bare = shutil.copytree(packed.model, tmp_path / "model", ignore=shutil.ignore_patterns("text_encoder*", "tokenizer*"))
-    asked = packed.config(tmp_path / "run", model=bare, image_steps=3, **drawn)
+    asked = packed.config(tmp_path / "run", model=bare, image_steps=3, **told_run)
     run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     run.close()
     vae = drawing.drawing_vae(asked, run.loader.shares[0].store)
@@ -195,7 +195,7 @@ def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_
 def test_a_class_is_drawn_against_the_null_class(packed: Packed, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("dog\n2\n", encoding="utf-8")
     call("ingest", "prompts", tmp_path / "p.txt", packed.store, "--model", packed.model).done()
-    drawn = {"num_images": 1, "image_prompts": (str(tmp_path / "p.safetensors"),)}
+    drawn: dict[str, Any] = {"num_images": 1, "image_prompts": (str(tmp_path / "p.safetensors"),)}
     asked = packed.config(tmp_path / "run", max_steps=1, **drawn)
     train(asked, ALONE)
     written = json.loads((asked.output_dir / "images.json").read_bytes())
