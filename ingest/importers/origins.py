@@ -84,6 +84,5 @@ def refuse_other_origin(changed: Sequence[CacheEntry], store: Store, source: Pat
 def _is_of(entry: CacheEntry, own: str, source: Path) -> bool:
     if own in (entry.image, entry.path):
         return True
-    if entry.image is not None:  # a row without the path of its image was made by an earlier version
-        return os.path.isabs(entry.image) and not os.path.isabs(own)  # noqa: PTH117 - a path of any machine
-    return not os.path.isabs(own) or own.startswith(f"{os.path.abspath(source)}/")  # noqa: PTH117, PTH100 - likewise
+    is_of_here = not os.path.isabs(own) or own.startswith(f"{os.path.abspath(source)}/")  # noqa: PTH117, PTH100 - of any machine
+    return entry.image is None and is_of_here

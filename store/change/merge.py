@@ -240,7 +240,5 @@ def entry_of(part: MergedShard, generation: int) -> tuple[ShardEntry, bytes]:
     if part.dropped:
         data = encode_dropped(part.dropped, entry.shard_id)
         dropped = DroppedEntry(generation=generation, num_bytes=len(data), digest=bytes_digest(data))
-    groups = {
-        group: dataclasses.replace(place, dropped=len(part.dropped.get(group, ()))) for group, place in entry.groups.items()
-    }
+    groups = {group: place._replace(dropped=len(part.dropped.get(group, ()))) for group, place in entry.groups.items()}
     return dataclasses.replace(entry, groups=groups, record_bytes=part.record_bytes, dropped=dropped), data

@@ -196,7 +196,7 @@ def _damaged(store: Store, ordinal: int) -> _Damaged:
             extents, index = rebuilt_sidecars(paths.lmdb)
             if paths.extents in bad or not _says_the_same(paths.extents, extents, EXTENTS_FORMAT):
                 one.rebuilt[paths.extents] = extents
-                one.entry = dataclasses.replace(one.entry, extents=_entry_of(extents), line_checksums=True)
+                one.entry = dataclasses.replace(one.entry, extents=_entry_of(extents))
             if paths.index in bad or not _says_the_same(paths.index, index, INDEX_FORMAT):
                 one.rebuilt[paths.index] = index
                 one.entry = dataclasses.replace(one.entry, index=_entry_of(index))
@@ -232,10 +232,8 @@ def _rebuild_dropped(path: Path, manifest: Manifest, one: _Damaged, rebuilt: dic
     except StoreError:
         return
     arrays = {group: np.array(sorted(own), dtype="<u4") for group, own in rows.items()}
-    for shard_id in (one.entry.shard_id, None) if rows else ():
-        data = encode_dropped(arrays, shard_id)
-        if bytes_digest(data) == dropped.digest:
-            one.rebuilt[shard.paths.dropped(dropped.generation)] = data
+    if rows and bytes_digest(data := encode_dropped(arrays, one.entry.shard_id)) == dropped.digest:
+        one.rebuilt[shard.paths.dropped(dropped.generation)] = data
 
 
 def _with_index(path: Path, entry: ShardEntry, rebuilt: dict[Path, bytes]) -> SealedShard:

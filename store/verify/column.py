@@ -29,7 +29,7 @@ class ColumnCheck(ShardCheck):
     def __init__(self, store: Store, entry: ShardEntry, column: str, on_bytes: Callable[[int], None]) -> None:
         """Open nothing yet; `on_bytes` as in `ShardCheck`."""
         super().__init__(store, entry.column_shard(column), on_bytes)
-        self._specs, self._has_lines = store.manifest.added_specs[column], True
+        self._specs = store.manifest.added_specs[column]
         self._column, self._owner = column, SealedShard(store.path, entry)
         self._faults = Faults(entry.name)
         self.bad_row = f"the bytes of the row's {column} do not match their checksum"

@@ -36,18 +36,13 @@ _OF_INDEX = {  # what an entry says that is another than the file's
 def sidecar_differences(listed: PagedFile, again: PagedFile) -> Iterator[tuple[str, int | None, object, object]]:
     """Yield what a sidecar says otherwise than the one that was made again: the name of a field of its metadata or of a
     tensor, the position in the tensor if both have equal forms, and both values.
-
-    One of an older version may lack the checksums of lines, and its text's error may come from a column.
     """  # noqa: D205
-    may_lack = () if listed.has(LINE_CHECKSUM) else OF_LINES
     for name, value in again.metadata.items():
         old = listed.metadata.get(name)
-        if name == "text" and isinstance(old, dict) and "error" not in value:
-            old = {key: own for key, own in old.items() if key != "error"}
-        if old != value and name not in may_lack:
+        if old != value:
             yield name, None, old, value
     for name in again.names:
-        if name in (PAGE_CHECKSUM, *may_lack):
+        if name == PAGE_CHECKSUM:
             continue
         new = again.column(name)
         old = listed.column(name) if listed.has(name) else np.empty(0)

@@ -54,7 +54,7 @@ class ShardCheck:
     def __init__(self, store: Store, entry: ShardEntry, on_bytes: Callable[[int], None]) -> None:
         """Open nothing yet. `on_bytes` reports progress and is called with 0 in between; if it raises, the check ends."""
         self._store, self._on_bytes = store, on_bytes
-        self._specs, self._has_lines = store.manifest.specs, entry.line_checksums
+        self._specs = store.manifest.specs
         self._shard = SealedShard(store.path, entry)  # a separate reader, so that its maps are freed with it
         self._faults = Faults(entry.name)
         self.blocks = self.rows = 0
@@ -118,7 +118,7 @@ class ShardCheck:
             os.close(fd)
         whole = digest if file_bytes == expected.num_bytes else None
         is_named = self._faults.has_any_inside or self._users.has_any  # more exactly than by lines
-        if self._has_lines and file_bytes >= expected.num_bytes and (whole == expected.digest or not is_named):
+        if file_bytes >= expected.num_bytes and (whole == expected.digest or not is_named):
             with self._faults.guard():
                 self._compare_lines(lines)
         return lines if self._is_intact(path, file_bytes, whole, expected) else None
@@ -128,8 +128,7 @@ class ShardCheck:
         state, lines = xxhash.xxh3_128(), LineSums()
         for place, segment in segments(fd, num_bytes, block_places(self._shard, num_bytes, self._faults)):
             state.update(segment)
-            if self._has_lines:
-                lines.update(segment)
+            lines.update(segment)
             if place is not None:
                 self._block(place, segment)
             self._read_bytes += len(segment)
@@ -263,8 +262,7 @@ class ShardCheck:
                 self._faults.add(_OTHER_CAPTION, group, row=n)
         again = entry_of_extents(entry.name, [entry.lmdb, entry.extents, entry.index], extents, self._store.manifest)
         for field in ("samples", "caption_bytes", "max_tokens", "text_error"):
-            if field != "text_error" or again.text_error is not None:  # an earlier version has it in a column
-                self._expect(field, getattr(again, field), getattr(entry, field))
+            self._expect(field, getattr(again, field), getattr(entry, field))
         for name, totals in again.ragged.items():
             self._expect("tokens", totals, entry.ragged.get(name), RAGGED_PREFIX + name)
         if entry.dropped is None or paths.dropped(entry.dropped.generation) not in damaged:

@@ -14,7 +14,6 @@ from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manif
 from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import generation_name, listed_generations
-from bucketline.store.remote.lines import lines_name
 from bucketline.store.remote.retries import asked_again
 from bucketline.store.side_files import SIDE_FILES
 from bucketline.store.verify.faults import Fault, Faults, mismatch
@@ -71,8 +70,6 @@ class FolderCheck:
             known |= own.keys()
             for (name, expected), num_bytes in zip(own.items(), self._folder.sizes(list(own)), strict=True):
                 self._compare(name, num_bytes, expected, manifest.generation)
-            known |= {lines_name(entry.name) for entry in manifest.shards}
-        known |= {lines_name(entry.name) for entry in self._newest.shards}
         for kind in SIDE_FILES.values():
             for name, fault in kind.check(self._folder, self._newest):
                 self._on_bytes(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shutil
 import time
 from typing import TYPE_CHECKING
@@ -22,7 +21,6 @@ from bucketline.store.remote.objects import NoRangesError, ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
 from tests.commands import call
-from tests.contract.kit import unpacked
 from tests.kit import flip_bit, make_store, samples_of
 from tests.object_storage import CREDENTIALS
 
@@ -49,15 +47,6 @@ def folder(made: Path, tmp_path: Path) -> Path:
     """A folder for a server, with the store `a`, to be changed."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     return tmp_path / "served"
-
-
-@pytest.fixture
-def old(folder: Path, tmp_path: Path) -> Path:
-    """The same folder, with a store of version 1 as `a`: `store push` has written the checksums of its lines."""
-    shutil.rmtree(folder / "a")
-    (folder / "a").mkdir()
-    push(unpacked("images", tmp_path), ObjectFolder.open(f"file://{folder / 'a'}"))
-    return folder
 
 
 def read_all(url: str, tmp_path: Path, deadline_s: float = 60.0) -> tuple[BucketlineError, float]:
@@ -123,13 +112,6 @@ def test_a_folder_is_read_that_was_copied_to_the_server_and_not_pushed(made: Pat
         assert sum(len(batch.ids) for batch in loader) == 120
 
 
-def test_a_folder_of_version_1_that_was_never_pushed_is_called_so_at_once(tmp_path: Path) -> None:
-    with RangeServer(unpacked("images", tmp_path)) as server:
-        error, seconds = read_all(server.url, tmp_path)
-    assert seconds < SOON_S
-    assert re.search(r"was not written by `store push`: shards/g\S+\.lines is missing", str(error))
-
-
 def test_a_web_server_without_ranges_is_called_so_at_once(folder: Path, tmp_path: Path) -> None:
     with RangeServer(folder) as server:
         server.outage = Fault.WHOLE
@@ -140,9 +122,8 @@ def test_a_web_server_without_ranges_is_called_so_at_once(folder: Path, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["manifest.json", ".extents", ".lines", "prompts/default.safetensors"])
-def test_a_length_of_a_tebibyte_is_refused_before_anything_is_allocated(name: str, old: Path, tmp_path: Path) -> None:
-    folder = old
+@pytest.mark.parametrize("name", ["manifest.json", ".extents", "prompts/default.safetensors"])
+def test_a_length_of_a_tebibyte_is_refused_before_anything_is_allocated(name: str, folder: Path, tmp_path: Path) -> None:
     (folder / "a" / "prompts").mkdir()
     (folder / "a" / "prompts" / "default.safetensors").write_bytes(b"x" * 100)
     lies = Schedule([Fault.HUGE_LENGTH] * 100, concerns=lambda path: path.endswith(name))

@@ -21,7 +21,6 @@ from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, lock_store, publish
 from tests.commands import call
-from tests.contract.kit import unpacked
 from tests.kit import IMAGES, Sample, by_id, flip_bit, make_store, rewrite_manifest, samples_of, tree, write_shard
 
 if TYPE_CHECKING:
@@ -196,17 +195,6 @@ def test_extents_that_are_intact_but_wrong_are_made_again_if_the_shards_file_is_
     assert repaired(copy).dropped == 0
     expect(copy, every, set())
     assert files(copy)["shards/g0.extents"] == before
-
-
-def test_a_dry_run_says_what_a_repair_drops_where_an_old_stores_file_was_written_wrong(tmp_path: Path) -> None:
-    """Sidecars of older versions lack the checksums of lines, and are not wrong for that."""
-    path = unpacked("images", tmp_path)
-    flip_row(path, Store.open(path).buckets()[0].name, [0])
-    first, *rest = read_manifest(path).shards
-    _, digest = file_digest(path / "shards" / f"{first.name}.lmdb")
-    rewrite_manifest(path, shards=(replace(first, lmdb=replace(first.lmdb, digest=digest)), *rest))
-    assert repair(path, dry_run=True).dropped == 1
-    assert repaired(path).dropped == 1
 
 
 @pytest.mark.parametrize("suffix", ["extents", "index"])

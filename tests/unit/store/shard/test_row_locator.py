@@ -41,7 +41,7 @@ def with_dropped(store: Store, generation: int, rows: list[int]) -> ShardEntry:
     listed = {BUCKET: {"first": 0, "count": len(rows)}}
     data = encode_paged([("rows", "U32", np.array(rows, "<u4"))], {"format": DROPPED_FORMAT, "groups": listed})
     shard_paths(store.path, entry.name).dropped(generation).write_bytes(data)
-    groups = {**entry.groups, BUCKET: replace(entry.groups[BUCKET], dropped=len(rows))}
+    groups = {**entry.groups, BUCKET: entry.groups[BUCKET]._replace(dropped=len(rows))}
     dropped = DroppedEntry(generation=generation, num_bytes=len(data), digest=bytes_digest(data))
     return replace(entry, groups=groups, dropped=dropped)
 

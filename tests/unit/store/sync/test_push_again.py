@@ -18,10 +18,9 @@ from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import UNLISTED_S, collect
 from bucketline.store.change.restore import restore
-from bucketline.store.format.hashing import bytes_digest, line_sums
+from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.manifest import dump_manifest, read_manifest
 from bucketline.store.remote.generations import commit, newest_generation
-from bucketline.store.remote.lines import encode_lines, lines_name
 from bucketline.store.sync.pull import pull
 from bucketline.store.transfer.sender import pending_shards
 from bucketline.store.verify.verify import verify, verify_folder
@@ -81,12 +80,9 @@ def use_a_name_again(own: Path) -> None:
 
 
 def push_by_names_alone(own: Path, folder: ObjectFolder) -> None:
-    """Overwrite objects of the same names, as earlier versions did, and commit."""
+    """Overwrite objects of the same names, as a careless copy does, and commit."""
     for path in (own / "shards").iterdir():
         folder.write(f"shards/{path.name}", path)
-    for entry in read_manifest(own).shards:
-        lines = encode_lines(entry, line_sums(own / "shards" / f"{entry.name}.lmdb").finish())
-        folder.write(lines_name(entry.name), lines)
     newest, manifest = newest_generation(folder), read_manifest(own)
     for number in range(newest.generation + 1, manifest.generation):
         document = push_module._standing_in(manifest, number)

@@ -8,25 +8,21 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from bucketline.errors import CorruptError, StoreError, UsageError
 from bucketline.store import Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
-from bucketline.store.format.hashing import line_sums
 from bucketline.store.remote import objects as objects_module
 from bucketline.store.remote.generations import newest_generation
-from bucketline.store.remote.lines import decode_lines, encode_lines
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import PUSHED, push
 from bucketline.store.sync.selection import PullSelection
 from bucketline.store.transfer import download, upload
-from bucketline.store.verify.verify import verify, verify_folder
+from bucketline.store.verify.verify import verify
 from tests.commands import call
-from tests.contract.kit import unpacked
 from tests.kit import (
     ANY,
     IMAGES,
@@ -116,21 +112,6 @@ def test_files_of_many_parts_are_put_together_in_order(
         assert folder.read(f"shards/{name}") == (own / "shards" / name).read_bytes()
     pull(folder, tmp_path / "pulled.store")
     assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(own)
-
-
-def test_lines_that_the_extents_have_no_checksums_of_have_an_object_of_them(tmp_path: Path) -> None:
-    folder, own = in_memory(), unpacked("images", tmp_path)
-    push(own, folder)
-    assert not verify_folder(folder, lambda _: None, 1).corrupt
-    for entry in Store.open(own).manifest.shards:
-        lines = decode_lines(folder.read(f"shards/{entry.name}.lines"), entry, own)
-        assert lines.tolist() == line_sums(own / "shards" / f"{entry.name}.lmdb").finish()
-        other = dataclasses.replace(entry, shard_id="0" * 32)
-        with pytest.raises(CorruptError, match="of another shard's file"):
-            decode_lines(folder.read(f"shards/{entry.name}.lines"), other, own)
-        folder.write(f"shards/{entry.name}.lines", encode_lines(entry, (lines + np.uint64(1)).tolist()))
-    faults = verify_folder(folder, lambda _: None, 1).corrupt
-    assert ["checksums of lines differ" in fault.error for fault in faults] == [True, True]
 
 
 def test_columns_of_any_kind_go_there_and_back(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_a_shard_of_another_store_is_found(copy: Path, tmp_path: Path) -> None:
 
 def test_a_manifest_with_a_right_digest_and_wrong_counts_is_found(copy: Path) -> None:
     first, *rest = Store.open(copy).manifest.shards
-    groups = {name: replace(group, rows=group.rows + (name == BUCKET)) for name, group in first.groups.items()}
+    groups = {name: group._replace(rows=group.rows + (name == BUCKET)) for name, group in first.groups.items()}
     rewrite_manifest(copy, shards=(replace(first, groups=groups, samples=first.samples + 1), *rest))
     assert any((fault.bucket, fault.error) == (BUCKET, "rows is 23, the manifest says 24") for fault in faults(copy))
     with pytest.raises(ValueError, match="says it has 38 samples, its buckets hold a different number"):
