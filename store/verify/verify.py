@@ -22,9 +22,8 @@ from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.transfer.download import Downloader
-from bucketline.store.verify.column import ColumnCheck
 from bucketline.store.verify.faults import Fault
-from bucketline.store.verify.shard import ShardCheck
+from bucketline.store.verify.shard import ColumnCheck, ShardCheck
 from bucketline.store.verify.strays import FolderCheck, Stray
 
 if TYPE_CHECKING:
