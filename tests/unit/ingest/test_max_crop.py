@@ -11,7 +11,6 @@ import pytest
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
 from tests.commands import call
-from tests.kit import rewrite_manifest
 from tests.models import SMALL, png
 
 if TYPE_CHECKING:
