@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from bucketline.store.shard.reader import SealedShard
 
 MAKING = ".column"  # the suffix of what is being made in `pending/`
-COLUMN_FIELDS = ("column", "rows_of", "forms", "filled", "dropped")  # in the metadata of its extents
+COLUMN_FIELDS = ("column", "rows_of", "filled", "forms", "dropped")  # in the metadata of its extents, in this order
 ADDING_LOCK = "column.lock"  # in `pending/`, held by the one process that adds a column
 
 
