@@ -61,12 +61,7 @@ class RemoteFiles:
         return found[1]
 
     def fetch(self, files: Files) -> None:
-        """Make files available at their paths.
-
-        Raises:
-            StoreError: if one does not arrive within the deadline, or the disk is full.
-            CorruptError: if one is not what the manifest lists.
-        """
+        """Make files available at their paths."""
         end = time.monotonic() + IN_TIME * self._deadline_s
         absent = self._absent(files)
         if not absent:
@@ -203,12 +198,7 @@ class RemoteFiles:
             ) from error
 
     def sums_of(self, entry: ShardEntry) -> list[int]:
-        """Return the checksums of a shard's lines.
-
-        Raises:
-            StoreError: if they do not arrive.
-            CorruptError: if they are not as many as the shard's file has lines.
-        """
+        """Return the checksums of a shard's lines."""
         paths = self.paths(entry)
         with self._lock:
             if paths.key in self._sums:
