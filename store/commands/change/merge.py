@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from bucketline.command_line import counted, human_bytes, print_json
-from bucketline.store.commands.place import LocalStore, shown
+from bucketline.store.commands.place import LocalStore, NewStore, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Merge:
     Example: store merge all.store photos.store more.store
     """
 
-    out: Annotated[tyro.conf.Positional[LocalStore], tyro.conf.arg(metavar="OUT")]
+    out: tyro.conf.Positional[NewStore]
     """Path of the new store; must not exist yet."""
     stores: Annotated[tyro.conf.Positional[tuple[LocalStore, ...]], tyro.conf.arg(metavar="STORE [STORE …]")]
     """Paths of the input stores, opened read-only."""
