@@ -23,7 +23,6 @@ from bucketline.store.format.manifest import sealed, write_manifest
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.shard.sidecar import open_listed
-from bucketline.store.side_files import SIDE_FILES
 from bucketline.store.write.publish import prepare_store
 from bucketline.typed_json import encode, first_difference
 
@@ -89,8 +88,6 @@ def merge(
             prepare_store(folder)
             names = _names([entry for _, entry in parts])
             shards = tuple(_copy(folder, path, entry, name, copied) for (path, entry), name in zip(parts, names, strict=True))
-            for kind in SIDE_FILES.values():
-                kind.merge([(store.path, store.manifest) for store in stores], folder)
             more = {"buckets": buckets, "shards": shards, "retired": (), "added": added}
             merged = replace(stores[0].manifest, store_id=uuid.uuid4().hex, generation=_GENERATION, **more)  # type: ignore[arg-type]
             written = write_manifest(folder, sealed(merged))

@@ -18,7 +18,6 @@ from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import MANIFEST, dump_manifest, generation_path
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import newest_generation, read_generation
-from bucketline.store.side_files import copy_side_files
 from bucketline.store.transfer.download import Downloader, is_there
 from bucketline.store.transfer.upload import LISTS, MAX_LIST_BYTES
 from bucketline.store.write.publish import changing, prepare_store
@@ -80,7 +79,6 @@ def pull(
         with staged_folder(out, resumable=True) as partial:
             _begin(partial, manifest)
             _whole(folder, partial, manifest, downloader, on_total)
-            copy_side_files(folder, partial, manifest)
             (partial / NOTE).unlink()
     return Pulled(
         generation=manifest.generation,
@@ -159,7 +157,6 @@ def _update(
         if own.store_id != manifest.store_id:
             raise UsageError(f"{store} is another store than {folder.url}; choose a path where there is nothing")
         if own.digest == manifest.digest:
-            copy_side_files(folder, store, manifest)
             return own
         try:
             is_older = (
@@ -183,7 +180,6 @@ def _update(
             )
         _get_shards(store, manifest.shards, downloader, on_total, folder.url)
         get_lists(folder, store)
-        copy_side_files(folder, store, manifest)
         data = dump_manifest(manifest)
         write_or_explain(generation_path(store, manifest.generation), data)
         write_or_explain(store / MANIFEST, data)

@@ -12,7 +12,6 @@ from bucketline.store.folder import LocalFolder
 from bucketline.store.format.manifest import dump_manifest, finished, generations, read_manifest
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.remote.generations import commit, complete_first, find_newest, refuse_without_put_if_absent
-from bucketline.store.side_files import copy_side_files
 from bucketline.store.transfer.sender import noted
 from bucketline.store.transfer.upload import Uploader, send_lists
 from bucketline.store.write.newest import existing_manifest
@@ -72,7 +71,6 @@ def push(
         on_total(uploader.missing_bytes(store, manifest.shards))
         sent = uploader.send(store, manifest.shards)
         send_lists(folder, store)
-        copy_side_files(store, folder, manifest)
         _make_sure(store, manifest, uploader, remote)
         first = manifest.generation if remote is None else remote.generation + 1
         for number in range(first, manifest.generation + 1):  # without a gap, or readers would not find the last
