@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,9 +19,6 @@ from bucketline.bench.cases.stream import Stream, StreamService
 from bucketline.bench.harness import run_case
 from tests.commands import spawn
 from tests.unit.bench.measured import measured, read_results
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
 

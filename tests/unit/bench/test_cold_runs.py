@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +20,6 @@ from bucketline.bench.cases.cold import (
 )
 from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
 from bucketline.bench.process_usage import drop_pages
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

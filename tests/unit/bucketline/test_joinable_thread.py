@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,16 +13,11 @@ from bucketline.ingest.parallel.exchange import Exchange
 from bucketline.ingest.pipeline.row_writer import EncodedBatch, RowWriter
 from bucketline.joinable_thread import JoinableThread
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.store import Store
 from bucketline.store.folder import LocalFolder
 from tests.kit import IMAGES, spec_of
 from tests.leftovers import wait_until
 from tests.lines import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 
 class Interrupted(threading.Event):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,6 @@ from bucketline.errors import ModelError
 from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, variant_of
 from tests.commands import call
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

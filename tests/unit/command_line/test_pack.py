@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,10 +20,6 @@ from tests.commands import call
 from tests.kit import tree
 from tests.models import in_file, write_model
 from tests.unit.command_line.conftest import pack
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 def test_pack_prints_one_object_with_the_account(source: Path, tmp_path: Path, model: Path) -> None:

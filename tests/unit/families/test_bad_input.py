@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import diffusers
 import pytest
 
+from bucketline.families.family import Family
 from bucketline.families.registry import FAMILIES, takes_images
 from bucketline.model_file import index_path
 from bucketline.store import Store
@@ -18,14 +20,7 @@ from bucketline.train import main as trainer
 from tests.commands import Ran, called
 from tests.family_models import FORMS
 from tests.kit import edit_json, rewrite_manifest
-from tests.unit.families.packed import ingest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from bucketline.families.family import Family
-    from tests.unit.families.packed import Packed
+from tests.unit.families.packed import Packed, ingest
 
 UNKNOWN = {"transformer": "StableAudioDiTModel", "unet": "Kandinsky3UNet"}
 FLOW = "FlowMatchEulerDiscreteScheduler"

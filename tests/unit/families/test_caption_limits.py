@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,6 @@ from tests.commands import call
 from tests.family_models import open_pipeline, write_pipeline
 from tests.models import png
 from tests.unit.families.oracle import one_step
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CPU = torch.device("cpu")
 IMAGE = "a red <|image_pad|> cat"

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import diffusers
 import pytest
 import torch
+from torch import nn
 
 from bucketline.train.config import Precision
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import ADAPTER, add_adapters
 from tests.unit.families.forms import EVERY_FORM, facts_for, write_form
 from tests.unit.train.tiny_run import config
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import nn
 
 
 def dtypes(model: nn.Module) -> dict[str, torch.dtype]:

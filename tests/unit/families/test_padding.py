@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +12,6 @@ from bucketline.families.registry import family_of_pipeline
 from bucketline.train.models.load import load
 from tests.family_models import FORMS
 from tests.unit.families.forms import batch_of_lengths, facts_for, predicted, write_form
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LENGTHS = (5, 9, 2)
 MOST = 7e-7  # of a prediction's largest value

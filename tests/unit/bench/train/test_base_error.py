@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +10,6 @@ from bucketline.bench.cases.train import TrainBase
 from bucketline.bench.harness import run_case
 from tests.unit.bench.measured import measured
 from tests.unit.train.tiny_run import make_training_store, write_unet
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_more_bits_change_less_and_take_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

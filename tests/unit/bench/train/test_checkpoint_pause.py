@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+
+import pytest
 
 from bucketline.bench.cases.train import TrainSaves, results_of_saves
 from tests.unit.bench.measured import measured
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_a_step_with_a_save_is_held_against_the_others() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +10,6 @@ from bucketline.bench.cases.train import Train, Window, interval, results_of
 from bucketline.bench.fixtures.trained_model import MODELS, kept_store
 from bucketline.store import Store
 from tests.unit.bench.measured import measured
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_loaders_images_are_held_against_resident_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +19,6 @@ from bucketline.store import Store
 from tests.commands import call
 from tests.family_models import write_dit
 from tests.models import png
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NAMES = {0: "tabby, tiger cat", 1: "crane", 2: "crane, machine"}
 

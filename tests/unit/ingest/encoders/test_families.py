@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from bucketline.errors import ModelError, UsageError
@@ -20,11 +22,6 @@ from bucketline.store import Store
 from tests.commands import call
 from tests.family_models import PIPELINES, T5_WIDTH, write_dit, write_pipeline
 from tests.models import png
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 CPU = torch.device("cpu")
 TEXTS = ("a red cat", "The GREEN house of dogs ", "a blue dog of the house " * 40)

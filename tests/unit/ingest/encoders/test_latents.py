@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from bucketline.errors import ModelError, UsageError
@@ -20,12 +23,6 @@ from bucketline.store.format.columns import LatentKind
 from tests.commands import Ran, call
 from tests.family_models import tiny_dc, tiny_vae
 from tests.models import colour_image, png, write_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 CPU = torch.device("cpu")
 SIZE = (16, 24)

@@ -6,8 +6,9 @@ import hashlib
 import http.server
 import json
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +22,6 @@ from bucketline.model_file import MODULAR_INDEX
 from tests.commands import BIN, spawn
 from tests.family_models import write_pipeline
 from tests.models import SMALL, png, write_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def test_a_weights_hash_changes_with_any_weight_and_with_a_name_and_with_nothing_else() -> None:

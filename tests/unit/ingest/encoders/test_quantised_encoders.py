@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,6 @@ from bucketline.quantised_linear import QuantisedLinear
 from tests.commands import call
 from tests.family_models import t5_tokenizer
 from tests.models import SMALL, write_images, write_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CPU = torch.device("cpu")
 TEXT = "a red house of the green dog and a cat"

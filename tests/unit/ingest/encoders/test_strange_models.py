@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,6 @@ from tests.commands import call
 from tests.family_models import write_pipeline
 from tests.kit import edit_json
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,6 @@ from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.ingest.images.model_sizes import latent_sizes
 from bucketline.store.format.columns import LatentKind
 from tests.family_models import tiny_dc, tiny_flux2_vae, tiny_qwen21_vae, tiny_qwen_vae, tiny_vae
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CPU = torch.device("cpu")
 TINY = {

@@ -10,12 +10,14 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from PIL import Image
 
 from bucketline.ingest.images import decode as decode_module
@@ -27,11 +29,6 @@ from tests import profiles
 from tests.commands import spawn
 from tests.models import colour_image, encoded, png
 from tests.photographs import crop_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 GRID = Framing(grid=parse_grid("64x96,96x64,64x64", step_px=8, align_px=8), min_size_px=16)
 SQUARE = Framing(grid=parse_grid("square:64", step_px=8, align_px=8), min_size_px=16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +16,6 @@ from bucketline.ingest.images.crop import Framing
 from bucketline.ingest.images.decode import decode_image, placed_by_header
 from tests.commands import spawn
 from tests.models import colour_image, encoded
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FRAMING = Framing(grid=parse_grid("64x96,96x64", step_px=8, align_px=8), max_upscale=Fraction(1), min_size_px=16)
 WITHOUT = """

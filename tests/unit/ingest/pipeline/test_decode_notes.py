@@ -8,7 +8,7 @@ import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +17,6 @@ from bucketline.ingest.pipeline.decode_notes import FOLDER, DecodeNotes
 from bucketline.store.format.hashing import identity
 from tests.commands import BIN, call, spawn
 from tests.models import SMALL, png, write_images
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # a decoder in C that crashes at some bytes, in every process that has this on its path
 _CRASHING = """

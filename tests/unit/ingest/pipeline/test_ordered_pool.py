@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def nothing() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import lmdb
 import pytest
@@ -18,10 +19,6 @@ from bucketline.store.write.shard_writer import ShardWriter
 from tests.fault.apart import How, apart
 from tests.fault.same_store import committed_ids
 from tests.kit import Sample, empty_store, open_writer, samples_of, spec_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 BUCKET = "train/64x64"
 ENOUGH = 3 * BATCHES_WAITING  # batches: more than the queue takes, whatever the thread has come to

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text.any_transformer import TextEncoder
@@ -17,12 +20,6 @@ from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.models import SMALL, in_file, png
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 
 def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:

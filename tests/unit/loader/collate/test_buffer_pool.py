@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,10 +12,8 @@ from hypothesis import strategies as st
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, HUGE_PAGE_BYTES, BufferPool, buffer_offsets, carve
 from bucketline.loader.prefetch.delivery import FIRST_DEPTH
+from bucketline.store import Store
 from tests.leftovers import wait_until
-
-if TYPE_CHECKING:
-    from bucketline.store import Store
 
 
 def test_a_buffer_comes_back_when_the_last_tensor_over_it_is_gone_and_not_before() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from bucketline.errors import CorruptError, StateError, StoreError, UsageError
 from bucketline.ingest.images.bucket_grid import parse_grid
@@ -18,12 +21,6 @@ from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import Store
 from tests.conditioned import NUM_CLASSES, Form, conditioned_store, pooled_of, tokens_of
 from tests.kit import Sample, rewrite_manifest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 FORMS = {
     "F16": Form(),

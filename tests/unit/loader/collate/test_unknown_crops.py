@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import LatentColumn, Store, StoreWriter, new_record
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BUCKET, SIZES = "train/64x96", ((128, 192), (0, 0), (80, 96))
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from bucketline.loader.plan.permutation import mix
 from bucketline.loader.plan.rng import Purpose, keys_of_rows, normal, uniform, uniform_on_host
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 def keys_of_step(seed: int, step: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:

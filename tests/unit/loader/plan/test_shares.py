@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,6 @@ from bucketline.loader.plan.shares import PassRows, rows_per_pass
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.store import StoreRows
 from tests.kit import make_store, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FIRST, SECOND = {"train/64x64": 11, "train/96x64": 4}, {"train/64x64": 6}
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 import torch
 
 from bucketline.loader.prefetch.cuda_copy import CudaCopier
-
-if TYPE_CHECKING:
-    import pytest
 
 
 class Driver:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pytest
 
 from bucketline.errors import StoreError
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.prefetch import readahead
 from bucketline.loader.prefetch.readahead import WARM_AFTER, WINDOW, ColdDetector, Readahead
+from bucketline.store import Store
 from bucketline.store.shard.address_range import AddressRange
-
-if TYPE_CHECKING:
-    from bucketline.loader.collate.batch_builder import BatchBuilder
-    from bucketline.store import Store
 
 Pair = tuple[int, int]
 

@@ -10,7 +10,9 @@ import shutil
 import sys
 import tarfile
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +28,6 @@ from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.write.publish import lock_store, publish
 from tests.commands import BIN, Ran, call, spawn
 from tests.kit import Sample, embedding, flip_bit, make_sample, make_store, samples_of, tree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 FORMATS = ("webdataset", "safetensors", "mds")  # kohya takes only ids that are paths
 ODD = ("two\nlines.png", "../../x", "/etc/passwd", "raw\udcff.png", "l" * 10_000, "back\\slash.png", ".", "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +15,6 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
 from bucketline.store.export.sample_file import write_sample
 from tests.kit import Sample, embedding, make_sample, make_store
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_any_tool_opens_the_file_and_finds_the_sample(store: Store, samples: list[list[Sample]], tmp_path: Path) -> None:

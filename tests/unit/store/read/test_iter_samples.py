@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import tracemalloc
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +19,6 @@ from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.write.publish import lock_store, publish
 from tests.commands import BIN, call
 from tests.kit import Sample, make_sample, make_store, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ODD = (
     *("two\nlines.png", "a\ttab.png", "back\\slash.png", "../../etc/passwd", "raw\udcff.png", "l" * 10_000, "é \u202e.png", ""),

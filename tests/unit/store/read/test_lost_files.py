@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,9 +17,6 @@ from bucketline.store.read.lost_files import lost_shards, refuse_lost_shards
 from tests.commands import call
 from tests.kit import make_store, samples_of, tree
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BUCKET = "train/64x64"
 PARTS = ("lmdb", "extents", "index")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,6 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store import FileGather, Store
 from bucketline.store.shard.address_range import AddressRange
 from tests.kit import flip_bit, make_store, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BUCKET = "train/64x64"
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from bucketline.pages.page import Finding
+from bucketline.store import Store
 from bucketline.store.report import collect as collect_module
 from bucketline.store.report.collect import collect_facts, collect_lists
 from bucketline.store.report.findings import findings
 from bucketline.store.report.latents import check_latents, near_duplicates, vae_of
 from tests.unit.store.report.conftest import CONSTANT, DUPLICATES, NAME, NAN_ROW, ROWS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bucketline.pages.page import Finding
-    from bucketline.store import Store
 
 
 def found_in(store: Store, most: int = 1000) -> list[Finding]:

@@ -6,8 +6,9 @@ import base64
 import io
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from PIL import Image
 from bucketline.pages.charts import Line, lines
 from bucketline.pages.image_files import png
 from bucketline.pages.page import parts
-from bucketline.store import RowColumn, StoreWriter
+from bucketline.store import RowColumn, Store, StoreWriter
 from bucketline.store.report.collect import MAX_REASONS, OTHER_REASONS, collect_lists
 from tests.commands import call
 from tests.kit import make_sample, make_store, samples_of
@@ -24,12 +25,6 @@ from tests.models import SMALL
 from tests.pages import parsed
 from tests.photographs import crop_of
 from tests.unit.store.report.conftest import cropped
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 FAULTY = ("constant", "duplicates", "crops")
 

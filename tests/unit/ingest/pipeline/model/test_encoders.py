@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from bucketline.ingest.encoders.model_folder import ModelFolder
 from bucketline.ingest.pipeline.model import load_encoders
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import Ran, call, spawn
 from tests.kit import tree
 from tests.models import SMALL, png, write_images, write_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bucketline.ingest.encoders.model_folder import ModelFolder
 
 HEAVY = {"torch", "diffusers", "transformers", "huggingface_hub", "matplotlib", "rich", "PIL.ImageDraw"}
 
