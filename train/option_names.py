@@ -128,7 +128,6 @@ _ELSEWHERE = {
     "say --save-every 30m, or with steps 1000,30m": ("checkpoint-minutes", "save-every-minutes"),
     "say --sharding fsdp:RANKS, or fsdp:machine": ("shard-ranks",),
     "say --follow=ROWS": ("wait-rows",),
-    "say --follow=RUN": ("follow-schedule",),
     "say --push-to-hub user/name:exports": ("push-exports",),
     "attention is torch's own, which is as fast": (
         *("enable-xformers-memory-efficient-attention", "xformers", "sdpa", "mem-eff-attn", "flash-attention"),
@@ -201,7 +200,7 @@ def _merged(options: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
     if old("sharding") == "hsdp":
         yield "sharding", f"fsdp:{old('shard_ranks') or 'machine'}"
     if isinstance(follows := old("follow"), bool):
-        yield "follow", (old("wait_rows") or 1) if follows else old("follow_schedule")
+        yield "follow", (old("wait_rows") or 1) if follows else None
     if old("push_exports"):
         yield "push_to_hub", f"{old('push_to_hub')}:exports"
     if weights := old("store_weight"):
