@@ -299,8 +299,8 @@ class TrainConfig(
     """Model folder in diffusers' layout: unet/ or transformer/, scheduler/, and vae/ for the images; or one .safetensors
     checkpoint. The model's config decides the family; without weights, training starts from a random initialization."""
     output_dir: Path = field(metadata=RESUME_FREE)
-    """Output folder: metrics.jsonl, status.json, config.json, run.toml, README.md, checkpoints/, loss.png, images.png and
-    images.json. Use a separate folder, never one with images or inside a store."""
+    """Output folder: metrics.jsonl, plans.jsonl, status.json, config.json, run.toml, README.md, checkpoints/, loss.png,
+    images.png and images.json. Use a separate folder, never one with images or inside a store."""
     model_config: str | None = field(default=None, metadata=RESUME_FREE)
     """Folder or hub model with the configuration of a .safetensors --model; None: the inferred one in the hub's cache."""
     max_steps: int | None = field(default=None, metadata=RESUME_FREE)

@@ -46,7 +46,7 @@ FEWER = "--max-steps 2 --num-images 1"
 
 # What the pages' placeholders stand for, as regular expressions, applied in this order. A page's own come first.
 MEANT: dict[str, tuple[tuple[str, str], ...]] = {
-    "README.md": ((r"^loader seen --run CHECKPOINT .*$", "loader seen --help"),),
+    "README.md": ((r"^loader seen --run runs/first .*$", "loader seen --help"),),
     "docs/packing.md": (
         (r"^(store info )?--rules$", "store info photos.store --rules"),
         (r"workers=8", "workers=0"),  # a block is not a file that workers can import; examples/parallel_write.py is
