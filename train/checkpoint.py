@@ -18,16 +18,14 @@ import itertools
 import json
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from bucketline.errors import StateError, TrainError
 from bucketline.files.run_marker import CHECKPOINTS
 from bucketline.loader.mixture import StoreId  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.format.hashing import file_digest
-from bucketline.train.config import TrainConfig
 from bucketline.train.metrics_file import WindowState, has_steps
-from bucketline.train.option_names import translated
 from bucketline.typed_json import Json, decode
 
 log = logging.getLogger(__name__)
@@ -159,8 +157,7 @@ def read_state(folder: Path) -> RunState:
                 f"{folder / STATE} has version {document.get('version')}, this trainer reads {VERSION}; "
                 "resume with the version of bucketline that wrote it"
             )
-        state = decode(RunState, document)
-        return replace(state, config=translated(state.config, TrainConfig))
+        return decode(RunState, document)
     except (AttributeError, ValueError, RecursionError) as error:
         raise StateError(f"{folder / STATE} is not a checkpoint state of this trainer: {error}") from error
 
