@@ -73,13 +73,13 @@ def test_a_followed_run_that_is_stopped_and_resumed_has_the_losses_of_one_that_i
 ) -> None:
     copied = shutil.copytree(folder, folder.with_name("copied"))
     found = []
-    for place, stops in ((folder, [16]), (copied, [4, 9, 10, 16])):
+    for place, stops in ((folder, [16]), (copied, [7, 13, 16])):
         asked = replace(config(place, max_steps=16, log_every=1, validate_every=5, save_every="100"), follow=1)
         with monkeypatch.context() as patch:
             grows_while_it_is_trained_on(place / "tiny.store", patch)
             for n, steps in enumerate(stops):
                 train(replace(asked, max_steps=steps, resume=n > 0), ALONE)
-        found.append((schedule(asked), losses(asked.output_dir)))
+        found.append((schedule(asked), [line for line in losses(asked.output_dir) if line[1] != "null"]))
     assert found[0] == found[1]
     (start, first), (second_at, second), (third_at, third) = found[0][0]
     assert (start, first, second, third) == (0, (1,), (2,), (3,))
