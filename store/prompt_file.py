@@ -1,4 +1,4 @@
-"""A file of prompts: their texts, seeds and sizes, and the embeddings of the texts as the store has those of captions."""
+"""A file of prompts beside a store: texts, seeds and sizes, and embeddings of the texts as the store has those of captions."""
 
 from __future__ import annotations
 
@@ -92,12 +92,7 @@ def encode_prompts(manifest: Manifest, prompts: Sequence[Prompt], captions: Sequ
 
 
 def decode_prompts(manifest: Manifest, data: bytes, where: str) -> PromptSet:
-    """Return the prompts in the bytes of a file of a store's prompts, after comparing all checksums.
-
-    Raises:
-        CorruptError: if the file is damaged.
-        FingerprintError: if other text encoders than the store's made the embeddings; the message names the field.
-    """
+    """Return the prompts in the bytes of a file of a store's prompts, after comparing all checksums."""
     file = _paged(data, where)
     if difference := first_difference(manifest.encoders.get(_ENCODER), file.metadata.get(_ENCODER), f"encoders.{_ENCODER}"):
         field, stored, found = difference
@@ -121,25 +116,6 @@ def decode_prompts(manifest: Manifest, data: bytes, where: str) -> PromptSet:
         if not {caption_digest(prompt.prompt), caption_digest(prompt.negative_prompt)} <= rows.keys():
             raise CorruptError(f"{where}: it lacks the embedding of prompt {n} or of its negative prompt")
     return PromptSet(prompts=prompts, spec=spec, text=block, rows=rows)
-
-
-def refuse_other_file(begin: bytes, where: str) -> None:
-    """Check the beginning of a file, which has its header, before the rest is read.
-
-    Raises:
-        CorruptError: if it is not a file of prompts.
-    """
-    if PROMPTS_FORMAT.encode() not in begin:
-        raise CorruptError(f"{where} is not a file of prompts; remove it, or write it again by `ingest prompts`")
-
-
-def proof_bytes(data: bytes, where: str) -> int:
-    """Return the length of the beginning of a file that holds its header and the checksums of all that follows.
-
-    Raises:
-        CorruptError: if it is not a file of prompts.
-    """
-    return _paged(data, where).body_begin
 
 
 def _paged(data: bytes, where: str) -> PagedFile:
