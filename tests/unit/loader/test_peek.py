@@ -97,6 +97,5 @@ def test_the_sheet_of_a_run_has_what_its_steps_had(tmp_path: Path) -> None:
         assert [row["id"] for batch in batches for row in batch["rows"]] == names
     refused = call(*asked, "--step", 3, "--window", 0).fails(code=2)
     assert f"--window is 0 with --run {state}, which decides it; leave out one of them" in refused.err
-    assert "there is no option --state; it is --run, " in call(*asked, "--state", state).err
     (tmp_path / PLANS).write_text("[1]\n", encoding="utf-8")
     call(*asked, "--step", 9).fails(f"--run {state}: {tmp_path / PLANS}, line 1, is not the line of a plan")
