@@ -152,7 +152,7 @@ class Trainer:
         self._progress.expect(config.num_steps)
         given: dict[str, bytes] = {}
         if config.image_prompts:  # before the model takes its memory
-            from bucketline.train.images.given_prompts import encode_given
+            from bucketline.train.images.prompts import encode_given
 
             given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
         from bucketline.train.memory import built_to_fit
