@@ -71,7 +71,7 @@ BUDGETS = {
     "bucketline": Budget(7_000),
     "bench": Budget(7_300),
     "product": Budget(75_500, mark=64_000),
-    "tests": Budget(76_600, mark=62_000),
+    "tests": Budget(75_100, mark=62_000),
 }
 
 
