@@ -99,11 +99,7 @@ class Adapters:
         return LORA_FILE if self.pipeline else PEFT_FILE
 
     def layers(self, checkpoint: Path) -> list[str]:
-        """Return the layers that have adapters in a checkpoint, as names or ends of names.
-
-        Raises:
-            OSError, ValueError, KeyError: if it has no such adapters.
-        """
+        """Return the layers that have adapters in a checkpoint, as names or ends of names."""
         from bucketline.train.outputs.lora_file import read_adapters
 
         return [*read_adapters(checkpoint / self.folder / self._file)[1]["target_modules"]]
