@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,12 +27,6 @@ from bucketline.train.parallel import TrainRanks, local, repeated_blocks
 from bucketline.train.sharding import shard, shard_mesh, shard_ranks_of, tensors_of
 from bucketline.train.values import Sharding
 from tests.unit.train.tiny_run import config
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from torch import Tensor, nn
 
 pytestmark = pytest.mark.slow
 

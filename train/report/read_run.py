@@ -109,7 +109,6 @@ def read_runs(paths: Sequence[Path]) -> list[ReportedRun]:
 
 
 def read_reported_run(path: Path) -> ReportedRun:
-    """Return a run."""
     if not (path / CONFIG).is_file() or not (path / METRICS).is_file():
         raise UsageError(f"{path} is not the folder of a run: it needs {CONFIG} and {METRICS}; give a run's --output-dir")
     with (path / METRICS).open("rb") as file:
