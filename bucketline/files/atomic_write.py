@@ -30,7 +30,7 @@ def is_aside(name: str) -> bool:
 
 
 def create_held(path: Path) -> int:
-    """Create an unfinished file and return its descriptor, open for writing; until that is closed, the file is this process's."""
+    """Create an unfinished file and return its descriptor, open for writing; until that is closed, it is this process's."""
     while True:
         fd = os.open(path, CREATE, FILE_MODE)
         with suppress(OSError):  # a file system without locks, where no store is changed
