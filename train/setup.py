@@ -25,6 +25,7 @@ from bucketline.loader.mixture import open_shares, parse_stores
 from bucketline.loader.ranks import DISK_TIME, fail_together
 from bucketline.option_types import OnResume, options_on_resume
 from bucketline.store.format.columns import LATENT
+from bucketline.train.checkpoint import load_optimizer, of_this_model
 from bucketline.train.compile import (
     compile_blocks,
     compiles,
@@ -51,7 +52,6 @@ from bucketline.train.models.load import (
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise import Prep, load_schedule
 from bucketline.train.optim import average_of, kind_of, make_optimizer, refuse_combinations
-from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.metrics import Scale
 from bucketline.train.outputs.progress import TRACKED, expect_trackers
 from bucketline.train.outputs.weights import Adapters, weights_of
@@ -207,7 +207,7 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
     average = place_model(model, config, ranks, device, weights, start.checkpoint, average_of_model)
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
-        saved_tensors.load_saved_optimizer(start.checkpoint, optimizer, kind_of(config).state)
+        load_optimizer(start.checkpoint, model, optimizer, kind_of(config).state)
     is_placed = ranks.world_size == 1 or config.is_sharded(ranks.world_size)
     training = Training(
         config=config,
@@ -251,7 +251,7 @@ def _load_model(
     if config.lora_rank is not None:
         layers = None  # in an older version's checkpoint, those of another default
         if resumed is not None:
-            with saved_tensors.of_this_model(resumed):
+            with of_this_model(resumed):
                 layers = Adapters(part=family.folder, pipeline=family.lora_pipeline).layers(resumed)
         add_adapters(model, family, config, layers)
         if config.lora_from is not None and resumed is None:

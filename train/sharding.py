@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
+from bucketline.train.checkpoint import load_weights
 from bucketline.train.config import Base
-from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import fill_from_rank_zero, from_rank_zero, separate_blocks
 from bucketline.train.values import ShardBy
@@ -160,10 +160,10 @@ def place_model(
             vars(model.get_submodule(path)).update(tables)
     if folder is None:
         return average_of(model)
-    saved_tensors.load_weights(folder, weights, model, alone=alone)
+    load_weights(folder, weights, model, alone=alone)
     average = average_of(model)
     # without one in the checkpoint, it starts from the weights
     if average.is_kept and from_rank_zero(ranks, (folder / average_folder(weights)).is_dir):
         with average.applied():
-            saved_tensors.load_weights(folder, weights, model, averaged=True, alone=alone)
+            load_weights(folder, weights, model, averaged=True, alone=alone)
     return average

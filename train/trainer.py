@@ -18,15 +18,13 @@ from bucketline.files.atomic_write import write_durably
 from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER, LOSS_CURVE
 from bucketline.loader.history import StoreId
 from bucketline.train import checkpoint, data
-from bucketline.train.checkpoint import Start, folder_of_step
+from bucketline.train.checkpoint import Output, Saver, Start, expect_finite_weights, folder_of_step
 from bucketline.train.compile import mark
 from bucketline.train.memory_choice import decided, memory_to_fit
 from bucketline.train.metrics_file import cut_back
 from bucketline.train.outputs import run_dir
 from bucketline.train.outputs.metrics import WindowRecorder
 from bucketline.train.outputs.progress import ProgressLine, RunLog
-from bucketline.train.outputs.saved_tensors import expect_finite_weights
-from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.refusals import refuse_stores
 from bucketline.train.run_file import config_as_json

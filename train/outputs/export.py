@@ -33,7 +33,6 @@ from bucketline.train.config import Objective
 from bucketline.train.models.load import locate, read_model, read_model_config
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.noise import load_schedule
-from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.lora_file import read_tensors
 from bucketline.train.outputs.model_card import pipeline_card
 from bucketline.train.outputs.pipeline_folder import fused, other_parts, write_parts
@@ -58,7 +57,7 @@ def write_export(folder: Path, weights: Weights, config: str, tensors: dict[str,
     Raises:
         TrainError: if it cannot be written.
     """
-    with saved_tensors.written_aside(folder, card) as aside:
+    with checkpoint.written_aside(folder, card) as aside:
         weights.write(aside / weights_folder(weights.folder), config, _in_dtype(tensors, dtype))
 
 

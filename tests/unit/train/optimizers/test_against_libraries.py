@@ -11,17 +11,19 @@ import pytest
 import torch
 from torch import nn
 
+from bucketline.files.run_marker import CHECKPOINTS
 from bucketline.loader.latent_scale import LatentScale
+from bucketline.train.checkpoint import copied, folder_of_step, load_optimizer, load_weights, write
 from bucketline.train.compile import graphs_compiled
 from bucketline.train.config import Objective, TrainConfig
 from bucketline.train.ema import Average, Rounding
 from bucketline.train.models.load import load
 from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.optim import OPTIMIZERS, Options, average_of, learning_rate_at, make_optimizer
-from bucketline.train.outputs.saver import HostMemory, copied
 from bucketline.train.outputs.weights import WholeModel
-from bucketline.train.parallel import load_optimizer, repeated_blocks
+from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import Training, begin_step, loss_of, train_step
+from tests.unit.train.outputs.test_checkpoint import state
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
@@ -167,18 +169,18 @@ def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_state(tmp_pat
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
-    """As in a checkpoint, but in memory; channels_last, as on a GPU."""
+    """By a checkpoint; channels_last, as on a GPU."""
     whole, resumed = (make_training(tmp_path, name) for _ in range(2))
     for training in (whole, resumed):
         training.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     stream = batches()
     for step in range(2):
         train_step(whole, iter([stream[step]]), step)
-    copies = copied(HostMemory(), WholeModel(folder="unet"), whole.model, Average(whole.model, 0.9), whole.optimizer)
-    torch.save(copies.optimizer, tmp_path / "state")
-    assert copies.last is not None
-    resumed.model.load_state_dict(copies.last)
-    load_optimizer(resumed.optimizer, torch.load(tmp_path / "state", weights_only=True), OPTIMIZERS[name].state)
+    weights, of_groups, folder = WholeModel(folder="unet"), OPTIMIZERS[name].state, tmp_path / CHECKPOINTS / folder_of_step(2)
+    copies = copied(weights, whole.model, Average(whole.model, 0.9), whole.optimizer, of_groups)
+    write(folder, weights, weights.config(whole.model), copies, state(2), card="", keep=1)
+    load_weights(folder, weights, resumed.model)
+    load_optimizer(folder, resumed.model, resumed.optimizer, of_groups)
     for step in (2, 3):
         for training in (whole, resumed):
             train_step(training, iter([stream[step]]), step)
@@ -192,13 +194,12 @@ def test_a_copy_of_an_optimizers_own_average_is_what_it_evaluates(tmp_path: Path
     assert average is not None
     for step, batch in enumerate(batches()[:3]):
         train_step(training, iter([batch]), step)
-    copies = copied(HostMemory(), WholeModel(folder="unet"), training.model, average, training.optimizer)
-    assert copies.last is not None
+    copies = copied(WholeModel(folder="unet"), training.model, average, training.optimizer)
     last = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
-    assert all(torch.equal(copies.last[name], tensor) for name, tensor in last.items())
+    assert all(torch.equal(copies["last"][name], tensor) for name, tensor in last.items())
     training.optimizer.eval()  # type: ignore[attr-defined]
-    assert all(torch.equal(copies.best[name], tensor) for name, tensor in training.model.state_dict().items())
-    assert not all(torch.equal(copies.best[name], tensor) for name, tensor in last.items())
+    assert all(torch.equal(copies["average"][name], tensor) for name, tensor in training.model.state_dict().items())
+    assert not all(torch.equal(copies["average"][name], tensor) for name, tensor in last.items())
 
 
 def test_compiled_8_bit_steps_are_compiled_before_the_first_and_equal_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,9 @@ import pytest
 from bucketline.errors import LockedError, NoLocksError, UsageError
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
-from bucketline.train.checkpoint import Start
+from bucketline.train.checkpoint import Saver, Start
 from bucketline.train.outputs import run_dir
 from bucketline.train.outputs.run_dir import RunLock
-from bucketline.train.outputs.saver import Saver
 from bucketline.train.trainer import train
 from tests.kit import tree
 from tests.unit.train.tiny_run import ALONE, config
