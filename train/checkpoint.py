@@ -51,7 +51,6 @@ from bucketline.loader.history import StoreId  # noqa: TC001 - `decode` reads th
 from bucketline.loader.ranks import DISK_TIME, fail_together
 from bucketline.store.format.hashing import file_digest
 from bucketline.train.metrics_file import WindowState, has_steps
-from bucketline.train.optim import kind_of
 from bucketline.train.outputs.metrics import NotFiniteError
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import fill_from_rank_zero, whole
@@ -59,7 +58,7 @@ from bucketline.train.step import takes_found_inf
 from bucketline.typed_json import Json, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from concurrent.futures import Future
 
     from torch import Tensor, nn
@@ -81,6 +80,7 @@ OPTIMIZER = "optimizer"
 STATE = "state.json"
 CARD = "README.md"
 DIGESTS = "digests.json"
+OPTIONS = ("lr", "weight_decay", "eps")  # numbers of an optimizer's groups that a run is given; a resumed one has its own
 FILE_BYTES = 1 << 30  # of a file of the optimizer's state, which is built in memory
 
 
@@ -259,17 +259,20 @@ def load_weights(folder: Path, weights: Weights, model: nn.Module, *, averaged: 
             tensor.copy_(stored[name])
 
 
-def optimizer_entries(found: Mapping[str, Any], of_groups: Collection[str]) -> dict[str, Any]:
+def optimizer_entries(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint has of an optimizer's state, by the names of the weights and the numbers of the groups.
 
-    `of_groups`: the entries of its groups that are state; a resumed run has its own options.
+    Of the groups these are numbers that are no options of a run, such as the rate that Prodigy has found.
     """
     entries = {f"state.{name}.{key}": value for name, own in found["state"].items() for key, value in own.items()}
-    groups = enumerate(found["param_groups"])
-    return entries | {f"group.{number}.{key}": group[key] for number, group in groups for key in of_groups}
+    for number, group in enumerate(found["param_groups"]):
+        for key, value in group.items():
+            if isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool) and key not in OPTIONS:
+                entries[f"group.{number}.{key}"] = value
+    return entries
 
 
-def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, of_groups: Collection[str]) -> None:
+def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Load a checkpoint's state of an optimizer into the memory of a new optimizer's, under any sharding.
 
     Raises:
@@ -284,10 +287,10 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, of_grou
         found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
         if takes_found_inf(optimizer):
             optimizer.found_inf = None  # type: ignore[attr-defined]
-        own, reader = optimizer_entries(found, of_groups), HuggingFaceStorageReader(str(folder / OPTIMIZER))
+        own, reader = optimizer_entries(found), HuggingFaceStorageReader(str(folder / OPTIMIZER))
         saved: Any = reader.read_metadata().state_dict_metadata
         sizes = {name: one.size for name, one in saved.items()}
-        if unknown := {*sizes, *numbers} - own.keys():
+        if unknown := {*sizes, *(name for name in numbers if name.startswith("state."))} - own.keys():
             raise ValueError(f"the optimizer has no {min(unknown)}")
         for name, size in sizes.items():
             if own[name].shape != size and len(size) and own[name].ndim:
@@ -305,7 +308,8 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, of_grou
             replaced = {key: numbers.get(saved, own[saved]) for key, saved in keys.items() if saved in numbers or key in state}
             state.update(replaced)
     for number, group in enumerate(optimizer.param_groups):
-        group |= {key: numbers[saved] for key in of_groups if (saved := f"group.{number}.{key}") in numbers}
+        prefix = f"group.{number}."  # of some a step makes the entry, which a new optimizer lacks
+        group |= {name.removeprefix(prefix): value for name, value in numbers.items() if name.startswith(prefix)}
 
 
 @contextlib.contextmanager
@@ -365,10 +369,10 @@ class Saver:
             for folder in due.values() if self._ranks.is_main else ():
                 begin_aside(folder)
         if self._ranks.is_main or self._is_sharded:
-            training, config = self._training, self._training.config
+            training = self._training
             optimizer = training.optimizer if Output.CHECKPOINT in due else None
-            of_groups, keeps = kind_of(config).state, self._ranks.is_main
-            copies = copied(self._weights, training.bare_model, training.average, optimizer, of_groups, keeps=keeps)
+            keeps = self._ranks.is_main
+            copies = copied(self._weights, training.bare_model, training.average, optimizer, keeps=keeps)
             self._under_way = self._pool.submit(self._write, copies, due, cards, state)
         self.saved |= due
         if Output.CHECKPOINT in due:
@@ -423,7 +427,6 @@ def copied(
     model: nn.Module,
     average: Average,
     optimizer: Optimizer | None,
-    of_groups: Collection[str] = (),
     *,
     keeps: bool = True,
 ) -> dict[str, Any]:
@@ -439,7 +442,7 @@ def copied(
         found["average"] = gathered_weights(((name, average.of(one)) for name, one in trained.items()), keeps=keeps)
     if optimizer is not None:  # before its first step it has no state, and torch would make some
         state = get_optimizer_state_dict(model, optimizer) if optimizer.state else optimizer.state_dict()
-        entries = optimizer_entries(state, of_groups)
+        entries = optimizer_entries(state)
         found["optimizer"] = {name: on_host(one) if isinstance(one, torch.Tensor) else one for name, one in entries.items()}
     return found
 

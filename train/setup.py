@@ -207,7 +207,7 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
     average = place_model(model, config, ranks, device, weights, start.checkpoint, average_of_model)
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
-        load_optimizer(start.checkpoint, model, optimizer, kind_of(config).state)
+        load_optimizer(start.checkpoint, model, optimizer)
     is_placed = ranks.world_size == 1 or config.is_sharded(ranks.world_size)
     training = Training(
         config=config,

@@ -176,11 +176,11 @@ def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
     stream = batches()
     for step in range(2):
         train_step(whole, iter([stream[step]]), step)
-    weights, of_groups, folder = WholeModel(folder="unet"), OPTIMIZERS[name].state, tmp_path / CHECKPOINTS / folder_of_step(2)
-    copies = copied(weights, whole.model, Average(whole.model, 0.9), whole.optimizer, of_groups)
+    weights, folder = WholeModel(folder="unet"), tmp_path / CHECKPOINTS / folder_of_step(2)
+    copies = copied(weights, whole.model, Average(whole.model, 0.9), whole.optimizer)
     write(folder, weights, weights.config(whole.model), copies, state(2), card="", keep=1)
     load_weights(folder, weights, resumed.model)
-    load_optimizer(folder, resumed.model, resumed.optimizer, of_groups)
+    load_optimizer(folder, resumed.model, resumed.optimizer)
     for step in (2, 3):
         for training in (whole, resumed):
             train_step(training, iter([stream[step]]), step)

@@ -104,7 +104,7 @@ def load(folder: Path, trained: Trained) -> None:
     load_weights(folder, WEIGHTS, trained.model)
     with trained.average.applied():
         load_weights(folder, WEIGHTS, trained.model, averaged=True)
-    load_optimizer(folder, trained.model, trained.optimizer, ())
+    load_optimizer(folder, trained.model, trained.optimizer)
 
 
 def unsaved(folder: Path) -> Trained:
