@@ -131,12 +131,10 @@ def run_one_of(
     description: str,
     commands: Extensions[type[Command]],
     args: Sequence[str] | None,
-    former: Mapping[str, str] | None = None,
 ) -> int:
     """Parse `prog NAME …` into the dataclass of the command NAME, run it and return the exit code.
 
-    Only this command is imported; all are for the help of `prog` itself. One that cannot be is left out there. `former`: what
-    to say for the names that commands had.
+    Only this command is imported; all are for the help of `prog` itself. One that cannot be is left out there.
     """
 
     def parse_and_run() -> int:
@@ -159,8 +157,7 @@ def run_one_of(
             if name in HELP:
                 print(shown, end="")
                 return 0
-            answer = f"; {former[name]}" if former and name in former else suggestion(name, [*found])
-            problem = f"there is no command `{prog} {name}`{answer}" if name else "no command is given"
+            problem = f"there is no command `{prog} {name}`{suggestion(name, [*found])}" if name else "no command is given"
             print(f"error: {printable(problem)}\n\n{shown}", end="", file=sys.stderr)
             return 2
         return parse_options(command, rest, f"{prog} {name}").run()

@@ -1,9 +1,9 @@
 """The help of a command, from the dataclass of its options: one screen, and the rest by section.
 
 The options that one class declares are a section: its `SECTION` is "NAME: WHAT IT HAS".
-`FIRST` of a command names the options that its first screen has next to the required ones; `ELSEWHERE` answers those that other
-programs have, by name. With `FROM_FILES`, files give options too, which the command line overrides: each flag has an opposite,
-and an option with several values is repeated. A field with the metadata `ONLY_IN_FILE` is set in a run file (or what the
+`FIRST` of a command names the options that its first screen has next to the required ones. With `FROM_FILES`, files give
+options too, which the command line overrides: each flag has an opposite, and an option with several values is repeated.
+A field with the metadata `ONLY_IN_FILE` is set in a run file (or what the
 command's `FILE` says) and not on the command line: its section lists it apart, without hyphens.
 """
 

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bucketline import coming_from
 from bucketline.dtype_names import choice_of, dtype_name
 from bucketline.errors import UsageError
 from bucketline.help_screen import options_of, suggestion
@@ -143,6 +144,11 @@ def field_of(name: str) -> str:
     return _hyphenated(name).removeprefix("--no-").removeprefix("--").replace("-", "_")
 
 
+def program_of(command: type) -> str:
+    """Return the folder of a command's module, by which `coming_from.toml` has its words: `train`, `ingest`."""
+    return command.__module__.removeprefix("bucketline.").partition(".")[0]
+
+
 def _hyphenated(name: str) -> str:
     return name.replace("_", "-") if name.startswith("--") else name
 
@@ -166,9 +172,10 @@ def _unknown(command: type, name: str) -> UsageError:
     options, field = options_of(command), field_of(name)
     if found := next((one for one in options if one.is_in_file and one.field == field), None):
         return UsageError(f"{name} is set in {found.file}, not on the command line: {field}, in its [{found.section}]")
-    if elsewhere := getattr(command, "ELSEWHERE", {}).get(name):
+    known = [word for one in options for word in one.words]
+    if elsewhere := coming_from.answer(program_of(command), name, known):
         return UsageError(f"there is no option {name}; {elsewhere}")
-    nearest = suggestion(name, [word for one in options for word in one.words])
+    nearest = suggestion(name, known)
     return UsageError(f"there is no option {name}{nearest} (`--help all` lists them)")
 
 

@@ -11,7 +11,6 @@ import tyro
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
 from bucketline.help_screen import ALONE, ONLY_IN_FILE
-from bucketline.ingest import option_names
 from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.images.bucket_grid import refuse_other_form
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
@@ -90,7 +89,6 @@ class SourceArguments(StorageArguments, SourceOptions):
 
     SECTION = "source: how a source and its captions are read"
     FILE = "a data set file"
-    ELSEWHERE = option_names.OF_PACK
 
     captions_from: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME|.EXT")] = ()
     """Source of the captions: a column of tables and datasets (or a field of JSON files), or the extension of the files next
@@ -338,7 +336,6 @@ class ScanConfig(RulesOptions, SourceArguments):
     """
 
     SECTION = "scan: how closely to look, and where to write it"
-    ELSEWHERE = option_names.OF_SCAN
     FIRST = ("model", "grid", "crop", "val_fraction", "max_crop", "min_size_px", "full", "output", "json")
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]

@@ -21,13 +21,11 @@ COMMANDS = commands(
         "stats": "bucketline.loader.commands.stats:StatsCommand",
     },
 )
-FORMER = {"top": "say `loader stats ADDRESS`"}
-"""The answers to commands of earlier versions."""
 
 
 def main(args: Sequence[str] | None = None, prog: str = "loader") -> int:
     """Run the command `loader`."""
-    return run_one_of(prog, __doc__ or "", COMMANDS, args, FORMER)
+    return run_one_of(prog, __doc__ or "", COMMANDS, args)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Self
 
     from bucketline.store import Bucket
     from bucketline.typed_json import Json
@@ -65,25 +64,11 @@ _MAX_THREADS = 256  # prefetch threads: a client of a service may request them
 SIZES = ("batch_size", "batch_pixels", "batch_tokens")
 
 
-NOT_OPTIONS = {
-    "--shuffle": f"window sets the order: without one all rows are shuffled (it was full), {USUAL_WINDOW} mixes a few at "
-    "a time (blocks, lines), and 0 is the stored order (none)",
-    "--shuffle-window": "it is window",
-    "--batch-size": "here it is --batch 8",
-    "--batch-pixels": "here it is a unit of --batch, such as --batch 4MP",
-    "--batch-tokens": "here it is a unit of --batch, such as --batch 16ktok",
-    "--batch-multiple": "here it follows the size, such as --batch 4MP/8",
-    "--lanes": "each machine has a lane; a program may set LoaderConfig.lanes",
-}
-"""The answers to options that a command, or the loader itself, had before."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderOptions(RemoteArguments):
     """Accumulation and order of the batches: the options that a loader, `loader plan` and the trainer share."""
 
     SECTION = "batches: size and order of the batches"
-    ELSEWHERE = NOT_OPTIONS
 
     accumulation: int = field(default=1, metadata=DECIDES_NOTHING)
     """Gradient accumulation: micro-batches per optimizer step, all from one bucket."""
@@ -93,17 +78,6 @@ class OrderOptions(RemoteArguments):
     """Rows that are mixed at a time, of a few shards that each machine reads in one go: for slow disks and object storage.
     Default: all rows; of a URL whose store --cache-bytes does not hold, as many as fit. 0: the stored order.
     On resume, the saved number."""
-
-    def __new__(cls, *_: object, **given: object) -> Self:
-        """Refuse the names that options had before.
-
-        Raises:
-            UsageError: if one is given; says what to set instead.
-        """
-        for name in given.keys() - {one.name for one in fields(cls)}:
-            if (answer := NOT_OPTIONS.get(OrderOptions._named(name))) is not None:
-                raise UsageError(f"{name} is {given[name]!r:.80}, and there is no such option; {answer}")
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Validate the options.

@@ -22,7 +22,6 @@ from bucketline.help_screen import ALONE, ONLY_IN_FILE, asked_for_help
 from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import ReadOptions
 from bucketline.option_types import COMMAND_LINE_ONLY, RESUME_FIXED, RESUME_FREE
-from bucketline.train.option_names import ELSEWHERE
 from bucketline.train.run_file import as_run_file, from_files, with_places, words_of_values
 from bucketline.train.values import (
     ADAMS_BETAS,
@@ -286,7 +285,6 @@ class TrainConfig(
         *("max_steps", "epochs", "batch", "learning_rate", "lora_rank", "memory", "seed", "save_every", "validate_every"),
         *("images_every", "resume"),
     )
-    ELSEWHERE = ELSEWHERE
     FROM_FILES = True
 
     store: tuple[Annotated[str | Path, tyro.conf.arg(metavar="STORE")], ...] = field(metadata=RESUME_FREE)

@@ -18,13 +18,13 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from bucketline import coming_from
 from bucketline.dtype_names import choice_of
 from bucketline.errors import UsageError
 from bucketline.files.run_marker import CONFIG
 from bucketline.help_screen import ALONE, options_of, sections_of, suggestion
 from bucketline.option_types import COMMAND_LINE_ONLY
 from bucketline.option_value import OptionValue, as_option, value_fields
-from bucketline.train.option_names import ELSEWHERE, translated
 from bucketline.typed_json import TypedJsonError, as_toml, decode, encode
 
 if TYPE_CHECKING:
@@ -135,12 +135,12 @@ def _known_option(options: type, known: Mapping[str, Option], given: str, sectio
     """
     place = given if section is None else f"{given}, [{section}]"
     if (option := known.get(name.replace("-", "_"))) is None:
-        typed = as_option(name)
         spelt = {one.replace("_", "-"): found for one, found in known.items()}
         nearest = suggestion(name, [*spelt])
         near = next((found for one, found in spelt.items() if f"'{one}'" in nearest), None)
         answer = f"; did you mean {near.field!r}, of [{near.section}]?" if near else ""
-        answer = f"; {ELSEWHERE[typed]}" if typed in ELSEWHERE else answer
+        elsewhere = coming_from.answer("train", name, [as_option(one) for one in known])
+        answer = f"; {elsewhere}" if elsewhere else answer
         raise UsageError(f"{place} has {name!r:.80}, which is not an option{answer}")
     if section is not None and option.section != section:
         raise UsageError(f"{place} has {name}, which belongs to [{option.section}]")
@@ -192,15 +192,14 @@ def _choices(kind: Any) -> Sequence[str]:  # noqa: ANN401 - a type
 
 
 def values_of_run(options: type, folder: str) -> dict[str, Value]:
-    """Return the options with which a run was started, also by an earlier version.
+    """Return the options with which a run was started.
 
     Raises:
         UsageError: if the folder is not a run's.
     """
     path = Path(folder) / CONFIG
     try:
-        recorded = json.loads(path.read_bytes())["config"]
-        values = translated(recorded, options)
+        values: dict[str, Json] = {**json.loads(path.read_bytes())["config"]}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(

@@ -221,7 +221,7 @@ class Sharding(OptionValue):
 
     FORMS = ("ddp", "fsdp", "fsdp:machine", "fsdp:RANKS")
     METAVAR = "ddp|fsdp[:RANKS]"
-    EXPECTED = "ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on (hsdp is fsdp:machine or fsdp:RANKS now)"
+    EXPECTED = "ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on"
     LIMITS: ClassVar = {"ranks": ("2 or more", lambda value: value >= 2)}
 
     name: ShardBy = ShardBy.DDP

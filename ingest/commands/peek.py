@@ -10,7 +10,6 @@ import tyro
 
 from bucketline.command_line import counted, one_line, print_json, refuse_below
 from bucketline.errors import UsageError
-from bucketline.ingest import option_names
 from bucketline.ingest.config import FILE_TABLES, SourceArguments
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit
 from bucketline.store.commands.place import ReadingArguments, shown, store_place
@@ -30,7 +29,6 @@ class PeekSource(SourceArguments, ReadingArguments):
     """
 
     SECTION = "peek: crops, sizes, the VAE's device"
-    ELSEWHERE = option_names.OF_PEEK
     FIRST = ("model", "samples", "grid", "crop", "device", "json")
 
     place: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="STORE|SOURCE")]

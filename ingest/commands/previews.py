@@ -9,7 +9,6 @@ from typing import Annotated
 import tyro
 
 from bucketline.command_line import counted, print_json, refuse_below
-from bucketline.ingest import option_names
 from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 
@@ -22,8 +21,6 @@ class PreviewsCommand(ReadingArguments):
 
     Example: ingest previews photos.store --model stable-diffusion-v1-5 -o previews.html --save-factors factors.json
     """
-
-    ELSEWHERE = option_names.OF_A_STORE
 
     store: tyro.conf.Positional[StorePlace]
     """Folder or URL of the store."""

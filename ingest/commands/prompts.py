@@ -11,7 +11,6 @@ import tyro
 
 from bucketline.command_line import counted, human_bytes, one_line, print_json
 from bucketline.errors import FingerprintError, SourceError, UsageError
-from bucketline.ingest import option_names
 from bucketline.pack_options import pack_options
 from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 from bucketline.typed_json import first_difference
@@ -40,8 +39,6 @@ class Prompts(ChangingArguments):
 
     Example: ingest prompts prompts.txt photos.store --model stable-diffusion-v1-5
     """
-
-    ELSEWHERE = option_names.OF_A_STORE
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
     """Text file with a prompt a line, or JSON lines."""

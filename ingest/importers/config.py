@@ -10,7 +10,6 @@ import tyro
 
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
-from bucketline.ingest import option_names
 from bucketline.ingest.config import Dtype, EncodeDtype, TextDtype  # noqa: TC001 - tyro reads the annotations at run time
 from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.rules import reject_limit
@@ -38,7 +37,6 @@ class ImportConfig(ChangingArguments):
     """
 
     SECTION = "import: everything else about the cache and the store"
-    ELSEWHERE = option_names.OF_IMPORT
     FIRST = ("model", "vae", "captions", "text", "val_fraction", "dtype", "dry_run", "max_rejects", "replace", "json")
 
     kind: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="KIND")]

@@ -24,13 +24,13 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from bucketline import coming_from
 from bucketline.dtype_names import choice_of
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import Overlap, overlap, why_not_there
 from bucketline.files.regular_file import why_unread
 from bucketline.help_screen import options_of, suggestion
 from bucketline.ingest.held_out import HeldOut
-from bucketline.ingest.option_names import OF_FILE
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.kohya_folders import is_regularization, repeats_and_subject
@@ -234,7 +234,7 @@ def _settings(path: Path, table: str, values: object, declared: type) -> dict[st
         raise SourceError(f"{path}: {table} is {values!r:.60}, expected a table [{table}]")
     names = [field.name for field in fields(declared)]
     if unknown := next((name for name in values if name not in names), None):
-        answer = OF_FILE.get(unknown.replace("_", "-"))
+        answer = coming_from.answer("ingest", unknown)
         better = f"; {answer}" if answer else suggestion(unknown, names)
         raise SourceError(f"{path}: [{table}] has an unknown option {unknown!r}{better}")
     choices = {one.field: one.choices for one in options_of(declared)}

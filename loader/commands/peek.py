@@ -9,7 +9,6 @@ from typing import Annotated
 import tyro
 
 from bucketline.command_line import counted, print_json
-from bucketline.loader.commands import option_names
 from bucketline.loader.commands.planned_options import PlannedOptions
 from bucketline.store.commands.place import shown
 
@@ -26,7 +25,6 @@ class Peek(PlannedOptions):
 
     SECTION = "peek: what the page shows"
     FIRST = ("of_run", "batch", "world_size", "seed", "split", "caption_dropout", "flip", "json")
-    ELSEWHERE = option_names.PEEK
 
     step: int
     """Optimizer step, from 0."""

@@ -11,7 +11,6 @@ import tyro
 
 from bucketline.command_line import counted, human_bytes, one_line, print_json, printable
 from bucketline.errors import UsageError
-from bucketline.loader.commands import option_names
 from bucketline.loader.commands.planned_options import PlannedOptions
 from bucketline.typed_json import encode
 
@@ -45,7 +44,6 @@ class PlanCommand(PlannedOptions):
 
     SECTION = "plan: what to count and print"
     FIRST = ("of_run", "batch", "world_size", "epochs", "split", "seed", "window", "columns", "bill", "list_batches", "json")
-    ELSEWHERE = option_names.PLAN
 
     epochs: int = 1
     """Passes over the rows."""

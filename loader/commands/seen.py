@@ -12,7 +12,6 @@ import tyro
 from bucketline.command_line import counted, one_line, print_json, print_json_line, printable
 from bucketline.errors import UsageError
 from bucketline.files.regular_file import why_unread
-from bucketline.loader.commands import option_names
 from bucketline.store.remote.arguments import RemoteArguments
 from bucketline.typed_json import encode
 
@@ -37,7 +36,6 @@ class SeenCommand(RemoteArguments):
     """
 
     SECTION = "seen: samples to tell of"
-    ELSEWHERE = option_names.SEEN
 
     stores: tyro.conf.Positional[tuple[str, ...]] = ()
     """Folders or URLs of all stores of the run, if they have moved, or if RUN is a loader's state."""

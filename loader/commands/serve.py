@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.loader.commands import option_names
 from bucketline.store.commands.place import shown
 from bucketline.store.remote.arguments import RemoteArguments
 
@@ -33,7 +32,6 @@ class Serve(RemoteArguments):
 
     SECTION = "serve: where to serve, and what to report"
     FIRST = ("token_file", "certificate", "metrics", "every", "json")
-    ELSEWHERE = option_names.SERVE
 
     stores: tyro.conf.Positional[tuple[str, ...]]
     """Folders of the stores, or their URLs: this process then fetches them for all others of the machine."""

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from bucketline.loader.commands import option_names
-
 if TYPE_CHECKING:
     from bucketline.loader.service.address import ServiceAddress
 
@@ -22,8 +20,6 @@ class StatsCommand:
 
     Example: loader stats unix:/run/user/1000/photos.sock --json
     """
-
-    ELSEWHERE = option_names.STATS
 
     address: tyro.conf.Positional[str]
     """Address of the service: unix:PATH (or only the path), or tcp://HOST:PORT."""

@@ -69,7 +69,6 @@ StorePlace = Annotated[Path | str, _place("STORE")]
 OutPlace = Annotated[Path | str, _place("OUT")]
 StoreUrl = Annotated[Path | str, _place("URL")]
 USUAL_SHARD = ByteSize(num_bytes=2 << 30)
-FORMER_SHARD_SIZE = {"--shard-size-mib": "it is --shard-size, such as --shard-size 2GiB"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -390,12 +390,12 @@ def fault_of_option(page: str, option: str) -> str | None:
 
     Options of diffusers' scripts, in the table for those who come from them, must have an answer in the trainer.
     """
+    from bucketline.coming_from import answer
     from bucketline.command_line import parse_options
     from bucketline.ingest.commands.pack import Pack
     from bucketline.ingest.commands.scan import Scan
     from bucketline.train.commands.export_model import ExportModel
     from bucketline.train.config import TrainConfig, parse
-    from bucketline.train.option_names import ELSEWHERE
 
     trains = page == "docs/training.md"
     exported, known = (
@@ -407,7 +407,7 @@ def fault_of_option(page: str, option: str) -> str | None:
     if trains and asked <= exported - known:
         return None
     if trains and all("_" in word or word == "--rank" for word in asked):
-        unanswered = {word for word in asked if word.replace("_", "-") not in known | set(ELSEWHERE)}
+        unanswered = {word for word in asked if word.replace("_", "-") not in known and not answer("train", word)}
         return f"{option}: bucketline train has no answer to {', '.join(sorted(unanswered))}" if unanswered else None
     if unknown := asked - known - (exported if trains else option_names(TrainConfig) if len(words) == 1 else set()):
         return f"{option}: {'bucketline train' if trains else 'ingest'} has no {', '.join(sorted(unknown))}"

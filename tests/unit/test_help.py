@@ -147,12 +147,6 @@ def test_the_help_of_bucketline_has_a_line_for_each_command() -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_a_command_that_was_there_is_answered_with_the_one_that_does_its_work() -> None:
-    refused = call("loader", "top", "unix:photos.sock")
-    assert refused.code == 2
-    assert refused.err.startswith("error: there is no command `loader top`; say `loader stats ADDRESS`\n")
-
-
 def test_storage_is_listed_behind_what_the_command_is_for() -> None:
     for name, command in COMMANDS_OF.items():
         sections = [

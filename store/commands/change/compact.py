@@ -11,7 +11,7 @@ import tyro
 from bucketline.command_line import counted, human_bytes, one_line, print_json
 from bucketline.errors import UsageError
 from bucketline.option_value import ByteSize, Duration
-from bucketline.store.commands.place import FORMER_SHARD_SIZE, USUAL_SHARD, ChangingArguments, StorePlace, shown
+from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
     from bucketline.store.change.garbage_collect import Collected
@@ -28,8 +28,6 @@ class Compact(ChangingArguments):
 
     Example: store compact photos.store --gc --older-than 24h
     """
-
-    ELSEWHERE = FORMER_SHARD_SIZE
 
     store: tyro.conf.Positional[StorePlace]
     """Path or URL of the store."""

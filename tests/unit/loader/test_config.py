@@ -60,17 +60,11 @@ def test_a_senseless_batch_or_window_is_refused_by_name(changes: dict[str, Any],
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            {"shuffle": "lines"},
-            "shuffle is 'lines', and there is no such option; window sets the order: .* 4096 mixes a few",
-        ),
-        ({"shuffle": True}, "shuffle is True, and there is no such option; window sets"),
-        ({"shuffle_window": 64}, "shuffle_window is 64, and there is no such option; it is window"),
         ({"lanes": 2}, r"lanes is 2 with window None; .* or set window=4096"),
         ({"lanes": 2, "window": 0}, "lanes is 2 with window 0"),
     ],
 )
-def test_the_old_names_of_the_order_are_answered_with_the_new(given: dict[str, Any], message: str) -> None:
+def test_lanes_without_a_window_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         LoaderConfig(batch_size=1, **given)
 

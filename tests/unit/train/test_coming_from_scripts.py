@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline, SD3Transformer2DModel, optimization
 
+from bucketline.coming_from import answer
 from bucketline.families.flux import Flux
 from bucketline.families.flux2 import Flux2
 from bucketline.families.krea2 import Krea2
@@ -27,7 +28,6 @@ from bucketline.train.config import Objective, ObjectiveOptions, TrainConfig
 from bucketline.train.models.lora import adapted_layers
 from bucketline.train.noise import FlowSchedule, Prep, draw_timesteps, load_schedule, squared_error
 from bucketline.train.optim import learning_rate_at
-from bucketline.train.option_names import ELSEWHERE
 from bucketline.train.step import loss_of
 from bucketline.train.values import LossWeight, Timesteps
 from tests.commands import ROOT
@@ -63,7 +63,9 @@ def test_a_command_line_with_their_option_is_answered_with_the_one_in_the_table(
             assert option in ALIKE, "the table says which of ours it is"
             assert option in ours
         else:
-            assert any(one in ELSEWHERE[option] for one in (*ours, *in_file)), ELSEWHERE[option]
+            answered = answer("train", option, known)
+            assert answered
+            assert any(one in answered for one in (*ours, *in_file)), answered
 
 
 @pytest.mark.parametrize("given", re.findall(r"`((?:--[a-z-]+ [^`\s]+ ?)+)`", " ".join(cells[-1] for cells in rows())))

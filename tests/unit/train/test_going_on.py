@@ -11,9 +11,10 @@ import pytest
 from bucketline.errors import StateError, TrainError, UsageError
 from bucketline.store.change.garbage_collect import collect
 from bucketline.store.write.publish import lock_store
+from bucketline.train import checkpoint as saver
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
-from bucketline.train.outputs import progress, run_dir, saver, weights
+from bucketline.train.outputs import progress, run_dir, weights
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, samples
 

@@ -69,7 +69,6 @@ def test_help_imports_neither_torch_nor_diffusers() -> None:
         ({"clip_norm": 0.0}, "--clip-norm is 0.0"),
         ({"image_prompts": ("few",), "num_images": 0}, "--image-prompts is few, and --num-images is 0"),
         ({"batch": None}, "no batch size given: pass --batch: rows, such as 8, or as many as fit 4MP"),
-        ({"batch_pixels": 9}, "batch_pixels is 9, and there is no such option; here it is a unit of --batch"),
         ({"batch": "2/2"}, "--batch is '2/2', expected rows, such as 8, or"),
     ],
 )
