@@ -19,10 +19,10 @@ from bucketline.train.ema import Average
 from bucketline.train.memory.activations import BatchSizes, example_batch, norms_in_32_bits
 from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.memory.table import built, run_of
+from bucketline.train.model import replicated
 from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep
 from bucketline.train.optim import average_of, kind_of, make_optimizer
 from bucketline.train.parallel import TrainRanks
-from bucketline.train.setup import replicated
 from bucketline.train.sharding import layout_on, shard, shard_mesh, shard_ranks_of
 from bucketline.train.step import Training, train_step
 from bucketline.train.values import Ema, EmaPlace

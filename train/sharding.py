@@ -17,7 +17,7 @@ from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
 from bucketline.train.checkpoint import load_weights
 from bucketline.train.config import Base
-from bucketline.train.outputs.weights import average_folder
+from bucketline.train.models.weights import average_folder
 from bucketline.train.parallel import fill_from_rank_zero, from_rank_zero, separate_blocks
 from bucketline.train.values import ShardBy
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from bucketline.train.config import TrainConfig
     from bucketline.train.ema import Average
-    from bucketline.train.outputs.weights import Weights
+    from bucketline.train.models.weights import Weights
     from bucketline.train.parallel import TrainRanks
 
 

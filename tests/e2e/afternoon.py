@@ -518,7 +518,7 @@ def main() -> None:
     os.environ |= {"HOME": str(home), "HF_HUB_OFFLINE": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
     import bucketline.ingest.encoders.text.registry
-    import bucketline.train.trainer  # noqa: F401 - imported once for all
+    import bucketline.train.run  # noqa: F401 - imported once for all
 
     afternoon = Afternoon(folder)
     prepare(folder)

@@ -18,7 +18,7 @@ from bucketline.train.config import Precision
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.outputs.weights import weights_of
+from bucketline.train.models.weights import weights_of
 from bucketline.train.sharding import place_model
 from tests.process_memory import forget_highest, in_memory
 from tests.unit.train.forked import fork_ranks

@@ -42,7 +42,7 @@ class TrainMemory:
 
     def run(self) -> int:
         from bucketline.extras import extra_named
-        from bucketline.train.refusals import refuse_no_model
+        from bucketline.train.models.load import refuse_no_model
 
         for folder in self.models:
             refuse_no_model(folder)

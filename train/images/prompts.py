@@ -17,7 +17,7 @@ from bucketline.loader import Batch
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import CLASS_LABELS, LATENT
 from bucketline.torch_dtypes import TORCH_DTYPES
-from bucketline.train.refusals import STORED_CAPTIONS, refuse_unknown_sets
+from bucketline.train.rules import STORED_CAPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -79,7 +79,6 @@ def load_prompts(
     from bucketline.store.prompts.prompt_file import decode_prompts
     from bucketline.store.prompts.prompt_sets import DEFAULT, is_set_name, read_set
 
-    refuse_unknown_sets(config.image_prompts, shares)
     found: list[StoredPrompt] = []
     for name in filter(is_set_name, config.image_prompts or (DEFAULT,)):
         sets = [(share.store, read_set(share.store.folder, share.store.manifest, name)) for share in shares]

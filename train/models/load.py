@@ -34,7 +34,7 @@ from bucketline.model_file import (
     single_file,
 )
 from bucketline.store.format.columns import LATENT
-from bucketline.train.refusals import DENOISER_FOLDERS, refuse_no_model, store_channels
+from bucketline.train.noise import load_schedule
 from bucketline.weight_files import DIFFUSERS, safetensors_of, variant_of
 
 if TYPE_CHECKING:
@@ -44,11 +44,30 @@ if TYPE_CHECKING:
     from torch import nn
 
     from bucketline.store import Bucket, Store
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.noise import ModelSchedule
     from bucketline.typed_json import Json
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 VAE_FOLDER = "vae"
+DENOISER_FOLDERS = ("unet", "transformer")  # folders of a model
 UNREADABLE = (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError)  # diffusers' errors
+
+
+def store_channels(store: Store) -> int:
+    """Return the number of channels of a store's latents; if it has moments, of a latent drawn from them.
+
+    Raises:
+        ModelError: if its manifest does not say.
+    """
+    vae = store.manifest.encoders.get("vae")
+    channels = vae.get("latent_channels") if isinstance(vae, dict) else None
+    if not isinstance(channels, int):
+        raise ModelError(
+            f"{store.place}: its manifest has no number encoders.vae.latent_channels, so it is not known which model its "
+            "latents fit; pack or import the source again with the model's VAE"
+        )
+    return channels
 
 
 def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
@@ -72,6 +91,19 @@ def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
         latent_sizes=tuple((name, shape[1], shape[2]) for name, shape in sizes),
         has_crops=not isinstance(imported, dict) or imported.get("crop") != "unknown",
         family=str(text.get("family") or ""),
+    )
+
+
+def schedule_of(config: TrainConfig, folder: Path, family: Family, device: torch.device) -> ModelSchedule:
+    """Return the noise schedule of a model's folder, with the run's objective and shift."""
+    return load_schedule(
+        folder,
+        device,
+        objective=config.objective,
+        shift=config.shift,
+        patch_size=family.patch_size,
+        published=family.scheduler,
+        levels=family.noise_levels(read_index(folder)),
     )
 
 
@@ -190,6 +222,20 @@ def _check_captions(family: Family, path: Path, pipeline: Json) -> None:
         f"of {packed.name}, expected {family.pipelines[0]}: pack the source with this model's own encoders, or remove the "
         "weights if the model is to learn from the start"
     )
+
+
+def refuse_no_model(folder: Path) -> None:
+    """Reject a folder without a denoiser.
+
+    Raises:
+        ModelError: if it has neither of the two that a model may have.
+    """
+    if not any((folder / name / "config.json").exists() for name in DENOISER_FOLDERS):
+        kind = "is a file" if folder.is_file() else "has neither unet/config.json nor transformer/config.json"
+        raise ModelError(
+            f"{folder} {kind}; --model must be a folder in diffusers' layout with one of unet/ and transformer/ (a "
+            "configuration without weights starts at random), or a .safetensors file"
+        )
 
 
 def read_model_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family]]:

@@ -16,8 +16,6 @@ from bucketline.model_file import cast
 from bucketline.train.config import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
 
     from bucketline.families.family import Family
@@ -40,10 +38,8 @@ LORA_METADATA = "lora_adapter_metadata"  # in files of diffusers and ours: peft'
 IN_A_BLOCK = re.compile(r"(^|\.)(\d+|mid_block)\.")
 
 
-def add_adapters(model: nn.Module, family: Family, config: TrainConfig, layers: Sequence[str] | None = None) -> None:
+def add_adapters(model: nn.Module, family: Family, config: TrainConfig) -> None:
     """Freeze the model and add adapters, initialized from `--seed`; only these are trained, in 32 bits.
-
-    `layers`: those of the run that is resumed; None: by `--lora-targets`.
 
     Raises:
         UsageError: if the model has no layers with the requested names.
@@ -52,7 +48,7 @@ def add_adapters(model: nn.Module, family: Family, config: TrainConfig, layers: 
     from peft import LoraConfig, inject_adapter_in_model
 
     assert config.lora_rank is not None
-    targets = adapted_layers(model, family, config.lora_targets) if layers is None else [*layers]
+    targets = adapted_layers(model, family, config.lora_targets)
     model.requires_grad_(requires_grad=False)
     if config.precision is Precision.BF16:
         cast(model, torch.bfloat16)

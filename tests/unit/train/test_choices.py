@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from bucketline.allocator import set_up_torch
 from bucketline.errors import UsageError
+from bucketline.train import log
 from bucketline.train.compile import recomputed
 from bucketline.train.config import Objective
-from bucketline.train.metrics_file import read_metrics
-from bucketline.train.outputs import run_dir
-from bucketline.train.trainer import train
+from bucketline.train.log import read_metrics
+from bucketline.train.run import train
 from bucketline.train.values import Ema, LrSchedule
 from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts
 
@@ -93,10 +93,10 @@ def test_the_installed_torch_knows_what_it_is_told() -> None:
 def test_the_status_of_a_run_that_goes_on_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
-    run_dir.write_status(tmp_path, run_dir.RunStatus.RUNNING, 3)
+    log.write_status(tmp_path, log.RunStatus.RUNNING, 3)
     assert not synced
     assert json.loads((tmp_path / "status.json").read_bytes())["step"] == 3
-    run_dir.write_status(tmp_path, run_dir.RunStatus.DONE, 4)
+    log.write_status(tmp_path, log.RunStatus.DONE, 4)
     assert synced
 
 

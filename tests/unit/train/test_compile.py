@@ -21,7 +21,7 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.store import Store
 from bucketline.train import compile as compile_module
-from bucketline.train import data, setup
+from bucketline.train import data, model
 from bucketline.train.compile import compile_blocks, count_flops, example_batches, flops_of_buckets, graphs_compiled, warm_up
 from bucketline.train.config import Compile, Objective
 from bucketline.train.ema import Average
@@ -30,8 +30,8 @@ from bucketline.train.images.prompts import DrawingBatch
 from bucketline.train.models.load import load
 from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep, load_schedule, sample_noise
 from bucketline.train.parallel import repeated_blocks
+from bucketline.train.run import train
 from bucketline.train.step import Training, loss_of, train_step
-from bucketline.train.trainer import train
 from bucketline.train.validation import validate
 from bucketline.train.values import Followed
 from tests.family_models import tiny_vae
@@ -327,8 +327,8 @@ def compiled_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], list[
     def note(_training: object, batches: list[Batch], _say: object, *, validated: list[Batch], turn: object) -> None:
         found.append(([one.bucket for one in batches], [one.bucket for one in validated]))
 
-    monkeypatch.setattr(setup, "warm_up", note)
-    monkeypatch.setattr(setup, "compile_blocks", lambda *_, **__: None)
+    monkeypatch.setattr(model, "warm_up", note)
+    monkeypatch.setattr(model, "compile_blocks", lambda *_, **__: None)
     monkeypatch.setattr(Prep, "_noise", property(lambda prep: prep._eager))
     return found
 

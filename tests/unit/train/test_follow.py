@@ -14,10 +14,10 @@ from bucketline.loader.follow import GenerationWatch
 from bucketline.loader.recorded_run import read_loader_state
 from bucketline.loader.state import schedule_of
 from bucketline.train import data as data_module
-from bucketline.train import trainer as run_module
+from bucketline.train import run as run_module
 from bucketline.train.config import parse
+from bucketline.train.run import train
 from bucketline.train.step import train_step
-from bucketline.train.trainer import train
 from bucketline.train.values import Followed
 from tests.commands import call
 from tests.unit.train.tiny_run import (

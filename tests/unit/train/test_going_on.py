@@ -11,11 +11,11 @@ import pytest
 from bucketline.errors import StateError, TrainError, UsageError
 from bucketline.store.change.garbage_collect import collect
 from bucketline.store.write.publish import lock_store
-from bucketline.train import checkpoint as saver
+from bucketline.train import log, save
+from bucketline.train import run as run_module
 from bucketline.train import step as step_module
-from bucketline.train import trainer as run_module
-from bucketline.train.outputs import progress, run_dir, weights
-from bucketline.train.trainer import train
+from bucketline.train.models import weights
+from bucketline.train.run import train
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, samples
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def checkpoints(asked: TrainConfig) -> list[int]:
 
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(progress, "time", clock)
-    monkeypatch.setattr(saver, "time", clock)
+    monkeypatch.setattr(log, "time", clock)
+    monkeypatch.setattr(save, "time", clock)
     monkeypatch.setattr(run_module, "train_step", clock.train_step)
 
 
@@ -85,14 +85,14 @@ def spoil_weights(asked: TrainConfig) -> None:
 
 
 def block_a_file(asked: TrainConfig) -> None:
-    real = run_dir.write_config
+    real = log.write_config
 
     def blocked(*arguments: object) -> None:
         (asked.output_dir / "config.json").mkdir()
         real(*arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run_dir, "write_config", blocked)
+        patched.setattr(run_module, "write_config", blocked)
         train(asked, ALONE)
 
 

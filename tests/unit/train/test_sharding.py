@@ -21,11 +21,12 @@ from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.checkpoint import copied, folder_of_step, load_optimizer, write
 from bucketline.train.config import Objective, Precision, WeightDtype
 from bucketline.train.ema import Average
+from bucketline.train.model import replicated
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
+from bucketline.train.models.weights import weights_of
 from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.optim import make_optimizer
-from bucketline.train.outputs.weights import weights_of
 from bucketline.train.parallel import (
     TrainRanks,
     fill_from_rank_zero,
@@ -35,7 +36,6 @@ from bucketline.train.parallel import (
     without_sync,
 )
 from bucketline.train.parallel import whole as whole_tensor
-from bucketline.train.setup import replicated
 from bucketline.train.sharding import (
     keep_layout,
     place_model,

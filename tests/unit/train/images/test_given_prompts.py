@@ -14,7 +14,7 @@ from bucketline.store import Store
 from bucketline.store.prompts.prompt_file import decode_prompts
 from bucketline.store.prompts.prompt_sets import read_set, set_names
 from bucketline.train.images.given_prompts import encode_given
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.commands import call
 from tests.unit.train.tiny_run import ALONE
 

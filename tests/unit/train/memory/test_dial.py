@@ -32,7 +32,7 @@ from bucketline.train.memory.dial import (
 from bucketline.train.memory.table import CountedModel, label, run_of
 from bucketline.train.memory_choice import decided, memory_to_fit
 from bucketline.train.models.load import read_model_config
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from bucketline.train.values import Ema, EmaPlace, MemoryLimit
 from tests.step_memory import NARROW, measured_on_ranks, measured_steps
 from tests.unit.train.forked import fork_ranks

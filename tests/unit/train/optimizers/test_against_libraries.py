@@ -18,9 +18,9 @@ from bucketline.train.compile import graphs_compiled
 from bucketline.train.config import Objective, TrainConfig
 from bucketline.train.ema import Average, Rounding
 from bucketline.train.models.load import load
+from bucketline.train.models.weights import WholeModel
 from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.optim import OPTIMIZERS, Options, average_of, learning_rate_at, make_optimizer
-from bucketline.train.outputs.weights import WholeModel
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import Training, begin_step, loss_of, train_step
 from tests.unit.train.outputs.test_checkpoint import state

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,15 +16,13 @@ from bucketline.extensions import imported
 from bucketline.extras import extra_named
 from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.optim import OPTIMIZERS, refuse_combinations
-from bucketline.train.refusals import refuse_changes
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.unit.train.outputs.test_checkpoint import MOMENTS
 from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.train.checkpoint import RunState
 
 BF16: dict[str, Any] = {"weights": WeightDtype.BF16, "precision": Precision.BF16}
 RUNS: list[Any] = [
@@ -73,28 +69,6 @@ def test_another_optimizer_than_the_checkpoints_is_refused_naming_both(folder: P
     other = dataclasses.replace(asked, max_steps=2, resume=True, optimizer="adafactor")
     with pytest.raises(UsageError, match=r"--optimizer is adafactor, .*step-00000001 was trained with adamw; use --optimizer"):
         train(other, ALONE)
-
-
-@pytest.mark.parametrize(
-    ("files", "begun"),
-    [
-        (["unet_ema/x.safetensors"], "--model {}"),
-        (["lora/pytorch_lora_weights.safetensors"], "--lora-from {}/lora/pytorch_lora_weights.safetensors"),
-        (
-            ["lora/pytorch_lora_weights.safetensors", "lora_ema/pytorch_lora_weights.safetensors"],
-            "--lora-from {}/lora_ema/pytorch_lora_weights.safetensors",
-        ),
-        (["lora_ema/adapter_model.safetensors"], "--lora-from {}/lora_ema/adapter_model.safetensors"),
-    ],
-)
-def test_another_optimizer_begins_from_the_files_that_a_checkpoint_has(tmp_path: Path, files: list[str], begun: str) -> None:
-    for name in files:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    state = SimpleNamespace(config={"optimizer": "adamw"}, steps_done=1)
-    said = f"start a new run from its weights, with {begun.format(tmp_path)}, in another --output-dir"
-    with pytest.raises(UsageError, match=re.escape(said) + "$"):
-        refuse_changes(config(tmp_path, optimizer="muon"), cast("RunState", state), tmp_path)
 
 
 @pytest.mark.parametrize(

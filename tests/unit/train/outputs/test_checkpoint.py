@@ -22,10 +22,9 @@ from bucketline.files.run_marker import CHECKPOINTS, METRICS
 from bucketline.loader.history import StoreId
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import checkpoint
+from bucketline.train import save as save_module
 from bucketline.train.checkpoint import (
-    Output,
     RunState,
-    Saver,
     copied,
     damage,
     folder_of_step,
@@ -36,7 +35,8 @@ from bucketline.train.checkpoint import (
     set_aside,
 )
 from bucketline.train.ema import Average
-from bucketline.train.outputs.weights import WholeModel
+from bucketline.train.models.weights import WholeModel
+from bucketline.train.save import Output, Saver
 from bucketline.train.step import Training
 from tests.commands import spawn
 from tests.kit import flip_bit, tree
@@ -305,7 +305,7 @@ def test_steps_continue_while_a_checkpoint_is_written_and_the_next_save_waits_fo
     saver: Saver, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate()
-    monkeypatch.setattr(checkpoint, "write", gate.holding(checkpoint.write))
+    monkeypatch.setattr(save_module, "write", gate.holding(checkpoint.write))
     saver.save({Output.CHECKPOINT: "# a card"}, state(1))
     assert gate.is_reached.wait(WAIT_S)
     for _ in range(3):
