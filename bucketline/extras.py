@@ -15,7 +15,7 @@ EXTRAS = {
     "loader": ("torch", "prometheus_client"),
     "ingest": ("torch", "diffusers", "accelerate", "transformers", "huggingface_hub", "PIL", "safetensors", "webdataset"),
     "train": ("torch", "diffusers", "accelerate", "peft", "safetensors", "huggingface_hub", "matplotlib", "PIL"),
-    "optimizers": ("torchao", "prodigyopt", "schedulefree"),
+    "optimizers": ("torchao", "prodigyopt"),
     "tables": ("pyarrow",),
     "datasets": ("datasets",),
     "report": ("jinja2", "PIL"),
@@ -29,11 +29,7 @@ EXTRAS = {
 
 @contextmanager
 def extra_named(command: str) -> Iterator[None]:
-    """Turn a failed import into an error that names the extra: the command's own, otherwise the smallest that has the library.
-
-    Raises:
-        MissingExtraError: if an import in the block did not find a library of an extra.
-    """
+    """Turn a failed import into an error that names the extra: the command's own, or else the smallest that has the library."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -13,7 +13,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from bucketline.command_line import torchrun_ranks
-from bucketline.extensions import imported
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.ranks import fail_together
 from bucketline.store.format.columns import LATENT
@@ -36,11 +35,11 @@ from bucketline.train.models.load import facts_of, load, locate, refuse_other_en
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.models.weights import weights_of
 from bucketline.train.noise import Prep
-from bucketline.train.optim import average_of, kind_of, make_optimizer
+from bucketline.train.optim import find_optimizer, make_optimizer
 from bucketline.train.parallel import TrainRanks, first_of_each_machine_first, from_rank_zero
 from bucketline.train.sharding import layout_on, loads_alone, place_model
 from bucketline.train.step import Training
-from bucketline.train.values import Ema, EmaPlace
+from bucketline.train.values import EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +76,7 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
         from bucketline.train.lowbit.offload import offload_blocks
 
         offload_blocks(model, config.offload_blocks, device, layout_on(device))
-    kept = config.ema if kind_of(config).average is None else Ema()
+    kept = config.ema
     average_of_model = functools.partial(
         Average, decay=kept.decay, place=kept.place or EmaPlace.DEVICE, every=kept.every, seed=config.seed
     )
@@ -91,7 +90,7 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
         family=family,
         model=model if is_placed else replicated(model, family, config, device),
         optimizer=optimizer,
-        average=average_of(config, model, optimizer) or average,
+        average=average,
         prep=Prep(
             scale=LatentScale.of(family.scaling(vae), device),
             schedule=schedule.noise,
@@ -111,7 +110,7 @@ def _load_model(
 ) -> tuple[Family, nn.Module, ModelSchedule]:
     """Load the model and its noise schedule, and add adapters."""
     store, device = loader.shares[0].store, loader.device  # all stores have the encoders of the first
-    imported(kind_of(config).make)  # a missing library is told before the model is loaded
+    find_optimizer(config)  # a missing library is told before the model is loaded
     folder, file = locate(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)

@@ -16,7 +16,6 @@ import torch
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, ModelError, StateError, UsageError
 from bucketline.files.paths import Overlap, overlap
-from bucketline.files.redact import redacted
 from bucketline.files.run_marker import CHECKPOINTS, is_run
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.loader.config import LoaderConfig
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from bucketline.train.noise import ModelSchedule
 
 IDS_OF_A_BUCKET = 4
-STORED_CAPTIONS = "captions"  # instead of prompts, in --image-prompts
 BESIDE_A_RUN = (".log", ".out", ".err", ".tmp")
 """Suffixes allowed in a folder before its run starts: logs of a shell or scheduler, temporary files that a full disk left."""
 _OF_ADAPTERS = "-lora"  # how a preset's name ends
@@ -267,16 +265,6 @@ def _no_flips(facts: Facts) -> Found:
     return None
 
 
-def _unknown_set(facts: Facts) -> Found:
-    from bucketline.store.prompts.prompt_sets import is_set_name, read_set
-
-    names = facts.config.image_prompts
-    for name in () if STORED_CAPTIONS in names else filter(is_set_name, names):
-        if not any(read_set(store.folder, store.manifest, name) for store in facts.stores):
-            return {"name": name, "where": ", ".join(redacted(str(store.place)) for store in facts.stores)}
-    return None
-
-
 # ---------------------------------------------------------------------------------------------- the model
 
 
@@ -393,12 +381,6 @@ RULES = (
         "flip",
         _no_flips,
         "--flip is {flip}, and {store} has no {column} in {bucket}; expected 0, or a store that was packed with --flip",
-    ),
-    Rule(
-        "prompts",
-        _unknown_set,
-        "--image-prompts {name}: {where} has no such set of prompts; `ingest prompts` writes one; a text of one word can be "
-        "drawn from a file",
     ),
     Rule(
         "adapters",

@@ -49,7 +49,7 @@ from bucketline.train.log import (
 from bucketline.train.memory_choice import decided, memory_to_fit, with_recorded
 from bucketline.train.model import build, count_work, scale_of
 from bucketline.train.models.load import weight_files
-from bucketline.train.optim import kind_of, refuse_combinations
+from bucketline.train.optim import refuse_combinations, usual_learning_rate
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.rules import FOLDER_RULES, RULES, Facts, refuse
 from bucketline.train.run_file import config_as_json
@@ -249,7 +249,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
     if start.state is not None:
         config = with_recorded(config, recorded)
     if config.learning_rate is None:
-        config = replace(config, learning_rate=kind_of(config).learning_rate)
+        config = replace(config, learning_rate=usual_learning_rate(config))
     if config.precision is Precision.AUTO:
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         usual = Precision.BF16 if has_bf16 else Precision.FP32
@@ -353,7 +353,7 @@ class Run:
         if config.num_images:
             from bucketline.train.images.prompts import load_prompts
 
-            self._prompts = load_prompts(config, self.loader.shares, self.training.family, given)
+            self._prompts = load_prompts(given, self.loader.shares[0].store, self.training.family)
         self._tell_assumptions()
         self._follower = data.Follower(config, ranks, self.loader)
         self.loader.start()  # to read ahead while the rest compiles

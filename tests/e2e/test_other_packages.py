@@ -139,7 +139,7 @@ def test_an_installed_packages_optimizer_trains_and_a_run_in_two_parts_equals_on
 ) -> None:
     make_training_store(tmp_path / "tiny.store")
     write_unet(tmp_path / "model")
-    whole = config(tmp_path, output_dir=tmp_path / "whole", max_steps=4, log_every=1, optimizer="lion", learning_rate=None)
+    whole = config(tmp_path, output_dir=tmp_path / "whole", max_steps=4, log_every=1, optimizer="own_optimizer:Lion")
     parts = replace(whole, output_dir=tmp_path / "parts")
     for asked in (whole, replace(parts, max_steps=2), replace(parts, resume=True)):
         spawn([sys.executable, "-m", "bucketline.train", *as_arguments(asked)], **environment).done()
@@ -149,5 +149,5 @@ def test_an_installed_packages_optimizer_trains_and_a_run_in_two_parts_equals_on
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     ran = spawn([sys.executable, "-m", "bucketline.train", *as_arguments(replace(whole, output_dir=tmp_path / "other"))])
     assert ran.code == 2
-    assert "--optimizer is 'lion', expected adamw, adamw-bf16, " in ran.err
+    assert "--optimizer own_optimizer:Lion cannot be imported: " in ran.err
     assert not (tmp_path / "other").exists()

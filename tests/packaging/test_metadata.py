@@ -34,7 +34,7 @@ FOLDERS = {
 }
 BY_DIFFUSERS = {"ingest": {"accelerate"}}  # diffusers needs it to find weights that a single file lacks
 # in ingest/, and Ray in bucketline/ too
-OF_OTHERS = dict.fromkeys(("torchao", "prodigyopt", "schedulefree"), "optimizers")
+OF_OTHERS = dict.fromkeys(("torchao", "prodigyopt"), "optimizers")
 OF_OTHERS |= {"pyarrow": "tables", "datasets": "datasets", "pillow_heif": "heif", "pillow_jxl": "heif", "ray": "ray"}
 
 

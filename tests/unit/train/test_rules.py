@@ -157,7 +157,6 @@ CASES = (
     ),
     Case("ignored", r"text\.tokens others, tokens, expected one column", change=with_two_columns, error=ModelError),
     Case("flip", r"flip is 0\.5, .* has no latent_flipped", {"flip": 0.5}),
-    Case("prompts", "--image-prompts few: .* has no such set of prompts", {"image_prompts": ("few",), "num_images": 1}),
     Case("adapters", "it does not begin with a header", {"lora_rank": 2, "lora_from": Path(__file__)}, error=ModelError),
     Case("adapters", "No such file", {"lora_rank": 2, "lora_from": Path("none.safetensors")}, error=ModelError),
     Case("preset", "the preset sdxl-lora is for .* sdxl, and .* of sd; use the preset sd-lora,", {"files": ("sdxl-lora",)}),

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bucketline.errors import UsageError
-from bucketline.train import setup
+from bucketline.train import model
 from bucketline.train.compile import compile_blocks, graphs_compiled, recompute
 from bucketline.train.config import Base, Compile, Precision
 from bucketline.train.lowbit.offload import Offload
@@ -118,7 +118,7 @@ def test_compiled_blocks_take_part(packed: Packed, tmp_path: Path, monkeypatch: 
 
     kept = {name: getattr(dynamo.config, name) for name in ("automatic_dynamic_shapes", "optimize_ddp", "recompile_limit")}
     kept |= {name: getattr(dynamo.config, name) for name in ("accumulated_recompile_limit", "fail_on_recompile_limit_hit")}
-    monkeypatch.setattr(setup, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(model, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager"))
     asked = {**LORA, "accumulation": 1, "base": Base.NF4, "recompute": 1.0, "offload_blocks": 4}
     found = []
     with dynamo.config.patch(**kept):
