@@ -135,11 +135,7 @@ def checkpoint_folders(output_dir: Path) -> dict[int, Path]:
 
 
 def last_whole(output_dir: Path) -> Path:
-    """Return the newest complete checkpoint; skip damaged ones with a warning that names them.
-
-    Raises:
-        TrainError: if there is none.
-    """
+    """Return the newest complete checkpoint; skip damaged ones with a warning that names them."""
     for folder in checkpoint_folders(output_dir).values():
         if (wrong := damage(folder)) is None:
             return folder
@@ -192,11 +188,7 @@ def damage(folder: Path, *, reads: bool = True) -> str | None:
 
 
 def read_state(folder: Path) -> RunState:
-    """Return the state of a complete checkpoint.
-
-    Raises:
-        StateError: if it is of another version, or cannot be parsed.
-    """
+    """Return the state of a complete checkpoint."""
     try:
         document = json.loads((folder / STATE).read_bytes())
         if document.get("version") != VERSION:
@@ -223,9 +215,6 @@ def load_weights(folder: Path, weights: Weights, model: nn.Module, *, averaged: 
     """Load a checkpoint's weights, or its `averaged` weights, into a placed model.
 
     `alone`: every rank reads them; else rank 0 does, for all.
-
-    Raises:
-        StateError: if the checkpoint belongs to another model.
     """
     own, stored = weights.tensors(model), {}
     with fail_together(), of_this_model(folder):
@@ -255,11 +244,7 @@ def optimizer_entries(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Load a checkpoint's state of an optimizer into the memory of a new optimizer's, under any sharding.
-
-    Raises:
-        StateError: if the checkpoint belongs to another model.
-    """
+    """Load a checkpoint's state of an optimizer into the memory of a new optimizer's, under any sharding."""
     numbers, parameters = read_state(folder).optimizer, dict(model.named_parameters())
     if takes_found_inf(optimizer):  # torch makes the state by a step without gradients, which is skipped
         optimizer.found_inf = torch.ones((), device=next(iter(parameters.values())).device)  # type: ignore[attr-defined]
@@ -358,9 +343,6 @@ def write(
     """Write a checkpoint, for which there is a temporary folder, and remove all but the newest `keep` of its run.
 
     `config`: that of the model, or of its adapters. `group`: of the ranks that write their shards of the optimizer's state.
-
-    Raises:
-        TrainError: if it cannot be written; earlier checkpoints are unchanged.
     """
     with written_aside(folder, card) as aside:
         numbers = write_optimizer(aside, copies["optimizer"], group)
@@ -397,11 +379,7 @@ def aside_of(folder: Path) -> Path:
 
 
 def begin_aside(folder: Path) -> None:
-    """Make the temporary folder of a checkpoint or an export, and remove those that a killed process has left.
-
-    Raises:
-        TrainError: if it cannot be made.
-    """
+    """Make the temporary folder of a checkpoint or an export, and remove those that a killed process has left."""
     with explained(folder):
         for left in folder.parent.glob(f"*{ASIDE_SUFFIX}"):  # this process writes one at a time
             shutil.rmtree(left, ignore_errors=True)
@@ -410,11 +388,7 @@ def begin_aside(folder: Path) -> None:
 
 @contextlib.contextmanager
 def written_aside(folder: Path, card: str) -> Iterator[Path]:
-    """Yield the temporary folder with a card, to fill; at the end, fsync and rename it, or remove it after an error.
-
-    Raises:
-        TrainError: if it cannot be written; the message says how to continue the run.
-    """
+    """Yield the temporary folder with a card, to fill; at the end, fsync and rename it, or remove it after an error."""
     aside = aside_of(folder)
     with explained(folder):
         aside.mkdir(parents=True, exist_ok=True)
@@ -442,11 +416,7 @@ def explained(folder: Path) -> Iterator[None]:
 
 
 def expect_finite_weights(model: nn.Module, steps_done: int) -> None:
-    """Check that the weights are finite after the last step, whose loss was computed before its update.
-
-    Raises:
-        NotFiniteError: if they are not; the message names the step.
-    """
+    """Check that the weights are finite after the last step, whose loss was computed before its update."""
     norm = float(whole(torch.nn.utils.get_total_norm([parameter.detach() for parameter in model.parameters()])))
     if not math.isfinite(norm):
         raise NotFiniteError(

@@ -43,11 +43,7 @@ FollowSchedule = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def wait_for_rows(config: TrainConfig, ranks: TrainRanks) -> None:
-    """With `--follow`, wait until the stores have enough rows to train on. Each rank looks for itself.
-
-    Raises:
-        StoreError: if a store is there and cannot be read.
-    """
+    """With `--follow`, wait until the stores have enough rows to train on. Each rank looks for itself."""
     if (wanted := config.follow and config.follow.rows) is None or config.resume:
         return
     said = -_SAY_EVERY_S
@@ -70,13 +66,7 @@ def _rows_of(argument: StoreArgument, remote: RemoteOptions) -> int:
 
 
 def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[WeightedStore, ...]:
-    """Open each store once, on every rank at rank 0's newest generation; if the checkpoint's plan continues, at its own.
-
-    Raises:
-        UsageError: if one store is given twice.
-        StateError: if there are more or fewer stores than the checkpoint's, or a generation was removed.
-        StoreError: if a store cannot be opened.
-    """
+    """Open each store once, on every rank at rank 0's newest generation; if the checkpoint's plan continues, at its own."""
     opened: list[WeightedStore] = []
 
     def found() -> list[int]:
@@ -127,11 +117,7 @@ def store_weights(config: TrainConfig) -> tuple[float, ...]:
 
 
 def mean_weight(config: TrainConfig, shares: Sequence[WeightedStore]) -> float | None:
-    """Return the mean of the stores' weights over the rows of a pass; None if they have none.
-
-    Raises:
-        UsageError: if it is 0, so that nothing would be learned.
-    """
+    """Return the mean of the stores' weights over the rows of a pass; None if they have none."""
     if not (weights := store_weights(config)):
         return None
     rows = [share.repeats * sum(bucket.num_rows for bucket in share.store.buckets("train")) for share in shares]
@@ -170,12 +156,7 @@ def open_val_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[Wei
 
 
 def expect_service(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore]) -> None:
-    """Check on every rank that the loader service delivers a batch.
-
-    Raises:
-        BucketlineError: if the service refuses this rank; the message is the service's.
-        OtherRankFailedError: if it refuses another rank.
-    """
+    """Check on every rank that the loader service delivers a batch."""
     if config.service in (IN_PROCESS, AUTO):
         return
     from_rank_zero(ranks, lambda: _await_service(config))
@@ -202,11 +183,7 @@ def _await_service(config: TrainConfig) -> None:
 
 
 def _read_schedule(config: TrainConfig, num_stores: int) -> FollowSchedule:
-    """Return the schedule of the run that `--follow` names; empty without one.
-
-    Raises:
-        StateError: if it is of another number of stores.
-    """
+    """Return the schedule of the run that `--follow` names; empty without one."""
     if (path := config.follow and config.follow.run) is None:
         return ()
     schedule = schedule_of(read_loader_state(path))

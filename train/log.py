@@ -81,11 +81,7 @@ class RunLock:
         return (self._output / _LOCK).exists()
 
     def acquire(self) -> None:
-        """Take the folder, unless it is taken already.
-
-        Raises:
-            LockedError: if another run uses it; the message names its process and machine.
-        """
+        """Take the folder, unless it is taken already."""
         if self._lock is not None:
             return
         try:
@@ -267,11 +263,7 @@ class WindowRecorder:
         self.skipped: list[str] = []  # the last steps read back, if they were skipped, possibly because of bad weights
 
     def add(self, step: int, outcome: StepOutcome, *, took: tuple[Mark, Mark], wait_s: float) -> dict[str, Json] | None:
-        """Add a step with its begin and end marks; if it completes a window, return the previous window's line.
-
-        Raises:
-            NotFiniteError: if a loss is not finite, or too many gradients in a row are not.
-        """
+        """Add a step with its begin and end marks; if it completes a window, return the previous window's line."""
         window = self._open = self._open or WindowState(first_step=step)
         self._on_device.append((outcome.loss, outcome.grad_norm))
         self._took.append(took)
@@ -397,11 +389,7 @@ def cut_back(config: TrainConfig, steps_done: int, window: WindowState | None) -
 
 
 def expect_trackers(names: Sequence[str]) -> None:
-    """Check that each tracker is known and installed: Accelerate silently ignores the others.
-
-    Raises:
-        UsageError: if a tracker is unknown or not installed; the message names it.
-    """
+    """Check that each tracker is known and installed: Accelerate silently ignores the others."""
     known = sorted(str(kind) for kind in LoggerType if kind is not LoggerType.ALL)
     available = {str(kind) for kind in get_available_trackers()}
     for name in names:

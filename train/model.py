@@ -58,12 +58,7 @@ GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's de
 
 
 def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Training, Weights]:
-    """Build what a step needs: the model, checked against the stores, on its devices, with the checkpoint's tensors if any.
-
-    Raises:
-        ModelError, UsageError: if model, stores and options do not match; the message names them.
-        StateError: if the checkpoint belongs to another model.
-    """
+    """Build what a step needs: the model, checked against the stores, on its devices, with the checkpoint's tensors if any."""
     device, vae = loader.device, loader.shares[0].store.manifest.encoders["vae"]
     assert isinstance(vae, dict)
     family, model, schedule = _load_model(config, ranks, loader, start)

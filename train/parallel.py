@@ -135,11 +135,7 @@ class TrainRanks:
 
 
 def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
-    """Run `make` only on rank 0 and return its result on every rank.
-
-    Raises:
-        OtherRankFailedError: on the other ranks, if `make` raised on rank 0 (rank 0 raises the original error).
-    """
+    """Run `make` only on rank 0 and return its result on every rank."""
     with fail_together():
         made = make() if ranks.is_main else None
     return gathered(made)[0]  # type: ignore[return-value] # None only if `make` returns None
@@ -157,11 +153,7 @@ def first_of_each_machine_first(ranks: TrainRanks) -> Iterator[None]:
 
 
 def expect_equal(name: str, value: str) -> None:
-    """Check that every rank has the same `value`.
-
-    Raises:
-        TrainError: if two ranks differ; the message names them and their values.
-    """
+    """Check that every rank has the same `value`."""
     values = gathered(value)
     for rank, other in enumerate(values):
         if other != values[0]:

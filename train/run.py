@@ -136,11 +136,7 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
 
 
 def start_processes(config: TrainConfig) -> Accelerator:
-    """Join the process group that torchrun started, on GPUs if available.
-
-    Raises:
-        UsageError: if a tracker is unknown or not installed.
-    """
+    """Join the process group that torchrun started, on GPUs if available."""
     expect_trackers(config.track_with)
     avoid_cudnn_attention()
     on_gpu = torch.cuda.is_available()
@@ -156,13 +152,7 @@ def start_processes(config: TrainConfig) -> Accelerator:
 
 
 def find_start(config: TrainConfig, lock: RunLock) -> Start:
-    """Return the start of a run: a fresh folder, or with `--resume` the newest complete checkpoint. Write nothing.
-
-    Raises:
-        LockedError: if another run uses the folder.
-        UsageError: if the folder does not suit.
-        TrainError, StateError: if the run has no complete checkpoint.
-    """
+    """Return the start of a run: a fresh folder, or with `--resume` the newest complete checkpoint. Write nothing."""
     if lock.is_used:
         lock.acquire()
     refuse(FOLDER_RULES, Facts(config=config))
@@ -177,10 +167,6 @@ def take_folder(config: TrainConfig, lock: RunLock, start: Start) -> bytes:
 
     Return the `status.json` that this replaces, empty if there is none. Checkpoints that the start has skipped as damaged are
     set aside.
-
-    Raises:
-        LockedError: if another run uses it by now.
-        TrainError: if the folder cannot be made or written.
     """
     output = config.output_dir
     try:
@@ -204,9 +190,6 @@ def failures_recorded(run: Run, former: bytes) -> Iterator[None]:
     """Record a failure of the body in `status.json`, except what only follows from another rank's.
 
     A run that the body refuses to resume keeps its `former` status.
-
-    Raises:
-        TrainError: instead of an error that does not say what to do.
     """
     output, ranks = run.config.output_dir, run.ranks
     try:
@@ -239,12 +222,7 @@ def failures_recorded(run: Run, former: bytes) -> Iterator[None]:
 
 
 def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.device) -> TrainConfig:
-    """Return the configuration with what its options leave open: optimizer, learning rate, precision, length, schedule's end.
-
-    Raises:
-        UsageError: if the steps of its epochs are fewer than are done, or are of another plan.
-        PlanError: if so many epochs have no step.
-    """
+    """Return the configuration with what its options leave open: learning rate, precision, length, the schedule's end."""
     recorded = {} if start.state is None else start.state.config
     if start.state is not None:
         config = with_recorded(config, recorded)
@@ -288,11 +266,7 @@ class Run:
         start: Start = FRESH,
         progress: ProgressLine | None = None,
     ) -> None:
-        """Open the stores and the loader, and resolve the configuration.
-
-        Raises:
-            BucketlineError: if the run cannot begin; the message names what does not suit.
-        """
+        """Open the stores and the loader, and resolve the configuration."""
         self.ranks, self.start, self._given = ranks, start, config
         self._accelerator = accelerator or start_processes(config)
         self._progress = progress or ProgressLine(talks=False)
@@ -329,11 +303,7 @@ class Run:
         return state.window  # its buckets are those of this plan
 
     def build(self) -> None:
-        """Load the model and the start's checkpoint, and check them against each other; write only the prompts that it encodes.
-
-        Raises:
-            BucketlineError: if a part is missing or two parts do not match; the message names them.
-        """
+        """Load the model and the start's checkpoint, and check them against each other; write only encoded prompts."""
         config, ranks, start, say = self.config, self.ranks, self.start, self._progress.say
         given: dict[str, bytes] = {}
         if config.image_prompts:  # before the model takes its memory
@@ -622,11 +592,7 @@ class Run:
 
 
 def set_up_device(config: TrainConfig, device: torch.device) -> None:
-    """On a GPU, let fp32 use TF32, and cuDNN search for its fastest convolutions.
-
-    Raises:
-        UsageError: if the device cannot compute in the precision.
-    """
+    """On a GPU, let fp32 use TF32, and cuDNN search for its fastest convolutions."""
     if config.precision is Precision.FP8:
         from bucketline.train.lowbit.float8 import expect_float8
 

@@ -68,11 +68,7 @@ class Saver:
         return self._ranks.is_main and self._every_s is not None and time.monotonic() - self._saved_s >= self._every_s
 
     def save(self, cards: Mapping[Output, str], state: RunState) -> None:
-        """Copy the outputs of this step that `cards` are of, unless they are written, and begin to write them.
-
-        Raises:
-            TrainError: if the save before failed.
-        """
+        """Copy the outputs of this step that `cards` are of, unless they are written, and begin to write them."""
         output_dir, name = self._training.config.output_dir, folder_of_step(state.steps_done)
         due = {output: output_dir / output / name for output in cards if self.saved.get(output) != output_dir / output / name}
         if not due:
@@ -117,11 +113,7 @@ class Saver:
             self._finish_own()
 
     def finish(self) -> None:
-        """Wait for the save in progress, on every rank.
-
-        Raises:
-            TrainError: if it failed.
-        """
+        """Wait for the save in progress, on every rank."""
         with fail_together():
             self._finish_own()
 

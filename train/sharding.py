@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 
 
 def shard_ranks_of(config: TrainConfig, ranks: TrainRanks) -> int:
-    """Return the number of ranks that share one copy of the model.
-
-    Raises:
-        UsageError: if it does not divide the number of ranks.
-    """
+    """Return the number of ranks that share one copy of the model."""
     is_of_machine, number = config.sharding.name is ShardBy.MACHINE, config.sharding.ranks
     if ranks.world_size == 1 or not (is_of_machine or number):
         return ranks.world_size
@@ -135,10 +131,6 @@ def place_model(
 
     `average_of`: begins an average from a placed model's weights. Of several ranks, only rank 0's model has values, in host
     memory, unless each `loads_alone`.
-
-    Raises:
-        StateError: if the checkpoint belongs to another model.
-        UsageError: if the ranks cannot be divided into groups.
     """
     layout = layout_on(device)
     alone = ranks.world_size == 1 or loads_alone(config)

@@ -39,11 +39,7 @@ IN_A_BLOCK = re.compile(r"(^|\.)(\d+|mid_block)\.")
 
 
 def add_adapters(model: nn.Module, family: Family, config: TrainConfig) -> None:
-    """Freeze the model and add adapters, initialized from `--seed`; only these are trained, in 32 bits.
-
-    Raises:
-        UsageError: if the model has no layers with the requested names.
-    """
+    """Freeze the model and add adapters, initialized from `--seed`; only these are trained, in 32 bits."""
     from diffusers.training_utils import cast_training_params
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -67,11 +63,7 @@ def add_adapters(model: nn.Module, family: Family, config: TrainConfig) -> None:
 
 
 def adapted_layers(model: nn.Module, family: Family, given: str | None) -> list[str]:
-    """Return the layers that `--lora-targets` names, as names or ends of names; None: the family's own choice.
-
-    Raises:
-        UsageError: if the model has no such layers.
-    """
+    """Return the layers that `--lora-targets` names, as names or ends of names; None: the family's own choice."""
     if given in list(Layers):
         return layers_by_word(model, Layers(given))
     targets = given.split(",") if given else list(family.lora_targets)
