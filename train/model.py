@@ -35,7 +35,7 @@ from bucketline.train.models.load import facts_of, load, locate, refuse_other_en
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.models.weights import weights_of
 from bucketline.train.noise import Prep
-from bucketline.train.optim import find_optimizer, make_optimizer
+from bucketline.train.optim import make_optimizer
 from bucketline.train.parallel import TrainRanks, first_of_each_machine_first, from_rank_zero
 from bucketline.train.sharding import layout_on, loads_alone, place_model
 from bucketline.train.step import Training
@@ -105,7 +105,6 @@ def _load_model(
 ) -> tuple[Family, nn.Module, ModelSchedule]:
     """Load the model and its noise schedule, and add adapters."""
     store, device = loader.shares[0].store, loader.device  # all stores have the encoders of the first
-    find_optimizer(config)  # a missing library is told before the model is loaded
     folder, file = locate(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)

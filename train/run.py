@@ -46,10 +46,9 @@ from bucketline.train.log import (
     write_config,
     write_status,
 )
-from bucketline.train.memory_choice import decided, memory_to_fit, with_recorded
 from bucketline.train.model import build, count_work, scale_of
 from bucketline.train.models.load import weight_files
-from bucketline.train.optim import refuse_combinations, usual_learning_rate
+from bucketline.train.optim import find_optimizer, refuse_combinations, usual_learning_rate
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.rules import FOLDER_RULES, RULES, Facts, refuse
 from bucketline.train.run_file import config_as_json
@@ -225,6 +224,8 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
     """Return the configuration with what its options leave open: learning rate, precision, length, the schedule's end."""
     recorded = {} if start.state is None else start.state.config
     if start.state is not None:
+        from bucketline.train.memory import with_recorded
+
         config = with_recorded(config, recorded)
     if config.learning_rate is None:
         config = replace(config, learning_rate=usual_learning_rate(config))
@@ -284,6 +285,7 @@ class Run:
             self.config = resolve(config, start, self.loader, self.device)
             set_up_device(self.config, self.device)
             refuse_combinations(self.config, ranks.world_size)
+            find_optimizer(self.config)  # a missing library is told before anything is made
             shard_ranks_of(self.config, ranks)
             expect_equal("the plan's digest", self.loader.plan.digest)
         except BaseException:
@@ -310,15 +312,12 @@ class Run:
             from bucketline.train.images.given_prompts import encode_given
 
             given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
-        recorded = None if start.state is None else start.state.config
-        if (memory := memory_to_fit(config, recorded, self.device)) is None:
-            config = decided(config)
-        else:
-            from bucketline.train.memory.dial import fitted
+        from bucketline.train.memory import built_to_fit
 
-            config = fitted(config, ranks, self.loader, memory, say)
-        self.config = config
-        self.training, self._weights = build(config, ranks, start, self.loader)
+        self.training, self._weights = built_to_fit(
+            config, ranks, start, self.loader, lambda one: build(one, ranks, start, self.loader), say
+        )
+        self.config = config = self.training.config
         self._prompts: tuple[StoredPrompt, ...] = ()
         if config.num_images:
             from bucketline.train.images.prompts import load_prompts
