@@ -18,8 +18,8 @@ from bucketline.train.compile import forward_backward
 from bucketline.train.config import Base
 from bucketline.train.data import open_loader, open_stores
 from bucketline.train.memory import built_to_fit, decided, largest_batch, savings_of, try_step
+from bucketline.train.model import build
 from bucketline.train.run import resolve, train
-from bucketline.train.setup import build
 from bucketline.train.values import Ema, EmaPlace
 from tests.unit.train.forked import fork_ranks
 from tests.unit.train.tiny_run import ALONE, config, losses, write_unet
