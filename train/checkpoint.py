@@ -41,7 +41,7 @@ from bucketline.errors import StateError, TrainError
 from bucketline.files.atomic_write import sync_folder
 from bucketline.files.disk_space import failed_write
 from bucketline.files.run_marker import CHECKPOINTS
-from bucketline.loader.history import StoreId  # noqa: TC001 - `decode` reads the annotations at run time
+from bucketline.loader.mixture import StoreId  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.loader.ranks import fail_together
 from bucketline.store.format.hashing import file_digest
 from bucketline.train.log import NotFiniteError, WindowState, has_steps

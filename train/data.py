@@ -16,9 +16,7 @@ from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.commands.stats import stats_of
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.ranks import fail_together
-from bucketline.loader.recorded_run import read_loader_state
 from bucketline.loader.service.address import AUTO
-from bucketline.loader.state import schedule_of
 from bucketline.store import Store
 from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.manifest import MANIFEST, generations
@@ -38,13 +36,10 @@ FOLLOW_EVERY_S = 2.0
 SERVICE_STARTS_S = 10  # a `loader serve` in the background, until it listens
 _SAY_EVERY_S = 60.0
 
-FollowSchedule = tuple[tuple[int, tuple[int, ...]], ...]
-"""Generations, one of each store, and the step from which they are read; ascending."""
-
 
 def wait_for_rows(config: TrainConfig, ranks: TrainRanks) -> None:
     """With `--follow`, wait until the stores have enough rows to train on. Each rank looks for itself."""
-    if (wanted := config.follow and config.follow.rows) is None or config.resume:
+    if (wanted := config.follow) is None or config.resume:
         return
     said = -_SAY_EVERY_S
     while (found := sum(_rows_of(one, config.remote()) for one in parse_stores(config.store, "--store"))) < wanted:
@@ -86,28 +81,23 @@ def _opened(config: TrainConfig, numbers: Sequence[int | None]) -> tuple[Weighte
 
 def _generations(config: TrainConfig, start: Start) -> Sequence[int]:
     """Return the generation of each store that a plan is of; none: the newest of each."""
-    asked = parse_stores(config.store, "--store")
-    planned, way_on = f"{start.checkpoint}", "continue with --resume --new-plan, which keeps weights, averages and optimizer"
-    wanted: Sequence[int] = ()
-    if start.state is not None and not config.new_plan:
-        before = start.state.stores
-        if len(before) != len(asked):
-            raise StateError(
-                f"{start.checkpoint} was trained on {len(before)} stores ({', '.join(one.path for one in before)}), "
-                f"{len(asked)} are given; name each --store of the run, or continue with --new-plan"
-            )
-        wanted = [one.generation for one in before]
-    elif start.state is None and (schedule := _read_schedule(config, len(asked))):
-        wanted = schedule[0][1]
-        planned, way_on = f"{config.follow}", f"its steps cannot be repeated: leave out --follow={config.follow}"
-    for one, generation in zip(asked, wanted, strict=False):
+    if start.state is None or config.new_plan:
+        return ()
+    asked, before = parse_stores(config.store, "--store"), start.state.stores
+    if len(before) != len(asked):
+        raise StateError(
+            f"{start.checkpoint} was trained on {len(before)} stores ({', '.join(one.path for one in before)}), "
+            f"{len(asked)} are given; name each --store of the run, or continue with --new-plan"
+        )
+    for one, planned in zip(asked, before, strict=True):
         kept = generations(one.path) if isinstance(one.path, Path) else []
-        if kept and generation not in kept:
+        if kept and planned.generation not in kept:
             raise StateError(
-                f"{planned} was planned on generation {generation} of {one.path}, which no longer exists "
-                f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; {way_on}"
+                f"{start.checkpoint} was planned on generation {planned.generation} of {one.path}, which no longer exists "
+                f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; continue with "
+                "--resume --new-plan, which keeps weights, averages and optimizer"
             )
-    return wanted
+    return [one.generation for one in before]
 
 
 def store_weights(config: TrainConfig) -> tuple[float, ...]:
@@ -180,41 +170,3 @@ def _await_service(config: TrainConfig) -> None:
             if time.monotonic() > ends:
                 raise
             time.sleep(0.1)
-
-
-def _read_schedule(config: TrainConfig, num_stores: int) -> FollowSchedule:
-    """Return the schedule of the run that `--follow` names; empty without one."""
-    if (path := config.follow and config.follow.run) is None:
-        return ()
-    schedule = schedule_of(read_loader_state(path))
-    for _, numbers in schedule:
-        if len(numbers) != num_stores:
-            raise StateError(
-                f"{path} is the schedule of {len(numbers)} stores, {num_stores} are given; "
-                "name each --store of that run, in its order"
-            )
-    return schedule
-
-
-class Follower:
-    """Decides at which steps a run takes up newer generations: those of a schedule, or as rank 0 finds them."""
-
-    def __init__(self, config: TrainConfig, ranks: TrainRanks, loader: Loader) -> None:
-        self._ranks, self._loader = ranks, loader
-        self._looks = bool(config.follow and config.follow.rows) and ranks.is_main
-        self._schedule = from_rank_zero(ranks, lambda: _read_schedule(config, len(loader.shares)))
-
-    def has_newer(self) -> bool:
-        """Return True on rank 0 if there are newer generations; never waits."""
-        return self._looks and self._loader.newer() is not None
-
-    def due(self, step: int, *, is_agreed: bool) -> tuple[int, ...] | None:
-        """Return the generations to take up at a step; None if the present ones stay. The same on every rank.
-
-        `is_agreed`: all ranks have seen that rank 0 has newer ones.
-        """
-        if is_agreed:
-            return from_rank_zero(self._ranks, self._loader.newer)
-        due = [numbers for first, numbers in self._schedule if first <= step]
-        present = tuple(share.store.manifest.generation for share in self._loader.shares)
-        return due[-1] if due and due[-1] != present else None

@@ -35,8 +35,7 @@ from bucketline.errors import LockedError, NoLocksError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.locks import FileLock
 from bucketline.files.run_marker import CONFIG, LOSS_CURVE, METRICS, RUN_FILE, STATUS
-from bucketline.loader.history import StoreId
-from bucketline.loader.mixture import redacted_store
+from bucketline.loader.mixture import StoreId, redacted_store
 from bucketline.progress import stderr_console
 from bucketline.train.compile import graphs_compiled, seconds_between
 from bucketline.train.run_file import as_run_file, config_as_json

@@ -20,8 +20,7 @@ from bucketline.files.paths import Overlap, overlap
 from bucketline.files.run_marker import CHECKPOINTS, is_run
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.loader.config import LoaderConfig
-from bucketline.loader.history import StoreId
-from bucketline.loader.mixture import parse_stores
+from bucketline.loader.mixture import StoreId, parse_stores
 from bucketline.option_types import OnResume, options_on_resume
 from bucketline.option_value import as_option
 from bucketline.store.format.columns import FLIPPED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import json
 import logging
 import time
 import warnings
@@ -24,8 +25,9 @@ from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, PlanError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER, LOSS_CURVE, METRICS, STATUS
-from bucketline.loader.history import StoreId
+from bucketline.loader.mixture import StoreId
 from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError
+from bucketline.loader.recorded_run import PLANS, append_plan
 from bucketline.option_types import OnResume, options_on_resume
 from bucketline.train import checkpoint, data
 from bucketline.train.checkpoint import RunState, Start, expect_finite_weights, folder_of_step, way_on
@@ -234,8 +236,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
         usual = Precision.BF16 if has_bf16 else Precision.FP32
         config = replace(config, precision=Precision(str(recorded.get("precision") or usual)))
     if config.epochs is not None:
-        past = start.state.loader.get("history") if start.state else []
-        if config.new_plan or (isinstance(past, list) and any("plan" in one for one in past if isinstance(one, dict))):
+        if config.new_plan or (start.state is not None and num_plans(config.output_dir / PLANS) > 1):
             raise UsageError(f"--epochs is {config.epochs:g}, and the run has had several plans; give --max-steps")
         whole, part = divmod(config.epochs, 1)
         first, after = (loader.plan.steps_before(int(whole) + n) for n in range(2))
@@ -251,6 +252,12 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
         before = LrSchedule.parse(str(recorded.get("lr_schedule", "constant")), "the resumed run's --lr-schedule")
         config = replace(config, lr_schedule=replace(schedule, end=before.end or config.max_steps))
     return config
+
+
+def num_plans(path: Path) -> int:
+    """Return the number of plans that a run has had, by its `plans.jsonl`, whose lines may be of one on other ranks."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return len({json.loads(line)["loader"]["plan"] for line in lines})
 
 
 class Run:
@@ -309,7 +316,7 @@ class Run:
         config, ranks, start, say = self.config, self.ranks, self.start, self._progress.say
         given: dict[str, bytes] = {}
         if config.image_prompts:  # before the model takes its memory
-            from bucketline.train.images.given_prompts import encode_given
+            from bucketline.train.images.prompts import encode_given
 
             given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
         from bucketline.train.memory import built_to_fit
@@ -324,7 +331,6 @@ class Run:
 
             self._prompts = load_prompts(given, self.loader.shares[0].store, self.training.family)
         self._tell_assumptions()
-        self._follower = data.Follower(config, ranks, self.loader)
         self.loader.start()  # to read ahead while the rest compiles
         self.scale = scale_of(config, ranks, self.device)
         count_work(self.training, ranks, self.loader, say, self.scale)
@@ -355,7 +361,6 @@ class Run:
     def train(self, stop: StopRequest) -> TrainSummary:
         """Train until the last step or a signal, then write the results."""
         with contextlib.closing(self.saver):  # what a failure's message says depends on whether the last checkpoint exists
-            self._take_up(is_agreed=False)
             self._validations = from_rank_zero(self.ranks, self._open_log)
             if not self.loader.rows.buckets("val"):
                 self._progress.say(
@@ -370,6 +375,7 @@ class Run:
         """Truncate the metrics to the start, and open them; return the validations that remain."""
         write_config(self.config, self._given, self.loader.shares, self.ranks.world_size)
         validated = cut_back(self.config, self.steps_done, self._recorder.state())
+        self._record_plan()
         self._log = self._at_end.enter_context(contextlib.closing(RunLog(self.config, self._accelerator, self._progress)))
         return dict.fromkeys(validated)
 
@@ -388,7 +394,7 @@ class Run:
             self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=waited - waited_before))
             self._progress.step(self.steps_done)
             self.saver.poll()
-            agreed = stop.agreed(is_overdue=self.saver.is_overdue(), has_newer=self._follower.has_newer())
+            agreed = stop.agreed(is_overdue=self.saver.is_overdue(), has_newer=self._has_newer())
             if agreed.stopped_by is not None:
                 return agreed.stopped_by
             # A step begins where the last one ended, so that what the loop itself costs counts, unless there was a pause.
@@ -398,7 +404,7 @@ class Run:
     def _pause(self, agreed: Agreed) -> bool:
         """Run the tasks that are due between two steps; return whether there was one."""
         config, done = self.config, self.steps_done
-        is_pause = self._take_up(is_agreed=agreed.takes_up) | self._validate_if_due() | _due(COLLECT_EVERY_STEPS, done)
+        is_pause = (agreed.takes_up and self._take_up()) | self._validate_if_due() | _due(COLLECT_EVERY_STEPS, done)
         if agreed.saves or _due(self.saver.every_steps, done):
             self._to_save.add(Output.CHECKPOINT)
         if _due(config.export_every, done):
@@ -449,15 +455,23 @@ class Run:
         if line is not None and self._log is not None:
             self._log.write(line, self.steps_done)
 
-    def _take_up(self, *, is_agreed: bool) -> bool:
-        """Take up the generations that are due at this step, before its checkpoint, which then has them; return whether any."""
-        is_over = self.steps_done == self.config.num_steps
-        if is_over or (generations := self._follower.due(self.steps_done, is_agreed=is_agreed)) is None:
+    def _has_newer(self) -> bool:
+        """Return True on rank 0 of a run that follows its stores, if there are newer generations; never wait."""
+        return self.config.follow is not None and self.ranks.is_main and self.loader.newer() is not None
+
+    def _record_plan(self) -> None:
+        if self.ranks.is_main:
+            append_plan(self.config.output_dir / PLANS, self.loader, self.steps_done)
+
+    def _take_up(self) -> bool:
+        """Take up rank 0's newer generations, before this step's checkpoint, which then has them; return whether any."""
+        if self.steps_done == self.config.num_steps or (generations := from_rank_zero(self.ranks, self.loader.newer)) is None:
             return False
         self._write(self._recorder.flush())
         self._recorder.state()  # what it says of earlier steps is of the present plan
         self.loader.take_up(generations)
         expect_equal("the plan's digest", self.loader.plan.digest)
+        self._record_plan()
         facts = Facts(config=self.config, shares=self.loader.shares)
         refuse([rule for rule in RULES if rule.name == "ignored"], facts)
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))

@@ -18,9 +18,8 @@ from bucketline.families.sd3 import Sd3
 from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.store import Store
 from bucketline.train.images import drawing, image_files
-from bucketline.train.images.given_prompts import encode_given
 from bucketline.train.images.pipeline import draw_latents
-from bucketline.train.images.prompts import load_prompts, prompt_batches
+from bucketline.train.images.prompts import encode_given, load_prompts, prompt_batches
 from bucketline.train.models.load import facts_of
 from bucketline.train.run import train
 from tests.commands import call
