@@ -43,7 +43,6 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "report": ("commands/report.py", "report"),
         "optimizers": ("optimizers",),
         "low bits": ("lowbit",),
-        "compile": ("compile.py",),
         "memory": ("memory.py",),
     },
     "bucketline": {"pages": ("pages",)},

@@ -362,7 +362,7 @@ RULES = (
     ),
     Rule(
         "noise offset",
-        lambda facts: bool(facts.config.noise_offset) and facts.objective is Objective.FLOW,
+        lambda facts: facts.objective is Objective.FLOW and bool(facts.config.noise_offset),
         "--noise-offset is {config.noise_offset}, and the objective is a flow, which ends in plain noise: leave it out",
     ),
 )

@@ -15,7 +15,7 @@ from bucketline.command_line import counted
 from bucketline.files import run_marker
 from bucketline.files.run_marker import METRICS
 from bucketline.loader.ranks import DISK_TIME, fail_together
-from bucketline.train.checkpoint import aside_of, begin_aside, copied, folder_of_step, write, write_optimizer
+from bucketline.train.checkpoint import aside_of, begin_aside, copied, explained, folder_of_step, write, write_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +92,8 @@ class Saver:
         own_config = weights.config(self._training.bare_model)
         if (folder := due.get(Output.CHECKPOINT)) is not None:
             if not self._ranks.is_main:
-                write_optimizer(aside_of(folder), copies["optimizer"], self._group)
+                with explained(folder):
+                    write_optimizer(aside_of(folder), copies["optimizer"], self._group)
                 return
             with (config.output_dir / METRICS).open("rb") as lines:
                 os.fsync(lines.fileno())  # a checkpoint relies on those before it
