@@ -62,15 +62,19 @@ def test_a_resume_keeps_the_horizon_of_the_run_that_it_continues(folder: Path) -
     assert rates == pytest.approx([1e-3, 1e-3, 2e-3 / 3, 1e-3 / 3, 5e-4, 5e-4])
 
 
+def folders_of(checkpoint: Path) -> list[str]:
+    return sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
+
+
 def test_without_an_average_no_folder_of_one_is_written_and_a_resume_may_begin_one(folder: Path) -> None:
     plain = config(folder, max_steps=2, ema=Ema())
     summary = train(plain, ALONE)
-    assert sorted(path.name for path in summary.checkpoint.iterdir() if path.is_dir()) == ["optimizer", "scheduler", "unet"]
+    assert folders_of(summary.checkpoint) == ["optimizer", "scheduler", "unet"]
     assert "unet_ema" not in (summary.checkpoint / "README.md").read_text(encoding="utf-8")
     summary = train(dataclasses.replace(plain, max_steps=3, resume=True, ema=Ema(decay=0.9999)), ALONE)
-    assert sorted(path.name for path in summary.checkpoint.iterdir() if path.is_dir()) == ["optimizer", "scheduler", "unet", "unet_ema"]
+    assert folders_of(summary.checkpoint) == ["optimizer", "scheduler", "unet", "unet_ema"]
     summary = train(dataclasses.replace(plain, max_steps=4, resume=True), ALONE)
-    assert sorted(path.name for path in summary.checkpoint.iterdir() if path.is_dir()) == ["optimizer", "scheduler", "unet"]
+    assert folders_of(summary.checkpoint) == ["optimizer", "scheduler", "unet"]
 
 
 @pytest.mark.parametrize("own", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "x:1"}])
