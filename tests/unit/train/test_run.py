@@ -94,8 +94,11 @@ def whole(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a text encoder was built")
 
-    said = (folder / "err").open("w+")
-    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stderr(said):
+    with (
+        (folder / "err").open("w+") as said,
+        pytest.MonkeyPatch.context() as patched,
+        contextlib.redirect_stderr(said),
+    ):
         patched.setattr(loss_curve, "draw_loss_curve", draw)
         patched.setattr(log, "CURVE_EVERY_S", 0.0)
         patched.setattr(log, "CURVE_SHARE", 1e9)
