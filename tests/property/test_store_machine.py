@@ -458,7 +458,7 @@ def test_a_store_of_columns_is_a_dict_after_each_thing_that_can_happen_to_it() -
         machine.read_everything()
         machine.add_a_column(is_killed=False)
         machine.merge_with_another(some(1, 7), comes_last=True)
-        machine.merge_with_another(some(8, 9), comes_last=True)
+        machine.merge_with_another(some(7), comes_last=True)
         machine.pack([some(2)], torn=True)
         machine.collect_all(cut_off=False)
         machine.compact_shards(LARGE, torn=True)
