@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketline.errors import PlanError, UsageError
+from bucketline.errors import UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.mixture import StoreArgument
-from bucketline.loader.plan.bill import store_lines
 from bucketline.loader.plan.shares import PassRows, rows_per_pass
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.store import StoreRows
@@ -96,15 +95,6 @@ def test_shares_are_read_in_any_order_on_any_number_of_machines(
             counts = np.bincount(rows[rows < n * (1 if times < 1 or times % 1 else times)], minlength=n)
             assert counts.max() - counts.min() <= 1 + 1, "all come before any comes again, up to a pass that is cut"
             assert counts.sum() == pytest.approx(10 * rows_per_pass(n, times), abs=4)
-
-
-def test_a_share_has_no_bill(paths: tuple[Path, Path]) -> None:
-    half = WeightedStore(paths[0], 0.5)
-    with (
-        Loader(half, LoaderConfig(batch_size=1, window=4096)) as loader,
-        pytest.raises(PlanError, match=r"has no bill: .* of stores that a pass reads whole"),
-    ):
-        store_lines(loader.rows, loader.plan, "train")
 
 
 @pytest.mark.parametrize("repeats", [0, -0.5, float("nan"), float("inf"), "2", True, None])
