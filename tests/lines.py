@@ -35,7 +35,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "commands/export_model.py",
             "outputs/export.py",
             "outputs/hub.py",
-            "outputs/lora_file.py",
+            "models/lora_file.py",
             "outputs/model_card.py",
             "outputs/pipeline_folder.py",
             "outputs/single_file.py",
