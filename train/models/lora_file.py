@@ -78,7 +78,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_adapters(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a file's adapters and peft's configuration of them: in its metadata, or next to peft's own file; or {}."""
+    """Return a file's adapters and peft's configuration of them: in its metadata, or next to peft's own file, or {}."""
     tensors, metadata = read_tensors(path)
     beside = path.with_name(PEFT_CONFIG)
     is_pefts = any(name.startswith("base_model.") for name in tensors) and beside.exists()
