@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from bucketline.command_line import counted, human_bytes, one_line, print_json, printable
 from bucketline.errors import UsageError
 from bucketline.loader.commands.planned_options import PlannedOptions
+from bucketline.options import Arg
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -47,14 +46,14 @@ class PlanCommand(PlannedOptions):
 
     epochs: int = 1
     """Passes over the rows."""
-    columns: Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME")] = None
+    columns: Annotated[str | None, Arg(metavar="NAME,NAME")] = None
     """Roles of columns, such as target,control/depth: print their bytes per micro-batch; and ragged groups, whose lines are
     then in the bill, as those of captions are. Default: no bytes are printed."""
-    bill: Annotated[str | None, tyro.conf.arg(metavar="KEY=NUMBER,…")] = None
+    bill: Annotated[str | None, Arg(metavar="KEY=NUMBER,…")] = None
     """Rates for the bill, to say whether steps wait, of a machine's bandwidth and the seconds of a step that does not, such as
     bandwidth=10Gbit,step=0.4; and what it costs, of the prices of 1000 requests and of a GB that leaves the store, such as
     requests=0.0004,egress=0.09."""
-    list_batches: Annotated[bool, tyro.conf.arg(name="list")] = False
+    list_batches: Annotated[bool, Arg(name="list")] = False
     """Print each step's sample ids, by rank."""
     json: bool = False
     """Print one JSON object."""

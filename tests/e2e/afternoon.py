@@ -391,9 +391,9 @@ def fault_of_option(page: str, option: str) -> str | None:
     Options of diffusers' scripts, in the table for those who come from them, must have an answer in the trainer.
     """
     from bucketline.coming_from import answer
-    from bucketline.command_line import parse_options
     from bucketline.ingest.commands.pack import Pack
     from bucketline.ingest.commands.scan import Scan
+    from bucketline.options import parse_options
     from bucketline.train.commands.export_model import ExportModel
     from bucketline.train.config import TrainConfig, parse
 
@@ -428,9 +428,9 @@ def fault_of_option(page: str, option: str) -> str | None:
 
 
 def words_of(command: type) -> set[str]:
-    from bucketline.help_screen import options_of
+    from bucketline.options import options_of
 
-    return {word for one in options_of(command) for word in one.words}
+    return {word for one in options_of(command) for word in one.names}
 
 
 def option_names(command: Any) -> set[str]:

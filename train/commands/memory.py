@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from bucketline.option_value import ByteSize, parse_values
+from bucketline.options import Arg, Positional
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +27,7 @@ class TrainMemory:
     Example: bucketline train memory path/to/sdxl
     """
 
-    models: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="[MODEL …]")] = ()
+    models: Annotated[Positional[tuple[Path, ...]], Arg(metavar="[MODEL …]")] = ()
     """Model folders in diffusers' layout; none: published models."""
     lora_rank: int = DOCUMENTED_RANK
     """Rank of the adapters."""

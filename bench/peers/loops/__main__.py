@@ -13,7 +13,7 @@ from bucketline.bench.peers.environments import Failure, environment, own_enviro
 from bucketline.bench.peers.loops.facts import facts
 from bucketline.bench.peers.loops.page import LOOPS, Shown, page, table
 from bucketline.bench.peers.loops.scenarios import tried
-from bucketline.command_line import guarded
+from bucketline.command_line import guarded, parse_command
 from bucketline.errors import BucketlineError, UsageError
 
 
@@ -65,9 +65,7 @@ class Loops:
 
 def main() -> int:
     """Run the command line."""
-    import tyro
-
-    return guarded(lambda: tyro.cli(Loops).run())
+    return guarded(lambda: parse_command(Loops, sys.argv[1:], "python -m bucketline.bench.peers.loops").run())
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from bucketline.command_line import counted, human_bytes, print_json
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ChangingArguments, OutPlace, StorePlace, shown
 
 
@@ -21,9 +20,9 @@ class Merge(ChangingArguments):
     Example: store merge all.store photos.store more.store
     """
 
-    out: tyro.conf.Positional[OutPlace]
+    out: Positional[OutPlace]
     """Path or URL of the new store; must not exist yet."""
-    stores: Annotated[tyro.conf.Positional[tuple[StorePlace, ...]], tyro.conf.arg(metavar="STORE [STORE …]")]
+    stores: Annotated[Positional[tuple[StorePlace, ...]], Arg(metavar="STORE [STORE …]")]
     """Paths or URLs of the input stores, opened read-only."""
     replace: bool = False
     """If two stores have the same sample id, keep the later store's sample instead of failing."""

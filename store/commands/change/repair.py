@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from bucketline.command_line import counted, one_line, print_json, printable, refuse_below
 from bucketline.errors import UsageError
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import StorePlace, shown
 
 if TYPE_CHECKING:
@@ -29,9 +28,9 @@ class Repair:
     Example: store repair photos.store --dry-run
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path to the store."""
-    threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    threads: Annotated[int | None, Arg(metavar="INT")] = None
     """Number of shards to read in parallel. Default: number of CPU cores."""
     dry_run: bool = False
     """Read the store and report without changing it."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-import tyro
-
 from bucketline.command_line import counted, human_bytes, print_json, refuse_below
+from bucketline.options import Arg, Positional, Repeated
 from bucketline.store.commands.place import ChangingArguments, LocalStore, StoreUrl
 
 
@@ -20,15 +19,15 @@ class Pull(ChangingArguments):
     Example: store pull s3://bucket/photos.store val.store --split val
     """
 
-    url: tyro.conf.Positional[StoreUrl]
+    url: Positional[StoreUrl]
     """Source: s3://, gs://, az://, https:// or file://."""
-    store: tyro.conf.Positional[LocalStore]
+    store: Positional[LocalStore]
     """Path to write the store to."""
     split: Literal["train", "val"] | None = None
     """Only rows of this split, into a new store."""
-    bucket: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
+    bucket: Annotated[Repeated[tuple[str, ...]], Arg(metavar="NAME")] = ()
     """Only rows of this bucket, such as train/1024x768, into a new store. Repeatable."""
-    ids: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATTERN")] = ()
+    ids: Annotated[Repeated[tuple[str, ...]], Arg(metavar="PATTERN")] = ()
     """Only samples with this id, or whose id matches this pattern of * and ? (boats/*.png), into a new store. Repeatable."""
     generation: int | None = None
     """Generation to get. Default: the newest."""

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from bucketline.command_line import parse_options
 from bucketline.errors import UsageError
 from bucketline.ingest.commands.pack import Pack
 from bucketline.loader.config import LoaderConfig
+from bucketline.options import parse_options
 from bucketline.store.commands.change.drop import Drop
 from bucketline.store.commands.info import Info
 from bucketline.store.remote.arguments import ObjectArguments, RemoteArguments
 from bucketline.store.remote.urls import RemoteOptions, identity_of, parse_url
-from tests.help_page import COMMANDS_OF
+from tests.every_command import COMMANDS_OF
 
 STORAGE = ("endpoint", "store_option", "deadline", "cache", "cache_bytes")
 NAMES = {name: f"BUCKETLINE_{name.upper()}" for name in STORAGE}
