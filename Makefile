@@ -7,7 +7,7 @@
 # make test-wheel PYTHON=python3.12   the wheel in an environment of its own: every command's help, pack, verify, plan, load, train
 # make test-minimums  the same with the oldest libraries that pyproject.toml allows; TORCH=2.11.0 tries another torch
 # make test-types  mypy and pyright on examples/, from an editable install and from the wheel; npm downloads pyright
-# make lines  the lines of each package, its core and its optional rooms apart
+# make lines  the lines of each package, its core and its optional rooms apart; fails on what has outgrown its budget
 # make coverage  what the quick tests reach, into build/coverage/index.html
 # make lock   resolve requirements.lock again; UPGRADE=--upgrade for newer versions
 # make docs   the documentation as a site, in build/site; a broken link is an error

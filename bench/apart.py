@@ -28,11 +28,7 @@ def apart(
     cwd: Path | None = None,
     timeout_s: float | None = None,
 ) -> Any:  # noqa: ANN401 - what the function returns, as JSON has it
-    """Return what a module's function returns in a fresh process.
-
-    Raises:
-        BucketlineError: if the process fails or takes too long; includes its last line of output.
-    """
+    """Return what a module's function returns in a fresh process."""
     from bucketline.errors import BucketlineError
 
     name = f"{function.__module__}:{function.__qualname__}"

@@ -294,11 +294,7 @@ class Case:
         return self.measure(folder), {}
 
     def run(self) -> int:
-        """Measure, print and return the exit code.
-
-        Raises:
-            UsageError: if a number is below 1.
-        """
+        """Measure, print and return the exit code."""
         for one in fields(self):
             value = getattr(self, one.name)
             if any(type(number) is int and number < 1 for number in (value if isinstance(value, tuple) else (value,))):

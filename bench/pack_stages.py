@@ -100,11 +100,7 @@ class Stages:
         return len(self._items) / seconds
 
     def whole(self, number: int) -> float:
-        """Pack the source into a new store. The time of loading the model, measured just before, is subtracted.
-
-        Raises:
-            BucketlineError: if not every image was packed.
-        """
+        """Pack the source into a new store. The time of loading the model, measured just before, is subtracted."""
         torch.set_num_threads(self._num_cores)
         begin = time.perf_counter()
         self._load()

@@ -220,11 +220,7 @@ class Publish:
 
 
 def read_document(path: Path) -> dict[str, Json]:
-    """Read a results document.
-
-    Raises:
-        BucketlineError: if the file cannot be read or is not a results document.
-    """
+    """Read a results document."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

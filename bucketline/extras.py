@@ -15,7 +15,7 @@ EXTRAS = {
     "loader": ("torch", "prometheus_client"),
     "ingest": ("torch", "diffusers", "accelerate", "transformers", "huggingface_hub", "PIL", "safetensors", "webdataset"),
     "train": ("torch", "diffusers", "accelerate", "peft", "safetensors", "huggingface_hub", "matplotlib", "PIL"),
-    "optimizers": ("torchao", "prodigyopt", "schedulefree"),
+    "optimizers": ("torchao", "prodigyopt"),
     "tables": ("pyarrow",),
     "datasets": ("datasets",),
     "report": ("jinja2", "PIL"),

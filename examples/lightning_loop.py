@@ -54,7 +54,6 @@ class Denoiser(lightning.LightningModule):  # type: ignore[misc]
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer."""
         return torch.optim.AdamW(self.parameters())
 
 

@@ -20,12 +20,12 @@ from bucketline.train.memory.activations import BatchSizes, example_batch, norms
 from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.memory.table import built, run_of
 from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep
-from bucketline.train.optim import average_of, kind_of, make_optimizer
+from bucketline.train.optim import make_optimizer
 from bucketline.train.parallel import TrainRanks
 from bucketline.train.setup import replicated
 from bucketline.train.sharding import layout_on, shard, shard_mesh, shard_ranks_of
 from bucketline.train.step import Training, train_step
-from bucketline.train.values import Ema, EmaPlace
+from bucketline.train.values import EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -200,7 +200,7 @@ def training_of(
     model.to(device=device, memory_format=layout_on(device))  # type: ignore[call-overload]
     if asked.is_sharded(ranks.world_size):
         shard(model, shard_mesh(device, shard_ranks_of(asked, ranks)), torch.bfloat16)
-    kept = asked.ema if kind_of(asked).average is None else Ema()
+    kept = asked.ema
     average = Average(model, kept.decay, place=kept.place or EmaPlace.DEVICE)
     optimizer = make_optimizer(asked, model, compiled=compiled)
     is_flow = family.scheduler.get("_class_name") == "FlowMatchEulerDiscreteScheduler"
@@ -215,7 +215,7 @@ def training_of(
         family=family,
         model=model if is_placed else replicated(model, family, asked, device),
         optimizer=optimizer,
-        average=average_of(asked, model, optimizer) or average,
+        average=average,
         prep=Prep(
             scale=LatentScale(scale=0.5, shift=0.0),
             schedule=schedule,

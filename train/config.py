@@ -125,11 +125,13 @@ class OptimizerOptions:
     SECTION = "optimizer: optimizer, learning rate, EMA"
 
     optimizer: Annotated[str | None, Arg(metavar="NAME")] = field(default=None, metadata=RESUME_FIXED)
-    """Optimizer: adamw, also with moments in bf16 or 8 bits; adafactor; muon (adamw outside the blocks' matrices); prodigy,
-    which finds its rate; schedule-free; or that of a package that you installed. The extra `optimizers` has the libraries of
-    adamw-8bit, prodigy and schedule-free. None: adamw, or what --memory chooses."""
+    """Optimizer: adamw; adamw-8bit, with moments in 8 bits; muon (adamw outside the blocks' matrices); prodigy, which finds its
+    rate; or any other, as module:Class (torch.optim:NAdam). The extra `optimizers` has the libraries of adamw-8bit and prodigy.
+    None: adamw, or what --memory chooses."""
+    optimizer_arg: Repeated[tuple[Annotated[str, Arg(metavar="NAME=VALUE")], ...]] = field(default=(), metadata=RESUME_FIXED)
+    """Argument of an optimizer that is given as module:Class, such as lr_decay=0.1 or betas=(0.9,0.98); may be repeated."""
     learning_rate: float | None = None
-    """Learning rate after the warm-up; None: 1e-4; for adafactor 0.01, relative to a weight's size; for prodigy 1, a factor."""
+    """Learning rate after the warm-up; None: 1e-4; for prodigy 1, a factor of the rate that it finds."""
     lr_schedule: LrSchedule = CONSTANT_RATE
     """Learning rate after the warm-up: constant, or falling by a cosine, by several (cosine-restarts:3), linearly, only in the
     last steps (wsd:500; wsd: in the last fifth), or by a power of the steps that are left (polynomial:2). A number after that
@@ -149,7 +151,7 @@ class OptimizerOptions:
     """Moving average of the weights: off, or its decay, its place, and the steps between two updates, as in 0.9999:cpu:10. The
     decay is capped at (1 + s) / (10 + s) after s steps, so that short runs work too. On the device it takes 4 bytes a trained
     weight; on the cpu, a copy of the weights at each update, which has the decay of all the steps since the last. off: the
-    last weights are validated and drawn. With schedule-free, its own average is the EMA."""
+    last weights are validated and drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,7 @@ class MemoryOptions:
     memory: MemoryLimit | None = field(default=None, metadata=RESUME_FREE)
     """Memory of each device that the run may take, such as 24GiB (of 2^30 bytes) or
     24GB (of 10^9). If it needs more, what costs least is chosen of these, unless
-    it is given: --recompute, the EMA on the cpu, --optimizer adamw-bf16 or adamw-8bit; of a LoRA run --recompute, --base,
+    it is given: --recompute, the EMA on the cpu, --optimizer adamw-8bit; of a LoRA run --recompute, --base,
     --offload-blocks. None: all that a GPU has; on a CPU, off. off: choose nothing."""
     precision: Precision = Precision.AUTO
     """Compute precision: fp32 (on a GPU with products in TF32), or bf16 autocast over 32-bit weights. With bf16 and LoRA, the
@@ -169,7 +171,7 @@ class MemoryOptions:
     later, compiled, with the extra `quantised`. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32
     elsewhere."""
     weights: WeightDtype = WeightDtype.FP32
-    """Dtype of the trained weights; bf16, rounded stochastically, halves weights, gradients and EMA; for adamw, adamw-bf16 and
+    """Dtype of the trained weights; bf16, rounded stochastically, halves weights, gradients and EMA; for adamw and
     adamw-8bit."""
     compile: Compile = Compile.AUTO
     """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""

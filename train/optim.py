@@ -2,77 +2,59 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
-from dataclasses import dataclass
+import re
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import UsageError
-from bucketline.extensions import Extensions, imported
+from bucketline.extensions import imported
 from bucketline.train.config import Precision, WeightDtype
-from bucketline.train.values import ADAMS_BETAS, Betas, Course
+from bucketline.train.values import ADAMS_BETAS, Course
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.ema import Average, Rounding
 
-Groups = list[dict[str, Any]]
-"""Groups of weights, each with its weight decay, as torch's optimizers take them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The arguments with which every optimizer is made."""
-
-    learning_rate: float
-    rounding: Rounding
-    rounds_weights: bool  # they are bf16
-    compiled: bool
-    betas: Betas = ADAMS_BETAS  # for the kinds that take some
+NAMED = {
+    "adamw": f"{__name__}:make_adamw",
+    "adamw-8bit": "bucketline.train.optimizers.adamw_8bit:make_8bit",
+    "muon": "bucketline.train.optimizers.muon:make_muon",
+    "prodigy": f"{__name__}:make_prodigy",
+}
+ADAMWS = ("adamw", "adamw-8bit")  # --betas and --weights bf16 are for these
+OF_SHARDS = ("adamw", "muon")  # step on the shards of FSDP
+PRODIGYS_SLICE = 11  # of a weight's values, every which one the rate is found from; its authors' choice where memory is short
+_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_CONSTANTS = {"true": True, "false": False, "none": None}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerKind:
-    """The properties of an optimizer on which a run depends. Its code and library are imported once a run is possible."""
-
-    make: str  # `MODULE:FUNCTION`; takes the model, its groups of weights and the options, and returns the optimizer
-    learning_rate: float = 1e-4  # unless --learning-rate is given
-    state: tuple[str, ...] = ()  # entries of its groups that a checkpoint restores, besides each weight's own state
-    takes_bf16: bool = False  # weights, which it rounds stochastically
-    takes_betas: bool = False  # `Options.betas`
-    shards: bool = False  # steps on the shards of FSDP
-    average: str | None = None  # `MODULE:CLASS` of the average that it keeps itself, in place of a schedule and of the EMA
+def usual_learning_rate(config: TrainConfig) -> float:
+    """Return the learning rate of a run that is given none; Prodigy's is a factor of the one that it finds."""
+    return 1.0 if config.optimizer == "prodigy" else 1e-4
 
 
-ADAMW = OptimizerKind(make="bucketline.train.step:make_adamw", takes_bf16=True, takes_betas=True, shards=True)
-_ROOM = ("adamw-bf16", "adamw-8bit", "adafactor", "muon", "prodigy", "schedule-free")
-
-OPTIMIZERS: Extensions[OptimizerKind] = Extensions(
-    "an optimizer called",
-    "bucketline.optimizers",
-    {
-        "adamw": f"{__name__}:ADAMW",
-        **{name: f"bucketline.train.optimizers.kinds:{name.replace('-', '_').upper()}" for name in _ROOM},
-    },
-    lambda found: isinstance(found, OptimizerKind),
-)
-
-
-def kind_of(config: TrainConfig) -> OptimizerKind:
-    """Return the kind of a run's optimizer.
+def arguments_of(config: TrainConfig) -> dict[str, Any]:
+    """Return the arguments of --optimizer-arg; a value is a Python literal, else a text.
 
     Raises:
-        UsageError: if there is none of its name, or its package cannot be imported.
+        UsageError: if one is not NAME=VALUE, or has an option of its own.
     """
-    try:
-        return OPTIMIZERS[config.optimizer or "adamw"]
-    except KeyError:
-        raise UsageError(
-            f"--optimizer is {config.optimizer!r:.80}, expected {', '.join(OPTIMIZERS)}; another package's is known once that "
-            "is installed"
-        ) from None
+    found: dict[str, Any] = {}
+    for given in config.optimizer_arg:
+        name, _, value = given.partition("=")
+        if not name.isidentifier() or not value:
+            raise UsageError(f"--optimizer-arg is {given!r:.80}, expected NAME=VALUE, such as eps=1e-6")
+        if option := {"lr": "--learning-rate", "weight_decay": "--weight-decay"}.get(name):
+            raise UsageError(f"--optimizer-arg is {given!r:.80}; use {option} instead")
+        try:
+            found[name] = _CONSTANTS[value.lower()] if value.lower() in _CONSTANTS else ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            found[name] = value
+    return found
 
 
 def refuse_combinations(config: TrainConfig, world_size: int) -> None:
@@ -81,25 +63,26 @@ def refuse_combinations(config: TrainConfig, world_size: int) -> None:
     Raises:
         UsageError: if there is no such optimizer, or two options exclude each other; the message says what to do.
     """
-    kind, own = kind_of(config), f"--optimizer is {config.optimizer}"
-    is_bf16 = config.weights is WeightDtype.BF16
+    name, own = config.optimizer or "adamw", f"--optimizer is {config.optimizer}"
+    arguments_of(config)
+    is_bf16, adamws = config.weights is WeightDtype.BF16, " or ".join(ADAMWS)
     of_auto = " (also by auto, without a GPU that has bf16)" if config.precision is Precision.FP32 else ""
     for is_refused, message in (
         (
-            kind.average is not None and config.lr_schedule.name is not Course.CONSTANT,
-            f"{own}, which needs no schedule, and --lr-schedule is {config.lr_schedule}: leave it out",
+            name not in NAMED and not _CLASS.fullmatch(name),
+            f"--optimizer is {name!r:.80}, expected {', '.join(NAMED)}, or any other as module:Class, as torch.optim:NAdam",
         ),
         (
-            kind.average is not None and (config.ema.decay is None or config.ema.every != 1),
-            f"{own}, whose own average takes the place of the EMA at each step, and --ema is {config.ema}: leave it out",
+            bool(config.optimizer_arg) and name in NAMED,
+            f"--optimizer-arg is {' '.join(config.optimizer_arg)}, and --optimizer is {name}: leave it out, or name a class",
         ),
         (
-            config.betas != ADAMS_BETAS and not kind.takes_betas,
-            f"{own}, which has its own betas, and --betas is {config.betas}: leave it out, or choose {{betas}}",
+            config.betas != ADAMS_BETAS and name not in ADAMWS,
+            f"{own}, which has its own betas, and --betas is {config.betas}: leave it out, or choose {adamws}",
         ),
         (
-            is_bf16 and not kind.takes_bf16,
-            f"{own}, which cannot round weights stochastically: leave out --weights bf16, or choose {{rounding}}",
+            is_bf16 and name not in ADAMWS,
+            f"{own}, which cannot round weights stochastically: leave out --weights bf16, or choose {adamws}",
         ),
         (
             is_bf16 and config.lora_rank is not None,
@@ -110,42 +93,96 @@ def refuse_combinations(config: TrainConfig, world_size: int) -> None:
             f"--weights is bf16, and --precision is {config.precision}{of_auto}: give --precision bf16 as well",
         ),
         (
-            config.is_sharded(world_size) and not kind.shards,
-            f"{own}, which does not work on sharded weights: give --sharding ddp, or choose {{sharding}}",
+            config.is_sharded(world_size) and name not in OF_SHARDS,
+            f"{own}, which may not work on sharded weights: give --sharding ddp, or choose {' or '.join(OF_SHARDS)}",
         ),
     ):
         if is_refused:
-            rounding, sharding, betas = (
-                ", ".join(name for name, other in OPTIMIZERS.items() if getattr(other, can))
-                for can in ("takes_bf16", "shards", "takes_betas")
-            )
-            raise UsageError(message.format(rounding=rounding, sharding=sharding, betas=betas))
+            raise UsageError(message)
+
+
+def find_optimizer(config: TrainConfig) -> Any:  # noqa: ANN401 - a function of ours, or any class of an optimizer
+    """Return what makes the chosen optimizer, whose library this imports.
+
+    Raises:
+        UsageError: if another one's class cannot be imported or used.
+    """
+    if (name := config.optimizer or "adamw") in NAMED:
+        if name == "prodigy":
+            imported("prodigyopt:Prodigy")
+        return imported(NAMED[name])
+    from torch.optim import Optimizer
+
+    try:
+        kind = imported(name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"--optimizer {name} cannot be imported: {error!s:.200}. Install its package, or put its module on PYTHONPATH"
+        ) from error
+    reason = ""
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        reason = "it is not a torch.optim.Optimizer"
+    elif hasattr(kind, "eval"):
+        reason = "it has other weights for evaluation than for training"
+    elif (closure := inspect.signature(kind.step).parameters.get("closure")) and closure.default is closure.empty:
+        reason = "its step computes the loss again"
+    if reason:
+        raise UsageError(f"--optimizer {name} cannot be used: {reason}; choose another one")
+    return kind
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, *, compiled: bool) -> Optimizer:
-    """Return the chosen optimizer of a model's trained weights, which are on their devices."""
-    from bucketline.train.ema import Rounding
+    """Return the chosen optimizer of a model's trained weights, which are on their devices.
 
+    Raises:
+        UsageError: if another one's class cannot be imported, or takes other arguments.
+    """
     assert config.learning_rate is not None
-    options = Options(
-        learning_rate=config.learning_rate,
-        rounding=Rounding(config.seed),
-        rounds_weights=config.weights is WeightDtype.BF16,
-        compiled=compiled,
-        betas=config.betas,
-    )
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    groups: Groups = [{"params": [*trained], "weight_decay": config.weight_decay}]
-    optimizer: Optimizer = imported(kind_of(config).make)(model, groups, options)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": config.weight_decay}]
+    make = find_optimizer(config)
+    if (config.optimizer or "adamw") in NAMED:
+        named: Optimizer = make(model, groups, config, compiled=compiled)
+        return named
+    try:
+        optimizer: Optimizer = make(groups, lr=config.learning_rate, **arguments_of(config))
+    except (TypeError, ValueError) as error:
+        given = " ".join(["lr", *config.optimizer_arg])
+        raise UsageError(
+            f"--optimizer {config.optimizer} does not take {given}: {error!s:.300}. Fix --optimizer-arg"
+        ) from error
     return optimizer
 
 
-def average_of(config: TrainConfig, model: nn.Module, optimizer: Optimizer) -> Average | None:
-    """Return the average that an optimizer keeps itself; None if it keeps none."""
-    if (place := kind_of(config).average) is None:
-        return None
-    average: Average = imported(place)(model, optimizer, config.ema.place)
-    return average
+def make_adamw(_model: nn.Module, groups: list[dict[str, Any]], config: TrainConfig, *, compiled: bool) -> Optimizer:
+    """Return AdamW with 32-bit moments, of torch unless it rounds weights in bf16; `compiled` changes nothing."""
+    del compiled
+    if config.weights is WeightDtype.BF16:
+        from bucketline.train.optimizers.rounded_adamw import RoundedAdamW
+
+        return RoundedAdamW(groups, config)
+    from torch.optim import AdamW
+
+    assert config.learning_rate is not None
+    return AdamW(groups, lr=config.learning_rate, betas=config.betas.pair, eps=config.betas.eps, fused=True)
+
+
+def make_prodigy(_model: nn.Module, groups: list[dict[str, Any]], config: TrainConfig, *, compiled: bool) -> Optimizer:
+    """Return Prodigy (Mishchenko and Defazio 2023, arXiv 2306.06101), of prodigyopt, as its authors set it for diffusion.
+
+    It is AdamW that finds its learning rate, which `config.learning_rate` multiplies.
+    """
+    from prodigyopt import Prodigy
+
+    del compiled
+    prodigy: Optimizer = Prodigy(
+        groups,
+        lr=config.learning_rate or 1.0,  # it takes no 0; each step sets the rate
+        use_bias_correction=True,
+        safeguard_warmup=True,
+        slice_p=PRODIGYS_SLICE,
+    )
+    return prodigy
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:

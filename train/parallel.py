@@ -19,13 +19,14 @@ from bucketline.families.registry import FAMILIES
 from bucketline.loader.ranks import fail_together, gathered, host_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from types import FrameType
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
 BLOCK = re.compile(r"Block(2D)?$")
+OF_OPTIONS = ("params", "lr", "weight_decay", "betas", "eps")  # entries of an optimizer's groups
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -93,10 +94,10 @@ def sharded_like(own: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(own.to(like.device), mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], of_groups: Collection[str] = ()) -> None:
+def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Load a full, unsharded state into an optimizer: each tensor is sharded and laid out like its parameter.
 
-    `of_groups`: the entries of its groups that are state; the others come from this run.
+    What options set of its groups comes from this run; all else is state, such as the rate that Prodigy has found.
 
     Raises:
         ValueError: if the state belongs to other parameters.
@@ -116,7 +117,7 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], of_groups: Co
     if sum(counts) != sum(saved_counts) or (counts != saved_counts and not was_split):
         raise ValueError("the optimizer's state has a different number of parameters")
     for group, saved_group in zip(own, groups, strict=False):
-        group |= {name: saved_group[name] for name in of_groups}
+        group |= {name: value for name, value in saved_group.items() if name not in OF_OPTIONS}
     optimizer.load_state_dict({"state": state, "param_groups": own})
 
 

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from bucketline.attention import avoid_cudnn_attention
 from bucketline.command_line import counted, torchrun_ranks
 from bucketline.errors import UsageError
-from bucketline.extensions import imported
 from bucketline.loader.history import StoreId
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.mixture import open_shares, parse_stores
@@ -50,7 +49,7 @@ from bucketline.train.models.load import (
 )
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise import Prep, load_schedule
-from bucketline.train.optim import average_of, kind_of, make_optimizer, refuse_combinations
+from bucketline.train.optim import find_optimizer, make_optimizer, refuse_combinations, usual_learning_rate
 from bucketline.train.outputs import saved_tensors
 from bucketline.train.outputs.metrics import Scale
 from bucketline.train.outputs.progress import TRACKED, expect_trackers
@@ -64,7 +63,7 @@ from bucketline.train.refusals import steps_of_epochs
 from bucketline.train.run_file import config_as_json, preset_names
 from bucketline.train.sharding import layout_on, loads_alone, place_model, shard_ranks_of
 from bucketline.train.step import Training
-from bucketline.train.values import Ema, EmaPlace, LrSchedule, Weighting
+from bucketline.train.values import EmaPlace, LrSchedule, Weighting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,7 +137,7 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
     if start.state is not None:
         config = with_recorded(config, start.state.config)
     if config.learning_rate is None:
-        config = replace(config, learning_rate=kind_of(config).learning_rate)
+        config = replace(config, learning_rate=usual_learning_rate(config))
     if config.precision is Precision.AUTO:
         before = None if start.state is None else start.state.config.get("precision")
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -200,21 +199,21 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
         from bucketline.train.lowbit.offload import offload_blocks
 
         offload_blocks(model, config.offload_blocks, device, layout_on(device))
-    kept = config.ema if kind_of(config).average is None else Ema()
+    kept = config.ema
     average_of_model = functools.partial(
         Average, decay=kept.decay, place=kept.place or EmaPlace.DEVICE, every=kept.every, seed=config.seed
     )
     average = place_model(model, config, ranks, device, weights, start.checkpoint, average_of_model)
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
-        saved_tensors.load_saved_optimizer(start.checkpoint, optimizer, kind_of(config).state)
+        saved_tensors.load_saved_optimizer(start.checkpoint, optimizer)
     is_placed = ranks.world_size == 1 or config.is_sharded(ranks.world_size)
     training = Training(
         config=config,
         family=family,
         model=model if is_placed else replicated(model, family, config, device),
         optimizer=optimizer,
-        average=average_of(config, model, optimizer) or average,
+        average=average,
         prep=Prep(
             scale=LatentScale.of(family.scaling(vae), device),
             schedule=schedule.noise,
@@ -236,7 +235,7 @@ def _load_model(
     store, device = loader.shares[0].store, loader.device  # all stores have the encoders of the first
     shard_ranks_of(config, ranks)  # refused before weights are read
     refuse_combinations(config, ranks.world_size)
-    imported(kind_of(config).make)  # a missing library is told before the model is loaded
+    find_optimizer(config)  # a missing library is told before the model is loaded
     folder, file = locate(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from bucketline.train.config import TrainConfig
     from bucketline.train.ema import Average
     from bucketline.train.noise import Prep
-    from bucketline.train.optim import Groups, Options
 
 _DROPOUT = 4  # purpose of a seed; the plan uses 1 and 2, the rows' keys 3
 
@@ -127,15 +126,6 @@ def loss_of(training: Training, batch: Batch) -> Tensor:
     if noised.weight is not None:
         errors = errors * noised.weight
     return errors.mean() if training.mean_weight is None else (errors * batch.weight).mean() / training.mean_weight
-
-
-def make_adamw(model: nn.Module, groups: Groups, options: Options) -> Optimizer:
-    """Return AdamW with 32-bit moments."""
-    if options.rounds_weights:
-        from bucketline.train.optimizers.rounded_adamw import make_fp32
-
-        return make_fp32(model, groups, options)
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas.pair, eps=options.betas.eps, fused=True)
 
 
 def begin_step(optimizer: Optimizer, step: int, learning_rate: float) -> None:

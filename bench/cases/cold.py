@@ -128,11 +128,7 @@ class Read:
 
 
 def cold_rate(run: ColdRun, path: Path) -> float:
-    """Drop the pages of `path`, execute the run in a fresh process, and return GB/s of the payload.
-
-    Raises:
-        NotColdError: if no attempt read enough from the disk.
-    """
+    """Drop the pages of `path`, execute the run in a fresh process, and return GB/s of the payload."""
     read = None
     for _ in range(TRIES):
         drop_pages(path)

@@ -246,11 +246,7 @@ class Packing:
 
 
 def pack_apart(command: Sequence[str], *, expected: dict[str, int]) -> Packing:
-    """Run `python -m bucketline.ingest pack` with these arguments. `expected`: values that the summary must contain.
-
-    Raises:
-        BucketlineError: if it fails, or its summary has other values.
-    """
+    """Run `python -m bucketline.ingest pack` with these arguments. `expected`: values that the summary must contain."""
     whole = [sys.executable, "-P", "-m", "bucketline.ingest", "pack", *command, "--json"]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         begin, cpu_begin = time.perf_counter(), cpu_seconds_of_children()

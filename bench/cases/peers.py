@@ -157,11 +157,7 @@ class RemotePeers(_OnPeers):
 
 
 def chosen(entries: Sequence[Entry], only: Sequence[str]) -> list[Entry]:
-    """Return the entries with these names, or all; Bucketline and the limits are always included.
-
-    Raises:
-        UsageError: if a name is unknown.
-    """
+    """Return the entries with these names, or all; Bucketline and the limits are always included."""
     names = [entry.name for entry in entries]
     if unknown := [name for name in only if name not in names]:
         raise UsageError(f"--only has {', '.join(unknown)}; expected names from {', '.join(names)}")

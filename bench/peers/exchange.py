@@ -19,7 +19,6 @@ from bucketline.bench.peers.formats.cache_files import (
     read_mds,
     read_samples,
     save_samples,
-    write_fastvideo,
     write_mds,
     write_simpletuner,
 )
@@ -43,7 +42,6 @@ FOLLOWED = {  # formats whose writers are in no package that can be installed: w
     "onetrainer": "OneTrainer, mgds of August 2026",
     "ai-toolkit": "ai-toolkit of August 2026",
     "diffusion-pipe": "diffusion-pipe of August 2026",
-    "nemo": "NeMo Automodel 0.5.0",
 }
 
 
@@ -63,13 +61,6 @@ class Writer:
 
 
 WRITERS = {
-    "fastvideo": Writer(
-        package="fastvideo",
-        environment="cache_writers",
-        write=write_fastvideo,
-        options=("--vae", "wan", "--trust-scale"),  # random values do not have the spread of Wan's latents
-        unscaled=lambda latent: latent,
-    ),
     "simpletuner": Writer(
         package="simpletuner",
         environment="cache_writers",
@@ -145,11 +136,7 @@ def sample(number: int, form: Writer) -> dict[str, Any]:
 
 
 def _imported(kind: str, folder: Path, made: Environment, count: int) -> int:
-    """Let a package write, import that, and compare; return the number of values.
-
-    Raises:
-        BucketlineError: if a sample is missing, or one of its values differs.
-    """
+    """Let a package write, import that, and compare; return the number of values."""
     writer = WRITERS[kind]
     samples = [sample(number, writer) for number in range(count)]
     cache = folder / "cache"
@@ -160,22 +147,19 @@ def _imported(kind: str, folder: Path, made: Environment, count: int) -> int:
 
 
 def compare(kind: str, cache: Path, samples: Sequence[dict[str, Any]]) -> int:
-    """Import a cache, and compare what is read and what is stored with the samples; return the number of values.
-
-    Raises:
-        BucketlineError: if a sample is missing, or one of its values differs.
-    """
+    """Import a cache, and compare what is read and what is stored with the samples; return the number of values."""
     from bucketline.ingest.cli import main as ingest_main
     from bucketline.ingest.importers.cache import ListRequest
-    from bucketline.ingest.importers.changes import read_entry
+    from bucketline.ingest.importers.listing import listed
     from bucketline.ingest.importers.registry import IMPORTERS
+    from bucketline.ingest.importers.rows import read_entry
     from bucketline.store import Store
 
     store, writer = cache.parent / "i.store", WRITERS[kind]
     if code := ingest_main(["import", kind, str(cache), str(store), "--dtype", "F32", *writer.options]):
         raise BucketlineError(f"ingest import ended with {code}")
     opened, importer, number = Store.open(store), IMPORTERS[kind], 0
-    listing = importer.listed(ListRequest(source=cache))
+    listing = listed(importer, ListRequest(source=cache))
     entries = {entry.id: entry for entry in listing.entries}
     if opened.manifest.samples != len(samples):
         raise BucketlineError(f"{opened.manifest.samples} of {len(samples)} samples were imported")
@@ -204,11 +188,7 @@ def _values(entry: CacheEntry, cached: Cached) -> dict[str, Any]:
 
 
 def _exported(_: str, folder: Path, made: Environment, count: int) -> int:
-    """Export a store as MDS, let the package read it, and compare; return the number of values.
-
-    Raises:
-        BucketlineError: if a sample is missing, or one of its values differs.
-    """
+    """Export a store as MDS, let the package read it, and compare; return the number of values."""
     from bucketline.store.cli import main as store_main
 
     expected = _write_store(folder / "s.store", count)

@@ -50,11 +50,7 @@ class PeerSet:
     made: dict[str, Environment] = field(default_factory=dict)
 
     def write(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Make the environments and write every format. Return the entries for which that worked.
-
-        Raises:
-            BucketlineError: if one in our own environment fails, which is a bug in Bucketline or in the limits.
-        """
+        """Make the environments and write every format. Return the entries for which that worked."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_expected(self.folder, expected(self.shape))
         for name in dict.fromkeys(entry.environment for entry in entries):
@@ -116,11 +112,7 @@ class PeerSet:
         return self._timed(one, None, least_s)
 
     def cold(self, one: Contender, payload_bytes: int) -> list[Timed]:
-        """Drop the format's pages and time one pass in a fresh process.
-
-        Raises:
-            BucketlineError: if no attempt read enough of the samples' bytes from the disk.
-        """
+        """Drop the format's pages and time one pass in a fresh process."""
         read = 0
         for _ in range(TRIES):
             drop_pages(own_folder(self.folder, one.entry.name))

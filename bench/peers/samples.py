@@ -157,11 +157,7 @@ def digest(latent: NDArray[Any], tokens: NDArray[Any], original_size: NDArray[An
 
 
 def words_sum(array: NDArray[Any]) -> int:
-    """Return the sum of an array's 8-byte words, modulo 2^64. Reads every byte; zeros, such as padding, add nothing.
-
-    Raises:
-        ValueError: if the array is not contiguous.
-    """
+    """Return the sum of an array's 8-byte words, modulo 2^64. Reads every byte; zeros, such as padding, add nothing."""
     if not array.flags.c_contiguous:
         raise ValueError(f"a tensor of shape {array.shape} and strides {array.strides} is not contiguous")
     words: NDArray[np.uint64] = array.reshape(-1).view(np.uint64)

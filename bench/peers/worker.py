@@ -87,11 +87,7 @@ def write(asked: dict[str, Any]) -> int:
 
 
 def gate(asked: dict[str, Any]) -> dict[str, Any]:
-    """Check two passes and return the observations.
-
-    Raises:
-        GateError: if a pass is wrong.
-    """
+    """Check two passes and return the observations."""
     task = Task(**asked)
     shape, wanted, opened = task.set_shape, read_expected(Path(task.folder)), task.ready()()
     first, second = (check(opened.begin(), shape, wanted) for _ in range(2))
@@ -111,9 +107,6 @@ def timed(asked: dict[str, Any], least_s: float | None = None, times: int = 1) -
     `least_s`: hot, passes for at least so long. One or more untimed passes come first: they start workers, map files and fill
     the page cache. None: one pass. Opening is timed too, because it may read data that the pass then does not read again;
     imports are not.
-
-    Raises:
-        GateError: if the sum of the batches' words is not that of every sample once per pass.
     """
     task = Task(**asked)
     shape, wanted = task.set_shape, read_expected(Path(task.folder))

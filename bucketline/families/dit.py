@@ -34,11 +34,7 @@ class Dit(Family):
     lora_targets = (*Family.lora_targets, "ff.net.0.proj", "ff.net.2")
 
     def expects(self) -> Iterator[Expected]:
-        """Require the store's sizes and classes, and square buckets.
-
-        Raises:
-            UsageError: if a bucket is not square; the message names the first one.
-        """
+        """Require the store's sizes and classes, and square buckets."""
         remedy = "pack the source into a store with --grid square:N"
         refuse_unsquare("the store", self.model_class, self.store.latent_sizes, remedy)
         yield from super().expects()

@@ -129,11 +129,7 @@ def variants(stem: str, others: str = "") -> tuple[str, ...]:
 
 
 def refuse_unsquare(item: str, kind: str, sizes: Iterable[tuple[str, int, int]], remedy: str) -> None:
-    """Check that all sizes (name, height, width) are square.
-
-    Raises:
-        UsageError: if one is not; the message names the first.
-    """
+    """Check that all sizes (name, height, width) are square."""
     for name, height, width in sizes:
         if height != width:
             raise UsageError(

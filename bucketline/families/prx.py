@@ -41,11 +41,7 @@ class Prx(Family):
 
     @classmethod
     def extras(cls, model: Model) -> dict[str, Any]:
-        """Check that what the pipeline cleans captions with is there.
-
-        Raises:
-            ModelError: if it is not.
-        """
+        """Check that what the pipeline cleans captions with is there."""
         if find_spec("ftfy") is None:
             raise ModelError(f"{model.name}: PRXPipeline cleans captions with ftfy, which is not installed; pip install ftfy")
         return {}

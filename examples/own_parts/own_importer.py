@@ -7,37 +7,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from bucketline.errors import SourceError
 from bucketline.ingest.importers.cache import (
     Cached,
     CacheEntry,
-    CacheListing,
+    FoundEntries,
     Geometry,
     Importer,
     ListRequest,
     Scaling,
+    Variant,
     damaged,
+    has_file,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def is_here(source: Path) -> bool:
-    """Return True if the folder looks like such a cache; `ingest import auto` asks."""
-    return any(source.glob("*.npy"))
-
-
-def listed(request: ListRequest) -> CacheListing:
-    """Return the cache's samples, without reading their values."""
-    entries = []
-    for path in sorted(request.source.glob("*.npy")):
-        caption = path.with_suffix(".txt")
-        captions = (caption.read_text(encoding="utf-8").strip(),) if caption.is_file() else ()
-        entries.append(CacheEntry(id=path.stem, path=path.name, captions=captions))
-    if not entries:
-        raise SourceError(f"{request.source} has no .npy file; name the folder that has the latents")
-    return CacheListing(entries=entries, variant="sdxl", scaling=Scaling.NONE, captions_from=".txt files")
+def found(request: ListRequest) -> FoundEntries:
+    """Return the cache's samples, without reading their values. Captions are looked for next to them, as NAME.txt."""
+    paths = sorted(request.source.glob("*.npy"))
+    return FoundEntries(entries=[CacheEntry(id=path.stem, path=path.name, variant="sdxl") for path in paths])
 
 
 def read(source: Path, entry: CacheEntry, variant: str) -> Cached:  # noqa: ARG001 - of formats with several architectures
@@ -48,4 +38,10 @@ def read(source: Path, entry: CacheEntry, variant: str) -> Cached:  # noqa: ARG0
     return Cached(latent=torch.from_numpy(latent), geometry=Geometry())
 
 
-IMPORTER = Importer(kind="npy", is_here=is_here, listed=listed, read=read)
+IMPORTER = Importer(
+    kind="npy",
+    is_here=has_file(r"[^/]+\.npy", ""),  # `ingest import auto` asks
+    found=found,
+    read=read,
+    variants={"sdxl": Variant(scaling=Scaling.NONE)},  # as the VAE made them, not as the model is fed
+)

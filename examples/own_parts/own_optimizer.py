@@ -1,4 +1,4 @@
-"""Lion (Chen et al. 2023, arXiv 2302.06675) as an optimizer of the trainer: `--optimizer lion`."""
+"""Lion (Chen et al. 2023, arXiv 2302.06675) for the trainer: `--optimizer own_optimizer:Lion --learning-rate 1e-5`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketline.train.optim import OptimizerKind
-
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import nn
-
-    from bucketline.train.optim import Groups, Options
-
-LION = OptimizerKind(make="own_optimizer:make", learning_rate=1e-5, shards=True)
-
-
-def make(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Optimizer:
-    """Return Lion for the groups, each with its weight decay."""
-    return Lion(groups, {"lr": options.learning_rate, "betas": (0.9, 0.99)})
 
 
 class Lion(torch.optim.Optimizer):
     """Steps by the sign of a momentum, which is all that it keeps: 4 bytes a weight."""
+
+    def __init__(self, groups: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:  # noqa: ANN401 - as torch's
+        """Take groups of weights, each with its weight decay."""
+        super().__init__(groups, {"lr": lr, "betas": betas})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

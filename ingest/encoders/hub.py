@@ -22,11 +22,7 @@ class HubSnapshot:
 
 
 def snapshot(name: str) -> HubSnapshot:
-    """Return a model of a hub with its configurations downloaded, or as it is in the cache if the hub cannot be reached.
-
-    Raises:
-        ModelError: if the hub does not have the model or refuses it, or cannot be reached and the model is not cached.
-    """
+    """Return a model of a hub with its configurations downloaded, or as it is in the cache if the hub cannot be reached."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -70,11 +66,7 @@ def snapshot(name: str) -> HubSnapshot:
 
 
 def downloaded(name: str, files: list[str], revision: str) -> list[Path]:
-    """Return the paths of a hub model's files in the cache, after downloading those that it lacks.
-
-    Raises:
-        ModelError: if one cannot be downloaded.
-    """
+    """Return the paths of a hub model's files in the cache, after downloading those that it lacks."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -38,11 +38,7 @@ class ModelFolder:
     file: ModelFile | None = None  # if its weights are in one file; `path` has the configurations then
 
     def part(self, name: str) -> dict[str, Any]:
-        """Return the arguments to load a part with `from_pretrained`, which downloads the files that it needs from a hub.
-
-        Raises:
-            ModelError: if the model has no such part.
-        """
+        """Return the arguments to load a part with `from_pretrained`, which downloads the files that it needs from a hub."""
         parts = (
             {path.name for path in self.path.iterdir() if path.is_dir()}
             if self.hub_files is None
@@ -56,20 +52,12 @@ class ModelFolder:
         return {"pretrained_model_name_or_path": self.name, "subfolder": name, "revision": self.path.name}
 
     def weights(self, name: str, bases: tuple[str, ...]) -> dict[str, Any]:
-        """Return the arguments to load a part's weights with `from_pretrained`; weight file names begin with one of `bases`.
-
-        Raises:
-            ModelError: if the model has no such part, or the part has no weights.
-        """
+        """Return the arguments to load a part's weights with `from_pretrained`; weight file names begin with one of `bases`."""
         part, names = self.part(name), self._files(name)
         return {**part, "variant": variant_of(f"{redacted(self.name)}: {name}/", names, bases)}
 
     def weight_files(self, name: str, bases: tuple[str, ...]) -> list[Path]:
-        """Return the .safetensors files that `weights` stands for, downloaded if they are a hub's; empty if it has none.
-
-        Raises:
-            ModelError: as `weights`; or if they cannot be downloaded.
-        """
+        """Return the .safetensors files that `weights` stands for, downloaded if they are a hub's; empty if it has none."""
         variant = self.weights(name, bases)["variant"]
         own = safetensors_of(self._files(name), bases, variant)
         if self.hub_files is None:
@@ -96,11 +84,7 @@ class ModelFolder:
         return None if is_there else f"no {wanted}; it has {there}"
 
     def refuse_other_classes(self) -> None:
-        """Check that the index names the class of each encoder that the encoder's own configuration names.
-
-        Raises:
-            ModelError: if it names another one, whose configuration or weights would be taken for this one's.
-        """
+        """Check that the index names the class of each encoder that the encoder's own configuration names."""
         for name, entry in self.index().items():
             if not name.startswith(ENCODERS) or not isinstance(entry, list) or len(entry) < len(("library", "class")):
                 continue
@@ -114,11 +98,7 @@ class ModelFolder:
                 )
 
     def refuse_other_model(self) -> None:
-        """Check that the index names a pipeline of captions, and that the transformer or UNet is its own and takes the latents.
-
-        Raises:
-            ModelError: if the pipeline takes images, or the model is another one's, or takes another number of channels.
-        """
+        """Check that the index names a pipeline of captions, whose transformer or UNet is its own and takes the latents."""
         index = self.index()
         if (wrong := takes_images(index)) is not None:
             raise ModelError(f"{redacted(self.name)}: {index_path(self.path).name} {wrong}")
@@ -140,11 +120,7 @@ class ModelFolder:
             )
 
     def from_file(self, name: str) -> Any | None:  # noqa: ANN401 - diffusers and transformers have no common type
-        """Load a part from the model's single file; None if there is no such file, or the folder has the part instead.
-
-        Raises:
-            ModelError: if the part is not complete, or neither has it.
-        """
+        """Load a part from the model's single file; None if there is no such file, or the folder has the part instead."""
         if self.file is None:
             return None
         if self.file.has(name):
@@ -173,11 +149,7 @@ class ModelFolder:
         return (self.path / name).is_dir()
 
     def has_weights(self, name: str) -> bool:
-        """Return True if the model has the weights of a part in a folder of its own, also if a hub has yet to send them.
-
-        Raises:
-            ModelError: if the hub that tells cannot be reached, and its cache lacks them.
-        """
+        """Return True if the model has the weights of a part in a folder of its own, also if a hub has yet to send them."""
         files = self.hub_files
         if files is None:
             files = tuple(f"{name}/{path.name}" for path in (self.path / name).glob("*.*"))
@@ -207,11 +179,6 @@ def open_model(name: str, config: str | None = None) -> ModelFolder:
     """Return the model in the folder or single file `name`, or the one of that name on a hub if there is neither.
 
     `config`: for a single file, the folder of its configurations, or the name of a model on a hub that has the same.
-
-    Raises:
-        ModelError: if `name` is a path without a model, or one whose parts are not of one model; or if the hub lacks the model
-            or cannot be reached.
-        UsageError: if `config` is given without a single file.
     """
     model = _found(name, config)
     model.refuse_other_classes()
@@ -220,12 +187,7 @@ def open_model(name: str, config: str | None = None) -> ModelFolder:
 
 
 def local_model(name: str, config: str | None = None) -> ModelFolder | None:
-    """Return the model in the folder or single file `name`, unchecked; None if it may be one of a hub.
-
-    Raises:
-        ModelError: if `name` is a path without a model.
-        UsageError: as `open_model`.
-    """
+    """Return the model in the folder or single file `name`, unchecked; None if it may be one of a hub."""
     if (path := single_file(name)) is not None:
         file = open_model_file(path, config)
         return ModelFolder(name=name, path=file.config, file=file)

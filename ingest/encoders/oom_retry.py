@@ -29,11 +29,7 @@ class OomRetry(Generic[T, R]):
         self._limits: dict[Hashable, int] = {}
 
     def __call__(self, items: Sequence[T], kind: Hashable = None) -> list[R]:
-        """Encode items in order.
-
-        Raises:
-            ModelError: if a single item does not fit.
-        """
+        """Encode items in order."""
         results: list[R] = []
         while len(results) < len(items):
             size = self._limits.get(kind, len(items))

@@ -27,11 +27,7 @@ class PartWeights:
 
 
 def part_weights(model: ModelFolder, name: str, bases: tuple[str, ...]) -> PartWeights | None:
-    """Return a part's weights, None if its files are not safetensors; those of a hub are downloaded.
-
-    Raises:
-        ModelError: if the model has no such part, or its files cannot be read.
-    """
+    """Return a part's weights, None if its files are not safetensors; those of a hub are downloaded."""
     if model.file is not None and model.file.has(name):
         number = sum(prod(shape) for shape in model.file.shapes_of(name).values())
         return PartWeights(number=number, dtypes=frozenset())

@@ -93,11 +93,7 @@ def cut_of(encoder: str, tokenizer: Any, caption: str, num_tokens: int, limit: i
 
 
 def load_tokenizer_part(model: ModelFolder, encoder_name: str, tokenizer_name: str) -> TokenizerPart:
-    """Load a tokenizer and its encoder's config.json.
-
-    Raises:
-        ModelError: if one is missing or cannot be loaded.
-    """
+    """Load a tokenizer and its encoder's config.json."""
     import transformers
 
     tokenizer_part, encoder_part = model.part(tokenizer_name), model.part(encoder_name)
@@ -131,11 +127,7 @@ def load_text_part(
     dtype: str,
     unread: str | None = None,
 ) -> TextPart:
-    """Load an encoder and its tokenizer. Weights whose names begin with `unread` may be missing.
-
-    Raises:
-        ModelError: if one is missing, incomplete or cannot be loaded.
-    """
+    """Load an encoder and its tokenizer. Weights whose names begin with `unread` may be missing."""
     import diffusers
     import transformers
 

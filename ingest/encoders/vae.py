@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 
 def refuse_latents(kind: str, latents: LatentKind) -> None:
-    """Check that a VAE of class `kind` can produce `latents`.
-
-    Raises:
-        UsageError: if samples or moments are requested from a VAE without a distribution.
-    """
+    """Check that a VAE of class `kind` can produce `latents`."""
     if not VAES[kind].has_posterior and latents is not LatentKind.MODE:
         raise UsageError(f"--latents {latents.value}: {kind} has no distribution, only one latent; expected --latents mode")
 
@@ -50,12 +46,7 @@ class VaeEncoder:
         latents: LatentKind = LatentKind.MODE,
         encode_dtype: str = "F32",
     ) -> None:
-        """Load `vae/` to compute in `encode_dtype`; for F16 in F32, if its config requires it (`force_upcast`).
-
-        Raises:
-            ModelError: if it is missing, incomplete or of another class.
-            UsageError: if samples or moments are requested from a VAE without a distribution.
-        """
+        """Load `vae/` to compute in `encode_dtype`; for F16 in F32, if its config requires it (`force_upcast`)."""
         self._vae = vae = load_vae(model)
         config = vae.config
         kind = type(vae).__name__
@@ -132,11 +123,7 @@ def seed_of(sample_id: str, column: str) -> int:
 
 
 def load_vae(model: ModelFolder, kinds: Sequence[str] = PACKED_VAES) -> Any:  # noqa: ANN401 - diffusers has no types
-    """Load `vae/` in F32.
-
-    Raises:
-        ModelError: if it is missing, incomplete or of another class than `kinds`.
-    """
+    """Load `vae/` in F32."""
     import diffusers
 
     kind = vae_class(model.config("vae") or {})

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def loading(model: ModelFolder, part: str) -> Iterator[None]:
-    """Turn any exception of the libraries in the block, of which broken files cause almost any, into a ModelError.
-
-    Raises:
-        ModelError: if the part cannot be loaded.
-    """
+    """Turn any exception of the libraries in the block, of which broken files cause almost any, into a ModelError."""
     try:
         yield
     except BucketlineError:
@@ -42,9 +38,6 @@ def refuse_incomplete(item: str, told: Mapping[str, Any], unread: str | None = N
     """Refuse a part whose files lack weights, which the libraries would initialise at random.
 
     Weights whose names begin with `unread` may be missing. Return the names of those that are.
-
-    Raises:
-        ModelError: if other weights are missing or have another shape; the message names the first.
     """
     spared: set[str] = set()
     for what in ("missing_keys", "mismatched_keys"):

@@ -74,11 +74,7 @@ SDXL_SIZES = tuple(
 
 
 def refuse_other_form(text: str) -> None:
-    """Check the form of a grid's text, which needs no model.
-
-    Raises:
-        UsageError: if it is none.
-    """
+    """Check the form of a grid's text, which needs no model."""
     if not _FORM.fullmatch(text):
         raise UsageError(f"--grid {text!r} is not a grid; expected {FORMS}")
 
@@ -97,9 +93,6 @@ def parse_grid(text: str, *, step_px: int, align_px: int, token_px: int | None =
     - `HxW,HxW,…`: these sizes, height first.
 
     `align_px` is the number of pixels that a latent pixel covers each way; every side must be a multiple of it.
-
-    Raises:
-        UsageError: naming what was found and what is expected.
     """
     refuse_other_form(text)
     if text == "sd15":

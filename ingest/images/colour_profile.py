@@ -59,9 +59,6 @@ def colour_profile(image: Image.Image, file: BinaryIO) -> bytes | None:
 
     A PNG's `cICP` outranks its profile (PNG, third edition, 4.3); in HEIF and AVIF a profile outranks `nclx`, and an image with
     neither is sRGB (MIAF, 7.3.6.4).
-
-    Raises:
-        RejectedError: if the pixels are HDR.
     """
     profile: bytes | None = image.info.get("icc_profile")
     points, origin = _code_points(image, file)

@@ -50,12 +50,7 @@ class Framing:
     jpeg_draft: bool = False  # decode large JPEGs at 1/2, 1/4 or 1/8 scale
 
     def place(self, sample_id: str, height_px: int, width_px: int) -> Placement:
-        """Place an upright image. The result depends only on its id, its size and these rules.
-
-        Raises:
-            NoBucketError: if every bucket exceeds `max_upscale`.
-            RejectedError: if the crop loses more than `max_crop`, or the resized image has a side that a store cannot record.
-        """
+        """Place an upright image. The result depends only on its id, its size and these rules."""
         drawn = crop_draw(sample_id) if self.crop is Crop.RANDOM else None
         placement = bucket_placement(height_px, width_px, self.grid, max_upscale=self.max_upscale, draw=drawn)
         if self.max_crop is not None and placement.cropped_share > self.max_crop:
@@ -91,9 +86,6 @@ def upscale_limit(number: float | None) -> Fraction | None:
 
     >>> upscale_limit(1.1)
     Fraction(11, 10)
-
-    Raises:
-        UsageError: if it is not a number above 0.
     """
     if number is not None and not 0.0 < number < float("inf"):
         raise UsageError(f"max_upscale is {number:g}, expected a number above 0, such as 1.5")
@@ -105,9 +97,6 @@ def crop_limit(share: float | None) -> Fraction | None:
 
     >>> crop_limit(0.75), crop_limit(1.0)
     (Fraction(3, 4), None)
-
-    Raises:
-        UsageError: if it is not a share above 0, at most 1.
     """
     if share is not None and not 0.0 < share <= 1.0:
         raise UsageError(f"--max-crop is {share:g}, expected a share of the area above 0 and at most 1, such as 0.5")
@@ -129,9 +118,6 @@ def parse_background(text: str) -> str:
 
     >>> parse_background("grey"), parse_background("#C0FFEE")
     ('#808080', '#c0ffee')
-
-    Raises:
-        UsageError: if it is none of these.
     """
     if text in BACKGROUNDS:
         return BACKGROUNDS[text]

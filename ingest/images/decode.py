@@ -63,22 +63,14 @@ class Decoded:
 
 
 def decode_image(data: bytes, framing: Framing, sample_id: str) -> Decoded:
-    """Decode an image, then resize and crop it to its bucket.
-
-    Raises:
-        RejectedError: if the image cannot be used, with the reason.
-    """
+    """Decode an image, then resize and crop it to its bucket."""
     file = io.BytesIO(data)
     with _rejecting(file, framing):
         return _decode(file, framing, sample_id)
 
 
 def placed_by_header(file: BinaryIO, framing: Framing, sample_id: str) -> Placement:
-    """Return an image's placement, from its header only; damage after the header, and EXIF after a PNG's pixels, go unnoticed.
-
-    Raises:
-        RejectedError: if the image cannot be used, with the same reason as from `decode_image`.
-    """
+    """Return an image's placement, from its header only; damage after the header or EXIF after a PNG's pixels goes unseen."""
     with _rejecting(file, framing), Image.open(file, formats=FORMATS) as image:
         _check(image, framing.min_size_px)
         colour_profile(image, file)  # refuses HDR

@@ -71,9 +71,6 @@ def bucket_placement(
     >>> from bucketline.ingest.images.bucket_grid import parse_grid
     >>> bucket_placement(300, 400, parse_grid("192x256,256x192", step_px=64, align_px=8)).bucket
     Size(height_px=192, width_px=256)
-
-    Raises:
-        NoBucketError: if every bucket needs more upscaling than `max_upscale`.
     """
     if height_px < 1 or width_px < 1:
         raise ValueError(f"an image of {height_px}x{width_px} px has no place")

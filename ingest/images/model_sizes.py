@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def latent_sizes(model: ModelFolder) -> tuple[str, int, int]:
-    """Return a VAE's class, px per latent pixel (each way) and latent channels, from `vae/config.json` only.
-
-    Raises:
-        ModelError: if the file is missing, or does not describe a supported VAE.
-    """
+    """Return a VAE's class, px per latent pixel (each way) and latent channels, from `vae/config.json` only."""
     model.part("vae")
     config = model.config("vae") or {}
     kind = vae_class(config)
@@ -37,11 +33,7 @@ def latent_sizes(model: ModelFolder) -> tuple[str, int, int]:
 
 
 def model_grid(wanted: str | None, model: ModelFolder, downscale: int) -> Grid:
-    """Return the requested grid, or the model's own; `downscale` is px per latent pixel, each way.
-
-    Raises:
-        UsageError: if it is not a grid, does not suit the VAE, or has non-square sizes for a model that takes only squares.
-    """
+    """Return the requested grid, or the model's own; `downscale` is px per latent pixel, each way."""
     unet, transformer = model.config("unet"), model.config("transformer")
     kind = square_only(transformer, model.index())
     token_px = None if transformer is None else _token_px(transformer, downscale)

@@ -23,9 +23,6 @@ def to_srgb(image: Image.Image, profile: bytes | None, background: str) -> Image
     """Return the image in mode RGB, sRGB, blended onto `background` (`#rrggbb`).
 
     Colours are assumed to be sRGB if `profile` is None, cannot be read or does not match the pixel format.
-
-    Raises:
-        RejectedError: if the value of white is undefined.
     """
     image, alpha = _split_alpha(image)
     colours = _by_profile(image, profile)
@@ -76,11 +73,7 @@ def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
 
 
 def refuse_unknown_white(image: Image.Image) -> None:
-    """Refuse pixel formats in which the value of white is undefined.
-
-    Raises:
-        RejectedError: if the image has such a format (32-bit integers or floats).
-    """
+    """Refuse pixel formats in which the value of white is undefined."""
     if image.mode in ("I", "F") and image.format != "PPM":
         raise RejectedError(
             Reason.MODE, f"32-bit pixels (mode {image.mode}), which do not define the value of white; save it with 8 or 16 bits"

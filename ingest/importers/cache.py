@@ -1,4 +1,4 @@
-"""Records of an importer: a cache's entries, listed without their values, and an entry's values once read.
+"""Records of a format and of a cache: its samples, listed without their values, and a sample's values once read.
 
 Letters: C latent channels, F latent frames of a video, h and w the latent's height and width, H and W those of the image or of
 its latent, T tokens of a caption, D width of a token.
@@ -12,19 +12,18 @@ import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bucketline.errors import BucketlineError, SourceError
 from bucketline.ingest.images.rejects import Reason, RejectedError
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
-_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".jxl", ".tif", ".tiff", ".heic", ".gif")
+Spelled: TypeAlias = "tuple[str, str]"  # a caption as it is stored, and as the trainer embeds it; often with other white space
 
 
 class Scaling(StrEnum):
@@ -43,20 +42,44 @@ class Crops(StrEnum):
     UNKNOWN = "unknown"
 
 
+class FileForm(StrEnum):
+    """The part of a caption file that a trainer takes as a caption."""
+
+    WHOLE = "one caption"
+    LINES = "a caption per line"
+    FIRST_LINE = "the first line"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEntry:
     """A sample of a cache, listed without reading its values."""
 
-    id: str
     path: str  # of the file with its latent, from the source's folder
-    image: str | None = None  # path of its image on the machine that cached it, if ids are made of these paths
-    at: tuple[str | int, ...] = ()  # its place in that file, and whatever else the importer needs to find it
+    id: str = ""  # made of `image` if the cache records that
+    image: str | None = None  # path of its image on the machine that cached it
+    variant: str | None = ""  # the model's architecture as the cache calls it; None if its file is too damaged to say
+    at: tuple[str | int, ...] = ()  # its place in the file
+    facts: tuple[int, ...] = ()  # what else the listing says and reading needs, such as sizes
     text_path: str | None = None  # of the file with its text embedding
     is_text_older: bool = False  # than its caption file, and nothing else says of which caption it is
-    captions: tuple[str, ...] | None = None  # None: they come with the values
+    suffix: str = ""  # of its id, after the image's
+    again: str = ""  # what follows the suffix if another sample has the same id
+    captioned: str | None = None  # name by which its caption files are found; None: its id without suffix
+    uncaptioned: tuple[str, ...] = ()  # texts that the trainer takes if there is no caption file
+    captions: tuple[str, ...] | None = None  # of the cache; None: they come with the values
     problem: str | None = None  # why it cannot be imported, if the listing shows it
     caption_problem: str | None = None  # why its caption file cannot be used
     stamp: tuple[int, int] | None = None  # length and mtime of its values, if these are a part of a larger file
+
+
+@dataclass(slots=True, kw_only=True)
+class FoundEntries:
+    """The samples that a format finds in a folder."""
+
+    entries: Sequence[CacheEntry]
+    texts: Mapping[str, str] = field(default_factory=dict)  # path of each text embedding, by what `Importer.embedded` names
+    notes: list[str] = field(default_factory=list)
+    variants: Iterable[str] = ()  # that are there, also without entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,22 +115,21 @@ class Cached:
     leaves_out: str | None = None  # what the cache also has and a store does not take, such as the image itself
 
 
-@dataclass(slots=True, kw_only=True)
-class CacheListing:
-    """A cache's entries and what holds for all of them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """The form of the caches of an architecture."""
 
-    entries: list[CacheEntry]
-    variant: str  # the model's architecture as the cache calls it; empty if it does not say
-    scaling: Scaling
-    control_scaling: Scaling | None = None  # of the columns `control/NAME`; None: that of the latents
+    scaling: Scaling = Scaling.AS_FED
     latents: str = "sample"  # `mode` or `sample`, as in the store's provenance
-    family: str | None = None  # the text family whose layout the cache's embeddings have; None: it has none that can be kept
+    family: str | None = None  # the text family whose layout the embeddings have; None: they cannot be kept
     text_refused: str | None = None  # why its captions can be stored only without embeddings
-    text_unknown: str | None = None  # what is wrong if it has text embeddings, and none is of a caption that was found
-    has_crops: bool = False
-    captions_from: str = "the cache"
-    vae: str | None = None  # what the cache says of its VAE
-    notes: list[str] = field(default_factory=list)
+    why_not: str | None = None  # why it cannot be imported
+
+
+def prefixed(text: str, trigger: str | None) -> list[Spelled]:
+    """Return a text as the caption that it becomes, with the trigger word before it if there is one."""
+    caption = text.strip() if trigger is None else f"{trigger} {text.strip()}".strip()
+    return [(caption, caption)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +148,20 @@ class Importer:
 
     kind: str
     is_here: Callable[[Path], bool]
-    listed: Callable[[ListRequest], CacheListing]
+    found: Callable[[ListRequest], FoundEntries]
     read: Callable[[Path, CacheEntry, str], Cached]  # source, entry, variant
+    variants: Mapping[str, Variant] = field(default_factory=lambda: {"": Variant()})
+    other: Variant | None = None  # a variant that is not listed; None: it is refused
+    unknown: tuple[str, ...] = ()  # words in the names of variants whose scaling is not known
+    has_crops: bool = False
+    captions_in: str | None = None  # what of the cache has the captions; None: caption files in the source
+    form: FileForm = FileForm.LINES  # of the caption files
+    # what may become of a file's text and the trigger word, what the trainer usually makes of them first
+    spelled: Callable[[str, str | None], Iterable[Spelled]] = prefixed
+    dates_text: bool = False  # only the mtimes say whether an embedding is of the caption that its file has now
+    # of an entry, the variant and a caption: names of embeddings that may be there, and whether they are of the variant
+    embedded: Callable[[CacheEntry, str, str], Mapping[str, bool]] | None = None
+    causes: str = ""  # why a caption may have no embedding
 
 
 def files_below(folder: Path) -> Iterator[tuple[str, list[str]]]:
@@ -154,59 +188,6 @@ def has_file(name: str | re.Pattern[str], folder: str | re.Pattern[str] = ".*") 
     return lambda source: any(
         re.fullmatch(name, own) for inside, names in files_below(source) if re.fullmatch(folder, inside) for own in names
     )
-
-
-def images_named(stem: str, names: set[str]) -> list[str]:
-    """Return the names of the images that a cache file of this stem may belong to.
-
-    >>> images_named("a", {"a.png", "a.txt"}), images_named("a", {"a.JPG", "a.png"}), images_named("a", set())
-    (['a.png'], ['a.png', 'a.JPG'], [])
-    """
-    return [name for extension in _IMAGES for name in (stem + extension, stem + extension.upper()) if name in names]
-
-
-def ids_of_paths(paths: Sequence[str]) -> dict[str, str]:
-    """Return an id for each path: the path from the folder that all of them are in.
-
-    >>> ids_of_paths(["/data/photos/cats/a.png", "/data/photos/b.png"])
-    {'/data/photos/cats/a.png': 'cats/a.png', '/data/photos/b.png': 'b.png'}
-    """
-    plain = {path: path.replace("\\", "/") for path in paths}
-    folders = {os.path.dirname(path) for path in plain.values()}  # noqa: PTH120 - a path of any machine
-    try:
-        shared = os.path.commonpath(folders) if folders else ""
-    except ValueError:  # some absolute, some not
-        shared = ""
-    start = f"{shared.rstrip('/')}/" if shared else ""
-    return {path: own.removeprefix(start).lstrip("/") for path, own in plain.items()}
-
-
-def chosen_variant(
-    found: Counter[str], request: ListRequest, kind: str, *, variants: str = "models", unknown: Sequence[str] = ()
-) -> str:
-    """Return the variant to import: the only one of the source, or the one that the user names; `variants` are what they are.
-
-    Raises:
-        SourceError: if the source has none, several and none is named, or not the named one, or if its name has a word of
-            `unknown`: those of models whose scaling is not known.
-    """
-    if not found:
-        raise SourceError(f"{request.source} has no latents in the format of {kind}; name the folder that has the cache")
-    there = ", ".join(f"{name or 'unnamed'} ({count})" for name, count in found.most_common())
-    if request.variant is not None:
-        if request.variant not in found:
-            raise SourceError(f"{request.source} has no latents of {request.variant!r:.80}, it has {there}; correct --variant")
-    elif len(found) > 1:
-        raise SourceError(f"{request.source} has latents of several {variants}: {there}; choose one by --variant NAME")
-    variant = next(iter(found)) if request.variant is None else request.variant
-    if any(word in variant.lower() for word in unknown):
-        raise refuse_variant(kind, variant)
-    return variant
-
-
-def refuse_variant(kind: str, variant: str, why: str = "how they are scaled is unknown") -> SourceError:
-    """Return the error for a variant that cannot be imported."""
-    return SourceError(f"latents of {variant!r:.80} in the format of {kind} cannot be imported: {why}")
 
 
 def damaged(what: str) -> RejectedError:

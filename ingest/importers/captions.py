@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.encoders.text_columns import Embedding
-    from bucketline.ingest.importers.cache import Cached, CacheListing, Text
+    from bucketline.ingest.importers.cache import Cached, Text
     from bucketline.ingest.importers.config import ImportConfig
+    from bucketline.ingest.importers.listing import CacheListing
     from bucketline.ingest.importers.rows import ImportedRow
     from bucketline.store.format.text_block import TextSpec
     from bucketline.typed_json import Json
@@ -52,10 +53,10 @@ def text_plan(config: ImportConfig, model: ModelFolder | None, listing: CacheLis
     """
     if listing.text_unknown is not None and config.text in (None, SOURCE):
         raise SourceError(f"{config.source}: {listing.text_unknown}")
-    if listing.text_refused is not None:
+    if listing.form.text_refused is not None:
         if config.text in (SOURCE, _ENCODE, PLAIN):
-            raise SourceError(f"--text {config.text}: {listing.text_refused}; leave it out to store the captions only")
-        listing.notes.append(f"captions are stored without embeddings: {listing.text_refused}")
+            raise SourceError(f"--text {config.text}: {listing.form.text_refused}; leave it out to store the captions only")
+        listing.notes.append(f"captions are stored without embeddings: {listing.form.text_refused}")
         return _NONE
     if config.text == _NONE:
         return _NONE

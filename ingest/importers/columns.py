@@ -13,7 +13,7 @@ import torch
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import Scaling, damaged
+from bucketline.ingest.importers.cache import damaged
 from bucketline.store import Axis, RowColumn
 from bucketline.store.format.columns import FLIPPED_SUFFIX, ROLE, TARGET
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.ingest.importers.cache import Cached
-    from bucketline.ingest.importers.vae.named_vae import NamedVae
+    from bucketline.ingest.importers.cache import Cached, Scaling
+    from bucketline.ingest.importers.vae import NamedVae
     from bucketline.typed_json import Json
 
 _MASK = "mask"
@@ -45,7 +45,6 @@ class ColumnRules:
     side: tuple[SideColumn, ...] = ()
     frames: bool = False  # whether latents are stored as videos', [C, F, h, w]
     flip: bool = False  # whether the mirrored image's latent is stored too
-    control_scaling: Scaling = Scaling.NONE
     declined: bool = False  # whether the user has named the columns, so that others are left out, not an error
 
     @property
@@ -79,7 +78,9 @@ class ColumnRules:
             columns += [_mirrored(column) for column in columns]
         return columns
 
-    def side_values(self, cached: Cached, latent_hw: tuple[int, int], vae: NamedVae, dtype: str) -> dict[str, NDArray[Any]]:
+    def side_values(
+        self, cached: Cached, latent_hw: tuple[int, int], vae: NamedVae, scaling: Scaling, dtype: str
+    ) -> dict[str, NDArray[Any]]:
         """Return a sample's values of these columns by role; `latent_hw` is the size of its unpacked latent.
 
         Raises:
@@ -103,7 +104,7 @@ class ColumnRules:
                         f"its {side.role} is {list(value.shape)}, its latent {list(cached.latent.shape)}, expected one shape; "
                         f"--columns {_NO_COLUMNS} leaves it out"
                     )
-                found[side.role] = vae.stored(as_frames(value, is_video=self.frames), self.control_scaling, dtype)
+                found[side.role] = vae.stored(as_frames(value, is_video=self.frames), scaling, dtype)
                 continue
             mask = _as_mask(value)
             expected = [length * vae.downscale // side.step for length in latent_hw]

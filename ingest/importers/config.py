@@ -26,9 +26,9 @@ class ImportConfig(ChangingArguments):
     """Import another trainer's latent cache, without images.
 
     KIND is the trainer or format that wrote SOURCE: kohya (sd-scripts), musubi (musubi-tuner), simpletuner, onetrainer,
-    ai-toolkit, diffusion-pipe, mds (mosaicml/diffusion, micro_diffusion), nemo (NeMo Automodel), fastvideo, or auto. Latents
-    are stored as the VAE made them: what the cache scaled is undone by the VAE's constants, and their spread is compared with
-    the VAE's. Files are never unpickled. Running the same command again imports only what is new or changed.
+    ai-toolkit, diffusion-pipe, mds (mosaicml/diffusion, micro_diffusion), or auto. Latents are stored as the VAE made them:
+    what the cache scaled is undone by the VAE's constants, and their spread is compared with the VAE's. Files are never
+    unpickled. Running the same command again imports only what is new or changed.
 
     A cache does not say which VAE made it: --model or --vae names it, and the manifest says so.
 
@@ -39,7 +39,7 @@ class ImportConfig(ChangingArguments):
     FIRST = ("model", "vae", "captions", "text", "val_fraction", "dtype", "dry_run", "max_rejects", "replace", "json")
 
     kind: Annotated[Positional[str], Arg(metavar="KIND")]
-    """kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, nemo, fastvideo, or auto, which recognises it.
+    """kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, or auto, which recognises it.
     Also one of a package that you installed."""
     source: Annotated[Positional[Path], Arg(metavar="SOURCE")]
     """Folder of the cache; of kohya and ai-toolkit, that of the images."""

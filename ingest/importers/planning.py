@@ -1,7 +1,14 @@
-"""Rank 0 before anything is written: list the cache, compare it with the store, check some of its latents."""
+"""Rank 0 before anything is written: list the cache, compare it with the store, check some of its latents.
+
+A row's `source` is the path of its file, or of its image where the cache records that one. By it, ids stay as a data set grows,
+and rows of another folder with the same names are not replaced.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+from collections import Counter
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import chain
@@ -9,34 +16,40 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bucketline.command_line import counted
 from bucketline.errors import FingerprintError, SourceError, UsageError
-from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Crops, ListRequest
 from bucketline.ingest.importers.captions import CaptionSource, text_plan
-from bucketline.ingest.importers.changes import not_stored, read_entry, rejects_named, unique
 from bucketline.ingest.importers.columns import ColumnRules, as_frames, named_roles, side_columns, stored_columns
-from bucketline.ingest.importers.origins import named_as_stored, refuse_other_origin
-from bucketline.ingest.importers.registry import expect_inputs, importer_of, listed
-from bucketline.ingest.importers.rows import SOURCE, ImportPlan
-from bucketline.ingest.importers.vae.named_vae import has_weights, named_vae
-from bucketline.ingest.importers.vae.round_trip import SAMPLES, refuse_other_vae
-from bucketline.ingest.importers.vae.spread import refuse_wrong_scale
+from bucketline.ingest.importers.listing import listed
+from bucketline.ingest.importers.registry import expect_inputs, importer_of
+from bucketline.ingest.importers.rows import (
+    SOURCE,
+    ImportPlan,
+    cache_stamp,
+    kept_captions,
+    origin_of,
+    read_entry,
+    rejects_named,
+)
+from bucketline.ingest.importers.vae import named_vae
 from bucketline.ingest.packing.target import newest_store
-from bucketline.ingest.pipeline.model.device import chosen_device
+from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.store.format.columns import FLIPPED
 from bucketline.store.format.hashing import draw
 from bucketline.store.format.manifest import refuse_difference
+from bucketline.store.format.sample_record import captions_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
-    from bucketline.ingest.importers.cache import Cached, CacheEntry, CacheListing, Importer
+    from bucketline.ingest.importers.cache import Cached, CacheEntry, Importer
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.ingest.importers.vae.named_vae import NamedVae
-    from bucketline.ingest.importers.vae.round_trip import RoundTrip
-    from bucketline.ingest.importers.vae.spread import LatentSpread
+    from bucketline.ingest.importers.listing import CacheListing
+    from bucketline.ingest.importers.vae import NamedVae
     from bucketline.store import Manifest, Store
     from bucketline.typed_json import Json
 
@@ -52,8 +65,9 @@ class Planned:
     listing: CacheListing
     changed: list[CacheEntry]  # that the store does not have as they are now
     store: Store | None  # as it is
-    spread: LatentSpread | None = None
-    round_trip: RoundTrip | None = None
+    spread: float | None = (
+        None  # of the latents that were checked, over the VAE's; None: nothing new, or the check was declined
+    )
     captions: CaptionSource | None = None  # if its encoders were loaded
 
 
@@ -62,7 +76,6 @@ class _ReadSample(NamedTuple):
 
     cached: Cached
     latent: NDArray[Any]  # [C, h, w] or [C, F, h, w], unscaled
-    is_wide: bool  # its spread is so far over the VAE's that the import will reject it
 
 
 def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int) -> Planned:
@@ -102,38 +115,36 @@ def _planned(
     """Return the plan for a cache that is listed; as `plan_import`."""
     manifest, roles = None if store is None else store.manifest, named_roles(config.columns)
     _name(listing, config, store)
-    crops = Crops(config.crop or ("source" if listing.has_crops else "unknown"))
-    if crops is Crops.SOURCE and not listing.has_crops:
+    form = listing.form
+    crops = Crops(config.crop or ("source" if importer.has_crops else "unknown"))
+    if crops is Crops.SOURCE and not importer.has_crops:
         raise UsageError(f"--crop source: {importer.kind} does not record crops; say center or unknown")
-    vae = named_vae(model, config.vae, config.dtype, listing.latents)
-    vae.refuse_scaling(listing.scaling, str(config.source))
+    vae = named_vae(model, config.vae, config.dtype, form.latents)
+    vae.refuse_scaling(form.scaling, str(config.source))
     text = text_plan(config, model, listing)
     at_most = config.most_captions(text)
     if at_most < max((len(entry.captions or ()) for entry in listing.entries), default=0):
         listing.notes.append(f"of a sample's captions at most {at_most} can be stored, the first")
     changed = not_stored(listing.entries, store, config.source, at_most)
     if store is not None and not config.replace:
-        refuse_other_origin(changed, store, config.source)
-    spread, round_trip, captions, columns = None, None, None, _columns_of(manifest)
+        _refuse_other_origin(changed, store, config.source)
+    spread, captions, columns, is_first = None, None, _columns_of(manifest), manifest is None
     checking = _Checking(config=config, importer=importer, listing=listing, changed=changed, vae=vae)
-    if changed and (checked := checking.samples(is_first=manifest is None)):
-        latents = [sample.latent for sample in checked]
+    if changed and (checked := checking.samples(is_first=is_first)):
         if not config.trust_scale:
-            spread = refuse_wrong_scale(latents, vae.expected, listing.scaling, str(config.source))
-            if model is not None and has_weights(model):
-                device = chosen_device(config.device, local_rank)
-                round_trip = refuse_other_vae(latents[:SAMPLES], model, device, str(config.source))
+            latents = [sample.latent for sample in checked]
+            spread = vae.refuse_other(latents, form.scaling, str(config.source), is_first=is_first)
         if text == SOURCE:
             captions = CaptionSource(config, model, text, local_rank)
             captions.refuse_other_encoders([sample.cached for sample in checked])
         if manifest is None or roles is not None:
             columns = checking.columns(checked, roles)
-    columns = replace(columns, control_scaling=listing.control_scaling or listing.scaling, declined=roles is not None)
+    columns = replace(columns, declined=roles is not None)
     plan = ImportPlan(
         kind=importer.kind,
         variant=listing.variant,
-        scaling=listing.scaling,
-        latents=listing.latents,
+        scaling=form.scaling,
+        latents=form.latents,
         text=text,
         crops=crops,
         columns=columns,
@@ -150,7 +161,6 @@ def _planned(
         changed=changed,
         store=store,
         spread=spread,
-        round_trip=round_trip,
         captions=captions,
     )
 
@@ -160,8 +170,106 @@ def _name(listing: CacheListing, config: ImportConfig, store: Store | None) -> N
     prefix = "" if config.prefix is None else f"{config.prefix.strip('/')}/"
     listing.entries = [replace(entry, id=prefix + entry.id) for entry in listing.entries] if prefix else listing.entries
     if store is not None:
-        listing.entries = named_as_stored(listing.entries, store, prefix)
-    unique(listing)
+        listing.entries = _named_as_stored(listing.entries, store, prefix)
+    _unique(listing)
+
+
+def _unique(listing: CacheListing) -> None:
+    """Mark a second entry of an id, and entries whose values are the same part of a file, as such that cannot be imported."""
+    seen: dict[str, CacheEntry] = {}
+    sharing: dict[tuple[object, ...], list[str]] = {}  # ids by part of a file
+    for entry in listing.entries:
+        sharing.setdefault((entry.path, entry.at), []).append(entry.id)
+    entries = []
+    for entry in listing.entries:
+        if entry.problem is None and len(ids := sharing[entry.path, entry.at]) > 1:
+            problem = f"{' and '.join(ids[:5])} share it, which is of one of them; rename the others, and cache them again"
+            entry = replace(entry, problem=problem)  # noqa: PLW2901 - its only form
+        if (other := seen.setdefault(entry.id, entry)) is not entry:
+            problem = f"{entry.path} and {other.path} are caches of one image; keep one"
+            entry = replace(entry, id=f"{entry.id} ({entry.path})", problem=problem)  # noqa: PLW2901 - its only form
+        entries.append(entry)
+    listing.entries = entries
+
+
+def not_stored(entries: Sequence[CacheEntry], store: Store | None, source: Path, max_captions: int) -> list[CacheEntry]:
+    """Return the entries that the store does not have as they are now: values and captions."""
+    if store is None:
+        return list(entries)
+    index, changed = PackedIndex(store), []
+    for entry, stored in zip(entries, index.find_all([entry.id for entry in entries]), strict=True):
+        try:
+            same = (
+                entry.problem is entry.caption_problem is None
+                and stored is not None
+                and (stored.source_bytes, stored.source_mtime_ns) == cache_stamp(source, entry)
+                and (
+                    entry.captions is None or stored.captions == captions_checksum(kept_captions(entry.captions, max_captions))
+                )
+            )
+        except RejectedError:
+            same = False  # read again, and rejected with its reason
+        if not same:
+            changed.append(entry)
+    return changed
+
+
+def _named_as_stored(entries: Sequence[CacheEntry], store: Store, prefix: str) -> list[CacheEntry]:
+    """Return entries with the ids under which the store has their images.
+
+    An id is the image's path from the folder that all images are in. If a folder next to that one is added, this is another
+    folder, and the rows of the images that were there before are found by the end of their path and by their `source`.
+    """
+    index, found = PackedIndex(store), list(entries)
+    stored = index.find_all([entry.id for entry in entries])
+    missing = [n for n, entry in enumerate(entries) if stored[n] is None and entry.image is not None]
+    named = [(n, name) for n in missing for name in _other_names(entries[n], prefix)]
+    for (n, name), row in zip(named, index.find_all([name for _, name in named]), strict=True):
+        if row is not None and store.sample(name)[1].source == entries[n].image:
+            found[n] = replace(entries[n], id=name)
+    times = Counter(entry.id for entry in found)
+    return [
+        replace(entry, id=prefix + (entry.image or "").replace("\\", "/").lstrip("/"))
+        if entry.id == before.id and entry.image is not None and times[entry.id] > 1
+        else entry
+        for entry, before in zip(found, entries, strict=True)
+    ]
+
+
+def _other_names(entry: CacheEntry, prefix: str) -> Iterator[str]:
+    """Yield the ids that an entry would have from other folders above its image."""
+    path = (entry.image or "").replace("\\", "/").lstrip("/")
+    own = entry.id.removeprefix(prefix)
+    parts = path.split("/")
+    ends = ["/".join(parts[at:]) for at in range(len(parts))]
+    end = next((end for end in ends if own == end or own.startswith((f"{end}/", f"{end} ("))), None)
+    if end is not None:  # what follows says which of an image's latents it is
+        yield from (prefix + other + own[len(end) :] for other in ends if other != end)
+
+
+def _refuse_other_origin(changed: Sequence[CacheEntry], store: Store, source: Path) -> None:
+    """Check that rows that would be replaced came from where the entries are.
+
+    Raises:
+        SourceError: if some are of another folder, or of other images.
+    """
+    stored = PackedIndex(store).find_all([entry.id for entry in changed])
+    other = [
+        (entry, own)
+        for entry, row in zip(changed, stored, strict=True)
+        if row is not None and entry.problem is None and not _is_of(entry, own := store.sample(entry.id)[1].source, source)
+    ]
+    if other:
+        entry, own = min(other, key=lambda one: one[0].id)
+        raise SourceError(
+            f"{counted(len(other), 'row')} of the store would be replaced by other files of the same names: "
+            f"{entry.id!r:.200} came from {own!r:.300}, here it is {origin_of(entry, source)!r:.300}. --prefix NAME imports "
+            "this cache next to it, as NAME/ID; --replace replaces the rows"
+        )
+
+
+def _is_of(entry: CacheEntry, own: str, source: Path) -> bool:
+    return own == entry.image if entry.image is not None else own.startswith(f"{os.path.abspath(source)}/")  # noqa: PTH100
 
 
 def _rules(
@@ -171,9 +279,8 @@ def _rules(
     return {
         "kind": importer.kind,
         "variant": listing.variant,
-        "scaling_undone": listing.scaling.value,
+        "scaling_undone": listing.form.scaling.value,
         "vae": f"named by {'--model' if config.vae is None else f'--vae {config.vae}'}",
-        "vae_of_the_cache": listing.vae,
         "captions": listing.captions_from,
         "trigger": config.trigger,
         "text": text,
@@ -208,9 +315,6 @@ class _Checking:
     def samples(self, *, is_first: bool) -> list[_ReadSample]:
         """Return some samples, new ones first; none if none can be read and the store has others.
 
-        Those that the import will reject one by one say nothing about the others: latents that are not finite, and those far
-        out of the VAE's range, unless in a first run most are.
-
         Raises:
             SourceError: if none can be read.
         """
@@ -218,10 +322,7 @@ class _Checking:
         others = [entry for entry in self.listing.entries if entry.id not in is_new]
         rejects: list[tuple[str, RejectedError]] = []
         # with few new ones, as many of the others: one flat image would not have the spread of a data set
-        read = list(self._readable([*_drawn(self.changed), *_drawn(others)][:CHECKED], rejects))
-        found = [sample for sample in read if not sample.is_wide]
-        if self.config.trust_scale or (is_first and len(read) > 2 * len(found)):
-            found += [sample for sample in read if sample.is_wide]
+        found = list(self._readable([*_drawn(self.changed), *_drawn(others)][:CHECKED], rejects))
         reasons = [(name, error) for name, error in rejects if name in is_new]
         if found or not is_first:
             return found
@@ -246,8 +347,9 @@ class _Checking:
                 cached = read_entry(self.importer, self.config.source, entry, self.listing.variant)
                 with rejects_named(entry):
                     as_frames(cached.latent, is_video=self.vae.frames_step is not None and cached.latent.ndim == 4)
-                    latent = self.vae.unscaled(cached.latent, self.listing.scaling)
-                    sample = _ReadSample(cached=cached, latent=latent, is_wide=self.vae.is_wide(latent))
+                    sample = _ReadSample(cached, self.vae.unscaled(cached.latent, self.listing.form.scaling))
+                    if self.vae.factor_of(sample.latent) == math.inf:
+                        raise RejectedError(Reason.LATENT, "latent: NaN or infinite")
             except RejectedError as error:
                 rejects.append((entry.id, error))
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bucketline.errors import BucketlineError, SourceError, UsageError
+from bucketline.errors import SourceError, UsageError
 from bucketline.extensions import Extensions
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.encoders.model_folder import local_model
@@ -13,10 +13,9 @@ from bucketline.ingest.importers.cache import Importer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import CacheListing, ListRequest
     from bucketline.ingest.importers.config import ImportConfig
 
-_OURS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo", "fastvideo")
+_OURS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds")
 IMPORTERS: Extensions[Importer] = Extensions(
     "an importer called",
     "bucketline.importers",
@@ -82,20 +81,3 @@ def _is_here(importer: Importer, source: Path) -> bool:
         return importer.is_here(source)
     except Exception:  # noqa: BLE001 - a JSON file that is damaged, or of something else
         return False
-
-
-def listed(importer: Importer, request: ListRequest) -> CacheListing:
-    """Return a cache's entries.
-
-    Raises:
-        SourceError: if the files that describe the cache do not hold what the trainer writes.
-    """
-    try:
-        return importer.listed(request)
-    except BucketlineError:
-        raise
-    except Exception as error:
-        raise SourceError(
-            f"{request.source}: the files that list this cache of {importer.kind} are not as the trainer writes them "
-            f"({type(error).__name__}: {error!s:.150}); cache it again, or restore them"
-        ) from error

@@ -1,10 +1,12 @@
-"""Turn what a cache has of a sample into a store's row: bucket and geometry from the tensor's shape, columns, record.
+"""Read a sample of a cache, and turn it into a store's row: bucket and geometry from the tensor's shape, columns, record.
 
 Letters: C latent channels, F latent frames of a video, h and w the latent's height and width.
 """
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -13,9 +15,9 @@ from bucketline.ingest.held_out import held_out
 from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.geometry import Placement, bucket_placement
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import Crops, Scaling, damaged
+from bucketline.ingest.importers.cache import Crops, Scaling, damaged, odd_files_rejected
 from bucketline.ingest.importers.columns import ColumnRules, as_frames
-from bucketline.ingest.importers.origins import origin_of
+from bucketline.ingest.sources.local_files import LEADS_OUT, LinkedOutError, file_stamp
 from bucketline.store import SampleRecord
 from bucketline.store.format.columns import FLIPPED_SUFFIX, TARGET
 from bucketline.store.format.hashing import checksum, identity
@@ -24,12 +26,15 @@ from bucketline.store.format.schema import bucket_name
 from bucketline.typed_json import Json  # noqa: TC001 - it reads the types of fields, as of the two above
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.ingest.importers.cache import Cached, CacheEntry, Geometry, Text
+    from bucketline.ingest.importers.cache import Cached, CacheEntry, Geometry, Importer, Text
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.ingest.importers.vae.named_vae import NamedVae
+    from bucketline.ingest.importers.vae import NamedVae
 
 SOURCE = "source"  # text embeddings are those of the cache
 ROUNDING_PX = 1  # by which another trainer's resized size may differ from ours, which rounds half up
@@ -60,9 +65,57 @@ class ImportedRow:
     left_out: tuple[str, ...]  # what the cache has and the store does not
 
 
-def row_of(
-    entry: CacheEntry, cached: Cached, vae: NamedVae, plan: ImportPlan, config: ImportConfig, stamp: tuple[int, int]
-) -> ImportedRow:
+def cache_stamp(source: Path, entry: CacheEntry) -> tuple[int, int]:
+    """Return the length and the mtime of a sample's values: of its files together, and of the newest of them.
+
+    Raises:
+        RejectedError: if one of them is not there.
+    """
+    if entry.stamp is not None:
+        return entry.stamp[0], storable_mtime_ns(entry.stamp[1])
+    stamps = [file_stamp(f"{source}/{path}", source) for path in (entry.path, entry.text_path) if path is not None]
+    return sum(stamp.num_bytes for stamp in stamps), max(storable_mtime_ns(stamp.mtime_ns) for stamp in stamps)
+
+
+@contextmanager
+def rejects_named(entry: CacheEntry) -> Iterator[None]:
+    """Name an entry's file in what it is rejected for in this block, whatever that is.
+
+    Raises:
+        RejectedError: if the block raises one, or an error that the file causes.
+    """
+    try:
+        with odd_files_rejected(entry.path):
+            yield
+    except LinkedOutError as error:
+        why = f"{entry.path}: {LEADS_OUT}, which an import never follows; put the file itself there"
+        raise RejectedError(error.reason, why) from error
+    except RejectedError as error:
+        if entry.path in error.detail:
+            raise
+        raise RejectedError(error.reason, f"{entry.path}: {error.detail}") from error
+
+
+def read_entry(importer: Importer, source: Path, entry: CacheEntry, variant: str) -> Cached:
+    """Read an entry's values.
+
+    Raises:
+        RejectedError: if it cannot be imported, or the listing has shown that.
+    """
+    with rejects_named(entry):
+        if entry.problem is not None:
+            raise RejectedError(Reason.CACHE, entry.problem)
+        if entry.caption_problem is not None:
+            raise RejectedError(Reason.CAPTION, entry.caption_problem)
+        return importer.read(source, entry, variant)
+
+
+def origin_of(entry: CacheEntry, source: Path) -> str:
+    """Return what a row says of its origin: the image that the cache records, else the file in the cache."""
+    return entry.image or f"{os.path.abspath(source)}/{entry.path}"  # noqa: PTH100 - called per row
+
+
+def row_of(entry: CacheEntry, cached: Cached, vae: NamedVae, plan: ImportPlan, config: ImportConfig) -> ImportedRow:
     """Return a sample's row.
 
     Raises:
@@ -82,12 +135,12 @@ def row_of(
     columns = {TARGET: target}
     if plan.columns.flip:
         columns[TARGET + FLIPPED_SUFFIX] = unscaled(_flipped(cached))
-    columns |= plan.columns.side_values(cached, target.shape[-2:], vae, config.dtype)
+    columns |= plan.columns.side_values(cached, target.shape[-2:], vae, plan.scaling, config.dtype)
     bucket = Size(*(length * vae.downscale for length in target.shape[-2:]))
     frames = [1 + (number - 1) * (vae.frames_step or 1) for number in target.shape[1:-2]]
     split = "val" if held_out(entry.id, config.held_out.fraction, config.held_out.by) else "train"
     original, resized, crop, crop_in_source = _boxes(cached.geometry, bucket, plan.crops)
-    num_bytes, mtime_ns = stamp
+    num_bytes, mtime_ns = cache_stamp(config.source, entry)
     record = SampleRecord(
         id=entry.id,
         bucket=bucket_name(split, *frames, bucket.height_px, bucket.width_px),

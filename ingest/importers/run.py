@@ -5,48 +5,55 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from bucketline.allocator import keep_freed_memory
-from bucketline.errors import UsageError
+from bucketline.errors import StoreError, UsageError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.cache import CacheEntry
 from bucketline.ingest.importers.captions import CaptionSource
-from bucketline.ingest.importers.changes import not_stored
-from bucketline.ingest.importers.packer import CachePacker, SentPart
-from bucketline.ingest.importers.planning import Planned, plan_import
-from bucketline.ingest.importers.rows import ImportPlan
+from bucketline.ingest.importers.planning import Planned, not_stored, plan_import
+from bucketline.ingest.importers.registry import IMPORTERS
+from bucketline.ingest.importers.rows import ImportPlan, read_entry, rejects_named, row_of
 from bucketline.ingest.importers.summary import ImportResult
-from bucketline.ingest.importers.vae.named_vae import named_vae
+from bucketline.ingest.importers.vae import named_vae
 from bucketline.ingest.pack import pack_session, run_slice
 from bucketline.ingest.packing.meanwhile import Meanwhile
 from bucketline.ingest.packing.target import target_of
 from bucketline.ingest.parallel.shares import rank_of
 from bucketline.ingest.pipeline.model.device import share_of_cores
+from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, SliceRun
 from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.rules import reject_limit
-from bucketline.ingest.summary import by_reason, check_identity, joined_summaries, rejects_as_lines
+from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
 from bucketline.store import StoreWriter
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.sync.place import sender_to
+from bucketline.store.write.part_writer import PartWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
+    from bucketline.ingest.importers.captions import CaptionedRow
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.ingest.importers.vae.named_vae import NamedVae
+    from bucketline.ingest.importers.rows import ImportedRow
+    from bucketline.ingest.importers.vae import NamedVae
     from bucketline.ingest.pack import PackSession
-    from bucketline.ingest.summary import RunSummary
     from bucketline.store import Manifest
+    from bucketline.store.transfer.sender import ShardSender
+    from bucketline.store.write.row_form import RowForm
     from bucketline.typed_json import Json
 
-PART_ENTRIES = 1000
-"""Entries that are sent to a rank at a time."""
+PART_ENTRIES = 1000  # that are sent to a rank at a time
+TOGETHER = 8  # entries that a thread reads at a time; handing over each takes as long as reading a small one
+_AHEAD_BYTES = 256 << 20
 
 
 def import_cache(
@@ -92,7 +99,7 @@ class _Import:
             writing = held.enter_context(ExitStack())
             output = self._output(plan, vae, writing) if plan.is_written else None
             entries = self._dealt() if output is not None else planned.changed if planned is not None else []
-            packer = CachePacker(config, plan, vae, threads, output)
+            packer = _CachePacker(config, plan, vae, threads, output)
             sealed, sender = ([], None) if output is None else (output[1].sealed, output[1].sender)
             mine = SliceRun(packer.account, sealed, self._target.path, sender)
 
@@ -121,7 +128,7 @@ class _Import:
         self._planned = plan_import(self._config, self._model, self._session.local_rank)
         return self._planned.plan
 
-    def _output(self, plan: ImportPlan, vae: NamedVae, writing: ExitStack) -> tuple[CaptionSource, SentPart]:
+    def _output(self, plan: ImportPlan, vae: NamedVae, writing: ExitStack) -> tuple[CaptionSource, _SentPart]:
         """Return what captions rows, and what writes this rank's shards; rank 0 locks the store until `writing` is closed."""
         config, ranks, target, planned = self._config, self._ranks, self._target, self._planned
         captions = None if planned is None else planned.captions
@@ -145,7 +152,7 @@ class _Import:
         rows = ranks.from_first(lambda: self._begin(plan, writer), PackPlan)
         name = rows.name_of(f"r{ranks.rank:04d}")
         sender = sender_to(target, rows.manifest, name, is_first=ranks.is_first)
-        return captions, SentPart(target.path, writer._form, f"{name}-{{:04d}}", shard_bytes, sender, ranks.check)
+        return captions, _SentPart(target.path, writer._form, f"{name}-{{:04d}}", shard_bytes, sender, ranks.check)
 
     def _begin(self, plan: ImportPlan, writer: StoreWriter) -> PackPlan:
         """Adopt what a killed run had committed, and return the generation to continue. On rank 0."""
@@ -202,7 +209,6 @@ class _Import:
             captions_from=listing.captions_from,
             columns=list(plan.columns.roles),
             spread=planned.spread,
-            round_trip=planned.round_trip,
             left_out=account.left_out,
             kept=kept,
             not_in_source=gone,
@@ -224,3 +230,101 @@ def _from_bytes(part: bytes) -> list[CacheEntry]:
     for fields in found:
         fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     return [CacheEntry(**fields) for fields in found]
+
+
+class _CachePacker:
+    """Reads entries, and counts each in the summary as a row or a reject; writes the rows if there is an `output`."""
+
+    def __init__(
+        self,
+        config: ImportConfig,
+        plan: ImportPlan,
+        vae: NamedVae,
+        num_threads: int,
+        output: tuple[CaptionSource, PartWriter] | None = None,
+    ) -> None:
+        self._config, self._plan, self._vae, self._num_threads, self._output = config, plan, vae, num_threads, output
+        self.account = RunSummary()
+
+    def run(self, entries: Sequence[CacheEntry], on_entry: Callable[[], None], check: Callable[[], None]) -> None:
+        """Import entries. `check` is called between them, and may raise.
+
+        Raises:
+            StoreError: if the disk is full. On any error, what was added is committed, for the next run to adopt.
+        """
+        if self._output is None:
+            self._read(entries, self._count, on_entry, check)
+            return
+        captions, part = self._output
+        with part:
+            try:
+                self._read(entries, lambda row: self._write(part, captions.add(row)), on_entry, check)
+                self._write(part, captions.flush())
+            except BaseException:
+                with suppress(StoreError):
+                    part.commit()
+                raise
+
+    def _write(self, part: PartWriter, rows: Sequence[CaptionedRow]) -> None:
+        for row, captions in rows:
+            if isinstance(captions, RejectedError):
+                self.account.reject(row.record.id, captions)
+                continue
+            # the same caption, embedded by another program, may differ in its last bits
+            part.add_record(row.record, row.columns, captions, is_repeat_checked=False)
+            self._count(row)
+
+    def _read(
+        self,
+        entries: Sequence[CacheEntry],
+        add: Callable[[ImportedRow], None],
+        on_entry: Callable[[], None],
+        check: Callable[[], None],
+    ) -> None:
+        parts = [entries[at : at + TOGETHER] for at in range(0, len(entries), TOGETHER)]
+        room = WorkLimits(num_threads=self._num_threads, items=2 * self._num_threads + 1, num_bytes=_AHEAD_BYTES)
+        with OrderedPool(parts, lambda part: [*map(self._row_of, part)], lambda part: len(part) << 20, room) as ahead:
+            for part, future in ahead.results(check):
+                for entry, found in zip(part, future.result(), strict=True):
+                    try:
+                        if isinstance(found, RejectedError):
+                            raise found
+                        add(found)
+                    except RejectedError as error:
+                        self.account.reject(entry.id, error)
+                    on_entry()
+
+    def _row_of(self, entry: CacheEntry) -> ImportedRow | RejectedError:
+        config = self._config
+        try:
+            cached = read_entry(IMPORTERS[self._plan.kind], config.source, entry, self._plan.variant)
+            with rejects_named(entry):
+                return row_of(entry, cached, self._vae, self._plan, config)
+        except RejectedError as error:
+            return error
+
+    def _count(self, row: ImportedRow) -> None:
+        account, bucket = self.account, row.record.bucket
+        account.packed += 1
+        account.without_caption += not row.record.captions
+        account.buckets[bucket] = account.buckets.get(bucket, 0) + 1
+        for what in row.left_out:
+            account.left_out[what] = account.left_out.get(what, 0) + 1
+
+
+class _SentPart(PartWriter):
+    """Has each shard sent once it is sealed, and begins another only when few wait."""
+
+    def __init__(
+        self, path: Path, form: RowForm, names: str, shard_bytes: int, sender: ShardSender | None, check: Callable[[], None]
+    ) -> None:
+        super().__init__(path, form, names, shard_bytes)
+        self.sender, self._check = sender, check
+
+    def seal(self) -> None:
+        num_sealed = len(self.sealed)
+        super().seal()
+        if self.sender is not None:
+            for name in self.sealed[num_sealed:]:
+                self.sender.put(name)
+                self.sender.wait_for_room(self._check)

@@ -11,8 +11,6 @@ from bucketline.store.commands.place import shown
 
 if TYPE_CHECKING:
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.ingest.importers.vae.round_trip import RoundTrip
-    from bucketline.ingest.importers.vae.spread import LatentSpread
     from bucketline.ingest.summary import Reject
 
 _TEXT = {
@@ -44,8 +42,7 @@ class ImportResult:
     vae: str
     captions_from: str
     columns: list[str]  # roles of what is stored next to the latents
-    spread: LatentSpread | None  # None: nothing new, or the check was declined
-    round_trip: RoundTrip | None  # likewise, or the VAE's weights are not there
+    spread: float | None  # of the latents that were checked, over the VAE's; None: nothing new, or the check was declined
     left_out: dict[str, int]  # what samples have that a store does not take
     kept: int  # samples of the store whose cache is rejected now; their rows stay
     not_in_source: int  # samples of the store that the cache no longer has; their rows stay
@@ -68,7 +65,8 @@ def print_import(result: ImportResult, config: ImportConfig) -> None:
     print(f"{took}{counted(result.found, 'sample')} found = {sums}, in {result.seconds:.1f} s ({rate} per s)")
     variant = f" of {one_line(result.variant)}" if result.variant else ""
     print(f"  format {result.kind}{variant}; VAE: {one_line(result.vae)}, as you say; scaling undone: {result.scaling_undone}")
-    _print_checks(result)
+    if result.spread is not None:
+        print(f"  the latents' spread is {result.spread:.3g} times the VAE's")
     print(f"  crops: {result.crop}; {_TEXT[result.text]}; captions from {one_line(result.captions_from)}")
     if result.columns:
         print(f"  columns next to the latents: {', '.join(result.columns)}")
@@ -101,15 +99,3 @@ def print_failures(result: ImportResult, config: ImportConfig) -> None:
         print(f"error: {result.rejected} samples were rejected, --max-rejects allows {config.max_rejects}", file=sys.stderr)
     if not result.imported + result.unchanged:
         print(f"error: not one of {counted(result.found, 'sample')} could be imported", file=sys.stderr)
-
-
-def _print_checks(result: ImportResult) -> None:
-    """Print how the latents compare with the VAE."""
-    if result.spread is not None:
-        number = counted(result.spread.samples, "sample")
-        print(f"  of {number}, the latents' spread is {result.spread.factor:.3g} times the VAE's")
-    if (trip := result.round_trip) is not None:
-        number, own = counted(trip.samples, "sample"), f"of the VAE's own latents {trip.own_error:.3g}"
-        own += "" if trip.is_telling else ", too much to tell"
-        ratios = f"spread {trip.factor:.3g} times what comes back, error {trip.error:.3g} ({own})"
-        print(f"  of {number}, decoded and encoded again: {ratios}")

@@ -39,9 +39,7 @@ class EncodedCaptions(Protocol):
     """A source of captions' embeddings."""
 
     @property
-    def empty(self) -> Caption:
-        """The empty caption."""
-        ...
+    def empty(self) -> Caption: ...
 
     def of(self, texts: Sequence[str]) -> list[EncodedCaption | RejectedError]:
         """Return captions in order; of one that cannot be stored, why."""

@@ -83,11 +83,7 @@ class DecodeNotes:
 
     @contextmanager
     def of(self, content: bytes, data: bytes) -> Iterator[None]:
-        """Note an image, by the digest of its bytes, while it is decoded in this block.
-
-        Raises:
-            RejectedError: if it crashed a decoder before, and does so again in a process of its own.
-        """
+        """Note an image, by the digest of its bytes, while it is decoded in this block."""
         self._refuse_crashing(content, data)
         if self._map is None:
             yield

@@ -105,12 +105,7 @@ class ImageReader:
         self.notes: DecodeNotes | None = None  # of the images that are being decoded, while a pack runs
 
     def read(self, item: SourceItem) -> ReadImage | None:
-        """Read and decode one image; None if it is unchanged. If only its captions or mtime changed, reuse its latents.
-
-        Raises:
-            RejectedError: if the image or its captions cannot be used.
-            SourceError: if the source changed during the run.
-        """
+        """Read and decode one image; None if it is unchanged. If only its captions or mtime changed, reuse its latents."""
         compared = self.compare(item)
         if compared.change is Change.NONE:
             return None
@@ -125,12 +120,7 @@ class ImageReader:
         return ReadImage(item=replace(item, held=None), image=decoded, split=compared.split, stamp=found.stamp, content=content)
 
     def compare(self, item: SourceItem) -> Compared:
-        """Compare an image with its sample in the store. Reads its file only if size or mtime differ, or for --check content.
-
-        Raises:
-            RejectedError: if the file is needed and cannot be read.
-            SourceError: if the source changed during the run.
-        """
+        """Compare an image with its sample in the store. Read its file only if size or mtime differ, or for --check content."""
         stored = self._samples.find(item.id)
         split, change, stamp = self._by_stamp(item, stored)
         if change is not None:
@@ -145,11 +135,7 @@ class ImageReader:
         return Compared(split=split, change=change, stored=stored, stamp=found.stamp, found=found)
 
     def _by_stamp(self, item: SourceItem, stored: PackedSample | None) -> tuple[str, Change | None, Stamp | None]:
-        """Return an image's split, how it differs, or None if only its file can tell, and its stamp if that tells.
-
-        Raises:
-            RejectedError: if there is no such file.
-        """
+        """Return an image's split, how it differs, or None if only its file can tell, and its stamp if that tells."""
         split = split_of(item, self._held_out)
         if stored is None or item.caption_error is not None:
             return split, Change.NEW, None
@@ -179,22 +165,14 @@ class ImageReader:
             return False  # `read` raises it again, in turn
 
     def placed(self, item: SourceItem, compared: Compared) -> Placement:
-        """Return the placement of an image that would be decoded, by its header only.
-
-        Raises:
-            RejectedError, SourceError: as `read`, as far as the header shows it.
-        """
+        """Return the placement of an image that would be decoded, by its header only."""
         with io.BytesIO(compared.found.data) if compared.found is not None else self._source.opened(item) as file:
             if item.caption_error is not None:
                 raise RejectedError(Reason.CAPTION, item.caption_error, is_passing=item.is_caption_out_of_reach)
             return placed_by_header(file, self._framing, item.id)
 
     def are_unchanged(self, items: Sequence[SourceItem]) -> list[bool]:
-        """Return for each item whether `read` would find it unchanged by its size and mtime, and so return None.
-
-        Raises:
-            SourceError: if the source changed during the run.
-        """
+        """Return for each item whether `read` would find it unchanged by its size and mtime, and so return None."""
         if self._config.check is not Check.SIZE_TIME:
             return [False] * len(items)
         samples = self._samples.find_all([item.id for item in items])

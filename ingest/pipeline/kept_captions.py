@@ -87,11 +87,7 @@ class KeptCaptions:
         return found.caption
 
     def of(self, texts: Sequence[str]) -> list[EncodedCaption | RejectedError]:
-        """Return kept captions in order; of one that cannot be stored, why.
-
-        Raises:
-            StoreError: if one is not kept, because the source changed, or is damaged.
-        """
+        """Return kept captions in order; of one that cannot be stored, why."""
         return [self._bad.get(text) or self._read(text) for text in texts]
 
     def _read(self, text: str) -> EncodedCaption:

@@ -67,11 +67,7 @@ class OrderedPool(Generic[T, R]):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def results(self, check: Callable[[], None]) -> Iterator[tuple[T, Future[R]]]:
-        """Yield each item with its finished future, in order. `check` is called while waiting and may raise.
-
-        Raises:
-            Exception: what iterating over the items raised, after the results of all earlier items.
-        """
+        """Yield each item with its finished future, in order. `check` is called while waiting and may raise."""
         while True:
             with self._changed:
                 while not self._is_next_ready():

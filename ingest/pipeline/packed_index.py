@@ -43,11 +43,7 @@ class StoredIds:
     """
 
     def __init__(self, store: Store, columns: Sequence[str] = (), share: Share | None = None) -> None:
-        """Read the digests, and `columns` into `self.columns`; `share` limits them to the samples of one rank.
-
-        Raises:
-            CorruptError: if an index is damaged.
-        """
+        """Read the digests, and `columns` into `self.columns`; `share` limits them to the samples of one rank."""
         parts = [_live(shard, ("digest", *columns), share) for shard in store.shards]
         keys = np.concatenate([as_keys([]), *(part["digest"] for part in parts)])
         empty = {name: np.empty((0, DIGEST_BYTES) if name == "content" else 0, dtype="u1") for name in columns}
@@ -96,11 +92,7 @@ class PackedIndex:
     """
 
     def __init__(self, store: Store, share: Share | None = None) -> None:
-        """Read the indexes; with `share`, keep only the samples of one rank.
-
-        Raises:
-            CorruptError: if an index is damaged.
-        """
+        """Read the indexes; with `share`, keep only the samples of one rank."""
         self._ids = StoredIds(store, _COLUMNS, share)
 
     def find(self, sample_id: str) -> PackedSample | None:

@@ -67,12 +67,7 @@ class RowWriter:
         self.num_ended = 0  # of the calls of `end_shard` that have been carried out
 
     def put(self, batch: EncodedBatch) -> None:
-        """Queue a batch; blocks while the disk is slower than the encoders.
-
-        Raises:
-            StoreError: if the disk is full or the store cannot be written, for this batch or an earlier one.
-            ModelError: if the shape of a latent contradicts the VAE's configuration.
-        """
+        """Queue a batch; blocks while the disk is slower than the encoders."""
         if self._thread.ident is None:
             self._thread.start()
         self._hand_over(batch)
@@ -90,11 +85,7 @@ class RowWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Write all queued batches and seal the last shard; after an error, commit it and leave it pending.
-
-        Raises:
-            StoreError: as `put`.
-        """
+        """Write all queued batches and seal the last shard; after an error, commit it and leave it pending."""
         self._is_to_seal = error is None
         self._hand_over(None)
         self._thread.join()

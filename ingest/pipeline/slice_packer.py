@@ -119,10 +119,6 @@ class SlicePacker:
         """Pack all images and count each in the summary. `check` is called between images and batches, and may raise.
 
         On an exception, including Ctrl-C, the encoded rows are committed and stay pending; the next run adopts them.
-
-        Raises:
-            StoreError: if the disk is full.
-            ModelError: if the shape of a latent contradicts the VAE's configuration.
         """
         self._check = check
         notes = self._reader.notes = DecodeNotes(self._config.store, self._room.num_threads)
@@ -141,9 +137,6 @@ class SlicePacker:
         """Encode the captions of all images that `run` will pack, and keep them on the disk until then, if that `is_due`.
 
         `is_due` is called once there is an image to pack. On an exception, what was committed is kept for the next run.
-
-        Raises:
-            StoreError: if the disk is full.
         """
         kept: KeptCaptions | None = None
         with ExitStack() as held:

@@ -65,11 +65,7 @@ class BatchBuilder:
         )
 
     def locate(self, steps: Sequence[tuple[int, int]]) -> list[PendingBatch]:
-        """Plan and locate micro-batches, each (step, micro step). Many at once cost hardly more than one.
-
-        Raises:
-            StoreError: if a row cannot be found; names the bucket and its first step.
-        """
+        """Plan and locate micro-batches, each (step, micro step). Many at once cost hardly more than one."""
         if not steps:
             return []
         accumulation = self.config.accumulation
@@ -191,9 +187,6 @@ class BatchBuilder:
         """Return the copy plans of consecutive micro-batches, or only of the first if one of the others cannot be planned.
 
         `plainly`: read the large columns with plain reads, not from the map.
-
-        Raises:
-            StoreError: if a caption of the first cannot be found or a shard's file is missing; names the step and bucket.
         """
         try:
             return Window(self._planner, batches).copy_plans(plainly=plainly)
@@ -203,12 +196,7 @@ class BatchBuilder:
         return self.copy_plans(batches[:1], plainly=plainly)
 
     def fill(self, buffer: Tensor, copy_plan: CopyPlan) -> FilledBuffer:
-        """Copy one micro-batch into a buffer, `[buffer_bytes]` uint8.
-
-        Raises:
-            StoreError: if a shard's file is missing or cannot be read; names the step and bucket.
-            CorruptError: if `verify` finds a row or caption that differs from what was written; names them likewise.
-        """
+        """Copy one micro-batch into a buffer, `[buffer_bytes]` uint8."""
         batch, layout = copy_plan.batch, copy_plan.layout
         try:
             memory = buffer.numpy()

@@ -78,13 +78,7 @@ class Conditioning:
 
 
 def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: LoaderConfig) -> Conditioning:
-    """Return the conditioning of a configuration after comparing it with the store.
-
-    Raises:
-        UsageError: if a bucket lacks a column that is requested, or for flips the mirrored one; if the store's longest caption
-            is longer than `pad_to`, if classes are to be padded, or if a ragged group is not in the store or not that of a
-            flipped row.
-    """
+    """Return the conditioning of a configuration after comparing it with the store."""
     columns = _requested_columns(store, list(buckets), config)
     if is_class_conditional(store.text) and (config.pad_to or config.pad_multiple):
         name = "pad_to" if config.pad_to else "pad_multiple"
@@ -174,11 +168,7 @@ def _requested_columns(store: OpenShards, buckets: Sequence[Bucket], config: Loa
 
 
 def _refuse_lacking(store: OpenShards, names: Sequence[str], bucket: str) -> None:
-    """Check that all rows of a bucket have those of some columns that were added.
-
-    Raises:
-        UsageError: if some lack one.
-    """
+    """Check that all rows of a bucket have those of some columns that were added."""
     for name in names:
         if name in store.added:
             try:
@@ -188,11 +178,7 @@ def _refuse_lacking(store: OpenShards, names: Sequence[str], bucket: str) -> Non
 
 
 def latent_kind(store: OpenShards) -> LatentKind:
-    """Return the kind of a store's latents from its manifest; `MODE` if the manifest does not name one.
-
-    Raises:
-        StoreError: if this version does not know the kind.
-    """
+    """Return the kind of a store's latents from its manifest; `MODE` if the manifest does not name one."""
     vae = store.encoders.get("vae")
     said = vae.get("latents") if isinstance(vae, dict) else None
     if said is None:

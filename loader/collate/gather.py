@@ -77,11 +77,7 @@ class Gather:
         warnings.warn(f"{self._store.where} is read with plain reads, which are slower: {reason}", stacklevel=3)
 
     def map(self, shard: NDArray[np.int64]) -> bool:
-        """Map some shards, `[B]`; return whether all of them are mapped, so that `aim_at` may be used.
-
-        Raises:
-            StoreError: if a shard's file is missing.
-        """
+        """Map some shards, `[B]`; return whether all of them are mapped, so that `aim_at` may be used."""
         if self._are_all_mapped:
             return True
         if not self._is_known[shard].all():
@@ -194,11 +190,7 @@ class Gather:
                 self._range.ask_ahead(first_byte + located.fixed_offsets(column.name), column.row_bytes)
 
     def ahead_tokens(self, located: LocatedEntries, column: Column) -> None:
-        """Ask the kernel to read captions' or entries' tokens from the disk.
-
-        Raises:
-            CorruptError: if one's `starts` are impossible.
-        """
+        """Ask the kernel to read captions' or entries' tokens from the disk."""
         if self.map(located.shard):
             starts = self.read(located.shard, located.starts_offsets(), 16).view("<i8")
             self._store.check_starts(located, starts, int(located.tokens.max(initial=0)))

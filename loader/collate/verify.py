@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 def verify_batch(store: OpenShards, gather: Gather, copy_plan: CopyPlan, buffer: Tensor) -> None:
-    """Verify the gathered contents of a buffer against the store's checksums.
-
-    Raises:
-        CorruptError: if a row or caption differs from what was written; names the first such sample or caption.
-    """
+    """Verify the gathered contents of a buffer against the store's checksums."""
     tensors = carve(buffer, copy_plan.layout.fields)
     whole = _whole_rows(gather, copy_plan, tensors)
     check_rows(store, copy_plan.batch.located, whole)

@@ -210,12 +210,7 @@ class Window:
         return self._store.locate_captions(self._shard, caption)
 
     def copy_plans(self, *, plainly: bool) -> list[CopyPlan]:
-        """Return the micro-batches' copy plans, in the order of steps. `plainly`: read large columns with plain reads.
-
-        Raises:
-            StoreError: if a shard's file is missing.
-            CorruptError: if captions cannot be found, or a crop does not fit its image.
-        """
+        """Return the micro-batches' copy plans, in the order of steps. `plainly`: read large columns with plain reads."""
         conditioning = self._planner.conditioning
         for places in (self._own, *(self._places_of(name) for name in self.batches[0].located.added)):
             plainly = not self._gather.map(places.shard) or plainly

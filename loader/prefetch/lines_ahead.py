@@ -92,9 +92,6 @@ class LinesAhead:
         that gets no room therefore releases all, first the lines of later micro-batches and after a while also those of the
         first, and requests them again after a pause. These times are random, so that not all processes do so at once, and
         do not count for the deadline: another process may keep what it holds while its training pauses.
-
-        Raises:
-            StoreError: if they do not arrive in time.
         """
         first = pending[0]
         assert not isinstance(first, StoreError)

@@ -86,11 +86,7 @@ class Readahead:
             self._lines.stop()
 
     def __iter__(self) -> Generator[CopyPlan, None, None]:
-        """Yield the copy plan of the next micro-batch to fill.
-
-        Raises:
-            StoreError: if a row or caption cannot be located, or a shard's file is missing.
-        """
+        """Yield the copy plan of the next micro-batch to fill."""
         try:
             yield from self._copy_plans()
         finally:
@@ -154,9 +150,6 @@ class Readahead:
         """Request lines of the pending ones, and wait for those of the first; return False if the iteration is over.
 
         `begun`: since when the first one is waited for (`time.monotonic`).
-
-        Raises:
-            StoreError: if they do not arrive in time.
         """
         lines = self._lines
         if lines is None:
@@ -186,11 +179,7 @@ class Readahead:
             self._asked[number] = max(self._asked[number], min(len(self._pending), end))
 
     def _plan(self) -> None:
-        """Plan the copies of the next micro-batches together, as many as have passed the same stages.
-
-        Raises:
-            StoreError: if the next one could not be located or cannot be planned. Another one's failure waits for its turn.
-        """
+        """Plan the copies of the next micro-batches together, as many as have passed the same stages."""
         rows, _, tokens = self._asked
         batches: list[PendingBatch] = []
         for pending in islice(self._pending, min(tokens or rows or WINDOW, self._num_ready, WINDOW)):

@@ -79,12 +79,7 @@ class ReorderBuffer(Generic[T]):
             self._changed.notify_all()
 
     def take(self, is_filled: Callable[[], bool] = lambda: True) -> T | None:
-        """Wait for the next item and return it; None at the end. `is_filled` tells whether a producer is still alive.
-
-        Raises:
-            BaseException: the failure that a producer passed to `end`.
-            DeliveryError: if the producers are gone without ending the buffer.
-        """
+        """Wait for the next item and return it; None at the end. `is_filled` tells whether a producer is still alive."""
         if self._closed:
             return None
         if self._taken not in self._items:

@@ -64,11 +64,7 @@ class PrefetchThreads:
         self._threads = [JoinableThread(self._run, name="bucketline-builder") for _ in range(builder.config.threads)]
 
     def start(self) -> None:
-        """Start the threads. The number of torch's own threads is unchanged when this returns.
-
-        Raises:
-            DeliveryError: if the system refuses to start another thread; those already started have ended then.
-        """
+        """Start the threads. The number of torch's own threads is unchanged when this returns."""
         num_threads = torch.get_num_threads()
         _RUNNING.add(self)
         try:
@@ -157,11 +153,7 @@ class ThreadStream(PrefetchThreads):
         self.start()
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None:
-        """Return the next micro-batch and its bytes on the caller's device, `[buffer_bytes]` uint8; None at the end.
-
-        Raises:
-            BucketlineError: what went wrong, after every micro-batch before it has been delivered.
-        """
+        """Return the next micro-batch and its bytes on the caller's device, `[buffer_bytes]` uint8; None at the end."""
         return self._delivery.take(self.is_alive)
 
     def note_queue(self, stats: Stats) -> None:
@@ -180,11 +172,7 @@ class ThreadBackend:
         self._builder, self._buffers = builder, OwnBuffers(device)
 
     def begin(self, cursor: Cursor) -> ThreadStream:
-        """Start an iteration.
-
-        Raises:
-            DeliveryError: if the system starts no more threads.
-        """
+        """Start an iteration."""
         depth = depth_of(self._builder.config, self._builder.buffer_bytes)
         num_buffers = depth + 1 + self._builder.config.threads
         return ThreadStream(self._builder, self._buffers.delivery(self._builder.buffer_bytes, num_buffers, depth), cursor)

@@ -137,11 +137,7 @@ Row = dict[str, bytes]  # column name → the row's bytes, copied; without the c
 
 
 def make_row(spec: BlockSpec, values: Mapping[str, NDArray[Any]]) -> Row:
-    """Return a copy of one sample's values, checked against the bucket's columns.
-
-    Raises:
-        ValueError: if a value's shape or dtype differs from the column's.
-    """
+    """Return a copy of one sample's values, checked against the bucket's columns."""
     row: Row = {}
     for column in spec.columns:
         if column.name == CHECKSUM:
@@ -179,11 +175,7 @@ def row_checksum(spec: BlockSpec, row: Mapping[str, bytes | memoryview]) -> int:
 
 
 def decode_block(spec: BlockSpec, block: bytes | memoryview, item: str) -> tuple[int, dict[str, NDArray[Any]]]:
-    """Return a block's first row number and its columns `[K, …]` as views of `block`.
-
-    Raises:
-        CorruptError: if the header does not describe a block of this bucket and length; the message names `item`.
-    """
+    """Return a block's first row number and its columns `[K, …]` as views of `block`."""
     tensors, metadata, header_bytes = read_header(block, len(block), item)
     num_rows = (len(block) - spec.header_bytes) // spec.row_bytes
     first_row = metadata.get("first_row", "")

@@ -21,11 +21,7 @@ def compacted(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def expanded(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a document with each group's numbers by name; the inverse of `compacted`.
-
-    Raises:
-        TypedJsonError: if a group is not a list of four.
-    """
+    """Return a document with each group's numbers by name; the inverse of `compacted`."""
     return _with_groups(document, _by_name)
 
 

@@ -43,11 +43,7 @@ def identity(data: bytes) -> bytes:
 
 
 def sample_digest(sample_id: str) -> bytes:
-    """Return the 16-byte digest of a sample id (LMDB keys are limited to 511 bytes, ids are not).
-
-    Raises:
-        UsageError: if it is not text.
-    """
+    """Return the 16-byte digest of a sample id (LMDB keys are limited to 511 bytes, ids are not)."""
     if not isinstance(sample_id, str):
         raise unlike("a sample's id", sample_id, "a str, such as 'cats/a.png': give str(…) of it")
     return identity(text_bytes(sample_id))
@@ -95,11 +91,7 @@ class LineSums:
 
 
 def line_sums(path: Path) -> LineSums:
-    """Read a file once, unmapped, and return the checksums of its lines.
-
-    Raises:
-        OSError: as `file_digest`.
-    """
+    """Read a file once, unmapped, and return the checksums of its lines."""
     sums = LineSums()
     with open(open_regular(path), "rb", buffering=0) as file:  # noqa: PTH123 - opens a descriptor
         while chunk := file.read(READ_BYTES):
@@ -113,11 +105,7 @@ def bytes_digest(data: bytes | memoryview) -> str:
 
 
 def file_digest(path: Path) -> tuple[int, str]:
-    """Read a file once, unmapped, and return its length in bytes and its digest.
-
-    Raises:
-        OSError: if it cannot be read, or is a pipe, a device or a folder.
-    """
+    """Read a file once, unmapped, and return its length in bytes and its digest."""
     state = xxhash.xxh3_128()
     num_bytes = 0
     with open(open_regular(path), "rb", buffering=0) as file:  # noqa: PTH123 - opens a descriptor

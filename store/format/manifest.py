@@ -270,11 +270,7 @@ def _is_as_written(data: bytes, digest: str) -> bool:
 
 
 def finished(manifest: Manifest, store: Path | str) -> tuple[Manifest, bytes]:
-    """Return a manifest as it is written, and its bytes.
-
-    Raises:
-        StoreError: if readers would reject it; the message names `store`.
-    """
+    """Return a manifest as it is written, and its bytes."""
     manifest = sealed(manifest)
     data = dump_manifest(manifest)
     if len(data) > MAX_MANIFEST_BYTES:
@@ -287,11 +283,7 @@ def finished(manifest: Manifest, store: Path | str) -> tuple[Manifest, bytes]:
 
 
 def write_manifest(store: Path, manifest: Manifest) -> Manifest:
-    """Publish a generation: its own file first, then `manifest.json`, each by an atomic rename. Return the written manifest.
-
-    Raises:
-        StoreError: if a file cannot be written, or readers would reject it; the store then stays at the previous generation.
-    """
+    """Publish a generation: its own file first, then `manifest.json`, each by an atomic rename. Return the written manifest."""
     manifest, data = finished(manifest, store)
     (store / "generations").mkdir(exist_ok=True)
     write_or_explain(generation_path(store, manifest.generation), data)
@@ -300,11 +292,7 @@ def write_manifest(store: Path, manifest: Manifest) -> Manifest:
 
 
 def check_fingerprint(stored: Schema, present: Schema) -> None:
-    """Check that a run's provenance, and then its columns, are those that a store was created with.
-
-    Raises:
-        FingerprintError: if they differ; the message has the first differing field with the stored and the present value.
-    """
+    """Check that a run's provenance, and then its columns, are those that a store was created with."""
     before, now = stored.settings(), present.settings()
     provenance = ("encoders", "rules", "max_captions")
     refuse_difference({name: before[name] for name in provenance}, {name: now[name] for name in provenance})
@@ -315,11 +303,7 @@ def check_fingerprint(stored: Schema, present: Schema) -> None:
 
 
 def refuse_difference(stored: Json, present: Json) -> None:
-    """Check that what a store was made with equals what is to be added to it.
-
-    Raises:
-        FingerprintError: if it differs, as `check_fingerprint`.
-    """
+    """Check that what a store was made with equals what is to be added to it."""
     if difference := first_difference(stored, present, ""):
         field, stored_value, present_value = difference
         if not is_given(stored, field) and field.partition(".")[0] in ("columns", "ragged", "buckets"):

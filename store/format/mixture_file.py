@@ -47,21 +47,13 @@ class MixtureFile:
 
 
 def write_mixture(folder: Path, stores: tuple[MixedStore, ...]) -> None:
-    """Replace the folder's `mixture.json`.
-
-    Raises:
-        StoreError: if it cannot be written.
-    """
+    """Replace the folder's `mixture.json`."""
     text = json.dumps(encode(MixtureFile(version=_VERSION, stores=stores)), indent=1)
     write_or_explain(folder / MIXTURE, f"{text}\n".encode())
 
 
 def read_mixture(folder: Path) -> tuple[MixedStore, ...] | None:
-    """Return the stores that the folder's `mixture.json` names; None if it has none.
-
-    Raises:
-        StoreError: if the file cannot be read, or names no stores.
-    """
+    """Return the stores that the folder's `mixture.json` names; None if it has none."""
     path = folder / MIXTURE
     try:
         stores = decode(MixtureFile, json.loads(path.read_bytes()), MIXTURE).stores

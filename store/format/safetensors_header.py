@@ -103,9 +103,6 @@ def read_header(data: bytes | memoryview, file_bytes: int, item: str) -> tuple[l
     """Return the tensors in file order, the metadata and the length of a header, parsed from a file's first bytes.
 
     `data` holds at least the complete header; `file_bytes` is the file's length.
-
-    Raises:
-        CorruptError: if the header is invalid, or tensors overlap, leave gaps or exceed the file; the message names `item`.
     """
     if len(data) < LENGTH_BYTES:
         raise CorruptError(f"{item}: {len(data)} bytes are too few for a safetensors header")

@@ -52,11 +52,7 @@ def storable_mtime_ns(mtime_ns: int) -> int:
 
 
 def refuse_unsealable(record: SampleRecord) -> None:
-    """Check that the index can hold a record's values: once it is committed, its shard could not be sealed.
-
-    Raises:
-        StoreError: if it cannot; the message names the sample and the field.
-    """
+    """Check that the index can hold a record's values: once it is committed, its shard could not be sealed."""
     for name, value, largest in (
         ("source_mtime_ns", record.source_mtime_ns, MAX_MTIME_NS),
         ("source_bytes", record.source_bytes, _MAX_SOURCE_BYTES),
@@ -78,11 +74,7 @@ def encode_record(record: SampleRecord, **changes: int | tuple[int, ...]) -> byt
 
 
 def decode_record(data: bytes | memoryview, item: str) -> SampleRecord:
-    """Return the decoded record. An mtime after 2262, from earlier writers, is clamped to the index's maximum.
-
-    Raises:
-        CorruptError: if the bytes are not a record; the message names `item`.
-    """
+    """Return the decoded record. An mtime after 2262, from earlier writers, is clamped to the index's maximum."""
     try:
         if len(data) > MAX_RECORD_BYTES:
             raise ValueError(f"{len(data)} bytes are too many")

@@ -131,11 +131,7 @@ class GroupRules:
     encoder: str | None = None  # the name of its provenance in `encoders`
 
     def check(self, spec: RaggedSpec) -> None:
-        """Check the rules, and the group's columns.
-
-        Raises:
-            ValueError: if they do not go together.
-        """
+        """Check the rules, and the group's columns."""
         if self.of not in set(EntriesOf):
             raise ValueError(f"a ragged group has entries of {self.of!r:.80}, expected of='captions' or of='rows'")
         if self.mirrored not in (None, SAME):
@@ -316,11 +312,7 @@ def column_entries(columns: tuple[Column, ...]) -> dict[str, ColumnEntry]:
 
 
 def bucket_entry(spec: BlockSpec) -> BucketEntry:
-    """Return a bucket in the manifest's form.
-
-    Raises:
-        StoreError: if the spec's bucket name is not canonical.
-    """
+    """Return a bucket in the manifest's form."""
     sizes = bucket_sizes(spec.bucket, spec.axes)
     if sizes is None:
         raise StoreError(f"{spec.bucket!r} is not a bucket name; expected something like 'train/256x192'")
@@ -344,10 +336,6 @@ def _check_names(what: str, spec: RaggedSpec) -> None:
 
 
 def text_entry(spec: TextSpec) -> TextEntry:
-    """Return a store's text columns in the manifest's form.
-
-    Raises:
-        ValueError: if there is none, or two have one name.
-    """
+    """Return a store's text columns in the manifest's form."""
     _check_names("the text", spec)
     return TextEntry(header_bytes=spec.header_bytes, tokens=column_entries(spec.tokens), fixed=column_entries(spec.fixed))

@@ -158,9 +158,6 @@ def make_caption(
     """Return a copy of one caption's embedding, or of another group's entry, checked against the group's columns.
 
     `digest`: None for an entry that is known by its content.
-
-    Raises:
-        ValueError: if a value's shape or dtype differs from the column's, or the token columns differ in length.
     """
     what = "text column" if spec.group == TEXT_GROUP else f"column of {spec.group.removeprefix(RAGGED_PREFIX)!r},"
     num_tokens = len(tokens[spec.tokens[0].name])
@@ -180,11 +177,7 @@ def make_caption(
 
 
 def quantised_caption(spec: TextSpec, digest: bytes, tokens: NDArray[np.float32], fixed: Mapping[str, NDArray[Any]]) -> Caption:
-    """Return a caption with its tokens, `[T, D]`, quantised, and the error that this makes.
-
-    Raises:
-        ValueError: if a value is not finite as F16, or as `make_caption`.
-    """
+    """Return a caption with its tokens, `[T, D]`, quantised, and the error that this makes."""
     columns = quantise(tokens, spec.tokens[0].dtype)
     error = measured_error(tokens, dequantise(columns))
     return replace(make_caption(spec, digest, columns, {**fixed, TOKENS_ERROR: error}), error=error)
@@ -287,11 +280,7 @@ class TextBlock:
 
 
 def read_text_block(spec: RaggedSpec, block: bytes | memoryview, item: str) -> TextBlock:
-    """Return the tensors of a text block, or another group's, as views of its bytes.
-
-    Raises:
-        CorruptError: if the header or `starts` do not describe such a block of this length; the message names `item`.
-    """
+    """Return the tensors of a text block, or another group's, as views of its bytes."""
     tensors, metadata, header_bytes = read_header(block, len(block), item)
     by_name = {tensor.name: tensor for tensor in tensors}
     first_row = metadata.get("first_row", "")

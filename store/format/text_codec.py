@@ -45,11 +45,7 @@ def quantised_columns(dtype: str, width: int) -> tuple[Column, ...]:
 
 
 def refuse_strange_form(token_columns: Sequence[Column]) -> None:
-    """Check that the token columns of quantised text are those that the dtype of its tokens needs.
-
-    Raises:
-        ValueError: if `tokens_scale` is not that of `tokens`.
-    """
+    """Check that the token columns of quantised text are those that the dtype of its tokens needs."""
     tokens = next((column for column in token_columns if column.name == TOKENS), None)
     is_known = tokens is not None and tokens.dtype in QUANTISED and len(tokens.shape) == 1
     expected = quantised_columns(tokens.dtype, tokens.shape[0]) if tokens is not None and is_known else ()
@@ -65,9 +61,6 @@ def quantise(tokens: NDArray[np.float32], dtype: str) -> dict[str, NDArray[Any]]
 
     I8: the scale of 32 values is their largest magnitude / 127, rounded up to F16 and at most 515.5; a value is stored as
     value / scale, rounded half to even. F8_E4M3: the scale of a token is its largest magnitude / 448.
-
-    Raises:
-        ValueError: if a value is not finite as F16.
     """
     tokens = np.ascontiguousarray(tokens, dtype=np.float32)
     num_tokens, width = tokens.shape

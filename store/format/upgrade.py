@@ -20,11 +20,7 @@ def layout_of(version: object) -> dict[str, Any]:
 
 
 def upgraded(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a document of version 1 to 4 with today's fields and its groups' numbers by name. Values are not checked.
-
-    Raises:
-        TypedJsonError: if it has a field of another version, lacks one, or a group is not a list of four.
-    """
+    """Return a document of version 1 to 4 with today's fields and its groups' numbers by name. Values are not checked."""
     version = base = document["format_version"]
     if version == _ADDED_COLUMNS:
         base = document["base_version"]

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def read_block(shard: SealedShard, spec: BlockSpec, first_row: int, ranges: BlockRanges) -> dict[str, NDArray[Any]]:
-    """Return the complete block that begins with a row, `[K, …]` per column; `ranges` has only its location.
-
-    Raises:
-        CorruptError: if the bytes there are not this block.
-        StoreError: if the medium fails.
-    """
+    """Return the complete block that begins with a row, `[K, …]` per column; `ranges` has only its location."""
     item = f"shard {shard.name}, the block of {spec.bucket} at row {first_row}"
     offset, length, num_rows = int(ranges.offset[0]), int(ranges.length[0]), int(ranges.rows[0])
     if length != spec.block_bytes(num_rows):

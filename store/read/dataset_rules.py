@@ -23,22 +23,14 @@ _HEAD = """\
 
 
 def dataset_file(manifest: Manifest, place: str, path: str) -> str:
-    """Return a data set file of one source at `path`, with the rules of a store.
-
-    Raises:
-        StoreError: if the store was not packed from images by `ingest pack`.
-    """
+    """Return a data set file of one source at `path`, with the rules of a store."""
     rules = _rules_of(manifest, place)
     source = {"--path": path, **{name: value for name, value in rules.items() if name in CAPTION_OPTIONS}}
     return "\n".join([_HEAD, *_table("[source]", source), *_tables(rules)])
 
 
 def dataset_file_of(members: Sequence[tuple[str, int, Manifest]], place: str, path: str) -> str:
-    """Return a data set file with a source for each store of a data set's folder: its name, its repeats, its manifest.
-
-    Raises:
-        StoreError: if the rules of two stores differ where a data set file has them once; the message names both.
-    """
+    """Return a data set file with a source for each store of a data set's folder: its name, its repeats, its manifest."""
     each = [(name, repeats, _rules_of(manifest, f"{place}/{name}")) for name, repeats, manifest in members]
     fractions = [str(rules.get(_FRACTION)) for _, _, rules in each]
     common = next((one for one in fractions if one not in _SPLIT), max(fractions, key=fractions.count))

@@ -47,11 +47,7 @@ class Listed:
 
 
 def buckets_of(store: Store, selection: Selection) -> list[str]:
-    """Return the sorted names of the selected buckets.
-
-    Raises:
-        StoreError: if the selection names a bucket that the store does not have.
-    """
+    """Return the sorted names of the selected buckets."""
     if selection.bucket is not None:
         store.bucket(selection.bucket)
     return sorted(
@@ -60,12 +56,7 @@ def buckets_of(store: Store, selection: Selection) -> list[str]:
 
 
 def live_samples(store: Store, selection: Selection) -> Iterator[Listed]:
-    """Yield the selected live samples in the store's order.
-
-    Raises:
-        StoreError: if the selection names a bucket that the store does not have, or a shard's file is missing.
-        CorruptError: if an index or a record is damaged.
-    """
+    """Yield the selected live samples in the store's order."""
     names = buckets_of(store, selection)
     pattern = None if selection.match is None else re.compile(fnmatch.translate(selection.match))
     before = dict.fromkeys(names, 0)
@@ -84,11 +75,7 @@ def live_samples(store: Store, selection: Selection) -> Iterator[Listed]:
 
 
 def live_positions(shard: SealedShard, bucket: str) -> NDArray[np.uint32]:
-    """Return the index positions of a bucket's live rows, in row order.
-
-    Raises:
-        CorruptError: if the index does not list each of the bucket's rows once.
-    """
+    """Return the index positions of a bucket's live rows, in row order."""
     group = shard.entry.groups[bucket]
     names = shard.index.metadata.get("groups", [])
     number = names.index(bucket) if bucket in names else NOWHERE

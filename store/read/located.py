@@ -64,7 +64,6 @@ class LocatedEntries:
     row_in_block: NDArray[np.int64]  # [B]
 
     def part(self, begin: int, end: int) -> LocatedEntries:
-        """Return the entries from `begin` to `end`."""
         return self.where(slice(begin, end))
 
     def where(self, chosen: slice | NDArray[np.bool_]) -> LocatedEntries:

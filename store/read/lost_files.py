@@ -65,11 +65,7 @@ def files_of_column(store: Path, entry: ShardEntry, column: str) -> Iterator[tup
 
 
 def lost_shards(folder: Folder, shards: Iterable[ShardEntry], *, sidecars: bool = True) -> tuple[LostShard, ...]:
-    """Return those of some shards that have lost a file, in order; without `sidecars`, check only `.lmdb` files.
-
-    Raises:
-        StoreError: if a file cannot be looked up, except for a missing one.
-    """
+    """Return those of some shards that have lost a file, in order; without `sidecars`, check only `.lmdb` files."""
     files = [(entry, path, expected) for entry in shards for path, expected in files_of(Path(), entry)]
     files = [file for file in files if sidecars or file[1].suffix == ".lmdb"]
     sizes = folder.sizes([path.as_posix() for _, path, _ in files])
@@ -82,12 +78,7 @@ def lost_shards(folder: Folder, shards: Iterable[ShardEntry], *, sidecars: bool 
 
 
 def refuse_lost_shards(folder: Folder, manifest: Manifest, *, sidecars: bool = True) -> None:
-    """Check that no shard of a generation of a store has lost a file.
-
-    Raises:
-        CorruptError: if one has; the message names the first few and the command that fixes it.
-        StoreError: if a file cannot be looked up for another reason.
-    """
+    """Check that no shard of a generation of a store has lost a file."""
     lost = lost_shards(folder, manifest.shards, sidecars=sidecars)
     if not lost:
         return

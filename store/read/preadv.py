@@ -106,11 +106,7 @@ class FileGather:
 
 
 def check_rows(store: ReadableShards, located: Located, values: Mapping[str, NDArray[Any]], column: str | None = None) -> None:
-    """Verify complete rows, all columns `[B, …]`, against their checksums; or an added column's values, with their ids.
-
-    Raises:
-        CorruptError: if a row does not match; the message names the first one's sample, and the added column.
-    """
+    """Verify complete rows, all columns `[B, …]`, against their checksums; or an added column's values, with their ids."""
     spec = (located if column is None else located.added[column]).spec or store.specs[located.bucket]
     flat = {name: _rows_of(own, len(located.row), spec.column(name).row_bytes) for name, own in values.items()}
     for n, stored in enumerate(flat[CHECKSUM]):
@@ -126,9 +122,6 @@ def check_added(store: ReadableShards, located: Located, column: str, values: ND
     """Verify the values of an added column, `[B, …]`, against their checksums, and that they are of the rows of these ids.
 
     `ids`: the digests in the rows, `[B, …]`, 16 bytes each.
-
-    Raises:
-        CorruptError: as `check_rows`.
     """
     own = located.added[column]
     assert own.spec is not None

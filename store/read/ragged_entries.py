@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def caption_entries(store: OpenShards, shard: int, row: int, digest: bytes | None = None) -> dict[str, Entry]:
-    """Return a caption's entries, in `text` and in the ragged groups of captions. `digest` is the caption's, if known.
-
-    Raises:
-        CorruptError: if one does not match its checksum, or is another caption's.
-    """
+    """Return a caption's entries, in `text` and in the ragged groups of captions. `digest` is the caption's, if known."""
     found = {spec.group: store.entry(spec, shard, row) for spec in store.groups.values() if spec.of is EntriesOf.CAPTIONS}
     digest = found[TEXT_GROUP].digest if digest is None else digest
     if other := [group for group, entry in found.items() if entry.digest != digest]:
@@ -36,9 +32,6 @@ def row_entries(store: OpenShards, shard: int, row: Mapping[str, Any]) -> dict[s
     """Return a row's entries in the groups of rows; None of those of which it may lack one and does.
 
     `row` has the columns by name, as bytes or as numbers.
-
-    Raises:
-        CorruptError: if one does not match its checksum, or the shard does not have it.
     """
     found: dict[str, Entry | None] = {}
     for group, spec in store.groups.items():

@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 def checked_row(store: Store, shard: int, record: SampleRecord) -> dict[str, bytes]:
-    """Return a sample's row, column by column.
-
-    Raises:
-        CorruptError: if the row does not match its checksum, or belongs to another sample.
-    """
+    """Return a sample's row, column by column."""
     spec = store.manifest.specs[record.bucket]
     row = _values(store.shards[shard], spec, record, [column.name for column in spec.columns])
     item = f"sample {record.id!r:.200}"
@@ -44,11 +40,7 @@ def checked_row(store: Store, shard: int, record: SampleRecord) -> dict[str, byt
 
 
 def compare_with_record(record: SampleRecord, row: Mapping[str, NDArray[Any]], item: str) -> None:
-    """Compare the columns derived from a record with those stored in the row.
-
-    Raises:
-        CorruptError: if one differs; the message names `item`.
-    """
+    """Compare the columns derived from a record with those stored in the row."""
     num_captions = len(row[CAPTIONS])
     expected = {
         CAPTIONS: (record.caption_rows + (-1,) * num_captions)[:num_captions],
@@ -63,11 +55,7 @@ def compare_with_record(record: SampleRecord, row: Mapping[str, NDArray[Any]], i
 
 
 def added_values(store: Store, shard: int, record: SampleRecord) -> dict[str, bytes]:
-    """Return a sample's values of the added columns that all rows of its bucket have, each compared with its checksum.
-
-    Raises:
-        CorruptError: if one does not match, or belongs to another sample.
-    """
+    """Return a sample's values of the added columns that all rows of its bucket have, each compared with its checksum."""
     found = {}
     for column in store.bucket(record.bucket).columns:
         if column.name in store.added:
@@ -96,22 +84,14 @@ def _values(reader: SealedShard, spec: BlockSpec, record: SampleRecord, names: I
 
 
 def caption_rows(record: SampleRecord) -> tuple[int, ...]:
-    """Return a record's caption rows.
-
-    Raises:
-        CorruptError: if they are not row numbers.
-    """
+    """Return a record's caption rows."""
     if any(type(row) is not int or row < 0 for row in record.caption_rows):
         raise CorruptError(f"sample {record.id!r:.200}: the captions of its record are not row numbers; run `store verify`")
     return record.caption_rows
 
 
 def checked_captions(store: Store, shard: int, record: SampleRecord) -> list[dict[str, Entry]]:
-    """Return the entries of a sample's captions by group, in record order; of the empty caption if it has none.
-
-    Raises:
-        CorruptError: if one does not match its checksum, or belongs to another caption.
-    """
+    """Return the entries of a sample's captions by group, in record order; of the empty caption if it has none."""
     digests = [caption_digest(text) for text in record.captions or ("",)]
     found = []
     for n, row in enumerate(caption_rows(record)):
@@ -123,11 +103,7 @@ def checked_captions(store: Store, shard: int, record: SampleRecord) -> list[dic
 
 
 def checked_entries(store: Store, shard: int, record: SampleRecord, row: Mapping[str, bytes]) -> dict[str, Entry]:
-    """Return the ragged entries that a sample's row has, by group; `row` as `checked_row` returns it.
-
-    Raises:
-        CorruptError: if one does not match its checksum.
-    """
+    """Return the ragged entries that a sample's row has, by group; `row` as `checked_row` returns it."""
     try:
         entries = row_entries(store, shard, row)
     except CorruptError as error:

@@ -32,11 +32,7 @@ class ObjectArguments:
     """Time until object storage that does not answer is an error. Default: BUCKETLINE_DEADLINE, or 60."""
 
     def __post_init__(self) -> None:
-        """Validate the options.
-
-        Raises:
-            UsageError: if one is invalid.
-        """
+        """Validate the options."""
         check_fields(self, ObjectArguments, self._named)
         parse_values(self, self._named)
         if self.deadline is not None and not (math.isfinite(self.deadline) and self.deadline > 0):
@@ -44,11 +40,7 @@ class ObjectArguments:
         self.remote()
 
     def remote(self) -> RemoteOptions:
-        """Return the options as a store takes them.
-
-        Raises:
-            UsageError: if one is invalid.
-        """
+        """Return the options as a store takes them."""
         usual = RemoteOptions(endpoint=self.endpoint, options=tuple(self.store_option))
         return usual if self.deadline is None else replace(usual, deadline_s=self.deadline)
 
@@ -71,11 +63,7 @@ class RemoteArguments(ObjectArguments):
     Default: BUCKETLINE_CACHE_BYTES, or 80 % of the disk's free space."""
 
     def remote(self) -> RemoteOptions:
-        """Return the options as a store takes them.
-
-        Raises:
-            UsageError: if one is invalid.
-        """
+        """Return the options as a store takes them."""
         expect(self._named("cache"), self.cache, str | Path | None, "a folder, as str or Path, or None")
         size = None if self.cache_bytes is None else ByteSize.parse(str(self.cache_bytes), self._named("cache_bytes"))
         return replace(

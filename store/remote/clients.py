@@ -24,10 +24,6 @@ def connect(address: Address, secret_url: str, options: RemoteOptions, *, is_wri
     """Return a client for a store's folder. Nothing is requested.
 
     `secret_url`: of a web server, with the user and password that it expects. `is_writing` allows a request more time.
-
-    Raises:
-        FileNotFoundError: if a local folder is to be read and does not exist.
-        UsageError: if the client does not know an option.
     """
     from obstore import store as kinds
     from obstore.exceptions import BaseError
@@ -54,11 +50,7 @@ def connect(address: Address, secret_url: str, options: RemoteOptions, *, is_wri
 
 
 def refuse_forked(url: str) -> None:
-    """Note that this process is going to use a client.
-
-    Raises:
-        StoreError: if it was forked from one that did: the client's threads are gone, and a request would wait for ever.
-    """
+    """Note that this process is going to use a client."""
     if not _users:
         _users.append(os.getpid())
     if _users[0] != os.getpid():

@@ -15,11 +15,7 @@ IN_TIME = 15 / 16  # of a deadline: what is given up then has reached the caller
 
 
 def within(deadline_s: float, place: str, call: Callable[[], Found]) -> Found:
-    """Return what a function returns that requests objects at `place`; its thread is left to itself after the deadline.
-
-    Raises:
-        StoreError: if it has not returned within the deadline; also what the function raises.
-    """
+    """Return what a function returns that requests objects at `place`; its thread is left to itself after the deadline."""
     found: list[Found] = []
     failed: list[BaseException] = []
 

@@ -42,10 +42,6 @@ def newest_generation(folder: Folder, on_hint: Callable[[Manifest], None] | None
 
     `on_hint` is called with what `manifest.json` says, before newer ones are looked for: there is hardly ever one. `lists`: as
     in `newest_after`.
-
-    Raises:
-        StoreError: if there is no store, or it cannot be read.
-        CorruptError: if a manifest is damaged, or of another store.
     """
     found = find_newest(folder, on_hint, lists=lists)
     if found is None:
@@ -94,10 +90,6 @@ def newest_after(folder: Folder, hint: Manifest, *, lists: bool) -> Manifest:
 
     Writers look at the listing too (`lists`). An older `manifest.json`, which was put back or came late, may be followed by a
     gap, since garbage collection has removed the generations between; continuing from it would restore dropped samples.
-
-    Raises:
-        StoreError: if the folder cannot be listed or read.
-        CorruptError: if a newer generation is damaged, so that its shards are unknown, or of another store.
     """
     newest = hint
     if lists and (last := max(listed_generations(folder), default=0)) > hint.generation:
@@ -132,12 +124,7 @@ def _newer(folder: Folder, before: Manifest, generation: int) -> Manifest:
 
 
 def read_generation(folder: Folder, generation: int, newest: Manifest) -> Manifest:
-    """Return an older generation of the store.
-
-    Raises:
-        StoreError: if it is gone.
-        CorruptError: if it is damaged, or of another store.
-    """
+    """Return an older generation of the store."""
     if generation == newest.generation:
         return newest
     name = generation_name(generation)
@@ -174,9 +161,6 @@ def commit(folder: ObjectFolder, generation: int, data: bytes, *, is_first: bool
     """Commit a generation's manifest, whose objects are all there. Return False if another writer has committed first.
 
     `is_first`: the store is new in the bucket.
-
-    Raises:
-        StoreError: if the store cannot be written. Rerun: whether it was committed shows then.
     """
     if is_first:
         if folder.look_up(name := generation_name(generation)) is not None and folder.look_up(MANIFEST) is None:
@@ -193,11 +177,7 @@ def commit(folder: ObjectFolder, generation: int, data: bytes, *, is_first: bool
 
 
 def refuse_without_put_if_absent(folder: ObjectFolder) -> None:
-    """Check that the storage honours put-if-absent, which commits rely on: a name is created twice, the second must fail.
-
-    Raises:
-        StoreError: if it does not, or cannot be written.
-    """
+    """Check that the storage honours put-if-absent, which commits rely on: a name is created twice, the second must fail."""
     name = f"probe-{secrets.token_hex(8)}"
     try:
         if not _is_created(folder, name, b"1"):
@@ -246,13 +226,7 @@ def _checked(folder: Folder, name: str, found: Manifest, store_id: str, generati
 
 
 def _read(folder: Folder, name: str) -> Manifest:
-    """Return a manifest, requested again if the answer was cut or damaged; one that is missing is not.
-
-    Raises:
-        MissingObjectError: if it is not there.
-        CorruptError: if it is damaged, twice.
-        StoreError: if it cannot be read.
-    """
+    """Return a manifest, requested again if the answer was cut or damaged; one that is missing is not."""
 
     def read() -> Manifest | MissingObjectError:
         try:

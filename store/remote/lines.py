@@ -41,11 +41,7 @@ def lines_bytes(entry: ShardEntry) -> int:
 
 
 def decode_lines(data: bytes, entry: ShardEntry, item: Path | str) -> NDArray[np.uint64]:
-    """Return the checksums of a shard's lines, `[lines]`; errors name `item`.
-
-    Raises:
-        CorruptError: if the object is damaged, or that of another shard.
-    """
+    """Return the checksums of a shard's lines, `[lines]`; errors name `item`."""
     if not data:
         raise CorruptError(f"{item} is empty; push the store again")
     file = PagedFile.over(item, memoryview(data), LINES_FORMAT)

@@ -113,11 +113,7 @@ class ObjectFolder:
 
     @classmethod
     def open(cls, url: str, options: RemoteOptions | None = None) -> ObjectFolder:
-        """Return the folder at a URL. Nothing is requested yet.
-
-        Raises:
-            UsageError: if it is not the URL of a store, or the client does not know an option.
-        """
+        """Return the folder at a URL. Nothing is requested yet."""
         folder = cls(url, options)
         if folder.kind != "file":
             folder._client()
@@ -317,9 +313,6 @@ class ObjectFolder:
 
         Of several writers that create one name at the same time, one succeeds. An object that holds exactly `data` counts as
         created: the client may have repeated a request that had succeeded without an answer.
-
-        Raises:
-            ExistsError: if there is another object of this name; nothing is written.
         """
         import obstore
 
@@ -349,11 +342,7 @@ class ObjectFolder:
                 pass
 
     def refuse_read_only(self, name: str = "") -> None:
-        """Check that something can be written there at all.
-
-        Raises:
-            StoreError: if it is on a web server, or below a link in a local folder: that would change somebody else's files.
-        """
+        """Check that something can be written there at all."""
         if self.is_read_only:
             raise StoreError(
                 f"cannot write {self.place(name)}: web servers are read only; use the store's own URL, such as s3://"

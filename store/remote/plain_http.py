@@ -47,7 +47,6 @@ class _Kept:
         return self._buffer
 
     def connect(self, host: str, read_s: float) -> http.client.HTTPConnection:
-        """Return the connection to a host, connected."""
         if self.connection is None:
             self.connection, self.host = http.client.HTTPConnection(host, timeout=min(_CONNECT_S, read_s)), host
             self.connection.connect()
@@ -82,9 +81,6 @@ class PlainHttp:
 
         `request_of` returns the object's URL and the headers that its request needs; None if there is no URL for it. It is not
         kept, or the connections of a folder that is gone would stay open until a garbage collection.
-
-        Raises:
-            StoreError: if there is no answer in time; while the pieces are read, also if the connection breaks.
         """
         if self._is_off:
             return None

@@ -34,9 +34,6 @@ def asked_again(
 
     After half of the deadline no new try begins, since the last one may take as long. `most_wrong`: see `MAX_WRONG`; None: only
     the deadline counts for these too. What is denied is never requested again, and nothing once `is_over` is set.
-
-    Raises:
-        StoreError: the last failure.
     """
     end, tries, wrong = time.monotonic() + deadline_s / 2, 0, 0
     is_over = is_over or threading.Event()

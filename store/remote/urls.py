@@ -123,11 +123,7 @@ def is_url(text: object) -> bool:
 
 
 def refuse_misspelt(text: str) -> None:
-    """Check a store's place as a user typed it.
-
-    Raises:
-        UsageError: if it is a URL that cannot be a store's, or a URL with only one slash after its scheme.
-    """
+    """Check a store's place as a user typed it."""
     match = _ONE_SLASH.match(text)
     if match and not Path(text).exists():
         shown = redacted(f"{match[1]}://{match[2]}")
@@ -201,11 +197,7 @@ def identity_of(address: Address, options: RemoteOptions) -> str:
 
 
 def parse_url(url: str) -> Address:
-    """Return the parts of a store's URL.
-
-    Raises:
-        UsageError: if the scheme is not known, or bucket, host or folder are missing, or there is a query.
-    """
+    """Return the parts of a store's URL."""
     match = _SCHEME.match(url)
     scheme = match[1].lower() if match else ""
     if not scheme:

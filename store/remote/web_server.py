@@ -60,11 +60,7 @@ class _Server(NamedTuple):
     port: int
 
     def led_to(self, target: str, location: str) -> tuple[_Server, str]:
-        """Return where a redirect from a path here leads: a server and a path on it.
-
-        Raises:
-            WebError: if that is another server, but for https on the same host.
-        """
+        """Return where a redirect from a path here leads: a server and a path on it."""
         try:
             url = parse_url(urljoin(f"{self}{target}", location))
         except ValueError:  # urllib3's is one too
@@ -144,22 +140,13 @@ class WebServer:
         self._connections = lru_cache(MAX_SERVERS)(_connections_to)
 
     def head(self, name: str) -> Any:  # noqa: ANN401 - as `obstore.head`
-        """Return what a file is.
-
-        Raises:
-            FileNotFoundError, WebError: as `get`.
-        """
+        """Return what a file is."""
         response = self._requested("HEAD", name, None)
         response.drain_conn()  # there is no body: the connection is kept
         return _meta(name, response, response.headers.get("Content-Length"))
 
     def get(self, name: str, span: tuple[int, int] | None = None) -> WebAnswer:
-        """Request a file, or the bytes from the first number up to, not including, the second.
-
-        Raises:
-            FileNotFoundError: if it is not there.
-            WebError: if the server does not answer, answers something else, or redirects to another one.
-        """
+        """Request a file, or the bytes from the first number up to, not including, the second."""
         response = self._requested("GET", name, span)
         try:
             length = response.length_remaining

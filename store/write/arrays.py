@@ -40,11 +40,7 @@ _BITS = {
 
 
 def checked_arrays(item: str, columns: Sequence[tuple[str, str]], values: Arrays, finite: set[str]) -> dict[str, NDArray[Any]]:
-    """Return the values of exactly these columns, (name, dtype) each, as arrays. Shapes are compared where they are stored.
-
-    Raises:
-        UsageError: if a column is missing, strange or not an array, or one of `finite` has a value that is not.
-    """
+    """Return the values of exactly these columns, (name, dtype) each, as arrays. Shapes are compared where they are stored."""
     expected = sorted(name for name, _ in columns)
     if sorted(values) != expected:
         raise UsageError(f"{item} has the columns {sorted(values)}, expected {expected}; give each of them, and no other")

@@ -31,11 +31,7 @@ def attempt_path(store: Path, run: str, name: str) -> Path:
 
 
 def begin_attempts(store: Path, run: str) -> None:
-    """Create the folder of a run, whose name was drawn. Call under the store's lock.
-
-    Raises:
-        StoreError: if it cannot be created.
-    """
+    """Create the folder of a run, whose name was drawn. Call under the store's lock."""
     folder = attempt_path(store, run, "")
     if folder.parent.is_symlink():
         raise StoreError(f"{folder.parent} is a link; attempts are made only in a folder of the store's own: remove the link")
@@ -44,11 +40,7 @@ def begin_attempts(store: Path, run: str) -> None:
 
 
 def begin_attempt(store: Path, run: str, name: str) -> Path:
-    """Create the folder of an attempt; no two of a run have the same name.
-
-    Raises:
-        StoreError: if it cannot be created, or this machine does not see the run's folder.
-    """
+    """Create the folder of an attempt; no two of a run have the same name."""
     folder = attempt_path(store, run, name)
     if not folder.parent.is_dir():
         raise StoreError(
@@ -62,11 +54,7 @@ def begin_attempt(store: Path, run: str, name: str) -> Path:
 
 
 def seal_rest(attempt: Path) -> list[str]:
-    """Seal what a stopped attempt had committed; return the names of these shards.
-
-    Raises:
-        StoreError: if the disk is full.
-    """
+    """Seal what a stopped attempt had committed; return the names of these shards."""
     return [path.stem for path in sorted((attempt / "pending").glob("*.lmdb")) if seal(attempt, path.stem)]
 
 
@@ -74,9 +62,6 @@ def take_shards(store: Path, attempt: Path, names: Iterable[str]) -> None:
     """Move sealed shards of an attempt into the store, and remove the rest of it. Call under the store's lock.
 
     The order makes every crash harmless: the shard's own file is moved last, and makes it a shard that the next run adopts.
-
-    Raises:
-        StoreError: if a file is missing, or the store cannot be written.
     """
     for name in names:
         own, target = shard_paths(attempt, name), shard_paths(store, name)

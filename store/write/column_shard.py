@@ -71,11 +71,7 @@ class FoundColumn:
 
 
 def write_column_shard(store: Path, shard: SealedShard, column: str, values: ColumnValues) -> FoundColumn:
-    """Write a column's values of a shard's rows. Return the entry of the new file, which is in `shards/`, and its form.
-
-    Raises:
-        StoreError: if it cannot be written.
-    """
+    """Write a column's values of a shard's rows. Return the entry of the new file, which is in `shards/`, and its form."""
     shard_id = uuid.uuid4()
     name = f"{shard.name}.{shard_id.hex}"
     making, paths = store / "pending" / f"{name}{MAKING}", shard_paths(store, name)
@@ -156,11 +152,7 @@ def _blocks(column: str, values: ColumnValues, bucket: str, ids: NDArray[np.uint
 
 
 def ids_by_row(shard: SealedShard, bucket: str) -> NDArray[np.uint8]:
-    """Return the digests of the samples of a bucket's rows, dropped ones included, `[rows, 16]`.
-
-    Raises:
-        CorruptError: if the index names a row that the shard does not have.
-    """
+    """Return the digests of the samples of a bucket's rows, dropped ones included, `[rows, 16]`."""
     index, samples = shard.index, shard.entry.samples
     own = index.slice("bucket", 0, samples) == index.metadata["groups"].index(bucket)
     rows, ids = index.slice("row", 0, samples)[own], np.zeros((shard.entry.groups[bucket].rows, 16), dtype=np.uint8)
@@ -171,12 +163,7 @@ def ids_by_row(shard: SealedShard, bucket: str) -> NDArray[np.uint8]:
 
 
 def describe_column_shard(store: Path, name: str) -> FoundColumn:
-    """Return the entry of an added column's file in `shards/`, and what its extents say of it.
-
-    Raises:
-        CorruptError: if they, or the values, are damaged.
-        StoreError: if a file is missing.
-    """
+    """Return the entry of an added column's file in `shards/`, and what its extents say of it."""
     paths, files = shard_paths(store, name), []
     for path in (paths.lmdb, paths.extents):
         try:

@@ -61,20 +61,12 @@ def sent_note(store: Path, name: str) -> Path:
 
 
 def note_description(store: Path, described: Described) -> None:
-    """Write a shard's description next to it.
-
-    Raises:
-        StoreError: if it cannot be written.
-    """
+    """Write a shard's description next to it."""
     write_or_explain(sent_note(store, described.entry.name), json.dumps(encode(described)).encode())
 
 
 def noted_description(store: Path, name: str) -> Described | None:
-    """Return the description that is noted next to a shard; None if there is none.
-
-    Raises:
-        CorruptError: if it is damaged.
-    """
+    """Return the description that is noted next to a shard; None if there is none."""
     path = sent_note(store, name)
     try:
         note = json.loads(read_regular(path, _MAX_NOTE_BYTES))
@@ -97,10 +89,6 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
     """Return a sealed shard's manifest entry and its buckets' entries, noted or read from its files.
 
     A copy of rows has their added columns in files of its own, which `RowCopier` has written.
-
-    Raises:
-        StoreError: if a file is missing.
-        CorruptError: if the sidecars or a block's header are damaged.
     """
     if (noted := noted_description(store, name)) is not None:
         return noted.entry, list(noted.buckets)
@@ -131,11 +119,7 @@ def _described(store: Path, name: str, manifest: Manifest, files: list[FileEntry
 
 
 def entry_of_extents(name: str, files: list[FileEntry], extents: PagedFile, manifest: Manifest) -> ShardEntry:
-    """Return a shard's manifest entry as its extents describe it, with no dropped row, and 0 for `record_bytes`.
-
-    Raises:
-        CorruptError: if they do not describe a shard.
-    """
+    """Return a shard's manifest entry as its extents describe it, with no dropped row, and 0 for `record_bytes`."""
     spec = manifest.text.spec()
     try:
         groups = {

@@ -28,11 +28,7 @@ _COLUMN = "RowColumn(role='target', dtype='F16', shape=(128, 'length'))"
 def check_description(
     path: object, columns: object, encoders: object, text: object, empty_caption: object, ragged: object
 ) -> None:
-    """Check the arguments of a store's writer.
-
-    Raises:
-        UsageError: if one is not of its type; the message says what was given and how it is written.
-    """
+    """Check the arguments of a store's writer."""
     expect("a store's place", path, str | Path, "a path, as str or Path")
     _expect_all("columns", columns, RowColumn, f"a list of RowColumn, such as [{_COLUMN}]")
     if not columns:
@@ -59,11 +55,7 @@ def _expect_all(item: str, values: object, kind: type, expected: str) -> None:
 
 
 def description_as_json(item: str, values: Mapping[str, Any]) -> dict[str, Json]:
-    """Return a mapping's values as JSON.
-
-    Raises:
-        UsageError: if one does not have a JSON form.
-    """
+    """Return a mapping's values as JSON."""
     found = {}
     for name, value in values.items():
         try:
@@ -77,11 +69,7 @@ def description_as_json(item: str, values: Mapping[str, Any]) -> dict[str, Json]
 
 
 def roles_of(columns: Sequence[RowColumn], encoders: Collection[str]) -> dict[str, ColumnRole]:
-    """Return the manifest's entries of a store's columns; none if they are images' latents.
-
-    Raises:
-        UsageError: if a role is given twice or without its counterpart, or no column has an axis.
-    """
+    """Return the manifest's entries of a store's columns; none if they are images' latents."""
     by_role = {column.role: column for column in columns}
     if len(by_role) != len(columns):
         raise UsageError(f"the columns' roles are {[column.role for column in columns]}; expected each of them once")

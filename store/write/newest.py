@@ -31,19 +31,12 @@ def newest_manifest(store: Path) -> Manifest | None:
     """Return the manifest of a store's newest generation; None if there is no store yet.
 
     If a crash left generations but no `manifest.json`, it is the newest intact one.
-
-    Raises:
-        CorruptError: if a generation newer than `manifest.json` is damaged or belongs to another store: its shards are unknown.
     """
     return find_newest(LocalFolder(store), lists=True)
 
 
 def existing_manifest(store: Path) -> Manifest:
-    """Return the manifest of a store's newest generation.
-
-    Raises:
-        StoreError: as `newest_manifest`, or if there is no store.
-    """
+    """Return the manifest of a store's newest generation."""
     return newest_manifest(store) or read_manifest(store)  # which raises the precise error
 
 

@@ -182,11 +182,7 @@ class PartWriter:
         return list(new.values())
 
     def _refuse_other(self, shard: ShardWriter, item: str, text: str, digest: bytes, given: Arrays) -> None:
-        """Check that a caption which the shard has comes with the same arrays again.
-
-        Raises:
-            UsageError: if it comes with others.
-        """
+        """Check that a caption which the shard has comes with the same arrays again."""
         own = CaptionSketch.of(given)
         if not shard.has_caption(digest):
             self._sketches[digest] = own

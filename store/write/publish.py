@@ -47,11 +47,7 @@ FOLDERS = ("shards", "pending", "generations")
 
 
 def prepare_store(store: Path) -> None:
-    """Create a store's folders and fsync them: after a power loss, commits in an unsynced folder could be lost.
-
-    Raises:
-        StoreError: if the path is a file, or not writable, or one of its folders is a link.
-    """
+    """Create a store's folders and fsync them: after a power loss, commits in an unsynced folder could be lost."""
     refuse_linked_folders(store)
     try:
         made = [folder for folder in (store, *store.absolute().parents) if not folder.exists()]
@@ -64,11 +60,7 @@ def prepare_store(store: Path) -> None:
 
 
 def refuse_linked_folders(store: Path) -> None:
-    """Check that a store's own folders are not links: writes and removals there would hit somebody else's files.
-
-    Raises:
-        StoreError: if one is, naming the first.
-    """
+    """Check that a store's own folders are not links: writes and removals there would hit somebody else's files."""
     for folder in (store / name for name in FOLDERS):
         if folder.is_symlink():
             raise StoreError(
@@ -78,11 +70,7 @@ def refuse_linked_folders(store: Path) -> None:
 
 
 def lock_store(store: Path) -> FileLock:
-    """Acquire the store's writer lock.
-
-    Raises:
-        LockedError: if another process holds it.
-    """
+    """Acquire the store's writer lock."""
     return FileLock(store / "pending" / WRITER_LOCK)
 
 
@@ -108,10 +96,6 @@ def changing(store: Path, *, adopting: bool = True) -> Iterator[Manifest]:
     """Lock an existing store and yield its newest generation, after adopting what an interrupted run left.
 
     Without `adopting`, that stays for the next run: adoption reads the indexes of all shards.
-
-    Raises:
-        StoreError: if there is no store, a pending shard cannot be sealed, or the store is not writable.
-        LockedError: if another process changes the store.
     """
     existing_manifest(store)
     prepare_store(store)
@@ -130,10 +114,6 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
 
     Shards that any generation lists, retired shards and copies of an interrupted compact are never returned: their rows are, or
     were, in other shards, and samples dropped from those since would come back. Attempts that nobody took are removed.
-
-    Raises:
-        LockedError: if a shard's writer is still running: a rank that has not noticed yet that rank 0 is gone.
-        StoreError: if a pending shard cannot be sealed.
     """
     with explaining(store):
         remove_interrupted_copies(store, manifest)
@@ -158,9 +138,6 @@ def unlisted(store: Path, manifest: Manifest, beginnings: tuple[str, ...] = ("",
     """Return the names of sealed shards that no generation lists yet, and that begin with one of `beginnings`.
 
     Call under the store's lock.
-
-    Raises:
-        StoreError: if a generation is damaged that may list one.
     """
     found = {path.stem for path in (store / "shards").glob("*.lmdb") if SHARD_NAME.fullmatch(path.stem)} - manifest.known_shards
     found = {name for name in found if name.startswith(beginnings) and not name.startswith(COPY_PREFIX)}
@@ -229,9 +206,6 @@ def with_shards(
 
     `rules` replaces the manifest's; None keeps them. A sample in a new shard replaces one with the same id in an older shard.
     If nothing changes, it is the same manifest.
-
-    Raises:
-        StoreError: if a shard's files are missing, or its columns differ from those of the store's bucket.
     """
     manifest = base.manifest
     buckets = {bucket.name: bucket for bucket in manifest.buckets}

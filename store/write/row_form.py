@@ -180,21 +180,13 @@ class RowForm:
         return tuple(dict.fromkeys(axis.name for column in self.columns for axis in column.axes))
 
     def spec(self, bucket: str) -> BlockSpec:
-        """Return the columns of a bucket's blocks.
-
-        Raises:
-            UsageError: if it is not the name of a bucket with these axes, or has a size that a column cannot have.
-        """
+        """Return the columns of a bucket's blocks."""
         sizes = sizes_of(bucket, self.axes)
         own = [column.in_sizes(bucket, sizes) for column in self.columns]
         return BlockSpec(bucket=bucket, columns=(*self.schema.common_columns, *own), axes=self.axes)
 
     def bucket(self, item: str, split: str, columns: Mapping[str, NDArray[Any]]) -> str:
-        """Return the bucket of a row of these arrays, by their columns' names.
-
-        Raises:
-            UsageError: if `split` is not one, or the arrays' shapes do not go together.
-        """
+        """Return the bucket of a row of these arrays, by their columns' names."""
         if split not in SPLITS:
             raise UsageError(_no_bucket(split, self.axes))
         sizes: dict[str, tuple[int, str]] = {}
@@ -217,11 +209,7 @@ class RowForm:
         return bucket_name(split, *(sizes[axis][0] for axis in self.axes))
 
     def values(self, item: str, given: Arrays) -> dict[str, NDArray[Any]]:
-        """Return a row's arrays by their columns' names, without those that it lacks; roles are taken for names.
-
-        Raises:
-            UsageError: if there are other columns than expected, or a value is not finite.
-        """
+        """Return a row's arrays by their columns' names, without those that it lacks; roles are taken for names."""
         expect(f"{item}: columns", given, Mapping, f"a mapping from roles to arrays, {self._example()}")
         named = {stored_name(role): value for role, value in given.items()}
         lacking = {column.name for column in self.columns if column.optional} - named.keys()
@@ -243,9 +231,6 @@ class RowForm:
         """Return a caption's entries by group: `text`, its embedding, and those of ragged groups of captions.
 
         Where the text columns are quantised, `tokens` may be given as `[T, D]` F16 or F32 without scale.
-
-        Raises:
-            UsageError: if one is missing, or its arrays do not fit its group; the message names the caption and the group.
         """
         spec = self.schema.groups[TEXT_GROUP]
         example = ", ".join(f"{column.name!r}: array" for column in (*spec.delivered.tokens, *spec.delivered.fixed))
@@ -259,11 +244,7 @@ class RowForm:
         return entries | {RAGGED_PREFIX + name: self._ragged(item, name, given.get(name), digest) for name in of_captions}
 
     def row_entries(self, item: str, given: Mapping[str, Any]) -> dict[str, Entry | None]:
-        """Return a row's entries of all groups of rows, None where it has none; `given` by name.
-
-        Raises:
-            UsageError: if one is missing or strange, or its arrays do not fit the group; the message names the group.
-        """
+        """Return a row's entries of all groups of rows, None where it has none; `given` by name."""
         own = [name for name, group in self.ragged.items() if group.of == EntriesOf.ROWS]
         if strange := sorted(given.keys() - set(own)):
             where = "what belongs to a caption is given with it" if strange[0] in self.ragged else "leave it out"
@@ -313,11 +294,7 @@ class RowForm:
 
 
 def sizes_of(bucket: str, axes: tuple[str, ...]) -> dict[str, int]:
-    """Return the sizes in a bucket's name by axis.
-
-    Raises:
-        UsageError: if it is not the name of a bucket with these axes.
-    """
+    """Return the sizes in a bucket's name by axis."""
     sizes = bucket_sizes(bucket, axes)
     if sizes is None:
         raise UsageError(_no_bucket(bucket, axes))

@@ -47,10 +47,6 @@ def seal(store: Path, name: str) -> bool:
 
     The order makes every crash harmless: the sidecars are written first, the shard's file last, and only a shard's file under
     `shards/` makes a shard. If it exists already, a crash came before the pending file was removed; it is removed now.
-
-    Raises:
-        StoreError: if a different sealed shard has that name, the disk is full, or the file cannot be opened.
-        CorruptError: if a block or record is invalid.
     """
     pending, paths = pending_path(store, name), shard_paths(store, name)
     copy = pending.with_suffix(SEALING)
@@ -98,11 +94,7 @@ def may_have_commits(pending: Path) -> bool:
 
 
 def _refuse_another(pending: Path, paths: ShardPaths, name: str) -> None:
-    """Check that the sealed shard of the same name holds every block, record and caption of a pending one.
-
-    Raises:
-        StoreError: if it does not, naming both.
-    """
+    """Check that the sealed shard of the same name holds every block, record and caption of a pending one."""
     is_same = False
     with contextlib.suppress(*_NOT_LMDB, lmdb.Error, OSError, StoreError):
         has_sidecars = paths.extents.is_file() and paths.index.is_file()
@@ -122,13 +114,7 @@ def _walk_file(path: Path, name: str) -> ShardContents:
 
 
 def seal_apart(store: Path, name: str) -> None:
-    """Seal a shard that another run left, in a separate process. Its pending file is gone afterwards.
-
-    Raises:
-        LockedError: if its writer is still running.
-        CorruptError: if it is damaged, with what to do about it.
-        StoreError: if it cannot be sealed for another reason.
-    """
+    """Seal a shard that another run left, in a separate process. Its pending file is gone afterwards."""
     command = [sys.executable, "-P", "-m", "bucketline.store.write.seal", str(store), name]  # -P: ignore the current folder
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     pending = pending_path(store, name)
@@ -151,11 +137,7 @@ def seal_apart(store: Path, name: str) -> None:
 
 
 def rebuilt_sidecars(path: Path) -> tuple[bytes, bytes]:
-    """Return the contents of a sealed shard's extents and index, rebuilt from its file; the caller has verified its digest.
-
-    Raises:
-        CorruptError: if the file is not a shard.
-    """
+    """Return the contents of a sealed shard's extents and index, rebuilt from its file; the caller has verified its digest."""
     found, lines = _read(path, path.stem)
     if not found.samples:
         raise CorruptError(f"{path} holds no sample")
@@ -163,11 +145,7 @@ def rebuilt_sidecars(path: Path) -> tuple[bytes, bytes]:
 
 
 def column_extents(path: Path, name: str, about: Mapping[str, object]) -> bytes:
-    """Return the contents of the extents of an added column's file, with `about` in their metadata.
-
-    Raises:
-        CorruptError: if the file is not one.
-    """
+    """Return the contents of the extents of an added column's file, with `about` in their metadata."""
     found, lines = _read(path, name)
     if not found.blocks:
         raise CorruptError(f"{path} holds no block")

@@ -114,11 +114,7 @@ class ShardContents:
         return encode_paged(tensors, about)
 
     def index(self) -> bytes:
-        """Return the file's index, after checking that its rows and records go together.
-
-        Raises:
-            CorruptError: if a record's bucket has no block.
-        """
+        """Return the file's index, after checking that its rows and records go together."""
         if strange := self.buckets.keys() - self.blocks.keys():
             raise CorruptError(f"shard {self.name}: a sample record names the bucket {min(strange)!r:.80}, which has no block")
         groups, samples = sorted(self.blocks), np.frombuffer(self.samples, dtype=_SAMPLE)
@@ -276,10 +272,6 @@ def read_contents(
 
     Unless these `lines` are given, by a caller who compares each value's place himself, the file is read once more for them,
     and each value confirmed to be at its offset.
-
-    Raises:
-        CorruptError: if the file is not a shard.
-        StoreError: if a value is not where the format of LMDB has it, as with another engine or a medium that fails.
     """
     sums, placed = LineSums(), bytearray()
     try:
@@ -325,9 +317,6 @@ def _read_back(file: FileIO, packed: bytearray, lines: LineSums) -> None:
     """Read a shard's file once, compare each value with LMDB's memory, and pass all bytes to `lines`.
 
     `packed` has each value's offset in the file, its length and its address, as _PLACE.
-
-    Raises:
-        _UnconfirmedError: if a value is not at its offset.
     """
     placed: NDArray[np.uint64] = np.frombuffer(packed, dtype="<u8").reshape(-1, 3)
     offsets, lengths, addresses = (column.tolist() for column in placed[np.argsort(placed[:, 0], kind="stable")].T)

@@ -77,12 +77,7 @@ class ShardWriter:
         empty: Mapping[str, Entry],
         max_bytes: int,
     ) -> None:
-        """Create the pending shard and lock it. `groups` are those of captions and rows, `empty` is the empty caption.
-
-        Raises:
-            LockedError: if another process writes this shard.
-            StoreError: if the file cannot be created.
-        """
+        """Create the pending shard and lock it. `groups` are those of captions and rows, `empty` is the empty caption."""
         self.name = name
         self._store = store
         self.path = pending_path(store, name)
@@ -165,10 +160,6 @@ class ShardWriter:
         shard (`has_caption`) or of `new` ones, which are added with the row as `add_caption` does; those beyond V are stored
         only in the record. `entries` are the row's of all groups of rows, None of those of which it has none. Nothing is added
         if the row is refused.
-
-        Raises:
-            ValueError: if a column's shape or dtype differs from the bucket's.
-            StoreError: if the record has a value that the index cannot hold.
         """
         refuse_unsealable(record)
         known, num_known = self._numbers[TEXT_GROUP], self._num_entries[TEXT_GROUP]
@@ -208,11 +199,7 @@ class ShardWriter:
         self._commit(whole_only=False)
 
     def seal(self) -> bool:
-        """Commit and seal the shard, and release its lock. Return False if it was empty and was removed.
-
-        Raises:
-            StoreError: if the disk is full; what was committed stays pending.
-        """
+        """Commit and seal the shard, and release its lock. Return False if it was empty and was removed."""
         try:
             self.commit()
             self._env.close()

@@ -36,12 +36,7 @@ class StoreTarget(Protocol):
         ...
 
     def held(self) -> AbstractContextManager[None]:
-        """Prepare to write, for this process only. Enter it before `newest`.
-
-        Raises:
-            LockedError: if another process writes by way of the same folder.
-            StoreError: if the store cannot be read or written.
-        """
+        """Prepare to write, for this process only. Enter it before `newest`."""
         ...
 
     def newest(self) -> Manifest | None:
@@ -49,13 +44,7 @@ class StoreTarget(Protocol):
         ...
 
     def writing(self, schema: Schema) -> AbstractContextManager[Manifest]:
-        """Lock the store, create it if there is none, and yield its newest generation after adopting what a killed writer left.
-
-        Raises:
-            LockedError: if another process writes to the store.
-            FingerprintError: if the store was made with other contents.
-            StoreError: if the place is not a store's, or cannot be written, or a left shard cannot be sealed.
-        """
+        """Lock the store, creating it if needed, and yield its newest generation after adopting what a killed writer left."""
         ...
 
     def open(self, manifest: Manifest) -> Store:
@@ -65,11 +54,7 @@ class StoreTarget(Protocol):
     def publish(
         self, manifest: Manifest, sealed: Iterable[str], dropped: Iterable[bytes] = (), rules: dict[str, Json] | None = None
     ) -> Manifest:
-        """Publish sealed shards that `manifest`, the newest generation known here, does not list; see `with_shards`.
-
-        Raises:
-            StoreError: if the store cannot be written; what was sealed is kept for the next run.
-        """
+        """Publish sealed shards that `manifest`, the newest generation known here, does not list; see `with_shards`."""
         ...
 
     def send_lists(self) -> None:
@@ -132,12 +117,7 @@ class LocalTarget:
 
 
 def stored_manifest(store: Path, schema: Schema) -> Manifest | None:
-    """Return the newest generation of the store that is to be continued; None if there is no store yet.
-
-    Raises:
-        StoreError: if the path is a file, or a folder that is neither empty nor a store.
-        FingerprintError: if the store was made with other contents.
-    """
+    """Return the newest generation of the store that is to be continued; None if there is no store yet."""
     if store.exists() and not store.is_dir():
         raise StoreError(f"{store} is a file; expected a store's folder, or a path where there is nothing")
     if store.is_dir() and not (store / MANIFEST).exists():

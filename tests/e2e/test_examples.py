@@ -158,6 +158,22 @@ def test_a_script_of_the_example_runs_trains(packed: Ran, folder: Path) -> None:
     assert (folder / "runs" / "lora" / "checkpoints" / "step-00000001" / "lora_ema").is_dir()
 
 
+@pytest.mark.slow
+def test_the_commands_of_the_readmes_quick_start_run(folder: Path, tmp_path: Path) -> None:
+    for name, copy in (("photos", "photos"), ("sd15", "path/to/stable-diffusion-v1-5")):
+        shutil.copytree(folder / name, tmp_path / copy)
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Why")[0]
+    blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).replace("\\\n", "")
+    lines = [line for line in blocks.splitlines() if re.match(r"(ingest|store|loader|bucketline) ", line)]
+    again = re.findall(r"`((?:ingest pack|bucketline train --resume)[^`]*)`", text)
+    for line in (*lines, *again):
+        words = shlex.split(line.partition("#")[0].replace("--max-steps 20000", "--max-steps 2 --num-images 1"))
+        run_in(tmp_path, words).done()
+    assert len(lines) >= 4
+    assert len(again) >= 2
+    assert (tmp_path / "runs" / "first" / "checkpoints" / "step-00000002").is_dir()
+
+
 def run_page(page: str, number: int = 0) -> dict[str, object]:
     """Run one of a page's Python blocks unchanged; return its names."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)

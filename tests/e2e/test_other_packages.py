@@ -137,7 +137,7 @@ def test_an_installed_packages_optimizer_trains_and_a_run_in_two_parts_equals_on
 ) -> None:
     make_training_store(tmp_path / "tiny.store")
     write_unet(tmp_path / "model")
-    whole = config(tmp_path, output_dir=tmp_path / "whole", max_steps=4, log_every=1, optimizer="lion", learning_rate=None)
+    whole = config(tmp_path, output_dir=tmp_path / "whole", max_steps=4, log_every=1, optimizer="own_optimizer:Lion")
     parts = replace(whole, output_dir=tmp_path / "parts")
     for asked in (whole, replace(parts, max_steps=2), replace(parts, resume=True)):
         spawn([sys.executable, "-m", "bucketline.train", *as_arguments(asked)], **environment).done()
@@ -147,5 +147,5 @@ def test_an_installed_packages_optimizer_trains_and_a_run_in_two_parts_equals_on
     assert all(torch.equal(one["exp_avg"], states[1][number]["exp_avg"]) for number, one in states[0].items())
     ran = spawn([sys.executable, "-m", "bucketline.train", *as_arguments(replace(whole, output_dir=tmp_path / "other"))])
     assert ran.code == 2
-    assert "--optimizer is 'lion', expected adamw, adamw-bf16, " in ran.err
+    assert "--optimizer own_optimizer:Lion cannot be imported: " in ran.err
     assert not (tmp_path / "other").exists()

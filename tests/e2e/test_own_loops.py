@@ -79,7 +79,7 @@ def test_help_says_what_each_field_of_the_configuration_means() -> None:
         assert shown in (Loader.__doc__ or "")
 
 
-SERVED = "127.0.0.1:9401"  # of the block that reads from another machine; tests/e2e/afternoon.py starts the server
+SERVED = "127.0.0.1:9401"  # of the block that reads from another machine; tests/unit/loader/service/test_tcp.py has one
 
 
 def blocks(page: str) -> list[str]:

@@ -20,7 +20,7 @@ from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store import Store
 from bucketline.train.config import Base, Precision, WeightDtype
 from bucketline.train.metrics_file import read_metrics
-from bucketline.train.optim import OPTIMIZERS
+from bucketline.train.optim import NAMED, OF_SHARDS
 from bucketline.train.trainer import train
 from bucketline.train.values import Ema, EmaPlace, ShardBy, Sharding
 from tests.commands import ROOT, kept_port
@@ -146,13 +146,13 @@ def test_two_ranks_with_adapters_equal_one_rank(folder: Path, run: Run) -> None:
     assert_equal_within_floating_point(one.output_dir, two.output_dir)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
+@pytest.mark.parametrize("name", [name for name in NAMED if name != "adamw"])
 def test_two_ranks_equal_one_rank_with_each_optimizer(folder: Path, run: Run, name: str) -> None:
     """Each has half of the model where the optimizer can step on it; then the run is resumed half-way."""
     one = config(folder, output_dir=folder / "one", max_steps=4, optimizer=name, learning_rate=None, warmup_steps=2)
     run(1, one)
     two = replace(one, output_dir=folder / "two", accumulation=1)
-    if OPTIMIZERS[name].shards:
+    if name in OF_SHARDS:
         two = replace(two, sharding=FSDP)
         run(2, replace(two, max_steps=2))
         two = replace(two, resume=True)
@@ -165,7 +165,6 @@ def test_two_ranks_with_half_of_a_bf16_model_each_learn_as_one_rank_does(folder:
         folder,
         output_dir=folder / "one",
         max_steps=4,
-        optimizer="adamw-bf16",
         weights=WeightDtype.BF16,
         precision=Precision.BF16,
     )

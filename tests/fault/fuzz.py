@@ -34,7 +34,7 @@ INSTRUMENTED = [
     "json.decoder",
 ]
 IMPORT = "import-"  # and the kind of another trainer's cache
-IMPORTS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo", "fastvideo")
+IMPORTS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds")
 PARSERS = ("manifest", "sidecar", "block", "record", "checkpoint", "captions", "tar", *(IMPORT + kind for kind in IMPORTS))
 SECONDS, QUICK_SECONDS = 120, 3
 LIMIT_S = 10

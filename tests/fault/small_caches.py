@@ -19,12 +19,12 @@ import numpy as np
 from bucketline.errors import BucketlineError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.cache import Crops, ListRequest
-from bucketline.ingest.importers.changes import cache_stamp, read_entry, rejects_named
 from bucketline.ingest.importers.columns import ColumnRules
 from bucketline.ingest.importers.config import ImportConfig
-from bucketline.ingest.importers.registry import IMPORTERS, _is_here, listed
-from bucketline.ingest.importers.rows import ImportPlan, row_of
-from bucketline.ingest.importers.vae.named_vae import named_vae
+from bucketline.ingest.importers.listing import listed
+from bucketline.ingest.importers.registry import IMPORTERS, _is_here
+from bucketline.ingest.importers.rows import ImportPlan, read_entry, rejects_named, row_of
+from bucketline.ingest.importers.vae import named_vae
 from bucketline.store import SampleRecord
 from tests.models import png
 from tests.unit.ingest.importers.known import Known, Sample
@@ -100,12 +100,12 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
     _is_here(importer, source)
     try:
         listing = listed(importer, ListRequest(source=source, variant=_VARIANTS.get(kind)))
-        vae = named_vae(None, "sd", "F16", listing.latents)
+        vae = named_vae(None, "sd", "F16", listing.form.latents)
         plan = ImportPlan(
             kind=kind,
             variant=listing.variant,
-            scaling=listing.scaling,
-            latents=listing.latents,
+            scaling=listing.form.scaling,
+            latents=listing.form.latents,
             text="none",
             crops=Crops.UNKNOWN,
             columns=ColumnRules(declined=True),
@@ -117,7 +117,7 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
             try:
                 cached = read_entry(importer, source, entry, listing.variant)
                 with rejects_named(entry):
-                    row_of(entry, cached, vae, plan, config, cache_stamp(source, entry))
+                    row_of(entry, cached, vae, plan, config)
                     number += 1
             except RejectedError:
                 continue

@@ -25,7 +25,7 @@ CHOICES: tuple[dict[str, Any], ...] = (
     {},
     {"recompute": 0.5},
     {"recompute": 1.0},
-    {"ema": "off", "optimizer": "adamw-bf16"},
+    {"ema": "off", "optimizer": "adamw-8bit"},
     {"lora_rank": 16},
     {"lora_rank": 16, "recompute": 1.0},
 )

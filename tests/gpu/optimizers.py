@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from bucketline.train.config import Compile, Precision, WeightDtype
-from bucketline.train.optim import OPTIMIZERS
+from bucketline.train.optim import ADAMWS, NAMED
 from bucketline.train.trainer import train
 from tests.gpu.material import run_folder, tell
 from tests.unit.train.tiny_run import ALONE, config, losses, write_unet
@@ -18,11 +18,11 @@ BF16 = {"weights": WeightDtype.BF16, "precision": Precision.BF16}
 
 def optimizers(*names: str) -> None:
     """Every optimizer, with what it can be combined with: bf16 weights."""
-    for name, kind in OPTIMIZERS.items():
+    for name in (*NAMED, "torch.optim:NAdam"):
         if names and name not in names:
             continue
         cases: list[dict[str, Any]] = [{}]
-        if kind.takes_bf16:
+        if name in ADAMWS:
             cases.append(BF16)
         for case in cases:
             folder = run_folder("optimizers")

@@ -34,7 +34,7 @@ FOLDERS = {
 }
 BY_DIFFUSERS = {"ingest": {"accelerate"}}  # diffusers needs it to find weights that a single file lacks
 # in ingest/, and Ray in bucketline/ too
-OF_OTHERS = dict.fromkeys(("torchao", "prodigyopt", "schedulefree"), "optimizers")
+OF_OTHERS = dict.fromkeys(("torchao", "prodigyopt"), "optimizers")
 OF_OTHERS |= {"pyarrow": "tables", "datasets": "datasets", "pillow_heif": "heif", "pillow_jxl": "heif", "ray": "ray"}
 
 
@@ -92,7 +92,7 @@ def test_all_has_every_extra_but_what_is_under_another_kind_of_licence_or_a_matt
 
 
 def test_every_requirement_has_one_lower_bound() -> None:
-    assert {"lmdb", "tyro", "torch", "huggingface-hub", "safetensors"} <= set(minimums())
+    assert {"lmdb", "cyclopts", "torch", "huggingface-hub", "safetensors"} <= set(minimums())
 
 
 def test_the_version_stands_in_one_place() -> None:

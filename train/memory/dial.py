@@ -17,7 +17,6 @@ from bucketline.train.memory.activations import BatchSizes, usual_sizes
 from bucketline.train.memory.table import EVERY_BLOCK, CountedModel, in_gb, label, run_of, table_of
 from bucketline.train.memory_choice import EMA_EVERY, decided
 from bucketline.train.models.load import locate, read_model_config
-from bucketline.train.optim import kind_of
 from bucketline.train.parallel import from_rank_zero
 from bucketline.train.sharding import shard_ranks_of
 from bucketline.train.values import EmaPlace
@@ -168,16 +167,14 @@ def savings_of(config: TrainConfig, ranks: int = 1) -> Iterator[Saving]:
         for share in (0.25, 0.5, 0.75, 1.0):
             yield Saving(options={"recompute": share}, price=f"up to {share / 3:.0%} more time, and the same losses")
     if config.lora_rank is None:
-        if config.ema.decay is not None and config.ema.place is None and kind_of(config).average is None:
+        if config.ema.decay is not None and config.ema.place is None:
             every = EMA_EVERY if config.ema.every == 1 else config.ema.every
             yield Saving(
                 options={"ema": replace(config.ema, place=EmaPlace.CPU, every=every)},
                 price=f"the average moves every {every} steps, by a copy to the device and back",
             )
-        if config.optimizer is None and not config.resume:
-            yield Saving(options={"optimizer": "adamw-bf16"}, price="moments are rounded to bf16")
-            if has_torchao and is_whole:
-                yield Saving(options={"optimizer": "adamw-8bit"}, price="moments have 8 bits")
+        if config.optimizer is None and not config.resume and has_torchao and is_whole:
+            yield Saving(options={"optimizer": "adamw-8bit"}, price="moments have 8 bits")
         return
     if not is_whole or config.dora:
         return

@@ -20,7 +20,7 @@ from bucketline.train.lowbit.offload import frozen_bytes, offloaded
 from bucketline.train.memory.activations import BatchSizes, StepBytes, latent_size, step_bytes, usual_sizes
 from bucketline.train.memory.live import LiveBytes
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.optim import OPTIMIZERS, kind_of, make_optimizer
+from bucketline.train.optim import NAMED, make_optimizer
 from bucketline.train.parallel import repeated_blocks, separate_blocks
 from bucketline.train.values import Ema, EmaPlace
 
@@ -60,7 +60,7 @@ def choices(rank: int) -> tuple[_Options, ...]:
     return (
         {},
         {"ema": Ema(decay=0.9999, place=EmaPlace.CPU)},
-        *({"optimizer": name} for name in OPTIMIZERS if name != "adamw"),
+        *({"optimizer": name} for name in NAMED if name != "adamw"),
         {"weights": WeightDtype.BF16, "optimizer": "adamw-8bit", "ema": Ema()},
         {"sharding": "fsdp"},
         adapters,
@@ -120,7 +120,7 @@ class CountedModel:
         held = frozen // share + sum(buffer.nbytes for buffer in model.buffers())
         weights = sum(parameter.nbytes for parameter in trained) // share
         moments = self._optimizer_bytes(asked)[0] // share
-        is_averaged = asked.ema.decay is not None and asked.ema.place is not EmaPlace.CPU and kind_of(asked).average is None
+        is_averaged = asked.ema.decay is not None and asked.ema.place is not EmaPlace.CPU
         return Memory(weights=held + weights, gradients=weights, moments=moments, average=weights if is_averaged else 0)
 
     def need(self, asked: TrainConfig, sizes: BatchSizes, ranks: int = 1) -> int:
@@ -251,7 +251,7 @@ def _optimizer_bytes(asked: TrainConfig, model: nn.Module) -> tuple[int, int]:
         parameter.requires_grad = False
         alike.setdefault((parameter.shape, id(parameter) in inside), []).append(parameter)
     number = {id(first): 1 + len(others) for first, *others in alike.values()}
-    is_together = asked.optimizer == "adamw-bf16" or asked.weights is WeightDtype.BF16
+    is_together = asked.weights is WeightDtype.BF16
     stepping = trained if is_together else [first for first, *_ in alike.values()]
     for one in stepping:
         one.requires_grad = True

@@ -1,1 +1,1 @@
-"""Optimizers besides AdamW, found by their names: a small file each, and their properties in `kinds`."""
+"""Optimizers that are more than a call of their library: 8-bit AdamW, Muon, and AdamW of weights in bf16."""

@@ -9,22 +9,24 @@ import torch
 from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
+from bucketline.train.config import WeightDtype
+from bucketline.train.ema import Rounding
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import nn
 
-    from bucketline.train.ema import Rounding
-    from bucketline.train.optim import Groups, Options
+    from bucketline.train.config import TrainConfig
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # the first has signs
 _PARTS = ("codes", "scale", "qmap")  # the tensors of a quantised moment
 
 
-def make(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Optimizer:
+def make_8bit(_model: nn.Module, groups: list[dict[str, Any]], config: TrainConfig, *, compiled: bool) -> torch.optim.Optimizer:
     """Return the optimizer; where it is compiled, which torchao does for each shape of weight, that is done here."""
-    optimizer = PlainAdamW8bit(groups, options)
-    if options.compiled:
+    optimizer = PlainAdamW8bit(groups, config, compiled=compiled)
+    if compiled:
         unlike = {
             (one.shape, one.stride(), group["weight_decay"]): (one, group)
             for group in optimizer.param_groups
@@ -33,18 +35,18 @@ def make(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Opt
         for one, group in unlike.values():
             scratch = torch.zeros_like(one).requires_grad_()
             scratch.grad = torch.zeros_like(one)
-            PlainAdamW8bit([{"params": [scratch], "weight_decay": group["weight_decay"]}], options).step()
+            PlainAdamW8bit([{"params": [scratch], "weight_decay": group["weight_decay"]}], config, compiled=True).step()
     return optimizer
 
 
 class PlainAdamW8bit(AdamW8bit):  # type: ignore[misc]
     """AdamW8bit whose state in a checkpoint is plain tensors, and whose random numbers follow from the step."""
 
-    def __init__(self, groups: Groups, options: Options) -> None:
-        moments = {"betas": options.betas.pair, "eps": options.betas.eps}
-        super().__init__(groups, lr=options.learning_rate, **moments, bf16_stochastic_round=options.rounds_weights)
-        self.rounding: Rounding = options.rounding
-        self._compiled, self._rounds = options.compiled, options.rounds_weights
+    def __init__(self, groups: list[dict[str, Any]], config: TrainConfig, *, compiled: bool) -> None:
+        self._compiled, self._rounds = compiled, config.weights is WeightDtype.BF16
+        moments = {"betas": config.betas.pair, "eps": config.betas.eps}
+        super().__init__(groups, lr=config.learning_rate, **moments, bf16_stochastic_round=self._rounds)
+        self.rounding = Rounding(config.seed)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update the weights; what torchao compiles runs as it is if the run compiles nothing."""

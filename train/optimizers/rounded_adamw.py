@@ -1,4 +1,4 @@
-"""AdamW with moments, weights or both in bf16."""
+"""AdamW of weights in bf16."""
 
 from __future__ import annotations
 
@@ -7,48 +7,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.adamw import adamw
 
+from bucketline.train.ema import Rounding
 from bucketline.train.parallel import local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from torch import nn
-
-    from bucketline.train.ema import Rounding
-    from bucketline.train.optim import Groups, Options
+    from bucketline.train.config import TrainConfig
 
 
-CHUNK_VALUES = 1 << 24  # with 32-bit copies at a time: 64 MiB each of weights, gradients, both moments and random numbers
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def make_fp32(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Optimizer:
-    """Return AdamW with 32-bit moments of bf16 weights."""
-    return RoundedAdamW(groups, options, moments=torch.float32)
-
-
-def make_bf16(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Optimizer:
-    """Return AdamW with bf16 moments."""
-    return RoundedAdamW(groups, options, moments=torch.bfloat16)
+CHUNK_VALUES = 1 << 24  # with 32-bit copies at a time: 64 MiB each of weights, gradients and random numbers
 
 
 class RoundedAdamW(torch.optim.Optimizer):
-    """AdamW that computes in 32 bits by torch's fused step and keeps moments, weights or both in bf16.
+    """AdamW that computes in 32 bits by torch's fused step, keeps 32-bit moments, and rounds weights in bf16 stochastically.
 
-    All are rounded stochastically: rounded to the nearest, as torchao's AdamW does, a second moment with a beta of 0.999 would
-    never fall again. Weights are updated as many at a time as have `CHUNK_VALUES` values: only these have 32-bit copies, and
-    it is the number of kernels that small weights cost.
+    Weights are updated as many at a time as have `CHUNK_VALUES` values: only these have 32-bit copies, and it is the number of
+    kernels that small weights cost. torchao's keeps moments in bf16 as well, rounded to the nearest: with a beta of 0.999 a
+    second moment would never fall again.
     """
 
     _step_supports_amp_scaling = True  # torch's name for: the step itself looks up `found_inf`
     found_inf: torch.Tensor | None = None
     grad_scale: torch.Tensor | None = None  # what it divides gradients by
 
-    def __init__(self, groups: Groups, options: Options, *, moments: torch.dtype) -> None:
-        """`moments`: their dtype; the weights keep theirs."""
-        super().__init__(groups, {"lr": options.learning_rate, "betas": options.betas.pair, "eps": options.betas.eps})
-        self.rounding: Rounding = options.rounding
-        self._moments = moments
+    def __init__(self, groups: list[dict[str, Any]], config: TrainConfig) -> None:
+        super().__init__(groups, {"lr": config.learning_rate, "betas": config.betas.pair, "eps": config.betas.eps})
+        self.rounding = Rounding(config.seed)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -62,29 +47,24 @@ class RoundedAdamW(torch.optim.Optimizer):
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
-            for name in _MOMENTS:
-                state[name] = torch.zeros_like(parameter, dtype=self._moments, requires_grad=False)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
         return state
 
     def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self._state_of(parameter) for parameter in parameters]
-        each = [
-            [local(tensor) for tensor in (parameter.detach(), *(state[name] for name in _MOMENTS))]
-            for parameter, state in zip(parameters, states, strict=True)
-        ]
-        narrow = [tensor for tensors in each for tensor in tensors if tensor.dtype is not torch.float32]
-        flat = torch.empty(sum(tensor.numel() for tensor in narrow), device=parameters[0].device)
+        weights = [local(parameter.detach()) for parameter in parameters]  # norms of a model in bf16 can have 32 bits
+        narrow = [weight for weight in weights if weight.dtype is not torch.float32]
+        flat = torch.empty(sum(weight.numel() for weight in narrow), device=parameters[0].device)
         wide = _laid_out(flat, narrow)
-        if narrow:  # not of weights and moments in 32 bits only
+        if narrow:
             torch._foreach_copy_(wide, narrow)
         wider = iter(wide)
-        computed = [[tensor if tensor.dtype is torch.float32 else next(wider) for tensor in tensors] for tensors in each]
-        weights, first, second = map(list, zip(*computed, strict=True))
         adamw(
-            weights,
+            [weight if weight.dtype is torch.float32 else next(wider) for weight in weights],
             _in_32_bits([local(parameter.grad) for parameter in parameters if parameter.grad is not None]),
-            first,
-            second,
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,

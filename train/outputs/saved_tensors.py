@@ -38,7 +38,7 @@ from bucketline.train.parallel import fill_from_rank_zero, load_optimizer, whole
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -150,15 +150,15 @@ def load_weights(folder: Path, weights: Weights, model: nn.Module, *, averaged: 
             tensor.copy_(stored[name])
 
 
-def load_saved_optimizer(folder: Path, optimizer: Optimizer, of_groups: Collection[str] = ()) -> None:
-    """Load a checkpoint's optimizer state, under any sharding; `of_groups`: the entries of its groups that are state.
+def load_saved_optimizer(folder: Path, optimizer: Optimizer) -> None:
+    """Load a checkpoint's optimizer state, under any sharding.
 
     Raises:
         StateError: if the checkpoint belongs to another model.
     """
     with of_this_model(folder):
         saved = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True, mmap=True)
-        load_optimizer(optimizer, saved, of_groups)
+        load_optimizer(optimizer, saved)
 
 
 @contextlib.contextmanager

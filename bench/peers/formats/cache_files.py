@@ -30,31 +30,6 @@ def _samples(path: str | Path) -> list[dict[str, Any]]:
     return [found[number] for number in sorted(found)]
 
 
-def write_fastvideo(arrays: str, place: str) -> None:
-    """Write all samples as images of one frame, by FastVideo's own records, schema and writer of Parquet."""
-    make_torchvision_importable()
-    without_init("fastvideo", "fastvideo.dataset", "fastvideo.dataset.dataloader", "fastvideo.pipelines")
-    from fastvideo.dataset.dataloader.parquet_io import ParquetDatasetWriter, records_to_table
-    from fastvideo.dataset.dataloader.record_schema import basic_t2v_record_creator
-    from fastvideo.dataset.dataloader.schema import pyarrow_schema_t2v
-
-    samples = _samples(arrays)
-    batch = SimpleNamespace(
-        video_file_name=[str(own["id"]) for own in samples],
-        prompt=[str(own["caption"]) for own in samples],
-        latents=[own["latent"][:, None] for own in samples],
-        prompt_embeds=[own["tokens"] for own in samples],
-        height=[int(own["original"][0]) for own in samples],
-        width=[int(own["original"][1]) for own in samples],
-        fps=[1.0] * len(samples),
-        num_frames=[1] * len(samples),
-    )
-    writer = ParquetDatasetWriter(place, samples_per_file=len(samples))
-    writer.append_table(records_to_table(basic_t2v_record_creator(batch), pyarrow_schema_t2v))
-    written = writer.flush(num_workers=1, write_remainder=True)
-    assert written == len(samples), f"FastVideo's writer says {written} of {len(samples)} rows"
-
-
 def write_simpletuner(arrays: str, place: str) -> None:
     """Write by SimpleTuner's VAE cache, text cache and metadata, with caption files where the images would be."""
     make_torchvision_importable()

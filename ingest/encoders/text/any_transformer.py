@@ -27,11 +27,7 @@ _MAX_TOKENS = 512  # if neither tokenizer nor encoder sets a limit
 
 
 def tokens_taken(model: ModelFolder, limit: int | None, asked: int | None) -> int:
-    """Return the maximum number of tokens per caption: `asked`, else the limit of encoder and tokenizer.
-
-    Raises:
-        UsageError: if `asked` exceeds that limit.
-    """
+    """Return the maximum number of tokens per caption: `asked`, else the limit of encoder and tokenizer."""
     most = min(_MAX_TOKENS, limit or _MAX_TOKENS)
     if asked is not None and asked > most:
         raise UsageError(f"--max-tokens {asked}: the text encoder of {model.name} accepts at most {most}")
@@ -42,12 +38,7 @@ class TextEncoder:
     """A loaded text encoder and its tokenizer."""
 
     def __init__(self, model: ModelFolder, device: torch.device, settings: TextSettings) -> None:
-        """Load `tokenizer/` and `text_encoder/`.
-
-        Raises:
-            ModelError: if one is missing or cannot be loaded.
-            UsageError: if more tokens are requested than the encoder accepts.
-        """
+        """Load `tokenizer/` and `text_encoder/`."""
         # only the last hidden state is used, and a pooler comes after it
         self._part = load_text_part(
             model,

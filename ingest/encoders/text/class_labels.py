@@ -35,11 +35,7 @@ class ClassLabels:
     padding = Padding.MAX_LENGTH
 
     def __init__(self, model: ModelFolder) -> None:
-        """Read the number of classes from `transformer/config.json`, and their names from `id2label` in the index or there.
-
-        Raises:
-            ModelError: if the number of classes is missing, or a name belongs to a number out of range.
-        """
+        """Read the number of classes from `transformer/config.json`, and their names from `id2label` in the index or there."""
         config = model.config("transformer") or {}
         num_classes = config.get("num_embeds_ada_norm")
         if not isinstance(num_classes, int) or num_classes < 1:
@@ -94,21 +90,13 @@ class ClassLabels:
 
 
 def refuse_length(model: ModelFolder, asked: int | None) -> None:
-    """Refuse --max-tokens for a model whose captions are classes.
-
-    Raises:
-        UsageError: if `asked` is not None.
-    """
+    """Refuse --max-tokens for a model whose captions are classes."""
     if asked is not None:
         raise UsageError(f"--max-tokens {asked}: {model.name} takes a class, not text; leave the option out")
 
 
 def refuse_text_dtype(model: ModelFolder, dtype: str | None) -> None:
-    """Refuse --text-dtype for a model whose captions are classes, which are stored as numbers.
-
-    Raises:
-        UsageError: if `dtype` is not None.
-    """
+    """Refuse --text-dtype for a model whose captions are classes, which are stored as numbers."""
     if dtype is not None:
         raise UsageError(f"--text-dtype {dtype_name(dtype)}: {model.name} takes a class, not text; leave the option out")
 

@@ -29,12 +29,7 @@ class PromptEncoder:
     """The text encoders of a family, called through `encode_prompt`."""
 
     def __init__(self, family: type[Family], model: ModelFolder, device: torch.device, settings: TextSettings) -> None:
-        """Load the family's text parts.
-
-        Raises:
-            ModelError: if one is missing, incomplete or cannot be loaded.
-            UsageError: if the family does not support the requested length.
-        """
+        """Load the family's text parts."""
         self._family, self._device = family, device
         self._settings = settings
         dtype = settings.encode_dtype

@@ -34,13 +34,7 @@ _MAX_NAME = 80
 
 
 def load_caption_encoder(model: ModelFolder, device: torch.device, settings: TextSettings) -> CaptionEncoder:
-    """Load the caption encoder of a model.
-
-    Raises:
-        ModelError: if a part is missing or cannot be loaded, how its pipeline encodes captions is not known, or the
-            embedding of its empty caption is not finite.
-        UsageError: if the family does not support the requested length.
-    """
+    """Load the caption encoder of a model."""
     encoder = _load(model, device, settings)
     _refuse_bad_empty_caption(model, encoder.encode([""])[0], settings.stored_dtype)
     return encoder
@@ -72,10 +66,6 @@ def text_family_of(model: ModelFolder, *, is_plain: bool = False) -> type[Family
     """Return the family of a model; None if its only text encoder's last hidden state is stored.
 
     `is_plain`: the user wants that, whatever the model's pipeline does (`--text plain`).
-
-    Raises:
-        ModelError: if the model names a pipeline, or without one a denoiser, that is not known: how it encodes captions is
-            not either.
     """
     if is_plain:
         _refuse_several(model)
@@ -136,11 +126,7 @@ def _refuse_several(model: ModelFolder) -> None:
 
 
 def _refuse_unusual(model: ModelFolder, found: str, name: str) -> None:
-    """Refuse a model if the last hidden state of its encoder is not what models usually take.
-
-    Raises:
-        ModelError: if it is not.
-    """
+    """Refuse a model if the last hidden state of its encoder is not what models usually take."""
     architecture = _architecture(model, "text_encoder")
     kind = (model.config("text_encoder") or {}).get("model_type")
     if not architecture.startswith((*_PLAIN_ENCODERS, UNNAMED)) and kind not in _PLAIN_TYPES:

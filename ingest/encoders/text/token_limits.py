@@ -26,11 +26,7 @@ class PromptLengths:
     """Caption length limits of a family."""
 
     def __init__(self, family: type[Family], pipeline: Any, tokenizers: Mapping[str, Any], asked: int | None) -> None:  # noqa: ANN401 - diffusers has no types
-        """Take the limits of a pipeline and of its tokenizers by encoder name; `asked` applies only to the open part.
-
-        Raises:
-            UsageError: if the family does not support the requested length.
-        """
+        """Take the limits of a pipeline and of its tokenizers by encoder name; `asked` applies only to the open part."""
         self._family, self._pipeline, self._tokenizers = family, pipeline, tokenizers
         self.open_length = self._settled(asked)  # None for a family without an open part
 
@@ -112,11 +108,7 @@ class PromptLengths:
 
 
 def make_pipeline(family: type[Family], model: ModelFolder, parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any pipeline
-    """Create the family's pipeline from these parts only, by diffusers name; to measure lengths, tokenizers are enough.
-
-    Raises:
-        ModelError: if the pipeline does not accept them.
-    """
+    """Create the family's pipeline from these parts only, by diffusers name; to measure lengths, tokenizers are enough."""
     try:
         return family.pipeline({**family.pipeline_parts(parts), **family.extras(model)})
     except (ValueError, TypeError, AttributeError) as error:

@@ -36,12 +36,7 @@ class CaptionLengths:
 
 
 def open_caption_lengths(model: ModelFolder, settings: TextSettings) -> CaptionLengths:
-    """Load a model's tokenizers, or its classes.
-
-    Raises:
-        ModelError: if a part is missing or cannot be loaded, or how its pipeline encodes captions is not known.
-        UsageError: if the model does not support the requested length.
-    """
+    """Load a model's tokenizers, or its classes."""
     kind = text_family_of(model, is_plain=settings.is_plain)
     if kind is not None and not kind.parts:
         refuse_length(model, settings.max_tokens)

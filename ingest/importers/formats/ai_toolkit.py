@@ -13,118 +13,51 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading.caption_folder import CaptionFolder, EmbeddedCaptions, FileForm
-from bucketline.ingest.importers.reading.read_files import as_tensor, read_metadata, read_safetensors, values_by_role
-from bucketline.ingest.importers.reading.text_layouts import text_of
+from bucketline.ingest.importers.reading import as_tensor, read_metadata, read_safetensors, text_of, values_by_role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bucketline.ingest.importers.reading.caption_folder import Spelled
-
-
 _LATENTS, _TEXTS = "_latent_cache/", "_t_e_cache/"
 _SPACES = ("sd1", "sd2", "sdxl", "sd3", "flux", "flux1", "flux_kontext", "flex1", "flex2")  # models, as the digest calls them
-_HASH_CHARS = len("_.safetensors") + 22
 _FAMILIES = {"sd1": "sd", "sd2": "sd", "sdxl": "sdxl", "sd3": "sd3", "flux": "flux", "flux1": "flux"}
-_PLACEHOLDERS = ("[name]", "[trigger]")
-_CAUSES = (
-    "the trainer's trigger_word (--trigger WORD names it), a caption edited since, its default_caption or replacements, "
-    "words that are shuffled or drawn, control images"
-)
-_UNKNOWN = ("flux2", "ltx", "audio", "pixel")  # in the names of latent spaces that are packed, normalised or no latents at all
+_SIZES = ("scale_to_height", "scale_to_width", "crop_y", "crop_x")
 
 
-def _listed(request: cache.ListRequest) -> cache.CacheListing:
-    captions = CaptionFolder(request, form=FileForm.WHOLE, spelled=_spelled)
-    found: list[tuple[str, dict[str, Any]]] = []
-    damaged_files: list[cache.CacheEntry] = []
-    texts: set[str] = set()
-    with_text: set[str] = set()  # images' paths without extension
+def _found(request: cache.ListRequest) -> cache.FoundEntries:
+    entries, texts = list[cache.CacheEntry](), dict[str, str]()
     for folder, names in cache.files_below(request.source):
-        for name in (name for name in names if name.endswith(".safetensors")):
-            if folder.endswith(_LATENTS):
-                try:
-                    found.append((folder + name, _parsed(read_metadata(request.source, folder + name))))
-                except RejectedError as error:
-                    damaged_files.append(
-                        cache.CacheEntry(id=folder + name, path=folder + name, captions=(), problem=error.detail)
-                    )
-            elif folder.endswith(_TEXTS):
-                texts.add(folder + name)
-                with_text.add(folder.removesuffix(_TEXTS) + name[:-_HASH_CHARS])
-    spaces = Counter(str(fields.get("latent_space_version", "")) for _, fields in found)
-    variant = cache.chosen_variant(spaces, request, "ai-toolkit", unknown=_UNKNOWN)
-    known, entries = EmbeddedCaptions(captions, texts), []
-    for path, fields in found:
-        if str(fields.get("latent_space_version", "")) != variant:
-            continue
-        folder = path[: path.rindex(_LATENTS)]
-        image = folder + str(fields.get("filename", "")).replace("\\", "/").rpartition("/")[2]
-        stem = image.rpartition(".")[0] or image
-        paths = partial(_text_paths, stem, variant) if stem in with_text else _no_paths
-        own, problem, text_path = known.of(image, paths)
-        flips = [name for name in ("flip_x", "flip_y") if fields.get(name)]
-        entries.append(
-            cache.CacheEntry(
-                id="/".join([image, *flips]),
-                path=path,
-                at=tuple(_numbers(fields)),
-                text_path=text_path,
-                captions=own,
-                caption_problem=problem,
-            )
-        )
-    listing = cache.CacheListing(
-        entries=[*entries, *damaged_files],
-        variant=variant,
-        scaling=cache.Scaling.AS_FED,
-        family=_FAMILIES.get(variant) if any(entry.text_path for entry in entries) else None,
-        has_crops=True,
-        captions_from=captions.told,
-        notes=["the cache does not have the originals' sizes: those that they were resized to are recorded"],
+        paths = [folder + name for name in names if name.endswith(".safetensors")]
+        if folder.endswith(_LATENTS):
+            entries += [_entry(request.source, folder.removesuffix(_LATENTS), path) for path in paths]
+        elif folder.endswith(_TEXTS):
+            texts |= dict(zip(paths, paths, strict=True))
+    entries.sort(key=lambda entry: entry.variant is None)  # those that are damaged last
+    notes = ["the cache does not have the originals' sizes: those that they were resized to are recorded"]
+    return cache.FoundEntries(entries=entries, texts=texts, notes=notes)
+
+
+def _entry(source: Path, folder: str, path: str) -> cache.CacheEntry:
+    try:
+        fields = _parsed(read_metadata(source, path))
+    except RejectedError as error:
+        return cache.CacheEntry(id=path, path=path, variant=None, problem=error.detail)
+    try:
+        facts = tuple(int(fields[name]) for name in _SIZES)
+    except (KeyError, TypeError, ValueError):
+        facts = ()
+    return cache.CacheEntry(
+        id=folder + str(fields["filename"]).replace("\\", "/").rpartition("/")[2],
+        suffix="".join(f"/{name}" for name in ("flip_x", "flip_y") if fields.get(name)),
+        path=path,
+        variant=str(fields.get("latent_space_version", "")),
+        facts=facts,
     )
-    known.tell(listing, _CAUSES)
-    return listing
-
-
-def _spelled(text: str, trigger: str | None) -> Iterator[Spelled]:
-    """Yield the captions that a text may have become, and their spellings, which tell only the digest."""
-    tidy = ", ".join(part.strip() for part in text.split(",") if part.strip())
-    spellings = [", ".join(own.split(",")) for own in (text, text.strip())] + [tidy, text, text.strip()]
-    for change in (lambda own: _with_trigger(own, trigger or ""), lambda own: _with_trigger(own, ""), str):
-        for spelling in spellings:
-            is_same = "".join(spelling.split()) == "".join(text.split())
-            yield change(text.strip() if is_same else spelling).strip(), change(spelling)
-
-
-def _with_trigger(text: str, trigger: str) -> str:
-    for placeholder in _PLACEHOLDERS:
-        text = text.replace(placeholder, trigger)
-    return text if trigger in text else f"{trigger} {text}"
-
-
-def _no_paths(_caption: str) -> dict[str, bool]:
-    return {}
-
-
-def _text_paths(stem: str, variant: str, caption: str) -> dict[str, bool]:
-    """Return the files of a caption's embedding by each model's encoders, and whether the model may be the latents'."""
-    folder, _, name = stem.rpartition("/")
-    start, found = f"{folder}/{_TEXTS}".lstrip("/") + name, {}
-    for space in dict.fromkeys((*_SPACES, variant)):
-        told = {"caption": caption, "text_embedding_space_version": space, "text_embedding_version": 1}
-        digest = hashlib.md5(json.dumps(told, sort_keys=True).encode(), usedforsecurity=False).digest()
-        path = f"{start}_{base64.urlsafe_b64encode(digest).decode('ascii').rstrip('=')}.safetensors"
-        found[path] = _FAMILIES.get(space) in (None, _FAMILIES.get(variant))
-    return found
 
 
 def _parsed(metadata: dict[str, str]) -> dict[str, Any]:
@@ -140,34 +73,65 @@ def _parsed(metadata: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def _numbers(fields: dict[str, Any]) -> list[int]:
-    names = ("scale_to_height", "scale_to_width", "crop_y", "crop_x")
-    try:
-        return [int(fields[name]) for name in names]
-    except (KeyError, TypeError, ValueError):
-        return []
+def _spelled(text: str, trigger: str | None) -> Iterator[cache.Spelled]:
+    """Yield the captions that a text may have become, and their spellings, which tell only the digest."""
+    tidy = ", ".join(part.strip() for part in text.split(",") if part.strip())
+    spellings = [", ".join(own.split(",")) for own in (text, text.strip())] + [tidy, text, text.strip()]
+    for change in (lambda own: _with_trigger(own, trigger or ""), lambda own: _with_trigger(own, ""), str):
+        for spelling in spellings:
+            is_same = "".join(spelling.split()) == "".join(text.split())
+            yield change(text.strip() if is_same else spelling).strip(), change(spelling)
+
+
+def _with_trigger(text: str, trigger: str) -> str:
+    for placeholder in ("[name]", "[trigger]"):
+        text = text.replace(placeholder, trigger)
+    return text if trigger in text else f"{trigger} {text}"
+
+
+def _embedded(entry: cache.CacheEntry, variant: str, caption: str) -> dict[str, bool]:
+    """Return the files of a caption's embedding by each model's encoders, and whether the model may be the latents'."""
+    if entry.variant is None:
+        return {}
+    folder, _, name = entry.id.rpartition("/")
+    start, found = f"{folder}/{_TEXTS}".lstrip("/") + (name.rpartition(".")[0] or name), {}
+    for space in dict.fromkeys((*_SPACES, variant)):
+        told = {"caption": caption, "text_embedding_space_version": space, "text_embedding_version": 1}
+        digest = hashlib.md5(json.dumps(told, sort_keys=True).encode(), usedforsecurity=False).digest()
+        path = f"{start}_{base64.urlsafe_b64encode(digest).decode('ascii').rstrip('=')}.safetensors"
+        found[path] = _FAMILIES.get(space) in (None, _FAMILIES.get(variant))
+    return found
 
 
 def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     tensors, _ = read_safetensors(source, entry.path)
-    if len(entry.at) != 4:
+    if len(entry.facts) != len(_SIZES):
         raise cache.damaged("its metadata lacks the size that it was resized to, or the crop")
+    texts: tuple[cache.Text, ...] = ()
+    if entry.text_path is not None and entry.captions and variant in _FAMILIES:
+        found, _ = read_safetensors(source, entry.text_path)
+        texts = (text_of(entry.captions[0], as_tensor(found, "text_embed"), found.get("pooled_embed")),)
     return cache.Cached(
         latent=cache.squeezed(as_tensor(tensors, "latent")),
-        geometry=cache.Geometry(resized=cache.pair(entry.at[:2], "scaled size"), crop=cache.pair(entry.at[2:], "crop")),
-        texts=_texts(source, entry, variant),
+        geometry=cache.Geometry(resized=cache.pair(entry.facts[:2], "scaled size"), crop=cache.pair(entry.facts[2:], "crop")),
+        texts=texts,
         columns=values_by_role(tensors, {"first_frame_latent": "control/first_frame"}),
         leaves_out="audio_latent" if "audio_latent" in tensors else None,
     )
 
 
-def _texts(source: Path, entry: cache.CacheEntry, variant: str) -> tuple[cache.Text, ...]:
-    if entry.text_path is None or not entry.captions or variant not in _FAMILIES:
-        return ()
-    tensors, _ = read_safetensors(source, entry.text_path)
-    return (text_of(entry.captions[0], as_tensor(tensors, "text_embed"), tensors.get("pooled_embed")),)
-
-
 IMPORTER = cache.Importer(
-    kind="ai-toolkit", is_here=cache.has_file(r".+\.safetensors", f".*{_LATENTS}"), listed=_listed, read=_read
+    kind="ai-toolkit",
+    is_here=cache.has_file(r".+\.safetensors", f".*{_LATENTS}"),
+    found=_found,
+    read=_read,
+    variants={space: cache.Variant(family=family) for space, family in _FAMILIES.items()},
+    other=cache.Variant(),
+    unknown=("flux2", "ltx", "audio", "pixel"),  # in the names of latent spaces that are packed, normalised or no latents
+    has_crops=True,
+    form=cache.FileForm.WHOLE,
+    spelled=_spelled,
+    embedded=_embedded,
+    causes="the trainer's trigger_word (--trigger WORD names it), a caption edited since, its default_caption or "
+    "replacements, words that are shuffled or drawn, control images",
 )

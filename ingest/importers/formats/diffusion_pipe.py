@@ -11,9 +11,7 @@ from __future__ import annotations
 import io
 import re
 import sqlite3
-from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -21,94 +19,43 @@ import torch
 
 from bucketline.errors import SourceError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading.caption_folder import CaptionFolder, FileForm
-from bucketline.ingest.importers.reading.read_files import as_tensor, loaded_dict, open_of_any_size, read_part, values_by_role
+from bucketline.ingest.importers.reading import as_tensor, loaded_dict, open_of_any_size, read_part, values_by_role
 from bucketline.ingest.sources.byte_window import FileWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
-
 
 _DB = "metadata.db"
 _LATENTS = re.compile(r"(?P<model>.*/)?cache_[0-9.]+x\d+x\d+x\d+/latents/")
-_UNKNOWN = ("flux2", "ltx", "cosmos", "hidream_o1")
 _COLUMNS = {"mask": "mask", "control_latents": "control/image"}
-MAX_VALUE_BYTES = 1 << 30
+_MAX_VALUE_BYTES = 1 << 30
 
 
-def _listed(request: cache.ListRequest) -> cache.CacheListing:
-    captions = CaptionFolder(request, "the cache", form=FileForm.WHOLE)
-    found: list[tuple[str, str]] = []  # folder, model
-    for folder, names in cache.files_below(request.source):
-        if (match := _LATENTS.fullmatch(folder)) and _DB in names:
-            found.append((folder, _model(request.source, match["model"] or "")))
-    model = cache.chosen_variant(Counter(name for _, name in found), request, "diffusion-pipe", unknown=_UNKNOWN)
-    folders = [folder for folder, own in found if own == model]
-    places = [place for folder in folders for place in _places(request.source, folder)]
-    images = list(_images(request.source, places))
-    ids = cache.ids_of_paths([image for image in images if image is not None])
-    entries: list[cache.CacheEntry] = []
-    taken: Counter[str] = Counter()
-    for place, image in zip(places, images, strict=True):
-        sample_id = f"{place.folder}{place.number}" if image is None else ids[image]
-        taken[sample_id] += 1
-        own, problem = captions.of(sample_id)
-        size = place.folder.split("/")[-3]
-        entries.append(
-            cache.CacheEntry(
-                id=sample_id if taken[sample_id] == 1 else f"{sample_id}/{size}",  # of several resolutions
-                image=image,
-                path=place.shard,
-                at=(place.offset, place.length),
-                captions=own,
-                caption_problem=problem,
-                stamp=(place.length, place.mtime_ns),
-            )
-        )
+def _found(request: cache.ListRequest) -> cache.FoundEntries:
+    source, entries, models, unlisted = request.source, list[cache.CacheEntry](), list[str](), list[str]()
+    for folder, names in cache.files_below(source):
+        if (match := _LATENTS.fullmatch(folder)) is None or _DB not in names:
+            continue
+        models.append((match["model"] or f"{source.resolve().name}/").rstrip("/").rpartition("/")[2])
+        if request.variant not in (None, models[-1]):
+            continue
+        own = list(_entries(source, folder, models[-1]))
+        entries += own
+        listed = {entry.path for entry in own}
+        # a run that is interrupted has written shards, and not committed the index
+        shards = [name for name in names if re.fullmatch(r"shard_.*\.bin", name) and folder + name not in listed]
+        unlisted += [folder + name for name in shards if (source / folder / name).stat().st_size]
     notes = ["text embeddings are not imported; the captions, which the cache has, can be encoded again"]
-    if unlisted := sorted(_unlisted(request.source, folders, places)):
+    if unlisted:
         notes.append(
             f"{unlisted[0]}{f' and {len(unlisted) - 1} more' if len(unlisted) > 1 else ''} is not in its index: caching was "
             "interrupted; let the trainer finish it, and import again"
         )
-    return cache.CacheListing(
-        entries=entries,
-        variant=model,
-        scaling=cache.Scaling.AS_FED,
-        captions_from=captions.told,
-        notes=notes,
-    )
+    return cache.FoundEntries(entries=entries, notes=notes, variants=models)
 
 
-def _unlisted(source: Path, folders: Sequence[str], places: Sequence[_Place]) -> Iterator[str]:
-    """Yield the shards that no index lists: a run that is interrupted has written them, and not committed the index."""
-    listed = {place.shard for place in places}
-    for folder in folders:
-        for path in (source / folder).glob("shard_*.bin"):
-            if (name := folder + path.name) not in listed and path.stat().st_size:
-                yield name
-
-
-def _model(source: Path, before: str) -> str:
-    """Return the name of the folder of a model: the one in which the sizes' folders are."""
-    parts = before.rstrip("/").split("/") if before else [source.resolve().name]
-    return parts[-1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """A value's place."""
-
-    folder: str
-    number: int
-    shard: str
-    offset: int
-    length: int
-    mtime_ns: int
-
-
-def _places(source: Path, folder: str) -> Iterator[_Place]:
+def _entries(source: Path, folder: str, model: str) -> Iterator[cache.CacheEntry]:
     """Yield the values of a folder, in order.
 
     Raises:
@@ -118,36 +65,42 @@ def _places(source: Path, folder: str) -> Iterator[_Place]:
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)) as database:
             items = database.execute("SELECT shard, shard_index FROM items ORDER BY rowid").fetchall()
-            shards = {int(shard) for shard, _ in items}
             places = {
                 shard: database.execute(f"SELECT offset, size FROM shard_{shard} ORDER BY rowid").fetchall()  # noqa: S608 - an int
-                for shard in shards
+                for shard in {int(shard) for shard, _ in items}
             }
-        mtimes = {shard: (path.parent / f"shard_{shard}.bin").stat().st_mtime_ns for shard in shards}
+        mtimes = {shard: (path.parent / f"shard_{shard}.bin").stat().st_mtime_ns for shard in places}
         for number, (shard, index) in enumerate(items):
             offset, length = (int(value) for value in places[int(shard)][int(index)])
-            if not (offset >= 0 and 0 < length <= MAX_VALUE_BYTES):
+            if not (offset >= 0 and 0 < length <= _MAX_VALUE_BYTES):
                 raise ValueError(f"a value of {length} bytes at {offset}")
             name = f"{folder}shard_{int(shard)}.bin"
-            yield _Place(folder=folder, number=number, shard=name, offset=offset, length=length, mtime_ns=mtimes[int(shard)])
+            yield cache.CacheEntry(
+                id=f"{folder}{number}",
+                image=_image(source, name, offset, length),
+                again=f"/{folder.split('/')[-3]}",  # of several resolutions
+                path=name,
+                variant=model,
+                at=(offset, length),
+                stamp=(length, mtimes[int(shard)]),
+            )
     except (sqlite3.Error, ValueError, TypeError, LookupError) as error:
         raise SourceError(f"{path} is damaged ({error!s:.100}); cache this dataset again") from error
     except OSError as error:
         raise SourceError(f"{error.filename} cannot be read: {error.strerror}; cache this dataset again") from error
 
 
-def _images(source: Path, places: Sequence[_Place]) -> Iterator[str | None]:
-    """Yield the path of each value's image, None if it is damaged. Reads some KB of each, since tensors are left out."""
+def _image(source: Path, shard: str, offset: int, length: int) -> str | None:
+    """Return the path of a value's image, None if it is damaged. Reads some KB of it, since tensors are left out."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():  # whose tensors have no values: `torch.load` skips theirs in the file
-        for place in places:
-            try:
-                with FileWindow(open_of_any_size(source, place.shard), place.offset, place.length) as window:
-                    spec = torch.load(io.BufferedReader(window), map_location="cpu", weights_only=True)["image_spec"]
-                yield str(spec[-1]) if spec[0] is None else f"{spec[0]}/{spec[-1]}"
-            except Exception:  # noqa: BLE001 - whatever is wrong with it, reading it completely will say so
-                yield None
+    try:
+        with FakeTensorMode(), FileWindow(open_of_any_size(source, shard), offset, length) as window:
+            # fake tensors have no values: `torch.load` skips theirs in the file
+            spec = torch.load(io.BufferedReader(window), map_location="cpu", weights_only=True)["image_spec"]
+        return str(spec[-1]) if spec[0] is None else f"{spec[0]}/{spec[-1]}"
+    except Exception:  # noqa: BLE001 - whatever is wrong with it, reading it completely will say so
+        return None
 
 
 def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
@@ -165,4 +118,14 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     )
 
 
-IMPORTER = cache.Importer(kind="diffusion-pipe", is_here=cache.has_file(_DB, _LATENTS), listed=_listed, read=_read)
+IMPORTER = cache.Importer(
+    kind="diffusion-pipe",
+    is_here=cache.has_file(_DB, _LATENTS),
+    found=_found,
+    read=_read,
+    variants={},
+    other=cache.Variant(),
+    unknown=("flux2", "ltx", "cosmos", "hidream_o1"),
+    captions_in="the cache",
+    form=cache.FileForm.WHOLE,
+)

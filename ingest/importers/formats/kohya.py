@@ -16,82 +16,78 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from bucketline.command_line import counted
+import torch
+
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading.caption_folder import CaptionFolder, FileForm
-from bucketline.ingest.importers.reading.npz import read_npz
-from bucketline.ingest.importers.reading.read_files import as_tensor
-from bucketline.ingest.importers.reading.text_layouts import sd3_tokens, sdxl_tokens, text_of
+from bucketline.ingest.importers.reading import as_tensor, read_npz, text_of, tokens_of
 from bucketline.ingest.sources.local_files import open_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    import torch
-    from numpy.typing import NDArray
-
-
-OLD = "sd or sdxl"  # `NAME.npz`, which does not tell the two apart
 _NAME = re.compile(r"(?P<stem>.+)_(?P<width>\d{4,})x(?P<height>\d{4,})_(?P<model>sd|sdxl|sd3|flux|lumina|hi|anima)\.npz")
 _TEXTS = {"sdxl": "_te_outputs", "sd3": "_sd3_te", "flux": "_flux_te"}  # suffix of those whose layout `ingest pack` has too
 _TEXT_FILE = re.compile(r".+_(te_outputs|(sd3|flux|lumina|hi|anima)_te)\.npz")
-_SCALED = ("flux", "lumina", "anima")
 _SEVERAL_SIZES = ("sd3", "flux", "lumina", "hi", "anima")
 _KEY = re.compile(r"latents((_\d+x\d+)?)\.npy")
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".jxl", ".tif", ".tiff", ".heic", ".gif")
+_PLAIN = cache.Variant(scaling=cache.Scaling.NONE)
+_VARIANTS = {
+    "sd or sdxl": _PLAIN,  # `NAME.npz`, which does not tell the two apart
+    "sd": _PLAIN,
+    "sdxl": replace(_PLAIN, family="sdxl"),
+    "sd3": replace(_PLAIN, family="sd3"),
+    "hi": _PLAIN,
+    "flux": cache.Variant(family="flux"),
+    "lumina": cache.Variant(),
+    "anima": cache.Variant(),
+}
 
 
-def _listed(request: cache.ListRequest) -> cache.CacheListing:
-    captions = CaptionFolder(request, form=FileForm.FIRST_LINE)
-    found: dict[str, list[tuple[str, str, str, set[str]]]] = {}  # folder, file, stem, all names; by model
+def _found(request: cache.ListRequest) -> cache.FoundEntries:
+    files = []  # folder, name, stem, model, and the names next to it
     for folder, names in cache.files_below(request.source):
         own = set(names)
         for name in names:
             match = _NAME.fullmatch(name)
-            if match is None and (not name.endswith(".npz") or _TEXT_FILE.fullmatch(name)):
-                continue
-            model, stem = (match["model"], match["stem"]) if match else (OLD, name.removesuffix(".npz"))
-            found.setdefault(model, []).append((folder, name, stem, own))
-    variant = cache.chosen_variant(Counter({model: len(files) for model, files in found.items()}), request, "kohya")
-    family = variant if variant in _TEXTS else None
-    num_files = Counter((folder, stem) for folder, _, stem, _ in found[variant])
+            if match is not None:
+                files.append((folder, name, match["stem"], match["model"], own))
+            elif name.endswith(".npz") and not _TEXT_FILE.fullmatch(name):
+                files.append((folder, name, name.removesuffix(".npz"), "sd or sdxl", own))
+    num_files = Counter((folder, stem, model) for folder, _, stem, model, _ in files)
     entries = []
-    for folder, name, stem, own in found[variant]:
-        images = cache.images_named(stem, own)
-        sample_id = folder + (images[0] if len(images) == 1 else stem)
-        is_shared = len(images) > num_files[folder, stem]
-        text = f"{stem}{_TEXTS[variant]}.npz" if family else ""
-        texts, problem = captions.of(sample_id, stem=folder + stem)
-        text_path = folder + text if text in own else None
-        is_older = text_path is not None and captions.is_newer(sample_id, request.source / text_path, stem=folder + stem)
-        suffixes = _suffixes(request.source, folder + name) if variant in _SEVERAL_SIZES else [""]
+    for folder, name, stem, model, own in files:
+        images = [one for end in _IMAGES for one in (stem + end, stem + end.upper()) if one in own]
+        text = f"{stem}{_TEXTS.get(model, '')}.npz"
+        is_shared = len(images) > num_files[folder, stem, model]
+        sizes = _sizes(request.source, folder + name) if model in _SEVERAL_SIZES else [""]
         entries += [
             cache.CacheEntry(
-                id=sample_id if len(suffixes) == 1 else f"{sample_id}/{suffix.removeprefix('_')}",
+                id=folder + (images[0] if len(images) == 1 else stem),
+                suffix="" if len(sizes) == 1 else f"/{size.removeprefix('_')}",
                 path=folder + name,
-                at=(suffix,),
-                text_path=text_path,
-                is_text_older=is_older,
-                captions=texts,
+                variant=model,
+                at=(size,),
+                text_path=folder + text if model in _TEXTS and text in own else None,
+                captioned=f"{folder}{stem}.",
                 problem=f"{' and '.join(images)} share it; rename one, and cache both again" if is_shared else None,
-                caption_problem=problem,
             )
-            for suffix in suffixes
+            for size in sizes
         ]
-    return cache.CacheListing(
-        entries=_one_each(entries),
-        variant=variant,
-        scaling=cache.Scaling.AS_FED if variant in _SCALED else cache.Scaling.NONE,
-        family=family if any(entry.text_path for entry in entries) else None,
-        captions_from=captions.told,
-        notes=[f"{counted(captions.shortened, 'caption file')} with several lines: the first is taken, as sd-scripts does"]
-        if captions.shortened
-        else [],
+    times = Counter((entry.id + entry.suffix, entry.variant) for entry in entries)
+    return cache.FoundEntries(  # two caches of one image, of other sizes of the original, keep their file names
+        entries=[
+            entry
+            if times[entry.id + entry.suffix, entry.variant] == 1
+            else replace(entry, id=entry.path.removesuffix(".npz") + str(entry.at[0]), suffix="")
+            for entry in entries
+        ]
     )
 
 
-def _suffixes(source: Path, path: str) -> list[str]:
+def _sizes(source: Path, path: str) -> list[str]:
     """Return what the keys of a file's latents end in; one, found or not, if it cannot be read."""
     try:
         with open_file(f"{source}/{path}", source) as file, zipfile.ZipFile(file) as members:
@@ -101,22 +97,13 @@ def _suffixes(source: Path, path: str) -> list[str]:
     return sorted(found) or [""]
 
 
-def _one_each(entries: list[cache.CacheEntry]) -> list[cache.CacheEntry]:
-    """Return the entries with an id each: two caches of one image, of other sizes of the original, keep their file names."""
-    times = Counter(entry.id for entry in entries)
-    return [
-        entry if times[entry.id] == 1 else replace(entry, id=entry.path.removesuffix(".npz") + str(entry.at[0]))
-        for entry in entries
-    ]
-
-
 def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
-    arrays, suffix = read_npz(source, entry.path), str(entry.at[0])
-    width, height = _original(arrays, suffix, entry)
-    flipped = f"latents_flipped{suffix}"
-    mask = next((name for name in (f"alpha_mask{suffix}", "alpha_mask") if name in arrays), None)
+    arrays, size = read_npz(source, entry.path), str(entry.at[0])
+    width, height = _original(arrays, size, entry)
+    flipped = f"latents_flipped{size}"
+    mask = next((name for name in (f"alpha_mask{size}", "alpha_mask") if name in arrays), None)
     return cache.Cached(
-        latent=cache.squeezed(as_tensor(arrays, f"latents{suffix}")),
+        latent=cache.squeezed(as_tensor(arrays, f"latents{size}")),
         flipped=None if flipped not in arrays else cache.squeezed(as_tensor(arrays, flipped), "flipped latent"),
         geometry=cache.Geometry(original=(height, width)),
         texts=_texts(source, entry, variant),
@@ -124,9 +111,9 @@ def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     )
 
 
-def _original(arrays: Mapping[str, NDArray[Any]], suffix: str, entry: cache.CacheEntry) -> tuple[int, int]:
+def _original(arrays: Mapping[str, Any], size: str, entry: cache.CacheEntry) -> tuple[int, int]:
     """Return the original's width and height, as the file has them, else as its name does."""
-    for name in (f"original_size{suffix}", "original_size"):
+    for name in (f"original_size{size}", "original_size"):
         if name in arrays:
             return cache.pair(arrays[name].reshape(-1)[:3].tolist(), "original_size")
     match = _NAME.fullmatch(entry.path.rpartition("/")[2])
@@ -141,20 +128,34 @@ def _texts(source: Path, entry: cache.CacheEntry, variant: str) -> tuple[cache.T
     arrays = read_npz(source, entry.text_path)
     for name in ("apply_lg_attn_mask", "apply_t5_attn_mask"):
         if name in arrays and bool(arrays[name].any()):
-            raise cache.damaged(
-                f"{entry.text_path} has {name}: its padding is zeros, which the model's own pipeline does not see"
-            )
+            what = f"{entry.text_path} has {name}"
+            raise cache.damaged(f"{what}: its padding is zeros, which the model's own pipeline does not see")
 
     def own(name: str) -> torch.Tensor:
         return as_tensor(arrays, name).float()
 
-    if variant == "sdxl":
-        tokens, pooled = sdxl_tokens(own("hidden_state1"), own("hidden_state2")), own("pool2")
-    elif variant == "sd3":
-        tokens, pooled = sd3_tokens(own("lg_out"), own("t5_out")), own("lg_pooled")
+    if variant == "sdxl":  # both CLIPs' tokens next to each other
+        first, second = tokens_of(own("hidden_state1"), "first CLIP"), tokens_of(own("hidden_state2"), "second CLIP")
+        if first.shape[0] != second.shape[0]:
+            raise cache.damaged(f"its CLIPs have {first.shape[0]} and {second.shape[0]} tokens, expected as many")
+        tokens, pooled = torch.cat([first, second], dim=1), own("pool2")
+    elif variant == "sd3":  # both CLIPs' tokens padded to the T5's width, then the T5's
+        clips, t5 = tokens_of(own("lg_out"), "CLIPs"), tokens_of(own("t5_out"), "T5")
+        if clips.shape[1] > t5.shape[1]:
+            raise cache.damaged(f"its CLIPs' tokens have the width {clips.shape[1]}, the T5's {t5.shape[1]}")
+        padded = torch.nn.functional.pad(clips, (0, t5.shape[1] - clips.shape[1]))
+        tokens, pooled = torch.cat([padded, t5], dim=0), own("lg_pooled")
     else:
         tokens, pooled = own("t5_out"), own("l_pooled")
     return (text_of(entry.captions[0], tokens, pooled, is_older=entry.is_text_older),)
 
 
-IMPORTER = cache.Importer(kind="kohya", is_here=cache.has_file(_NAME), listed=_listed, read=_read)
+IMPORTER = cache.Importer(
+    kind="kohya",
+    is_here=cache.has_file(_NAME),
+    found=_found,
+    read=_read,
+    variants=_VARIANTS,
+    form=cache.FileForm.FIRST_LINE,
+    dates_text=True,
+)

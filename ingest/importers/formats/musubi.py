@@ -8,13 +8,10 @@ its caption as `caption1`. Names have no folder, so that of two images with one 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading.caption_folder import CaptionFolder, FileForm
-from bucketline.ingest.importers.reading.read_files import read_safetensors
-from bucketline.ingest.importers.reading.text_layouts import text_of
+from bucketline.ingest.importers.reading import read_safetensors, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,73 +19,53 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-
 _ARCH = r"hv|wan|fp|fk|f2d|f2k4b|f2k9b|qi|qie|qil|k5|hv15|zi|ho1|i4|kr2"
 _IMAGE = re.compile(rf"(?P<stem>.+)_(?P<width>\d{{4,}})x(?P<height>\d{{4,}})_(?P<arch>{_ARCH})\.safetensors")
 _VIDEO = re.compile(r"(?P<video>.+)_\d{5}-\d{3}(-\d+)?")  # the stem of a part of a video, with first frame and number of frames
 _LATENT = re.compile(r"latents_(?:(?P<column>control(?:_\d+)?|image|clean\w*?)_)?(?:\d+x)?\d+x\d+_[a-z0-9_]+")
-_SCALING = {
-    "hv": cache.Scaling.NONE,
-    "zi": cache.Scaling.NONE,
-    "fk": cache.Scaling.AS_FED,
-    "wan": cache.Scaling.AS_FED,
-    "qi": cache.Scaling.AS_FED,
-    "qie": cache.Scaling.AS_FED,
-    "f2d": cache.Scaling.PACKED,
-    "f2k4b": cache.Scaling.PACKED,
-    "f2k9b": cache.Scaling.PACKED,
-    "kr2": cache.Scaling.AS_FED,
-    "k5": cache.Scaling.AS_FED,
-}
-_MODE = ("zi", "wan", "qi", "qie", "kr2", "f2d", "f2k4b", "f2k9b")  # of the posterior; the others store a sample
-_WHY_NOT = {
-    "qil": "its layers have no place in the import",
-    "fp": "FramePack's are of videos",
-}
-_FAMILIES = {"fk": "flux", "wan": "transformers"}
-_FLUX2_TEXT = (
-    "Flux.2's embeddings are of several layers of its language model, which no text family here makes of the empty caption"
+_FLUX2 = cache.Variant(
+    scaling=cache.Scaling.PACKED,
+    latents="mode",
+    text_refused="Flux.2's embeddings are of several layers of its language model, which no text family here makes of the "
+    "empty caption",
 )
+_VARIANTS = {
+    "hv": cache.Variant(scaling=cache.Scaling.NONE),
+    "zi": cache.Variant(scaling=cache.Scaling.NONE, latents="mode"),
+    "fk": cache.Variant(family="flux"),
+    "wan": cache.Variant(latents="mode", family="transformers"),
+    "qi": cache.Variant(latents="mode"),
+    "qie": cache.Variant(latents="mode"),
+    "f2d": _FLUX2,
+    "f2k4b": _FLUX2,
+    "f2k9b": _FLUX2,
+    "kr2": cache.Variant(latents="mode"),
+    "k5": cache.Variant(),
+    "qil": cache.Variant(why_not="its layers have no place in the import"),
+    "fp": cache.Variant(why_not="FramePack's are of videos"),
+}
 
 
-def _listed(request: cache.ListRequest) -> cache.CacheListing:
-    captions = CaptionFolder(request, "caption1 of the text caches", form=FileForm.WHOLE)
-    found = [
-        (folder, name, match, set(names))
-        for folder, names in cache.files_below(request.source)
-        for name in names
-        if (match := _IMAGE.fullmatch(name)) is not None
-    ]
-    arch = cache.chosen_variant(Counter(match["arch"] for _, _, match, _ in found), request, "musubi")
-    if arch not in _SCALING:
-        raise cache.refuse_variant("musubi", arch, _WHY_NOT.get(arch, "how they are scaled is unknown"))
+def _found(request: cache.ListRequest) -> cache.FoundEntries:
     entries = []
-    for folder, name, match, names in found:
-        if match["arch"] != arch:
-            continue
-        sample_id, part = folder + match["stem"], _VIDEO.fullmatch(match["stem"])
-        text = f"{part['video'] if part else match['stem']}_{arch}_te.safetensors"
-        own, problem = captions.of(sample_id, stem=sample_id)
-        text_path = folder + text if text in names else None
-        entries.append(
-            cache.CacheEntry(
-                id=sample_id,
-                path=folder + name,
-                text_path=text_path,
-                captions=() if own is None and text_path is None else own,
-                caption_problem=problem,
+    for folder, names in cache.files_below(request.source):
+        own = set(names)
+        for name in names:
+            if (match := _IMAGE.fullmatch(name)) is None:
+                continue
+            stem, part = match["stem"], _VIDEO.fullmatch(match["stem"])
+            text = f"{part['video'] if part else stem}_{match['arch']}_te.safetensors"
+            entries.append(
+                cache.CacheEntry(
+                    id=folder + stem,
+                    path=folder + name,
+                    variant=match["arch"],
+                    text_path=folder + text if text in own else None,
+                    captioned=f"{folder}{stem}.",
+                    captions=None if text in own else (),
+                )
             )
-        )
-    has_text = any(entry.text_path for entry in entries)
-    return cache.CacheListing(
-        entries=entries,
-        variant=arch,
-        scaling=_SCALING[arch],
-        latents="mode" if arch in _MODE else "sample",
-        family=_FAMILIES.get(arch) if has_text else None,
-        text_refused=_FLUX2_TEXT if _SCALING[arch] is cache.Scaling.PACKED else None,
-        captions_from=captions.told,
-    )
+    return cache.FoundEntries(entries=entries)
 
 
 def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
@@ -127,19 +104,23 @@ def _role(column: str) -> str:
 
 
 def _texts(tensors: Mapping[str, Tensor], caption: str, arch: str) -> tuple[cache.Text, ...]:
-    def own(*contents: str) -> Tensor:
+    def own(content: str) -> Tensor:
         for name, value in tensors.items():
-            if any(re.fullmatch(rf"{content}_(float|bfloat|fp|bf)\w*", name) for content in contents):
+            if re.fullmatch(rf"{content}_(float|bfloat|fp|bf)\w*", name):
                 return value.float()
-        raise cache.damaged(f"its text cache has no {contents[0]}, only {', '.join(sorted(tensors))[:200]}")
+        raise cache.damaged(f"its text cache has no {content}, only {', '.join(sorted(tensors))[:200]}")
 
-    if not caption:
-        return ()
-    if arch == "fk":
+    if caption and arch == "fk":
         return (text_of(caption, own("t5_vec"), own("clip_l_pooler")),)
-    if arch == "wan":
-        return (text_of(caption, own("varlen_t5")),)
-    return ()
+    return (text_of(caption, own("varlen_t5")),) if caption and arch == "wan" else ()
 
 
-IMPORTER = cache.Importer(kind="musubi", is_here=cache.has_file(_IMAGE), listed=_listed, read=_read)
+IMPORTER = cache.Importer(
+    kind="musubi",
+    is_here=cache.has_file(_IMAGE),
+    found=_found,
+    read=_read,
+    variants=_VARIANTS,
+    captions_in="caption1 of the text caches",
+    form=cache.FileForm.WHOLE,
+)

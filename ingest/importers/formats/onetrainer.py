@@ -9,19 +9,16 @@ neither caption nor path: only counting pairs it with the images, so it is not i
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
-from bucketline.ingest.importers.reading.read_files import as_tensor, loaded_dict, read_torch, read_whole, values_by_role
+from bucketline.ingest.importers.reading import as_tensor, loaded_dict, read_torch, read_whole, values_by_role
 
 if TYPE_CHECKING:
     from pathlib import Path
-
 
 _VARIATION = re.compile(r"(?P<group>(.*/)?[0-9a-f]{64})/variation-(?P<number>\d+)/")
 _NEWER = re.compile(r"[0-9a-f]{12}_[^_/]+_\d+\.pt")
@@ -29,11 +26,10 @@ _AGGREGATE = "aggregate.pt"
 _COLUMNS = {"latent_mask": "mask", "latent_conditioning_image": "control/conditioning"}
 
 
-def _listed(request: cache.ListRequest) -> cache.CacheListing:
-    captions = CaptionFolder(request, "nowhere, since the cache has none (--captions)")
-    found: list[tuple[str, int, int, str]] = []  # folder, variation, number, image
+def _found(request: cache.ListRequest) -> cache.FoundEntries:
+    found: list[tuple[str, cache.CacheEntry]] = []  # of a group
     groups: dict[str, set[str]] = {}  # by image
-    made_ns: Counter[str] = Counter()  # by group
+    made_ns: dict[str, int] = {}  # by group
     notes = []
     for folder, names in cache.files_below(request.source):
         if any(_NEWER.fullmatch(name) for name in names):
@@ -48,39 +44,18 @@ def _listed(request: cache.ListRequest) -> cache.CacheListing:
         if images is None:
             notes.append(f"{folder} has no image paths: a text cache, which cannot be paired with images, is not imported")
             continue
-        found += [(folder, int(match["number"]), number, image) for number, image in enumerate(images)]
-        made_ns[match["group"]] = max(made_ns[match["group"]], (request.source / folder / _AGGREGATE).stat().st_mtime_ns)
-        for image in images:
-            groups.setdefault(image, set()).add(match["group"])
+        group, variation = match["group"], int(match["number"])
+        made_ns[group] = max(made_ns.get(group, 0), (request.source / folder / _AGGREGATE).stat().st_mtime_ns)
+        for number, image in enumerate(images):
+            groups.setdefault(image, set()).add(group)
+            suffix = f"/variation-{variation}" if variation else ""
+            entry = cache.CacheEntry(image=image, suffix=suffix, path=f"{folder}{number}.pt", captions=())
+            found.append((group, entry))
     if several := sum(len(own) > 1 for own in groups.values()):
-        notes.append(
-            f"{counted(several, 'image')} {'is' if several == 1 else 'are'} in several groups: the newest has its latent"
-        )
-    found.sort(key=lambda one: -made_ns[one[0].rpartition("/variation-")[0]])  # stable: the first of an id is imported
-    if not found:
-        raise SourceError(f"{request.source} has no latents in OneTrainer's format; name the folder of its cache")
-    ids = cache.ids_of_paths(sorted({image for *_, image in found}))
-    entries = []
-    for folder, variation, number, image in found:
-        own, problem = captions.of(ids[image], in_cache=())
-        entries.append(
-            cache.CacheEntry(
-                id=ids[image] if variation == 0 else f"{ids[image]}/variation-{variation}",
-                image=image,
-                path=f"{folder}{number}.pt",
-                captions=own,
-                caption_problem=problem,
-            )
-        )
-    return cache.CacheListing(
-        entries=entries,
-        variant="",
-        scaling=cache.Scaling.NONE,
-        latents="mode",
-        has_crops=True,
-        captions_from=captions.told,
-        notes=notes,
-    )
+        are = "is" if several == 1 else "are"
+        notes.append(f"{counted(several, 'image')} {are} in several groups: the newest has its latent")
+    found.sort(key=lambda one: -made_ns[one[0]])  # stable: the first of an id is imported
+    return cache.FoundEntries(entries=[entry for _, entry in found], notes=notes)
 
 
 def _images(source: Path, folder: str) -> list[str] | None:
@@ -89,17 +64,18 @@ def _images(source: Path, folder: str) -> list[str] | None:
     Raises:
         SourceError: if the list is damaged, without which nothing says which file is of which image.
     """
+    path = source / folder / _AGGREGATE
     try:
         found: Any = read_torch(source, folder + _AGGREGATE)
     except RejectedError as error:
-        raise SourceError(f"{source / folder / _AGGREGATE}: {error.detail}; cache this group again") from error
+        raise SourceError(f"{path}: {error.detail}; cache this group again") from error
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise SourceError(f"{source / folder / _AGGREGATE} is not a list of samples; cache this group again")
+        raise SourceError(f"{path} is not a list of samples; cache this group again")
     paths = [one.get("image_path") for one in found]
     if not any("crop_resolution" in one or path is not None for one, path in zip(found, paths, strict=True)):
         return None
     if not all(isinstance(path, str) for path in paths):
-        raise SourceError(f"{source / folder / _AGGREGATE} lacks the image_path of some samples; cache this group again")
+        raise SourceError(f"{path} lacks the image_path of some samples; cache this group again")
     return [str(path) for path in paths]
 
 
@@ -107,13 +83,18 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     found = loaded_dict(read_whole(source, entry.path), entry.path)
     latent = cache.squeezed(as_tensor(found, "latent_image"))
     original, crop = (
-        None if name not in found else cache.pair(found[name], name) for name in ("original_resolution", "crop_offset")
+        cache.pair(found[name], name) if name in found else None for name in ("original_resolution", "crop_offset")
     )
-    return cache.Cached(
-        latent=latent,
-        geometry=cache.Geometry(original=original, crop=crop),
-        columns=values_by_role(found, _COLUMNS),
-    )
+    geometry = cache.Geometry(original=original, crop=crop)
+    return cache.Cached(latent=latent, geometry=geometry, columns=values_by_role(found, _COLUMNS))
 
 
-IMPORTER = cache.Importer(kind="onetrainer", is_here=cache.has_file(_AGGREGATE, _VARIATION), listed=_listed, read=_read)
+IMPORTER = cache.Importer(
+    kind="onetrainer",
+    is_here=cache.has_file(_AGGREGATE, _VARIATION),
+    found=_found,
+    read=_read,
+    variants={"": cache.Variant(scaling=cache.Scaling.NONE, latents="mode")},
+    has_crops=True,
+    captions_in="nowhere, since the cache has none (--captions)",
+)

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def refuse_no_cuda(name: str) -> None:
-    """Check the device that `--device` names, as far as that is known without importing torch: by its build, and the driver.
-
-    Raises:
-        UsageError: if it is a CUDA device, and torch can use none here.
-    """
+    """Check the device that `--device` names, as far as that is known without importing torch: by its build, and the driver."""
     if not name.startswith("cuda"):
         return
     build = importlib.metadata.version("torch").partition("+")[2]
@@ -39,9 +35,6 @@ def chosen_device(name: str, local_rank: int) -> torch.device:
     """Return the device that `--device` names; for `auto`, this rank's CUDA device if there is one, else the CPU.
 
     More ranks than GPUs share them.
-
-    Raises:
-        UsageError: if it is not a device, or this machine has no CUDA or fewer devices.
     """
     import torch
 

@@ -56,9 +56,6 @@ def facts_without_weights(config: PackConfig, model: ModelFolder, manifest: Mani
     """Return the facts of a store's encoders, with the fields that are known without weights as this run would record them.
 
     What differs from the manifest is for `refuse_other_options` to find; NOT_COMPARED is what it cannot find here.
-
-    Raises:
-        ModelError: if the model's VAE is missing or not supported.
     """
     found = (manifest.encoders.get(name) for name in ("vae", "text_encoder"))
     vae, text = (dict(encoder) if isinstance(encoder, dict) else {} for encoder in found)

@@ -32,11 +32,7 @@ class Encoders:
     """The encoders of a run's model on one rank."""
 
     def __init__(self, config: PackConfig, local_rank: int, processes: int = 1) -> None:
-        """Find the model; nothing is loaded yet. `processes` share this machine.
-
-        Raises:
-            ModelError, UsageError: as `open_model` and `refuse_no_cuda`.
-        """
+        """Find the model; nothing is loaded yet. `processes` share this machine."""
         self.model = open_model(config.model, config.model_config)
         refuse_no_cuda(config.device)
         self._config, self._local_rank, self._processes = config, local_rank, processes
@@ -56,12 +52,7 @@ class Encoders:
         return plan_phases(self._config, self.model, self._device(), self._processes)
 
     def vae(self, manifest: Manifest | None = None) -> VaeEncoder:
-        """Load the VAE, or return it if it is loaded; compare it with the one that a store was made with.
-
-        Raises:
-            ModelError, UsageError: as `load_vae_encoder` and `chosen_device`.
-            FingerprintError: if they differ.
-        """
+        """Load the VAE, or return it if it is loaded; compare it with the one that a store was made with."""
         loaded: VaeEncoder = self._loaded("vae", "load_vae_encoder", manifest)
         return loaded
 

@@ -107,11 +107,7 @@ class LineTable:
         return any(source.is_cache_shared for source in self._own_sources)
 
     def hold(self, shard: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64], priority: int) -> HeldLines:
-        """Keep the lines of byte ranges of shards' files, `[B]` each, until they are released; request those that are absent.
-
-        Raises:
-            StoreError: if a shard's file cannot be made in the cache.
-        """
+        """Hold lines of byte ranges of shards' files, `[B]` each, until they are released; request those that are missing."""
         for ordinal in np.unique(shard[~self._is_known[shard]]).tolist():
             self._look_at(ordinal)
         lines = self._lines_of(shard, begin, end)

@@ -66,9 +66,6 @@ class CachedShard:
 
         `path` is that of the shard's file, `num_bytes` its length, `key` the digest of what it holds (`CachedPaths`), `locks`
         those of all shards of the store.
-
-        Raises:
-            OSError: if a file cannot be made or opened, such as on a full disk.
         """
         self.path, self.num_bytes, self.locks = path, num_bytes, locks
         self._writing = threading.Lock()  # the file system has one too, at which threads spin
@@ -171,10 +168,6 @@ class CachedShard:
         """Allocate a line's bytes, and yield a function that writes its next ones; its byte is not set yet.
 
         The line stays locked meanwhile, also if the locks are closed: nobody else writes there, or reads what is half written.
-
-        Raises:
-            OSError: if the disk is full or fails; also from the function.
-            CacheRemovedError: if the file was removed, or is another one than the list is of.
         """
         at, end = self.place(line)
         locks = self.locks.duplicate()
@@ -211,11 +204,7 @@ class CachedShard:
         return fd
 
     def read(self, line: int) -> bytearray:
-        """Return a line's bytes from the file.
-
-        Raises:
-            OSError: if the disk fails.
-        """
+        """Return a line's bytes from the file."""
         begin, end = self.place(line)
         data = bytearray(end - begin)
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -260,11 +249,7 @@ def first_lock(key: bytes) -> int:
 
 
 def punch(path: Path, begin: int, end: int) -> None:
-    """Free a line's bytes on the disk; they read as zeros then.
-
-    Raises:
-        OSError: if the file system cannot.
-    """
+    """Free a line's bytes on the disk; they read as zeros then."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         num_bytes = -(-(end - begin) // 4096) * 4096  # the last page goes too, and the length stays

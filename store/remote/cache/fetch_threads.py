@@ -53,11 +53,7 @@ class FetchThreads:
         self._work.notify()
 
     def start(self) -> None:
-        """Start as many threads as the queue needs.
-
-        Raises:
-            RuntimeError: if the system refuses the first one.
-        """
+        """Start as many threads as the queue needs."""
         wanted = min(MAX_REQUESTS, len(self._queue)) - self._num_idle
         for _ in range(min(wanted, MAX_REQUESTS - self._num_threads)):
             thread = threading.Thread(target=self._run, name="bucketline-fetch", daemon=True)

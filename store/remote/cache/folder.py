@@ -82,11 +82,7 @@ class StoreFolder:
             write_durably(path / ABOUT, json.dumps({"url": url}).encode())
 
     def refuse_removed(self) -> None:
-        """Check that somebody has not removed the folder: what is written into it would be lost, or make no cache of it.
-
-        Raises:
-            CacheRemovedError: if somebody has.
-        """
+        """Check that somebody has not removed the folder: what is written into it would be lost, or make no cache of it."""
         if not self.locks.is_there:
             raise CacheRemovedError.of(self.path)
 
@@ -107,11 +103,7 @@ class CacheFolder:
     """An open cache folder. One object a process and folder, by `cache_folder`."""
 
     def __init__(self, path: Path, limit: int | None) -> None:
-        """Open the folder, or make it; count what it holds.
-
-        Raises:
-            StoreError: if it is a folder with other files, cannot be written, or the limit is too small.
-        """
+        """Open the folder, or make it; count what it holds."""
         self.path = path
         try:
             _mark(path)
@@ -180,11 +172,7 @@ class CacheFolder:
         return self.limit > before
 
     def open_store(self, key: str, url: str) -> StoreFolder:
-        """Return a store's folder, made if it is missing; `key` is that of `store_key`.
-
-        Raises:
-            StoreError: if the folder cannot be made.
-        """
+        """Return a store's folder, made if it is missing; `key` is that of `store_key`."""
         try:
             folder = StoreFolder(self.path / key, url)
             self.unpin(folder)
@@ -234,9 +222,6 @@ class CacheFolder:
         """Move a file that was written whole to its place, and count it instead of the bytes that were reserved for it.
 
         Another thread or process may have put the same file there.
-
-        Raises:
-            OSError: if it cannot be moved; its bytes stay reserved.
         """
         with self.room.locked():
             num_bytes, before = written.stat().st_size, path.stat().st_size if path.exists() else 0
@@ -329,9 +314,6 @@ def cache_folder(path: Path, limit: int | None = None) -> CacheFolder:
     """Return the process's cache in a folder; the first limit that is given to it counts, or a later one that differs.
 
     If somebody has removed the folder since, it is made again; who has it open keeps what was removed.
-
-    Raises:
-        StoreError: as `CacheFolder`.
     """
     path = path.expanduser().absolute()
     with _opening:

@@ -34,9 +34,6 @@ class LineDownload:
         """Write a line's bytes to the shard's file; its byte is not set yet. The caller has locked the line and has its room.
 
         On a full disk, the space that is allocated for the ring is used, then its lines are freed, and nothing is pinned.
-
-        Raises:
-            StoreError: if the bytes cannot be had, are others than the line's (CorruptError, WrongBytesError), or have no room.
         """
         expected = self._sums_of(shard)[number]
         while True:

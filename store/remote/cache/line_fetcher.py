@@ -151,9 +151,6 @@ class LineFetcher:
         `on_no_room` is called if one waits for room; it releases other lines and returns whether it could. `begun`: since when
         the caller waits (`time.monotonic`), if not since now. Just before the deadline, lines are given up unless others arrive
         and none of them is stuck: a slow link is not a store that stalls.
-
-        Raises:
-            StoreError: if they do not arrive within the deadline, or one cannot be had; names URL, shard and line.
         """
         if self.are_ready(lines):
             return True

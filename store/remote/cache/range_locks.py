@@ -26,11 +26,7 @@ class RangeLocks:
     """The locks of one file that this process holds, each on a number from 0 to 2^62."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, creating it if it is missing; never through a link.
-
-        Raises:
-            OSError: if it cannot be opened.
-        """
+        """Open the file, creating it if it is missing; never through a link."""
         self.path = path
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         _OPEN.add(self)
@@ -44,11 +40,7 @@ class RangeLocks:
             return False
 
     def duplicate(self) -> RangeLocks:
-        """Return another object for the same locks: those that are held stay so until both are closed.
-
-        Raises:
-            StoreError: if this one is closed.
-        """
+        """Return another object for the same locks: those that are held stay so until both are closed."""
         try:
             fd = os.dup(self.fd)
         except OSError as error:

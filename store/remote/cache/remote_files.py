@@ -74,12 +74,7 @@ class RemoteFiles:
         return found[1]
 
     def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
-        """Make files available at their paths, and with a shard's extents the checksums of its lines, which come next.
-
-        Raises:
-            StoreError: if one does not arrive within the deadline, or the disk is full.
-            CorruptError: if one is not what the manifest lists.
-        """
+        """Make files available at their paths, and with a shard's extents the checksums of its lines, which come next."""
         self._each(self._with_own_lines(files))
 
     def request(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
@@ -238,12 +233,7 @@ class RemoteFiles:
             ) from error
 
     def sums_of(self, entry: ShardEntry) -> list[int]:
-        """Return the checksums of a shard's lines.
-
-        Raises:
-            MissingObjectError: if the shard has none: it was copied there, not pushed.
-            StoreError: if they do not arrive.
-        """
+        """Return the checksums of a shard's lines."""
         paths = self.paths(entry)
         with self._lock:
             if paths.key in self._sums:

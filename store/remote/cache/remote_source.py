@@ -39,11 +39,7 @@ class RemoteSource:
     """The source of a store's shards (`store/shard/source.py`), shared by all who open the store in this process."""
 
     def __init__(self, objects: ObjectFolder, cache: Path, store_id: str) -> None:
-        """Open the store's folder in the cache, and keep it there while this object lives.
-
-        Raises:
-            StoreError: if the cache cannot be used.
-        """
+        """Open the store's folder in the cache, and keep it there while this object lives."""
         self.url, self.options = objects.url, objects.options
         self.num_bytes = 0  # of the shards' files, in the generation that was opened last
         self.objects = objects
@@ -113,11 +109,7 @@ class RemoteSource:
             self.cached(entry)
 
     def cached(self, entry: ShardEntry) -> CachedShard:
-        """Return a shard's file in the cache, made if it is missing.
-
-        Raises:
-            StoreError: if it cannot be made, or the cache was removed.
-        """
+        """Return a shard's file in the cache, made if it is missing."""
         paths = self.paths(entry)
         path = paths.lmdb
         found = self._shards.get(path)
@@ -191,11 +183,7 @@ _lock = ForkSafeLock()
 
 
 def source_at(objects: ObjectFolder, cache: Path, manifest: Manifest) -> RemoteSource:
-    """Return the source of a generation's shards, which all who open the store in this process share.
-
-    Raises:
-        StoreError: if the cache cannot be used.
-    """
+    """Return the source of a generation's shards, which all who open the store in this process share."""
     with _lock:
         key = os.getpid(), objects.identity, objects.options, cache, manifest.store_id
         source = _sources.get(key)
@@ -212,10 +200,6 @@ def open_remote(
 
     `reads_rows`: request the extents of all shards, if they are not many, while newer generations are looked for: a round trip
     less until the first row.
-
-    Raises:
-        StoreError: if there is no store, the generation is gone, or the cache cannot be used.
-        CorruptError: if the manifest is damaged.
     """
     objects = ObjectFolder.open(url, options)
 

@@ -35,12 +35,7 @@ class Room:
     """The words of one cache folder."""
 
     def __init__(self, path: Path) -> None:
-        """Map the words and take a slot. The file exists, `NUM_BYTES` long.
-
-        Raises:
-            StoreError: if no slot is free, or the file system has no locks.
-            OSError: if the file cannot be opened.
-        """
+        """Map the words and take a slot. The file exists, `NUM_BYTES` long."""
         self._locks, self._own = RangeLocks(path), threading.RLock()
         if os.fstat(self._locks.fd).st_size != NUM_BYTES:
             raise StoreError(f"{path} does not have {NUM_BYTES} bytes; remove it while no process uses the cache")

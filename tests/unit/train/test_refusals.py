@@ -15,7 +15,7 @@ from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.refusals import refuse_early
 from bucketline.train.trainer import train
-from bucketline.train.values import Ema
+from bucketline.train.values import Betas
 from tests.commands import ROOT, spawn
 from tests.kit import flip_bit, rewrite_manifest
 from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, as_arguments, config
@@ -63,8 +63,8 @@ CASES: dict[str, tuple[Callable[[TrainConfig], TrainConfig], str]] = {
         "a.store@0.5:3: the weight comes last: a.store:3@0.5",
     ),
     "options": (
-        lambda asked: dataclasses.replace(asked, optimizer="schedule-free", ema=Ema()),
-        "at each step, and --ema is off: leave it out",
+        lambda asked: dataclasses.replace(asked, optimizer="muon", betas=Betas(beta2=0.99)),
+        "and --betas is 0.9,0.99: leave it out",
     ),
 }
 

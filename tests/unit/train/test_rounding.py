@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.train.ema import Average, Rounding
-from bucketline.train.optim import Options
 from bucketline.train.optimizers import rounded_adamw
-from bucketline.train.optimizers.rounded_adamw import make_bf16, make_fp32
+from bucketline.train.optimizers.rounded_adamw import RoundedAdamW
 from bucketline.train.step import begin_step
 from bucketline.train.values import EmaPlace
+from tests.unit.train.tiny_run import config
 
 
 def rounded(values: torch.Tensor, rounding: Rounding, step: int) -> torch.Tensor:
@@ -69,32 +70,19 @@ def test_a_bf16_average_moves_by_less_than_its_last_bit_on_average() -> None:
             model.weight.fill_(1.0)
 
 
-def test_a_bf16_second_moment_falls_as_the_gradients_do() -> None:
-    """Rounded to the nearest it stays for ever: a thousandth is less than half of its last bit."""
-    weight = torch.nn.Parameter(torch.zeros(4096))
-    options = Options(learning_rate=0.0, rounding=Rounding(0), rounds_weights=False, compiled=False)
-    optimizer = make_bf16(torch.nn.Module(), [{"params": [weight], "weight_decay": 0.0}], options)
-    for step in range(301):
-        weight.grad = torch.full_like(weight, float(step == 0))
-        options.rounding.begin(step)
-        optimizer.step()
-    moment = optimizer.state[weight]["exp_avg_sq"]
-    assert moment.dtype is torch.bfloat16
-    torch.testing.assert_close(moment.float().mean().item(), 1e-3 * 0.999**300, rtol=0.01, atol=0)
-
-
 SHAPES = ((64, 3), (7,), (2, 8, 3, 3), (1,))
 
 
-def stepped(*, bf16_weights: bool, num: int = 3) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+def optimizer_of(*weights: torch.nn.Parameter, decay: float = 0.01, rate: float = 1e-2) -> RoundedAdamW:
+    return RoundedAdamW([{"params": [*weights], "weight_decay": decay}], config(Path(), learning_rate=rate))
+
+
+def stepped(num: int = 3) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
     """Return weights after some steps, one of them channels_last."""
     draws = torch.Generator().manual_seed(0)
-    dtype = torch.bfloat16 if bf16_weights else torch.float32
-    weights = [torch.nn.Parameter(torch.randn(shape, generator=draws).to(dtype)) for shape in SHAPES]
+    weights = [torch.nn.Parameter(torch.randn(shape, generator=draws).bfloat16()) for shape in SHAPES]
     weights[2].data = weights[2].data.to(memory_format=torch.channels_last)
-    options = Options(learning_rate=1e-2, rounding=Rounding(4), rounds_weights=bf16_weights, compiled=False)
-    make = rounded_adamw.make_fp32 if bf16_weights else rounded_adamw.make_bf16
-    optimizer = make(torch.nn.Module(), [{"params": weights, "weight_decay": 0.01}], options)
+    optimizer = optimizer_of(*weights)
     for step in range(num):
         begin_step(optimizer, step, 1e-2)
         for weight in weights:
@@ -103,13 +91,10 @@ def stepped(*, bf16_weights: bool, num: int = 3) -> tuple[list[torch.nn.Paramete
     return weights, optimizer
 
 
-@pytest.mark.parametrize("bf16_weights", [True, False])
-def test_weights_that_are_updated_together_get_the_bits_of_one_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, *, bf16_weights: bool
-) -> None:
-    together, optimizer = stepped(bf16_weights=bf16_weights)
+def test_weights_that_are_updated_together_get_the_bits_of_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, optimizer = stepped()
     monkeypatch.setattr(rounded_adamw, "CHUNK_VALUES", 1)
-    apart, other = stepped(bf16_weights=bf16_weights)
+    apart, other = stepped()
     assert optimizer.state[together[2]]["exp_avg"].stride() == together[2].stride()
     for one, weight in zip(together, apart, strict=True):
         assert torch.equal(one, weight)
@@ -132,8 +117,7 @@ def test_a_step_costs_as_many_kernels_for_few_weights_as_for_many() -> None:
     found = []
     for count in (2, 40):
         weights = [torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16)) for _ in range(count)]
-        options = Options(learning_rate=1e-2, rounding=Rounding(4), rounds_weights=True, compiled=False)
-        optimizer = rounded_adamw.make_fp32(torch.nn.Module(), [{"params": weights, "weight_decay": 0.01}], options)
+        optimizer = optimizer_of(*weights)
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         optimizer.step()  # makes the moments
@@ -152,8 +136,7 @@ def test_weights_of_both_widths_are_updated_alike(
     monkeypatch.setattr(rounded_adamw, "CHUNK_VALUES", chunk_values)
     dtypes = [torch.float32, torch.bfloat16] * 2 if is_first_wide else [torch.bfloat16, torch.float32] * 2
     weights = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in dtypes]
-    options = Options(learning_rate=2.0**-4, rounding=Rounding(0), rounds_weights=True, compiled=False)
-    optimizer = make_fp32(torch.nn.Module(), [{"params": weights, "weight_decay": 0.0}], options)
+    optimizer = optimizer_of(*weights, decay=0.0, rate=2.0**-4)
     begin_step(optimizer, 0, 2.0**-4)
     for weight in weights:
         weight.grad = torch.ones_like(weight)

@@ -21,7 +21,6 @@ from tests.unit.ingest.importers.writers import (
     kohya_latent,
     mds_shard,
     musubi,
-    nemo,
     onetrainer,
     simpletuner,
     tensor,
@@ -180,26 +179,6 @@ def test_pixels_in_ai_toolkits_latents_are_rejected(known: Callable[[str], Known
     summary = run_import("ai-toolkit", source, tmp_path / "s.store", own).done().json
     assert summary["rejected"] == 1
     assert "its latent is uint8" in summary["rejects"][0]["detail"]
-
-
-def test_nemos_files_are_found_wherever_they_were_cached_and_a_missing_one_is_rejected(
-    known: Callable[[str], Known], tmp_path: Path
-) -> None:
-    own = known("flux")
-    source = nemo(tmp_path / "cache", own)
-    min(source.glob("*x*/*.pt")).unlink()
-    summary = run_import("nemo", source, tmp_path / "s.store", own).done().json
-    assert (summary["imported"], summary["rejected"]) == (5, 1)
-    assert "/lustre/cache/" in summary["rejects"][0]["detail"]
-    assert call("store", "info", tmp_path / "s.store", "--json").json["rules"]["import"]["vae_of_the_cache"] == "owner/flux"
-
-
-def test_nemos_videos_are_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
-    own = known("flux")
-    source = nemo(tmp_path / "cache", own)
-    whole = json.loads((source / "metadata.json").read_text(encoding="utf-8"))
-    (source / "metadata.json").write_text(json.dumps({**whole, "model_type": "wan"}), encoding="utf-8")
-    run_import("nemo", source, tmp_path / "s.store", own).fails("only those of images are known")
 
 
 def test_a_video_of_diffusion_pipe_is_rejected_among_images(known: Callable[[str], Known], tmp_path: Path) -> None:

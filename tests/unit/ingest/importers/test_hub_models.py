@@ -10,7 +10,6 @@ import pytest
 
 from bucketline.errors import ModelError
 from bucketline.ingest.encoders.model_folder import ModelFolder
-from bucketline.ingest.importers.vae.named_vae import has_weights
 from bucketline.store import Store
 from tests.commands import BIN, spawn
 from tests.models import write_model
@@ -26,14 +25,14 @@ def test_weights_that_a_hub_has_are_there_before_they_are_downloaded(tmp_path: P
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text("{}", encoding="ascii")
     names = ("vae/config.json", WEIGHTS)
-    assert has_weights(ModelFolder(name="owner/model", path=tmp_path, hub_files=names))
-    assert not has_weights(ModelFolder(name="owner/model", path=tmp_path, hub_files=names[:1]))
-    assert not has_weights(ModelFolder(name=str(tmp_path), path=tmp_path))
+    assert ModelFolder(name="owner/model", path=tmp_path, hub_files=names).has_weights("vae")
+    assert not ModelFolder(name="owner/model", path=tmp_path, hub_files=names[:1]).has_weights("vae")
+    assert not ModelFolder(name=str(tmp_path), path=tmp_path).has_weights("vae")
     unreached = ModelFolder(name="owner/model", path=tmp_path, is_unreached=True)
     with pytest.raises(ModelError, match=r"owner/model: the weights of vae/ are not in the hub's cache, and the hub could not"):
-        has_weights(unreached)
+        unreached.has_weights("vae")
     (tmp_path / WEIGHTS).touch()
-    assert has_weights(unreached)
+    assert unreached.has_weights("vae")
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 from bucketline.errors import SourceError
 from bucketline.ingest.importers.cache import ListRequest
 from bucketline.ingest.importers.formats.mds import IMPORTER
+from bucketline.ingest.importers.listing import listed
 from bucketline.store import Store
 from tests.commands import call
 from tests.models import SMALL, write_images
@@ -178,10 +179,10 @@ def test_an_index_of_odd_values_is_an_error_in_words(field: str, tmp_path: Path)
         (source / "index.json").write_text(json.dumps(index), encoding="utf-8")
         if field == "zip_data":  # not needed while the shard itself is there
             with suppress(SourceError):
-                IMPORTER.listed(ListRequest(source=source))
+                listed(IMPORTER, ListRequest(source=source))
         elif odd != old:
             with pytest.raises(SourceError):
-                IMPORTER.listed(ListRequest(source=source))
+                listed(IMPORTER, ListRequest(source=source))
 
 
 def test_a_samples_lengths_that_do_not_add_up_are_a_reject(tmp_path: Path) -> None:

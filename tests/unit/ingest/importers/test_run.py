@@ -13,7 +13,7 @@ import torch
 
 from bucketline.errors import ModelError
 from bucketline.ingest.encoders.text.registry import load_caption_encoder
-from bucketline.ingest.importers import captions, packer
+from bucketline.ingest.importers import captions, run
 from bucketline.ingest.importers.rows import row_of
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.train.config import TrainConfig
@@ -81,7 +81,7 @@ def test_a_pickle_is_never_run(own: Known, source: Path, known: Callable[[str], 
     np.savez(source / f"{sample.stem}_{width:04d}x{height:04d}_sdxl.npz", latents=hostile, original_size=[width, height])
     summary = run_import("kohya", source, tmp_path / "s.store", own).json
     assert (summary["imported"], summary["rejected"]) == (5, 1)
-    assert "holds a pickle" in summary["rejects"][0]["detail"]
+    assert "allow_pickle=False" in summary["rejects"][0]["detail"]
     tuned = simpletuner(tmp_path / "tuned", own)
     latents = sorted((tuned / "cache" / "vae").rglob("*.pt"))
     latents[0].write_bytes(pickle.dumps(Hostile(tmp_path / RAN)))
@@ -202,8 +202,8 @@ def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(
         return row_of(entry, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(packer, "row_of", interrupted)
-        patched.setattr(packer, "TOGETHER", 1)
+        patched.setattr(run, "row_of", interrupted)
+        patched.setattr(run, "TOGETHER", 1)
         stopped = run_import("kohya", source, tmp_path / "s.store", own)
     assert stopped.code == 130
     assert "interrupted: what was imported is committed" in stopped.err

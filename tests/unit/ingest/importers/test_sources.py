@@ -65,7 +65,7 @@ def test_what_was_cached_again_is_replaced_and_counted_and_a_moved_folder_is_unc
     assert (shown.json["unchanged"], shown.json["replaced"]) == (6, 0)
 
 
-@pytest.mark.parametrize("kind", ["simpletuner", "onetrainer", "diffusion-pipe", "nemo"])
+@pytest.mark.parametrize("kind", ["simpletuner", "onetrainer", "diffusion-pipe"])
 def test_a_folder_added_to_a_data_set_changes_no_ids(kind: str, known: Callable[[str], Known], tmp_path: Path) -> None:
     own, store, source = known(WRITERS[kind][1]), tmp_path / "s.store", tmp_path / "cache"
     cats = replace(own, samples=tuple(one for one in own.samples if one.id.startswith("cats/")))

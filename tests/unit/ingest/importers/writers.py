@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tests.unit.ingest.importers.fastvideo_writer import fastvideo
 from tests.unit.ingest.importers.known import Form
 
 if TYPE_CHECKING:
@@ -329,44 +328,6 @@ def mds_shard(folder: Path, rows: list[dict[str, bytes]], kinds: dict[str, str])
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-# NeMo Automodel
-
-
-def nemo(folder: Path, known: Known) -> Path:
-    """Write the metadata with the paths of another machine, and a file per image."""
-    items = []
-    for sample in known.samples:
-        record, (height, width) = sample.record, sample.bucket_hw
-        path = f"/lustre/data/{sample.id}"
-        name = hashlib.md5(f"{path}_{width}x{height}".encode()).hexdigest()
-        where = folder / f"{width}x{height}"
-        where.mkdir(parents=True, exist_ok=True)
-        value = {
-            "latent": tensor(known.fed(sample.latent)).half(),
-            "prompt_embeds": tensor(sample.tokens)[None].bfloat16(),
-            "clip_tokens": torch.zeros(1, 77, dtype=torch.int64),
-            "clip_hidden": torch.zeros(1, 77, 8, dtype=torch.bfloat16),
-            "t5_tokens": torch.zeros(1, len(sample.tokens), dtype=torch.int64),
-            "original_resolution": sample.original_wh,
-            "bucket_resolution": (width, height),
-            "crop_offset": (record.crop[1], record.crop[0]),
-            "prompt": sample.caption,
-            "image_path": path,
-            "bucket_id": 0,
-            "aspect_ratio": width / height,
-            "model_type": "flux",
-        }
-        if sample.pooled is not None:
-            value["pooled_prompt_embeds"] = tensor(sample.pooled)[None].bfloat16()
-        torch.save(value, where / f"{name}.pt")
-        item = {"cache_file": f"/lustre/cache/{width}x{height}/{name}.pt", "image_path": path, "prompt": sample.caption}
-        items.append({**item, "bucket_resolution": [width, height], "original_resolution": list(sample.original_wh)})
-    (folder / "metadata_shard_0000.json").write_text(json.dumps(items), encoding="utf-8")
-    whole = {"processor": "flux", "model_name": "owner/flux", "model_type": "flux", "total_items": len(items)}
-    (folder / "metadata.json").write_text(json.dumps({**whole, "shards": ["metadata_shard_0000.json"]}), encoding="utf-8")
-    return folder
-
-
 WRITERS: dict[str, tuple[Callable[[Path, Known], Path], str]] = {  # and the family of its known images
     "kohya": (kohya, "sdxl"),
     "musubi": (musubi, "flux"),
@@ -375,8 +336,6 @@ WRITERS: dict[str, tuple[Callable[[Path, Known], Path], str]] = {  # and the fam
     "ai-toolkit": (ai_toolkit, "sdxl"),
     "diffusion-pipe": (diffusion_pipe, "flux"),
     "mds": (mds, "sd at 256 px"),
-    "nemo": (nemo, "flux"),
-    "fastvideo": (fastvideo, "t5"),
 }
 FORMS = {  # what each writer makes of the known images
     "kohya": Form(scaled=False),
@@ -386,8 +345,6 @@ FORMS = {  # what each writer makes of the known images
     "ai-toolkit": Form(has_size=False, has_crop=True),
     "diffusion-pipe": Form(has_size=False, has_resized=False, text="encode"),
     "mds": Form(dtype=torch.float16, text_dtype=torch.float16),
-    "nemo": Form(dtype=torch.float16, text_dtype=torch.bfloat16, has_crop=True),
-    "fastvideo": Form(scaled=False, has_size=False, has_resized=False),
 }
 LATENTS = {  # where each kind has its latents
     "kohya": "**/*_sdxl.npz",
@@ -397,6 +354,4 @@ LATENTS = {  # where each kind has its latents
     "ai-toolkit": "**/_latent_cache/*.safetensors",
     "diffusion-pipe": "**/shard_0.bin",
     "mds": "*.mds",
-    "nemo": "*x*/*.pt",
-    "fastvideo": "**/*.parquet",
 }

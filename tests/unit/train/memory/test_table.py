@@ -23,7 +23,7 @@ from bucketline.train.memory.activations import NORMS, example_batch, norms_in_3
 from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.memory.table import RANKS, CountedModel, as_tables, choices, label, run_of, savings
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.optim import OPTIMIZERS, average_of, make_optimizer
+from bucketline.train.optim import NAMED, make_optimizer
 from bucketline.train.parallel import separate_blocks
 from bucketline.train.values import EmaPlace
 from tests.commands import ROOT
@@ -93,7 +93,7 @@ def test_a_row_has_what_a_run_holds_after_a_step(tmp_path: Path, options: dict[s
     optimizer = make_optimizer(asked, model, compiled=False)
     optimizer.step()
     state = optimizer.state_dict()["state"]
-    average = average_of(asked, model, optimizer) or Average(model, asked.ema.decay)
+    average = Average(model, asked.ema.decay)
     found = counting.memory(options)
     assert found.weights == back + num_bytes((*model.parameters(), *model.buffers()))
     assert found.gradients == num_bytes(parameter.grad for parameter in trained)
@@ -110,7 +110,7 @@ def test_shards_are_an_eighth(counting: CountedModel) -> None:
 
 
 def test_the_tables_have_every_optimizer() -> None:
-    assert {options["optimizer"] for options in choices(RANK) if "optimizer" in options} == {*OPTIMIZERS} - {"adamw"}
+    assert {options["optimizer"] for options in choices(RANK) if "optimizer" in options} == {*NAMED} - {"adamw"}
 
 
 def held_after(model: torch.nn.Module, family: Family, images: int) -> int:

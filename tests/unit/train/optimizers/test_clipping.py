@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from bucketline.train import step as of_step
-from bucketline.train.ema import Rounding
-from bucketline.train.optim import Options
-from bucketline.train.optimizers.rounded_adamw import make_bf16
-from bucketline.train.step import begin_step, make_adamw, update
+from bucketline.train.config import WeightDtype
+from bucketline.train.optim import make_adamw
+from bucketline.train.step import begin_step, update
+from tests.unit.train.tiny_run import config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,15 +20,14 @@ if TYPE_CHECKING:
 CLIP_NORM = 1.0
 
 
-def stepped(kind: str, scale: float, *, in_step: bool) -> Tensor:
+def stepped(weights: WeightDtype, scale: float, *, in_step: bool) -> Tensor:
     """Return a weight after two steps by gradients of that scale, clipped by the step or before it."""
     draws = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(8, 8, generator=draws))
-    options = Options(learning_rate=1e-2, rounding=Rounding(0), rounds_weights=kind == "bf16 weights", compiled=False)
-    if options.rounds_weights:
+    if weights is WeightDtype.BF16:
         weight.data = weight.data.bfloat16()
     groups = [{"params": [weight], "weight_decay": 0.01}]
-    optimizer = (make_bf16 if kind == "bf16 moments" else make_adamw)(torch.nn.Identity(), groups, options)
+    optimizer = make_adamw(torch.nn.Identity(), groups, config(Path(), weights=weights), compiled=False)
     for step in range(2):
         begin_step(optimizer, step, 1e-2)
         weight.grad = (scale * torch.randn(8, 8, generator=draws)).to(weight.dtype)
@@ -36,13 +36,13 @@ def stepped(kind: str, scale: float, *, in_step: bool) -> Tensor:
     return weight.detach()
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16 moments", "bf16 weights"])
-def test_a_step_that_clips_is_one_whose_gradients_were_clipped(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weights", WeightDtype)
+def test_a_step_that_clips_is_one_whose_gradients_were_clipped(weights: WeightDtype, monkeypatch: pytest.MonkeyPatch) -> None:
     scales = (1e-3, 10.0, float("inf"))  # not clipped, clipped, skipped
-    expected = [stepped(kind, scale, in_step=False) for scale in scales]
+    expected = [stepped(weights, scale, in_step=False) for scale in scales]
     monkeypatch.setattr(of_step, "is_whole_on_gpu", lambda _: True)
-    found = [stepped(kind, scale, in_step=True) for scale in scales]
-    rtol = 1e-2 if kind == "bf16 weights" else 1e-5
+    found = [stepped(weights, scale, in_step=True) for scale in scales]
+    rtol = 1e-2 if weights is WeightDtype.BF16 else 1e-5
     for one, other in zip(found, expected, strict=True):
         assert one.isfinite().all()
         torch.testing.assert_close(one, other, rtol=rtol, atol=1e-6)

@@ -1,4 +1,7 @@
-"""Read the files of a cache without ever running what they hold: torch files by `weights_only`, safetensors files, parts."""
+"""Read the files of a cache without ever running what they hold, and put text encoders' outputs into the layout of a store.
+
+Letters: T tokens, D width.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,26 @@ import json
 import os
 import pickle
 import sys
-import threading
 import zipfile
 import zlib
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import damaged, odd_files_rejected, squeezed
-from bucketline.ingest.importers.reading.zip_members import stored_members
-from bucketline.ingest.sources.local_files import file_stamp, open_file, read_file
+from bucketline.ingest.importers.cache import Text, damaged, odd_files_rejected, squeezed
+from bucketline.ingest.sources.local_files import open_file, read_file
+from bucketline.store.format.columns import POOLED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
 
-MAX_UNPACKED_BYTES = 256 << 20  # of a compressed file, or a compressed member of one
+_MAX_UNPACKED_BYTES = 256 << 20  # of a compressed file, or of the members of one
 _GZIP, _ZIP = b"\x1f\x8b", b"PK"
-T = TypeVar("T")
 
 
 def read_whole(source: Path, path: str) -> bytes:
@@ -39,6 +39,22 @@ def read_whole(source: Path, path: str) -> bytes:
         RejectedError: if it cannot be read or is too large.
     """
     return read_file(f"{source}/{path}", source).data
+
+
+def read_npz(source: Path, path: str) -> Mapping[str, Any]:
+    """Return the arrays of an npz file, each decoded when it is used.
+
+    Raises:
+        RejectedError: if it cannot be read or is damaged.
+    """
+    data = read_whole(source, path)
+    if not data.startswith(_ZIP):
+        raise damaged(f"{path} is not an npz file")
+    with odd_files_rejected(path):
+        if (total := _unpacked_bytes(data)) > max(_MAX_UNPACKED_BYTES, len(data)):
+            raise ValueError(f"{total} bytes unpacked, expected at most {_MAX_UNPACKED_BYTES}")
+        arrays: Mapping[str, Any] = np.load(io.BytesIO(data), allow_pickle=False)
+        return arrays
 
 
 def read_torch(source: Path, path: str) -> Any:  # noqa: ANN401 - tensors in whatever containers the trainer used
@@ -63,11 +79,11 @@ def loaded(data: bytes, what: str) -> Any:  # noqa: ANN401 - as above
     with odd_files_rejected(what):
         if data.startswith(_GZIP):
             unpacking = zlib.decompressobj(zlib.MAX_WBITS | 16)
-            data = unpacking.decompress(data, MAX_UNPACKED_BYTES)
+            data = unpacking.decompress(data, _MAX_UNPACKED_BYTES)
             if not unpacking.eof:
-                raise ValueError(f"truncated gzip, or more than {MAX_UNPACKED_BYTES} bytes uncompressed")
-        if data.startswith(_ZIP):
-            _refuse_packed(data, what)
+                raise ValueError(f"truncated gzip, or more than {_MAX_UNPACKED_BYTES} bytes uncompressed")
+        if data.startswith(_ZIP) and (total := _unpacked_bytes(data)) > len(data):  # `torch.save` compresses nothing
+            raise damaged(f"{what} has more bytes unpacked, {total}, than it has itself, {len(data)}; save it by torch.save")
         try:
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
@@ -81,20 +97,9 @@ def loaded(data: bytes, what: str) -> Any:  # noqa: ANN401 - as above
     return _plain(found, what, len(data)) if isinstance(found, torch.Tensor) else found
 
 
-def _refuse_packed(data: bytes, what: str) -> None:
-    """Check that a zip's members together have no more bytes than the file, as `torch.save` stores them.
-
-    Raises:
-        RejectedError: if they have.
-        ValueError, BadZipFile: if it is damaged.
-    """
-    if (places := stored_members(data)) is not None:
-        total = sum(length for _, length, _ in places.values())
-    else:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            total = sum(info.file_size for info in archive.infolist())
-    if total > len(data):
-        raise damaged(f"{what} has more bytes unpacked, {total}, than it has itself, {len(data)}; save it by torch.save")
+def _unpacked_bytes(data: bytes) -> int:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return sum(info.file_size for info in archive.infolist())
 
 
 def _plain(value: Tensor, what: str, num_bytes: int) -> Tensor:
@@ -158,6 +163,11 @@ def read_part(source: Path, path: str, offset: int, length: int) -> bytes:
     return data
 
 
+def open_of_any_size(source: Path, path: str) -> BinaryIO:
+    """Open a shard, which may be larger than a sample's file may be."""
+    return open_file(f"{source}/{path}", source, sys.maxsize)
+
+
 def as_tensor(values: Mapping[str, Any], name: str) -> Tensor:
     """Return a value of a file as a tensor.
 
@@ -188,31 +198,24 @@ def values_by_role(found: Mapping[str, Any], roles: Mapping[str, str]) -> dict[s
     }
 
 
-def open_of_any_size(source: Path, path: str) -> BinaryIO:
-    """Open a shard, which may be larger than a sample's file may be."""
-    return open_file(f"{source}/{path}", source, sys.maxsize)
+def text_of(caption: str, tokens: Tensor, pooled: Tensor | None = None, *, is_older: bool = False) -> Text:
+    """Return a caption's embedding: its tokens [T, D], without a batch dimension of 1, and what is pooled of it.
+
+    Raises:
+        RejectedError: if the tokens are anything else.
+    """
+    fixed = {} if pooled is None else {POOLED: pooled.float().reshape(-1)}
+    return Text(caption=caption, tokens=tokens_of(tokens.float(), "text encoder"), fixed=fixed, is_older=is_older)
 
 
-class LastRead(Generic[T]):
-    """Parts of large files that were read last, in memory: entries are read in turn, by several threads."""
+def tokens_of(tokens: Tensor, what: str) -> Tensor:
+    """Return tokens as [T, D].
 
-    def __init__(self, at_most: int, size_of: Callable[[T], int]) -> None:
-        """Keep parts of `at_most` together, as `size_of` counts them, but at least one."""
-        self._at_most, self._size_of = at_most, size_of
-        self._kept: OrderedDict[tuple[Any, ...], T] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def part(self, source: Path, path: str, number: int, read: Callable[[], T]) -> T:
-        """Return a part of a file as it is now; one thread reads it, the others wait for it.
-
-        Raises:
-            RejectedError: if the file cannot be read.
-        """
-        key = (f"{source}/{path}", number, file_stamp(f"{source}/{path}", source))
-        with self._lock:
-            if key not in self._kept:
-                self._kept[key] = read()
-            self._kept.move_to_end(key)
-            while len(self._kept) > 1 and sum(map(self._size_of, self._kept.values())) > self._at_most:
-                self._kept.popitem(last=False)
-            return self._kept[key]
+    Raises:
+        RejectedError: if they are anything else.
+    """
+    if tokens.ndim == 3 and tokens.shape[0] == 1:
+        tokens = tokens[0]
+    if tokens.ndim != 2:
+        raise damaged(f"the tokens of its {what} are {list(tokens.shape)}, expected [T, D]")
+    return tokens

@@ -1,1 +1,0 @@
-"""Read what is common to caches: files without running them, captions, sample ids, layouts of text embeddings."""

@@ -1,0 +1,1 @@
+"""Golden results: what a change that only deletes or moves code must leave equal to the last bit."""
