@@ -18,6 +18,7 @@ from tests.packaging.minimums import minimums
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 IMPORT_NAMES = {
+    "docstring-parser": "docstring_parser",
     "huggingface-hub": "huggingface_hub",
     "prometheus-client": "prometheus_client",
     "pillow": "PIL",
