@@ -16,13 +16,13 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "store": {
         "export": ("export", "commands/export.py"),
         "report": ("report", "commands/report.py"),
-        "prompts": ("prompts",),
+        "prompts": ("prompt_file.py",),
     },
     "ingest": {
         "importers": ("importers", "commands/import_cache.py"),
         "ray": ("on_ray",),
         "peek": ("sheet", "peek.py", "commands/peek.py", "commands/previews.py"),
-        "prompts": ("commands/prompts.py",),
+        "prompts": ("prompts.py", "commands/prompts.py"),
     },
     "loader": {
         "peek": ("peek.py", "commands/peek.py"),

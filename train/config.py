@@ -220,11 +220,10 @@ class WatchingOptions:
     """Evenly spaced timesteps at which every held-out sample is validated."""
     num_images: int = 4
     """Images to generate at the end from stored captions of held-out samples (of training samples if there are none); 0: none.
-    If the store has prompts, all of these instead."""
-    image_prompts: Repeated[tuple[Annotated[str, Arg(metavar="TEXT|FILE|SET")], ...]] = field(default=(), metadata=RESUME_FREE)
-    """Prompt to draw: a text; a file with one per line, as `ingest prompts` takes it; or a set of the store, by the name that
-    `ingest prompts --name` gave it. May be repeated. Texts are encoded once, before training, with the model's text encoders.
-    None: the set `default`, where a store has it. `captions`: stored captions, even so."""
+    With --image-prompts all of these instead."""
+    image_prompts: Repeated[tuple[Annotated[str, Arg(metavar="TEXT|FILE")], ...]] = field(default=(), metadata=RESUME_FREE)
+    """Prompt to draw: a text; a file with one per line; or NAME.safetensors, which `ingest prompts` made of such a file. May be
+    repeated. Texts are encoded once, before training, with the model's text encoders. Default: stored captions."""
     image_steps: int = field(default=50, metadata=ONLY_IN_FILE)
     """Sampler steps per image: DDIM, or Euler for flow models."""
     image_guidance: float | None = field(default=None, metadata=ONLY_IN_FILE | RESUME_FREE)

@@ -15,7 +15,6 @@ import numpy as np
 from bucketline.command_line import counted, printable
 from bucketline.errors import DeliveryError, ModelError, PlanError, StateError, StoreError, UsageError
 from bucketline.files.paths import Overlap, overlap
-from bucketline.files.redact import redacted
 from bucketline.files.run_marker import CHECKPOINTS, is_run
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.loader.commands.stats import stats_of
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 IDS_OF_A_BUCKET = 4
 SERVICE_STARTS_S = 10  # a `loader serve` in the background, until it listens
 DENOISER_FOLDERS = ("unet", "transformer")  # folders of a model
-STORED_CAPTIONS = "captions"  # instead of prompts, in --image-prompts
 BESIDE_A_RUN = (".log", ".out", ".err", ".tmp")
 """Suffixes allowed in a folder before its run starts: logs of a shell or scheduler, temporary files that a full disk left."""
 
@@ -76,7 +74,6 @@ def refuse_early(config: TrainConfig, world_size: int) -> None:
         shares = open_shares(local)
         refuse_stores(shares)
         _refuse_flip(config, shares)
-        refuse_unknown_sets(config.image_prompts, shares)
         if config.epochs is not None:
             steps_of_epochs(make_plan(join(shares), config.for_loader(epochs=None), world_size=world_size), config.epochs)
     if world_size == 1:
@@ -232,23 +229,6 @@ def refuse_no_model(folder: Path) -> None:
             f"{folder} {kind}; --model must be a folder in diffusers' layout with one of unet/ and transformer/ (a "
             "configuration without weights starts at random), or a .safetensors file"
         )
-
-
-def refuse_unknown_sets(names: Sequence[str], shares: Sequence[WeightedStore]) -> None:
-    """Reject the name of a set of prompts that no store has.
-
-    Raises:
-        UsageError: if there is one.
-    """
-    from bucketline.store.prompts.prompt_sets import is_set_name, read_set
-
-    for name in () if STORED_CAPTIONS in names else filter(is_set_name, names):
-        if not any(read_set(share.store.folder, share.store.manifest, name) for share in shares):
-            where = ", ".join(redacted(str(share.store.place)) for share in shares)
-            raise UsageError(
-                f"--image-prompts {name}: {where} has no such set of prompts; `ingest prompts` writes one; a text of one word "
-                "can be drawn from a file"
-            )
 
 
 def _refuse_flip(config: TrainConfig, shares: Sequence[WeightedStore]) -> None:

@@ -168,7 +168,7 @@ class Trainer:
         if config.num_images:
             from bucketline.train.images.prompts import load_prompts
 
-            self._prompts = load_prompts(config, self.loader.shares, self.training.family, given)
+            self._prompts = load_prompts(given, self.loader.shares[0].store, self.training.family)
         tell_assumptions(start, self._given, self.training, self.loader, self._progress.say)
         self._follower = data.Follower(config, ranks, self.loader)
         self.loader.start()  # to read ahead while the rest compiles

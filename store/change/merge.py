@@ -26,7 +26,6 @@ from bucketline.store.format.manifest import sealed, write_manifest
 from bucketline.store.format.manifest_entries import DroppedEntry
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import newest_generation
-from bucketline.store.side_files import SIDE_FILES
 from bucketline.store.transfer.download import Downloader
 from bucketline.store.write.publish import encode_dropped, prepare_store
 from bucketline.typed_json import encode, first_difference
@@ -118,8 +117,6 @@ def _merged(
                 retired=(),
                 added=added,
             )
-            for kind in SIDE_FILES.values():
-                kind.merge([(store.path if store.source is None else store.folder, store.manifest) for store in stores], folder)
             written = write_manifest(folder, sealed(manifest))
             if written.samples != samples:
                 raise AssertionError(f"expected {samples} merged samples, the store has {written.samples}")

@@ -25,7 +25,7 @@ MAX_SHOWN = 100  # beyond this disk-to-payload ratio, the number is not informat
 
 @dataclass(frozen=True, kw_only=True)
 class Info(ReadingArguments):
-    """Show what a store holds: samples, buckets, columns, sizes, encoders, prompts, and the options that made it.
+    """Show what a store holds: samples, buckets, columns, sizes, encoders, and the options that made it.
 
     Exit 1 if a shard file is missing or has the wrong length.
 
@@ -57,7 +57,6 @@ class Info(ReadingArguments):
         return 0
 
     def look(self) -> tuple[dict[str, Any], int]:
-        from bucketline.store.prompts.prompt_sets import describe_sets
         from bucketline.store.read.info import info
         from bucketline.store.read.lost_files import lost_shards
 
@@ -65,7 +64,7 @@ class Info(ReadingArguments):
         lost = lost_shards(store.folder, store.manifest.shards)
         if lost:
             _print_lost(shown(self.store), lost)
-        return info(store, lost, list(describe_sets(store.folder, store.manifest))), 1 if lost else 0
+        return info(store, lost), 1 if lost else 0
 
     def show(self, found: dict[str, Any]) -> None:
         _print_info(found)
@@ -127,9 +126,6 @@ def _print_info(report: dict[str, Any]) -> None:
         about = f"added {name}: {column['rows']} of {counted(report['samples'], 'row')}"
         lacking = "" if column["rows"] == report["samples"] else "; `add_column` gives it to the others"
         console.print(printable(f"{about}{lacking}"), highlight=False, soft_wrap=True, markup=False)
-    for own in report["prompts"]:
-        about = f"{counted(own['prompts'], 'prompt')}, {human_bytes(own['num_bytes'])}" if own["prompts"] else own["problem"]
-        console.print(printable(f"prompts {own['name']}: {about}"), highlight=False, soft_wrap=True, markup=False)
     table = Table("bucket", "rows", "column", "shape", "dtype")
     for bucket in report["buckets"]:
         first = [bucket["name"], str(bucket["rows"])]

@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.schema import ColumnEntry
-    from bucketline.store.prompts.prompt_sets import DescribedSet
     from bucketline.store.read.lost_files import LostShard
     from bucketline.store.read.store import Store
 
 
-def info(store: Store, lost: Sequence[LostShard] = (), prompts: Sequence[DescribedSet] = ()) -> dict[str, Any]:
-    """Return the JSON report of `store info` for a store, its lost shards and prompts."""
+def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
+    """Return the JSON report of `store info` for a store and its lost shards."""
     manifest = store.manifest
     made: dict[str, Any] = {"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions}
     roles = {name: asdict(column) for name, column in manifest.columns.items()}
@@ -52,7 +51,6 @@ def info(store: Store, lost: Sequence[LostShard] = (), prompts: Sequence[Describ
             for name, group in manifest.ragged.items()
         },
         "added": {name: {"role": column.role, "rows": _rows_with(manifest, name)} for name, column in manifest.added.items()},
-        "prompts": [asdict(one) for one in prompts],
         "buckets": [
             {
                 "name": bucket.name,

@@ -27,7 +27,6 @@ from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import newest_generation, read_generation
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.side_files import copy_side_files
 from bucketline.store.sync.push import note_pushed
 from bucketline.store.sync.selection import PullSelection
 from bucketline.store.transfer.download import Downloader, is_there
@@ -109,7 +108,6 @@ def pull(
                 _whole(folder, partial, manifest, downloader, on_total)
             else:
                 manifest, copied = _Copies(folder, partial, manifest, selection, downloader, note).run(on_total)
-            copy_side_files(folder, partial, manifest)
             if selection.is_all:
                 note_pushed(partial, folder.url, manifest)
             note.remove()
@@ -226,7 +224,6 @@ def _update(
         if own.store_id != manifest.store_id:
             raise UsageError(f"{store} is another store than {folder.url}; choose a path where there is nothing")
         if own.digest == manifest.digest:
-            copy_side_files(folder, store, manifest)
             return own
         try:
             is_older = (
@@ -250,7 +247,6 @@ def _update(
             )
         _get_shards(store, manifest.shards, downloader, on_total, folder.url)
         get_lists(folder, store)
-        copy_side_files(folder, store, manifest)
         note_pushed(store, folder.url, own, manifest)
         data = dump_manifest(manifest)
         write_or_explain(generation_path(store, manifest.generation), data)

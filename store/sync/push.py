@@ -22,7 +22,6 @@ from bucketline.store.remote.generations import (
     read_generation,
     refuse_without_put_if_absent,
 )
-from bucketline.store.side_files import copy_side_files
 from bucketline.store.transfer.sender import noted
 from bucketline.store.transfer.upload import Uploader, send_lists
 from bucketline.store.write.newest import existing_manifest
@@ -91,7 +90,6 @@ def push(
         on_total(uploader.missing_bytes(store, manifest.shards))
         sent = uploader.send(store, manifest.shards)
         send_lists(folder, store)
-        copy_side_files(store, folder, manifest)
         documents = [_document(manifest, number, found, uploader) for number, found in own.items()]
         _make_sure(store, documents, uploader, remote, names)
         before = remote

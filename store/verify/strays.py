@@ -16,7 +16,6 @@ from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import generation_name, listed_generations
 from bucketline.store.remote.lines import lines_name
 from bucketline.store.remote.retries import asked_again
-from bucketline.store.side_files import SIDE_FILES
 from bucketline.store.verify.faults import Fault, Faults, mismatch
 from bucketline.store.write.attempts import ATTEMPTS_FOLDER, KEPT_CAPTIONS, RANKS_FOLDER
 from bucketline.store.write.column_shard import MAKING
@@ -73,12 +72,6 @@ class FolderCheck:
                 self._compare(name, num_bytes, expected, manifest.generation)
             known |= {lines_name(entry.name) for entry in manifest.shards}
         known |= {lines_name(entry.name) for entry in self._newest.shards}
-        for kind in SIDE_FILES.values():
-            for name, fault in kind.check(self._folder, self._newest):
-                self._on_bytes(0)
-                known.add(name)
-                if fault is not None:
-                    self._faults.of_file(fault)
         if not self._folder.is_read_only:
             self._look_for_strays(known)
 

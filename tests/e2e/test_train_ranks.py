@@ -179,8 +179,8 @@ def test_two_ranks_with_half_of_a_bf16_model_each_learn_as_one_rank_does(folder:
 def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(folder: Path, run: Run) -> None:
     from diffusers import UNet2DConditionModel
 
-    write_prompts(folder / "tiny.store", *PROMPTS)
-    whole = config(folder, output_dir=folder / "whole", accumulation=2, max_steps=8, num_images=1, images_every=4)
+    drawn = {"num_images": 1, "images_every": 4, "image_prompts": (write_prompts(folder / "tiny.store", *PROMPTS),)}
+    whole = config(folder, output_dir=folder / "whole", accumulation=2, max_steps=8, **drawn)
     run(1, whole)
     parts = replace(
         whole, output_dir=folder / "parts", batch=BatchSize(batch_size=1), accumulation=2, max_steps=4, sharding=FSDP

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 DEADLINE_S = 3.0
 LIMIT_S = 30.0  # of a process: a pull gets several files one after the other, each within the deadline
 MOST_BYTES = 512 << 20  # that a process may take more than before; the store has 16 MB
-OBJECTS = ("manifest.json", "generations/2.json", ".extents", ".index", ".lmdb", "prompts/default.safetensors")
+OBJECTS = ("manifest.json", "generations/2.json", ".extents", ".index", ".lmdb")
 LIES = (
     Fault.LONG_LENGTH,
     Fault.SHORT_LENGTH,
@@ -149,10 +149,6 @@ def hostile_servers(asked: Asked) -> Iterator[Record]:
     """Try every lie, with a record for each."""
     draw = random.Random(asked.seed)
     store = served(asked.folder, IMAGES)
-    prompts = asked.folder / "served" / store.name / "prompts"
-    prompts.mkdir()
-    with (prompts / "default.safetensors").open("wb") as file:
-        file.truncate(1 << 30)
     store.digests(CONFIG)
     victim = Victim(store=store, folder=asked.folder)
     cases = list(itertools.product(("info", "pull", "loader"), OBJECTS))

@@ -102,7 +102,7 @@ def links_at_urls(ground: Ground) -> Record:
         return record
     names = [str(path.relative_to(sound)) for path in sorted(sound.rglob("*"))]
     names += [f"{folder}/{name}" for folder in ("shards", "pending", "generations") for name in ("more", "g7.lmdb", "9.json")]
-    names += ["pending", "prompts", "prompts/more", "rejects.jsonl"]
+    names += ["pending", "more", "rejects.jsonl"]
     cases = [(name, kind, use) for name in names for kind in KINDS if kind.startswith("link") for use in URL_USES]
     for name, kind, use in ground.some(cases):
         folder = ground.fresh()

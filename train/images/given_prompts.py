@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.atomic_write import write_durably
-from bucketline.store.prompts.prompt_lines import JSON_LINES
-from bucketline.store.prompts.prompt_sets import is_set_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROMPTS_FOLDER = "prompts"  # in the run's
-_TEXTS = "given text"  # no set can be called so, for it has a space
+_TEXTS = "given text"
+_ENCODED = ".safetensors"  # what `ingest prompts` has written
+_FILES = (".txt", ".jsonl", ".json", ".ndjson", _ENCODED)
 _PREFIX = "error: "
 
 
@@ -48,9 +48,9 @@ class _Source:
 
 
 def encode_given(config: TrainConfig, store: Store) -> dict[str, bytes]:
-    """Return the prompts of a run that are in no store, encoded as the captions of `store`, once.
+    """Return the prompts of a run, encoded as the captions of `store`, once.
 
-    They are by the name for the ids of their images, each as a file of a store's prompts.
+    They are by the name for the ids of their images, each as `ingest prompts` writes a file.
 
     Raises:
         UsageError: if a file does not exist.
@@ -59,7 +59,7 @@ def encode_given(config: TrainConfig, store: Store) -> dict[str, bytes]:
     folder, found = config.output_dir / PROMPTS_FOLDER, dict[str, bytes]()
     for source in _sources(config.image_prompts):
         kept = folder / source.kept_name
-        encoded = kept.with_name(f"{kept.name}.safetensors")
+        encoded = kept if kept.suffix == _ENCODED else kept.with_name(f"{kept.name}{_ENCODED}")
         is_done = encoded.exists() and kept.exists() and source.data in (None, kept.read_bytes())
         if not is_done and source.data is None:
             raise UsageError(f"--image-prompts {source.path}: there is no such file")
@@ -67,20 +67,19 @@ def encode_given(config: TrainConfig, store: Store) -> dict[str, bytes]:
             folder.mkdir(parents=True, exist_ok=True)
             if source.path is None:
                 write_durably(kept, source.data)
-            _encode(config, store, source.path or kept, encoded)
+            if kept != encoded:
+                _encode(config, store, source.path or kept, encoded)
             write_durably(kept, source.data)
         found[source.name] = encoded.read_bytes()
     return found
 
 
 def _sources(given: tuple[str, ...]) -> Iterator[_Source]:
-    """Yield the files among what `--image-prompts` gives, and all of its texts as one; names of sets are left out."""
+    """Yield the files among what `--image-prompts` gives, and all of its texts as one."""
     texts = []
     for one in given:
         path = Path(one)
-        if is_set_name(one):
-            continue
-        if path.suffix.lower() in (".txt", *JSON_LINES) or os.path.isfile(one):  # noqa: PTH113 - a text may be too long for a path
+        if path.suffix.lower() in _FILES or os.path.isfile(one):  # noqa: PTH113 - a text may be too long for a path
             yield _Source(name=one, path=path, data=path.read_bytes() if os.path.isfile(one) else None)  # noqa: PTH113
         else:
             texts.append(" ".join(one.split()))

@@ -1,4 +1,4 @@
-"""Prompts that `ingest prompts` has encoded, next to a store's shards or for a run, as batches to draw without text encoders.
+"""Prompts that `ingest prompts` has encoded, as batches to draw without text encoders.
 
 Letters: B prompts, C latent channels, h and w latent height and width, L tokens (padded), D token width.
 """
@@ -6,18 +6,15 @@ Letters: B prompts, C latent channels, h and w latent height and width, L tokens
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bucketline.errors import UsageError
-from bucketline.files.redact import redacted
 from bucketline.loader import Batch
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import CLASS_LABELS, LATENT
 from bucketline.torch_dtypes import TORCH_DTYPES
-from bucketline.train.refusals import STORED_CAPTIONS, refuse_unknown_sets
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,19 +22,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.families.family import Family
-    from bucketline.loader import WeightedStore
     from bucketline.store.format.text_block import RaggedSpec
-    from bucketline.store.prompts.prompt_file import Prompt, PromptSet
+    from bucketline.store.prompt_file import Prompt, PromptSet
     from bucketline.store.read.store import Store
-    from bucketline.train.config import TrainConfig
     from bucketline.typed_json import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPrompt:
-    """A prompt of a store, its embeddings, and the size of its latent."""
+    """A prompt, its embeddings, and the size of its latent."""
 
-    id: str  # SET/NUMBER
+    id: str  # NAME/NUMBER
     prompt: Prompt
     columns: RaggedSpec  # of the embeddings
     embedding: dict[str, Any]  # by column, as the store's readers get a caption's
@@ -63,31 +58,17 @@ class DrawingBatch:
     real: Tensor | None = None  # [B, C, h, w] float32, unscaled; of prompts None
 
 
-def load_prompts(
-    config: TrainConfig, shares: Sequence[WeightedStore], family: Family, given: Mapping[str, bytes] = MappingProxyType({})
-) -> tuple[StoredPrompt, ...]:
-    """Return the prompts that a run draws, of all of its stores and those `given` besides; none if it draws stored captions.
-
-    Each prompt comes once. `given`: what `encode_given` returns.
+def load_prompts(given: Mapping[str, bytes], store: Store, family: Family) -> tuple[StoredPrompt, ...]:
+    """Return the prompts that a run draws, each once; `given`: what `encode_given` returns.
 
     Raises:
-        UsageError: if no store has a set that --image-prompts names, or the model cannot draw a prompt's size.
-        StoreError: if a set is damaged or cannot be read, or other encoders made it.
+        UsageError: if the model cannot draw a prompt's size.
+        StoreError: if a file is damaged, or other encoders than the store's made it.
     """
-    if STORED_CAPTIONS in config.image_prompts:
-        return ()
-    from bucketline.store.prompts.prompt_file import decode_prompts
-    from bucketline.store.prompts.prompt_sets import DEFAULT, is_set_name, read_set
+    from bucketline.store.prompt_file import decode_prompts
 
-    refuse_unknown_sets(config.image_prompts, shares)
     found: list[StoredPrompt] = []
-    for name in filter(is_set_name, config.image_prompts or (DEFAULT,)):
-        sets = [(share.store, read_set(share.store.folder, share.store.manifest, name)) for share in shares]
-        for store, one in sets:
-            if one is not None:
-                found += _new(_prompts_of(store, name, one, family), found)
     for name, data in given.items():
-        store = shares[0].store
         found += _new(_prompts_of(store, name, decode_prompts(store.manifest, data, name), family), found)
     return tuple(found)
 
@@ -102,7 +83,7 @@ def _prompts_of(store: Store, name: str, own: PromptSet, family: Family) -> Iter
     factor = bucket.height_px // bucket.spec.column(LATENT).shape[1]
     for number, prompt in enumerate(own.prompts, 1):
         height, width = prompt.height_px // factor, prompt.width_px // factor
-        _refuse_size(f"{redacted(str(store.place))}, prompt {name}/{number}", prompt, (height, width), factor, family)
+        _refuse_size(f"--image-prompts {name}, prompt {number}", prompt, (height, width), factor, family)
         yield StoredPrompt(
             id=f"{name}/{number}",
             prompt=prompt,
@@ -116,7 +97,7 @@ def _prompts_of(store: Store, name: str, own: PromptSet, family: Family) -> Iter
 def _refuse_size(item: str, prompt: Prompt, latent: tuple[int, int], factor: int, family: Family) -> None:
     """Check that a model can draw a prompt's size: what it expects of a bucket's."""
     size = f"{prompt.height_px}x{prompt.width_px}"
-    advice = "write the prompts with other sizes by `ingest prompts`, or draw stored captions by --image-prompts captions"
+    advice = "give the prompts other sizes"
     if (prompt.height_px % factor, prompt.width_px % factor) != (0, 0):
         raise UsageError(f"{item}: its size is {size} px, expected multiples of {factor} px; {advice}")
     drawing = type(family)(family.config, replace(family.store, latent_sizes=((size, *latent),)))

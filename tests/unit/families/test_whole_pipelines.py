@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from bucketline.train.images.pipeline import call_of, guidance_of
-from bucketline.train.images.prompts import load_prompts, prompt_batches
+from bucketline.train.images.prompts import prompt_batches
 from bucketline.train.noise import FlowSchedule
 from bucketline.train.outputs.export import export_model
 from tests.commands import call
@@ -90,14 +90,14 @@ def test_diffusers_opens_a_run_as_a_pipeline_and_draws_its_images(packed: Packed
     copied = replace(packed, store=shutil.copytree(packed.store, tmp_path / "store"))
     (tmp_path / "prompts.txt").write_text("a red cat\na blue dog of the house\n", encoding="utf-8")
     call("ingest", "prompts", tmp_path / "prompts.txt", copied.store, "--model", packed.model).done()
-    steps = {"num_images": 2, "image_steps": 2, "learning_rate": 1e-1}
+    prompts_file = str(tmp_path / "prompts.safetensors")
+    steps = {"num_images": 2, "image_prompts": (prompts_file,), "image_steps": 2, "learning_rate": 1e-1}
     with trainer_of(copied, tmp_path / "run", **steps) as trainer:
         run(trainer)
         export_model(tmp_path / "run", tmp_path / "pipeline", last=True, dtype="F32", pipeline=True)
         pipeline = open_pipeline(tmp_path / "pipeline", packed.form)
         assert type(pipeline) is type(open_pipeline(packed.model, packed.form))
-        family, shares = trainer.training.family, trainer.loader.shares
-        prompts = load_prompts(trainer.config, shares, family)
+        family, prompts = trainer.training.family, trainer._prompts
         guidance, device = guidance_of(trainer.training), trainer.loader.device
         batches = prompt_batches(prompts, 1, guidance, device, family)  # as they are mostly drawn
         before = open_pipeline(packed.model, packed.form)

@@ -1,17 +1,16 @@
-"""`ingest prompts`: a set is what the store's own encoders make of a file's lines, and other encoders make none."""
+"""`ingest prompts`: a file is what the store's own encoders make of a file's lines, and other encoders make none."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from bucketline.store import Store
-from bucketline.store.prompts.prompt_sets import DEFAULT, read_set
+from bucketline.store.prompt_file import decode_prompts
 from tests.commands import Ran, call
 from tests.kit import add_samples, empty_store, samples_of, store_writer, tree
 from tests.models import SMALL, write_images, write_model
@@ -19,7 +18,7 @@ from tests.models import SMALL, write_images, write_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.store.prompts.prompt_file import PromptSet
+    from bucketline.store.prompt_file import PromptSet
     from tests.object_storage import S3Bucket
 
 
@@ -37,18 +36,16 @@ def prompts(tmp_path: Path, store: Path | str, model: Path, text: str, *more: ob
     return call("ingest", "prompts", tmp_path / name, store, "--model", model, *more)
 
 
-def read(store: Store, name: str = DEFAULT) -> PromptSet:
-    found = read_set(store.folder, store.manifest, name)
-    assert found is not None
-    return found
+def read(store: Store, path: Path) -> PromptSet:
+    return decode_prompts(store.manifest, path.read_bytes(), str(path))
 
 
 def test_a_prompt_has_the_embedding_of_the_same_caption(packed: Store, model: Path, tmp_path: Path) -> None:
     record = next(record for _, record in map(packed.sample, ("a/002.png", "b/003.png")) if record.captions)
     stored = packed.read_caption(0, record.caption_rows[0])
     ran = prompts(tmp_path, packed.path, model, f"\ufeff{record.captions[0]}\r\n\n  the cat  \nthe cat\n").done()
-    assert ran.out.startswith(f"{packed.path}: 3 prompts as the set 'default', ")
-    found = read(packed)
+    assert ran.out.startswith(f"{tmp_path / 'p.safetensors'}: 3 prompts, ")
+    found = read(packed, tmp_path / "p.safetensors")
     own = found.embedding(record.captions[0])
     assert own.keys() == stored.keys()
     assert all(np.array_equal(own[name], stored[name]) for name in stored)
@@ -64,26 +61,26 @@ def test_a_prompt_has_the_embedding_of_the_same_caption(packed: Store, model: Pa
     ]
 
 
-def test_a_set_is_replaced_and_nothing_else_is_written(packed: Store, model: Path, tmp_path: Path) -> None:
-    assert prompts(tmp_path, packed.path, model, "the cat").code == 0
+def test_a_file_is_replaced_and_the_store_stays_as_it_is(packed: Store, model: Path, tmp_path: Path) -> None:
     before = tree(packed.path)
+    prompts(tmp_path, packed.path, model, "the cat").done()
     line = {"prompt": "red", "negative_prompt": "blue house", "seed": 9, "height": 32, "width": 16, "guidance": 2}
     lines = "\n".join(map(json.dumps, (line, {"prompt": "", "seed": None})))
     ran = prompts(tmp_path, packed.path, model, lines, "--json", "--size", "8x24", name="p.jsonl").done()
-    assert (ran.json["name"], ran.json["prompts"], ran.json["cut"]) == (DEFAULT, 2, [])
-    after = tree(packed.path)
-    assert {name for name, data in after.items() if before.get(name) != data} == {"prompts/default.safetensors"}
-    first, second = read(packed).prompts
+    assert (ran.json["file"], ran.json["prompts"], ran.json["cut"]) == (str(tmp_path / "p.safetensors"), 2, [])
+    first, second = read(packed, tmp_path / "p.safetensors").prompts
     assert (first.prompt, first.negative_prompt, first.seed, first.guidance) == ("red", "blue house", 9, 2.0)
     assert (first.height_px, first.width_px, second.height_px, second.width_px) == (32, 16, 8, 24)
-    assert prompts(tmp_path, packed.path, model, "a " * 30, "--name", "long").out.count("1 text longer than") == 1
-    assert len(read(packed, "long").embedding(("a " * 30).strip())["tokens"]) == 10
+    long = tmp_path / "long.safetensors"
+    assert prompts(tmp_path, packed.path, model, "a " * 30, "-o", long).out.count("1 text longer than") == 1
+    assert len(read(packed, long).embedding(("a " * 30).strip())["tokens"]) == 10
+    assert tree(packed.path) == before
 
 
 def test_other_encoders_are_refused_by_name(packed: Store, tmp_path: Path) -> None:
     before = tree(packed.path)
     other = write_model(tmp_path / "other", seed=1)
-    ran = prompts(tmp_path, packed.path, other, "the cat", "--name", "other")
+    ran = prompts(tmp_path, packed.path, other, "the cat")
     assert ran.code == 1
     assert f"{other} has encoders.text_encoder.weights_hash = " in ran.err
     assert "name the model that the store was packed with" in ran.err
@@ -94,7 +91,7 @@ def test_other_encoders_are_refused_by_name(packed: Store, tmp_path: Path) -> No
     ("name", "text", "said"),
     [
         ("p.txt", "\n \n", "has no prompts"),
-        ("p.txt", "a\n" * 257, "line 257: a set has at most 256 prompts"),
+        ("p.txt", "a\n" * 257, "line 257: at most 256 prompts"),
         ("p.jsonl", '{"prompt": "a"}\na cat', "line 2 is not JSON"),
         ("p.jsonl", '["a"]', "line 1 is .*expected an object with a prompt"),
         ("p.jsonl", '{"prompt": "a", "sed": 1}', "line 1 has the field 'sed'"),
@@ -128,25 +125,19 @@ def test_a_store_without_text_or_images_takes_no_prompts(model: Path, tmp_path: 
 
 
 def test_options_that_cannot_be_met_are_refused(packed: Store, model: Path, tmp_path: Path) -> None:
-    for more, said in ((("--size", "8"), "expected HEIGHTxWIDTH"), (("--name", "a/b"), "not the name of a set")):
+    for more, said in ((("--size", "8"), "expected HEIGHTxWIDTH"), (("-o", "a.txt"), "expected a name in .safetensors")):
         ran = prompts(tmp_path, packed.path, model, "the cat", *more)
         assert (ran.code, said in ran.err) == (2, True), ran.err
     missing = call("ingest", "prompts", tmp_path / "none.txt", packed.path, "--model", model)
     assert (missing.code, "none.txt does not exist; give a text file" in missing.err) == (1, True)
 
 
-def test_prompts_of_a_store_in_a_bucket_are_written_and_shown_there(
+def test_the_store_may_be_in_a_bucket(
     packed: Store, model: Path, s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    own = shutil.copytree(packed.path, tmp_path / "own.store", ignore=lambda *_: {"prompts"})
-    url: Any = s3.url("photos.store")
-    assert call("store", "push", own, url).code == 0
+    url = s3.url("photos.store")
+    assert call("store", "push", packed.path, url).code == 0
     prompts(tmp_path, url, model, "the cat\na red house").done()
-    assert [one.prompt for one in read(Store.open(url)).prompts] == ["the cat", "a red house"]
-    assert "prompts default: 2 prompts, " in call("store", "info", url).out
-    assert call("store", "verify", url).code == 0
-    assert call("store", "pull", url, own).code == 0
-    assert [one.prompt for one in read(Store.open(own)).prompts] == ["the cat", "a red house"]
+    assert [one.prompt for one in read(packed, tmp_path / "p.safetensors").prompts] == ["the cat", "a red house"]

@@ -16,7 +16,6 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.manifest import dump_manifest, sealed
-from bucketline.store.prompts.prompt_sets import describe_sets
 from bucketline.store.remote import generations
 from bucketline.store.remote.objects import NoRangesError, ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
@@ -140,33 +139,15 @@ def test_a_web_server_without_ranges_is_called_so_at_once(folder: Path, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["manifest.json", ".extents", ".lines", "prompts/default.safetensors"])
+@pytest.mark.parametrize("name", ["manifest.json", ".extents", ".lines"])
 def test_a_length_of_a_tebibyte_is_refused_before_anything_is_allocated(name: str, old: Path, tmp_path: Path) -> None:
     folder = old
-    (folder / "a" / "prompts").mkdir()
-    (folder / "a" / "prompts" / "default.safetensors").write_bytes(b"x" * 100)
     lies = Schedule([Fault.HUGE_LENGTH] * 100, concerns=lambda path: path.endswith(name))
     with RangeServer(folder, schedule=lies) as server:
-        if name.startswith("prompts"):
-            objects = ObjectFolder.open(f"{server.url}/a")
-            manifest = Store.open(f"{server.url}/a", remote=RemoteOptions(cache=tmp_path / "cache")).manifest
-            (found,) = describe_sets(objects, manifest)
-            assert "bytes, at most" in (found.problem or "")
-        else:
-            error, seconds = read_all(f"{server.url}/a", tmp_path)
-            assert isinstance(error, CorruptError)
-            assert "has 1099511" in str(error)
-            assert seconds < SOON_S
-
-
-def test_an_object_of_two_gibibytes_behind_a_head_of_one_byte_is_not_read(folder: Path, tmp_path: Path) -> None:
-    (folder / "a" / "prompts").mkdir()
-    with (folder / "a" / "prompts" / "default.safetensors").open("wb") as file:
-        file.truncate(2 << 30)
-    with RangeServer(folder, schedule=Schedule([Fault.SHORT_HEAD] * 100)) as server:
-        store = Store.open(f"{server.url}/a", remote=RemoteOptions(cache=tmp_path / "cache"))
-        (found,) = describe_sets(store.folder, store.manifest)
-        assert "has 2147483648 bytes, at most 1 are accepted" in (found.problem or "")
+        error, seconds = read_all(f"{server.url}/a", tmp_path)
+        assert isinstance(error, CorruptError)
+        assert "has 1099511" in str(error)
+        assert seconds < SOON_S
 
 
 @pytest.mark.parametrize("read", [ObjectFolder.read_range, lambda own, *asked: b"".join(map(bytes, own.pieces(*asked)))])
@@ -222,17 +203,6 @@ def test_generations_that_take_longer_than_the_deadline_are_refused(
         generations.newest_generation(ObjectFolder.open(f"file://{tmp_path}", RemoteOptions(deadline_s=0.2)))
     assert generations.FEW_AHEAD < len(asked) < generations.MAX_AHEAD
     assert time.monotonic() - begun < SOON_S
-
-
-def test_a_large_file_that_is_not_of_prompts_is_not_read_whole(folder: Path, tmp_path: Path) -> None:
-    (folder / "a" / "prompts").mkdir()
-    with (folder / "a" / "prompts" / "default.safetensors").open("wb") as file:
-        file.truncate(1 << 30)
-    with RangeServer(folder) as server:
-        store = Store.open(f"{server.url}/a", remote=RemoteOptions(cache=tmp_path / "cache"))
-        (found,) = describe_sets(store.folder, store.manifest)
-        assert "is not a file of prompts" in (found.problem or "")
-        assert server.reset().num_bytes < 4 << 20
 
 
 def test_a_list_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

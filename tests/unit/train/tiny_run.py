@@ -13,8 +13,7 @@ from bucketline.families.family import StoreFacts
 from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
 from bucketline.store import Store
-from bucketline.store.prompts.prompt_file import Prompt, encode_prompts
-from bucketline.store.prompts.prompt_sets import write_set
+from bucketline.store.prompt_file import Prompt, encode_prompts
 from bucketline.train.config import TrainConfig
 from bucketline.train.parallel import TrainRanks
 from tests.kit import CAPTIONS, TOKEN_WIDTH, Sample, add_samples, caption_of, make_sample, store_writer
@@ -90,11 +89,12 @@ def add_to_store(path: Path, added: Iterable[Sample]) -> Store:
     return Store(path, writer.manifest)
 
 
-def write_prompts(path: Path, *prompts: Prompt, name: str = "default") -> None:
-    """Put a set of prompts next to a store of the tests' own captions."""
+def write_prompts(path: Path, *prompts: Prompt, name: str = "prompts.safetensors") -> str:
+    """Write a file of prompts beside a store of the tests' own captions, and return its path."""
     texts = {text for one in prompts for text in (one.prompt, one.negative_prompt)}
     data = encode_prompts(Store.open(path).manifest, prompts, [caption_of(text) for text in sorted(texts)])
-    write_set(path, name, data)
+    path.with_name(name).write_bytes(data)
+    return str(path.with_name(name))
 
 
 def write_unet(folder: Path, *, scheduler: Mapping[str, Json] | None = SCHEDULER, **changes: Json) -> Path:

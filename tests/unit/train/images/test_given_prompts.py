@@ -11,8 +11,7 @@ import pytest
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.store import Store
-from bucketline.store.prompts.prompt_file import decode_prompts
-from bucketline.store.prompts.prompt_sets import read_set, set_names
+from bucketline.store.prompt_file import decode_prompts
 from bucketline.train.images.given_prompts import encode_given
 from bucketline.train.trainer import train
 from tests.commands import call
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", ["sd"], indirect=True)
-def test_texts_and_a_file_are_encoded_once_as_a_set_of_the_store_would_be(packed: Packed, tmp_path: Path) -> None:
+def test_texts_and_a_file_are_encoded_once_as_by_ingest_prompts(packed: Packed, tmp_path: Path) -> None:
     store = Store.open(shutil.copytree(packed.store, tmp_path / "s.store"))
     lines = tmp_path / "lines.txt"
     lines.write_text("the house\na red cat\n", encoding="utf-8")
@@ -39,10 +38,8 @@ def test_texts_and_a_file_are_encoded_once_as_a_set_of_the_store_would_be(packed
         (f"{lines}/2", "a red cat"),
         ("given text/2", "a blue dog"),
     ]
-    assert set_names(store.folder) == [], "the store is as it was"
-    call("ingest", "prompts", lines, store.path, "--model", packed.model, "--name", "same").done()
-    expected = read_set(store.folder, store.manifest, "same")
-    assert expected is not None
+    call("ingest", "prompts", lines, store.path, "--model", packed.model).done()
+    expected = decode_prompts(store.manifest, lines.with_suffix(".safetensors").read_bytes(), "expected")
     kept = asked.output_dir / "prompts"
     before = {path.name: path.stat().st_mtime_ns for path in kept.iterdir()}
     assert len(before) == 4

@@ -1,10 +1,11 @@
-"""The prompts of a store, drawn along a run: the same noise each time, no text encoder, and as the family's pipeline draws."""
+"""Prompts drawn along a run: the same noise each time, no text encoder, and as the family's pipeline draws."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,10 +16,10 @@ from bucketline.families.dit import Dit
 from bucketline.families.flux import Flux
 from bucketline.families.sd3 import Sd3
 from bucketline.families.stable_diffusion import StableDiffusion
-from bucketline.loader import WeightedStore
 from bucketline.store import Store
 from bucketline.train.checkpoint import Start
 from bucketline.train.images import drawing, image_files
+from bucketline.train.images.given_prompts import encode_given
 from bucketline.train.images.pipeline import draw_latents
 from bucketline.train.images.prompts import load_prompts, prompt_batches
 from bucketline.train.models.load import facts_of
@@ -30,8 +31,7 @@ from tests.unit.train.images.test_no_room import no_room
 from tests.unit.train.tiny_run import ALONE, PROMPTS, UNET, config, facts, losses, write_prompts
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from bucketline.store.prompt_file import Prompt
     from bucketline.train.config import TrainConfig
     from bucketline.train.images.image_files import DrawnSample
     from bucketline.train.images.prompts import StoredPrompt
@@ -40,21 +40,18 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def prompted(folder: Path) -> Path:
-    write_prompts(folder / "tiny.store", *PROMPTS)
-    return folder
+def prompted(folder: Path, *prompts: Prompt, **changes: Any) -> TrainConfig:
+    """Return the configuration of a run that draws prompts."""
+    file = write_prompts(folder / "tiny.store", *(prompts or PROMPTS))
+    return config(folder, **{"num_images": 1, "image_prompts": (file,), **changes})
 
 
 def loaded(asked: TrainConfig) -> tuple[StoredPrompt, ...]:
-    shares = [WeightedStore(store=Store.open(path)) for path in asked.store]
-    store = shares[0].store
-    return load_prompts(asked, shares, StableDiffusion(UNET, facts_of(store, store.buckets())))
+    store = Store.open(asked.store[0])
+    return load_prompts(encode_given(asked, store), store, StableDiffusion(UNET, facts_of(store, store.buckets())))
 
 
-def test_grids_of_a_run_have_the_same_noise_and_leave_training_as_it_is(
-    prompted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grids_of_a_run_have_the_same_noise_and_leave_training_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grids: dict[str, list[DrawnSample]] = {}
     write = image_files.write_images
 
@@ -63,20 +60,21 @@ def test_grids_of_a_run_have_the_same_noise_and_leave_training_as_it_is(
         write(samples, sheet, folder)
 
     monkeypatch.setattr(drawing, "write_images", noting)
-    still = config(prompted, max_steps=2, learning_rate=0.0, num_images=1, images_every=1)
+    still = prompted(folder, max_steps=2, learning_rate=0.0, images_every=1)
     train(still, ALONE)
+    name = still.image_prompts[0]
     assert list(grids) == ["step-00000001.png", "images.png"]
     first, last = grids.values()
     assert [(one.entry["id"], one.entry["caption"], one.generated.shape) for one in first] == [
-        ("default/1", "a red barn", (128 // 4, 128 // 4, 3)),
-        ("default/2", "snow", (128 // 4, 64 // 4, 3)),
-        ("default/3", "a red barn", (128 // 4, 128 // 4, 3)),
+        (f"{name}/1", "a red barn", (128 // 4, 128 // 4, 3)),
+        (f"{name}/2", "snow", (128 // 4, 64 // 4, 3)),
+        (f"{name}/3", "a red barn", (128 // 4, 128 // 4, 3)),
     ]
     assert (first[0].generated != first[2].generated).any()
     assert all((before.generated == now.generated).all() for before, now in zip(first, last, strict=True))
     written = json.loads((still.output_dir / "images" / "step-00000001.json").read_bytes())
     assert written[1] == {
-        "id": "default/2",
+        "id": f"{name}/2",
         "caption": "snow",
         "negative_prompt": "rain",
         "seed": 3,
@@ -84,19 +82,19 @@ def test_grids_of_a_run_have_the_same_noise_and_leave_training_as_it_is(
         "width_px": 64,
         "guidance": 4.0,
     }
-    plain = dataclasses.replace(still, output_dir=prompted / "plain", num_images=0)
+    plain = dataclasses.replace(still, output_dir=folder / "plain", num_images=0, image_prompts=())
     train(plain, ALONE)
     assert losses(plain.output_dir) == losses(still.output_dir)
 
 
-def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(prompted: Path) -> None:
-    asked = config(prompted, image_guidance=2.0, num_images=1)
+def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(folder: Path) -> None:
+    asked = prompted(folder, image_guidance=2.0)
     run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     run.close()
     vae = drawing.drawing_vae(asked, Store.open(asked.store[0]))
     assert vae is not None
     first, second = prompt_batches(loaded(asked), 2, 2.0, CPU, run.training.family)
-    assert [[one["id"] for one in own.entries] for own in (first, second)] == [["default/1", "default/3"], ["default/2"]]
+    assert [[str(one["id"])[-1:] for one in own.entries] for own in (first, second)] == [["1", "3"], ["2"]]
     assert (first.guidance, second.guidance, second.noise.shape) == (2.0, 4.0, (1, 2, 16, 8))
     assert first.negative is not None
     assert second.negative is not None
@@ -117,40 +115,36 @@ def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(prompted: 
     assert all(one.negative is None for one in prompt_batches(loaded(asked), 2, 2.0, CPU, told))
 
 
-def test_the_sets_of_all_stores_are_drawn_each_prompt_once_and_those_that_are_named(prompted: Path) -> None:
-    asked = config(prompted, num_images=1)
-    other = shutil.copytree(prompted / "tiny.store", prompted / "other.store")
-    write_prompts(other, PROMPTS[2], dataclasses.replace(PROMPTS[0], prompt="two boats"))
-    write_prompts(other, PROMPTS[1], name="few")
-    both = dataclasses.replace(asked, store=(*asked.store, other))
+def test_the_prompts_of_all_files_are_drawn_each_once(folder: Path) -> None:
+    asked = prompted(folder)
+    other = write_prompts(
+        folder / "tiny.store", PROMPTS[2], dataclasses.replace(PROMPTS[0], prompt="two boats"), name="other.safetensors"
+    )
+    both = dataclasses.replace(asked, image_prompts=(*asked.image_prompts, other))
     assert [one.prompt.prompt for one in loaded(both)] == ["a red barn", "snow", "a red barn", "two boats"]
-    assert [one.id for one in loaded(dataclasses.replace(both, image_prompts=("few",)))] == ["few/1"]
-    assert loaded(dataclasses.replace(both, image_prompts=("captions",))) == ()
-    with pytest.raises(UsageError, match=r"--image-prompts none: .*tiny\.store, .*other\.store has no such set of prompts"):
-        loaded(dataclasses.replace(both, image_prompts=("none",)))
-    flip_bit(other / "prompts" / "default.safetensors", 8 * 700)
-    with pytest.raises(CorruptError, match=r"other\.store/prompts/default\.safetensors"):
-        loaded(both)
+    assert loaded(dataclasses.replace(both, image_prompts=())) == ()
+    flip_bit(Path(other), 8 * 700)
+    changed = dataclasses.replace(both, output_dir=folder / "again")
+    with pytest.raises(CorruptError, match=r"other\.safetensors"):
+        loaded(changed)
 
 
-def test_a_size_that_the_model_cannot_draw_is_refused_before_the_first_step(prompted: Path) -> None:
-    write_prompts(prompted / "tiny.store", dataclasses.replace(PROMPTS[0], width_px=100))
-    with pytest.raises(UsageError, match=r"tiny\.store, prompt default/1: its size is 128x100 px, expected multiples of 8 px"):
-        train(config(prompted, num_images=1), ALONE)
-    write_prompts(prompted / "tiny.store", dataclasses.replace(PROMPTS[0], width_px=136))
-    store = Store.open(prompted / "tiny.store")
+def test_a_size_that_the_model_cannot_draw_is_refused_before_the_first_step(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"prompts\.safetensors, prompt 1: its size is 128x100 px, expected multiples of 8 px"):
+        train(prompted(folder, dataclasses.replace(PROMPTS[0], width_px=100)), ALONE)
+    asked = prompted(folder, dataclasses.replace(PROMPTS[0], width_px=136), output_dir=folder / "other")
+    store = Store.open(asked.store[0])
     sd3 = {"in_channels": 2, "joint_attention_dim": 5, "pooled_projection_dim": 4, "patch_size": 2, "pos_embed_max_size": 64}
-    family = Sd3(sd3, facts(text={"tokens": 5, "pooled": 4}, shows_padding=True))
-    shares = [WeightedStore(store=store)]
+    family, given = Sd3(sd3, facts(text={"tokens": 5, "pooled": 4}, shows_padding=True)), encode_given(asked, store)
     with pytest.raises(UsageError, match="draw its size, 128x136 px, height first: patch_size is 2, expected a divisor of 16"):
-        load_prompts(config(prompted, num_images=1), shares, family)
+        load_prompts(given, store, family)
     with pytest.raises(UsageError, match=r"draw its size, 128x136 px, height first: .*takes only square ones"):
-        load_prompts(config(prompted, num_images=1), shares, Dit({"in_channels": 2}, facts(text={"class_labels": 1})))
+        load_prompts(given, store, Dit({"in_channels": 2}, facts(text={"class_labels": 1})))
 
 
-def test_a_run_without_room_for_its_prompts_is_done_without_them(prompted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_room_for_its_prompts_is_done_without_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing, "draw_latents", no_room)
-    summary = train(config(prompted, num_images=1, images_every=1, max_steps=2), ALONE)
+    summary = train(prompted(folder, images_every=1, max_steps=2), ALONE)
     assert [path.name for path in summary.images] == ["loss.png"]
 
 
@@ -162,12 +156,12 @@ def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_
     """By diffusers' own pipeline, from the texts, with the same noise and scheduler."""
     import diffusers
 
-    store = shutil.copytree(packed.store, tmp_path / "s.store")
     line = {"prompt": "a red cat", "negative_prompt": "the house", "seed": 5, "height": 16, "width": 24, "guidance": 3.0}
     (tmp_path / "p.jsonl").write_text(json.dumps(line), encoding="utf-8")
-    call("ingest", "prompts", tmp_path / "p.jsonl", store, "--model", packed.model).done()
+    call("ingest", "prompts", tmp_path / "p.jsonl", packed.store, "--model", packed.model).done()
+    told_run: dict[str, Any] = {"num_images": 1, "image_prompts": (str(tmp_path / "p.safetensors"),)}
     bare = shutil.copytree(packed.model, tmp_path / "model", ignore=shutil.ignore_patterns("text_encoder*", "tokenizer*"))
-    asked = packed.config(tmp_path / "run", store=(store,), model=bare, num_images=1, image_steps=3)
+    asked = packed.config(tmp_path / "run", model=bare, image_steps=3, **told_run)
     run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     run.close()
     vae = drawing.drawing_vae(asked, run.loader.shares[0].store)
@@ -199,22 +193,22 @@ def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_
 
 @pytest.mark.parametrize("packed", ["dit"], indirect=True)
 def test_a_class_is_drawn_against_the_null_class(packed: Packed, tmp_path: Path) -> None:
-    store = shutil.copytree(packed.store, tmp_path / "s.store")
     (tmp_path / "p.txt").write_text("dog\n2\n", encoding="utf-8")
-    call("ingest", "prompts", tmp_path / "p.txt", store, "--model", packed.model).done()
-    asked = packed.config(tmp_path / "run", store=(store,), max_steps=1, num_images=1)
+    call("ingest", "prompts", tmp_path / "p.txt", packed.store, "--model", packed.model).done()
+    drawn: dict[str, Any] = {"num_images": 1, "image_prompts": (str(tmp_path / "p.safetensors"),)}
+    asked = packed.config(tmp_path / "run", max_steps=1, **drawn)
     train(asked, ALONE)
     written = json.loads((asked.output_dir / "images.json").read_bytes())
     assert [(one["caption"], one["height_px"], one["width_px"]) for one in written] == [("dog", 16, 16), ("2", 16, 16)]
-    opened = Store.open(store)
+    opened = Store.open(packed.store)
     model = json.loads((packed.model / "transformer" / "config.json").read_bytes())
     family = Dit(model, facts_of(opened, opened.buckets()))
-    (one,) = prompt_batches(load_prompts(asked, [WeightedStore(store=opened)], family), 4, 4.0, CPU, family)
+    (one,) = prompt_batches(load_prompts(encode_given(asked, opened), opened, family), 4, 4.0, CPU, family)
     assert one.batch.class_labels is not None
     assert one.negative is not None
     assert one.negative.class_labels is not None
     assert (one.batch.class_labels.tolist(), one.negative.class_labels.tolist()) == ([1, 2], [3, 3])
     (tmp_path / "p.txt").write_text("dog\na dog\n", encoding="utf-8")
-    refused = call("ingest", "prompts", tmp_path / "p.txt", store, "--model", packed.model)
+    refused = call("ingest", "prompts", tmp_path / "p.txt", packed.store, "--model", packed.model)
     assert refused.code == 1
     assert "line 2: 'a dog': caption that the model does not take: 'a dog' is not a class of the model" in refused.err

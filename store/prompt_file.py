@@ -1,4 +1,4 @@
-"""A file of prompts: their texts, seeds and sizes, and the embeddings of the texts as the store has those of captions."""
+"""A file of prompts beside a store: texts, seeds and sizes, and embeddings of the texts as the store has those of captions."""
 
 from __future__ import annotations
 
@@ -121,25 +121,6 @@ def decode_prompts(manifest: Manifest, data: bytes, where: str) -> PromptSet:
         if not {caption_digest(prompt.prompt), caption_digest(prompt.negative_prompt)} <= rows.keys():
             raise CorruptError(f"{where}: it lacks the embedding of prompt {n} or of its negative prompt")
     return PromptSet(prompts=prompts, spec=spec, text=block, rows=rows)
-
-
-def refuse_other_file(begin: bytes, where: str) -> None:
-    """Check the beginning of a file, which has its header, before the rest is read.
-
-    Raises:
-        CorruptError: if it is not a file of prompts.
-    """
-    if PROMPTS_FORMAT.encode() not in begin:
-        raise CorruptError(f"{where} is not a file of prompts; remove it, or write it again by `ingest prompts`")
-
-
-def proof_bytes(data: bytes, where: str) -> int:
-    """Return the length of the beginning of a file that holds its header and the checksums of all that follows.
-
-    Raises:
-        CorruptError: if it is not a file of prompts.
-    """
-    return _paged(data, where).body_begin
 
 
 def _paged(data: bytes, where: str) -> PagedFile:

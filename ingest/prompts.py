@@ -1,4 +1,7 @@
-"""Prompts as a user writes them: a text file with a prompt a line, or JSON lines."""
+"""Encode prompts for the images that a training run draws, as a store has its captions, into a file beside the store.
+
+A prompt is a line of a text file, or of JSON lines.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,96 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import SourceError, UsageError
+from bucketline.errors import FingerprintError, SourceError, UsageError
 from bucketline.files.regular_file import read_regular, why_unread
+from bucketline.pack_options import pack_options
 from bucketline.store.format.block import IMAGE_AXES
-from bucketline.store.prompts.prompt_file import MAX_PROMPTS, Prompt
+from bucketline.store.prompt_file import MAX_PROMPTS, Prompt, encode_prompts
+from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.ingest.encoders.text_columns import CaptionEncoder, TextSettings
     from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.text_block import Caption
+    from bucketline.typed_json import Json
 
-JSON_LINES = (".jsonl", ".json", ".ndjson")
+_BATCH = 8
+_JSON_LINES = (".jsonl", ".json", ".ndjson")
 _MAX_FILE_BYTES = 16 << 20
 _FIELDS = {"prompt": str, "negative_prompt": str, "seed": int, "height": int, "width": int, "guidance": (int, float)}
 
 
-def read_prompts(file: Path, size: tuple[int, int]) -> Iterator[tuple[int, Prompt]]:
+def encoded_prompts(
+    file: Path, manifest: Manifest, where: str, model: ModelFolder, device: str, size: tuple[int, int] | None = None
+) -> tuple[bytes, int, list[str]]:
+    """Return a file of the prompts in a text file, how many they are, and the texts that were cut.
+
+    `manifest`, `where`: of the store whose text encoders, those of `model`, make the embeddings. `size`: height and width in px
+    of prompts without one, by default of the store's bucket with the most training samples.
+
+    Raises:
+        UsageError: if the store has no images or no text embeddings, or there is no such device.
+        SourceError: if the file cannot be read, or a line of it is not a prompt that can be drawn; the message names it.
+        FingerprintError: if other text encoders made the store.
+        ModelError: if the model's cannot be loaded.
+    """
+    if not isinstance(text := manifest.encoders.get("text_encoder"), dict) or not text:
+        raise UsageError(f"{where} has no text embeddings, so no model that is trained on it takes a prompt")
+    lines = list(_lines(file, size or _most_common_size(manifest, where)))
+    for number, prompt in lines:
+        _refuse_size(manifest, f"{file}, line {number}", prompt)
+    from bucketline.ingest.encoders.text.registry import load_caption_encoder  # imports torch
+    from bucketline.ingest.pipeline.model.device import chosen_device, refuse_no_cuda
+
+    refuse_no_cuda(device)
+    encoder = load_caption_encoder(model, chosen_device(device, 0), _settings(manifest, text))
+    if difference := first_difference(text, encoder.provenance, "encoders.text_encoder"):
+        field, expected, found = difference
+        raise FingerprintError(
+            f"{model.name} has {field} = {found!s:.200}, {where} was packed with {expected!s:.200}; name the model that the "
+            "store was packed with"
+        )
+    captions, cut = _encoded(encoder, manifest, file, lines)
+    return encode_prompts(manifest, [prompt for _, prompt in lines], captions), len(lines), cut
+
+
+def _settings(manifest: Manifest, text: dict[str, Json]) -> TextSettings:
+    """Return the settings with which a store's captions were encoded."""
+    from bucketline.ingest.encoders.text_columns import TextSettings
+
+    options = pack_options({"encoders": manifest.encoders})
+    length = options.get("--max-tokens")
+    return TextSettings(
+        stored_dtype=str(text.get("stored_dtype")),
+        encode_dtype=str(options.get("--encode-dtype") or "F32"),
+        max_tokens=length if isinstance(length, int) else None,
+        is_plain=options.get("--text") is not None,
+    )
+
+
+def _encoded(
+    encoder: CaptionEncoder, manifest: Manifest, file: Path, lines: Sequence[tuple[int, Prompt]]
+) -> tuple[list[Caption], list[str]]:
+    """Return the embeddings of all texts, each once, and the prompts and negative prompts that were cut."""
+    from bucketline.ingest.images.rejects import RejectedError
+    from bucketline.ingest.pipeline.captions import FreshCaptions
+
+    wanted = {text: number for number, prompt in reversed(lines) for text in (prompt.negative_prompt, prompt.prompt)}
+    texts, captions, cut = sorted(wanted, key=lambda text: wanted[text]), list[Any](), list[str]()
+    for text, found in zip(texts, FreshCaptions(encoder, manifest.text.spec(), _BATCH).of(texts), strict=True):
+        if isinstance(found, RejectedError):
+            raise SourceError(f"{file}, line {wanted[text]}: {text[:80]!r}: {found}; change the prompt")
+        captions.append(found.caption)
+        if found.is_truncated or found.cuts:
+            cut.append(text)
+    return captions, cut
+
+
+def _lines(file: Path, size: tuple[int, int]) -> Iterator[tuple[int, Prompt]]:
     """Yield the prompts of a file, each with the number of its line; empty lines are passed over.
 
     A line is a prompt, or in a file whose name ends in .jsonl a JSON object of `prompt`, `negative_prompt`, `seed`, `height`,
@@ -44,11 +120,11 @@ def read_prompts(file: Path, size: tuple[int, int]) -> Iterator[tuple[int, Promp
         if not line.strip():
             continue
         item = f"{file}, line {number}"
-        is_json = file.suffix.lower() in JSON_LINES
+        is_json = file.suffix.lower() in _JSON_LINES
         found: dict[str, Any] = _json_line(item, line) if is_json else {"prompt": line.strip()}
         num_found += 1
         if num_found > MAX_PROMPTS:
-            raise SourceError(f"{item}: a set has at most {MAX_PROMPTS} prompts; an image is drawn of each of them every time")
+            raise SourceError(f"{item}: at most {MAX_PROMPTS} prompts are drawn")
         seed = found.get("seed", num_same[found["prompt"]])
         num_same[found["prompt"]] += 1
         try:
@@ -66,7 +142,7 @@ def read_prompts(file: Path, size: tuple[int, int]) -> Iterator[tuple[int, Promp
         except (ValueError, OverflowError) as error:
             raise SourceError(f"{item}: {error}; correct the line") from error
     if not num_found:
-        raise SourceError(f"{file} has no prompts, expected one per line; to do without a set, remove its file from the store")
+        raise SourceError(f"{file} has no prompts, expected one per line")
 
 
 def _json_line(item: str, line: str) -> dict[str, Any]:
@@ -89,7 +165,7 @@ def _json_line(item: str, line: str) -> dict[str, Any]:
     return found
 
 
-def most_common_size(manifest: Manifest, where: str) -> tuple[int, int]:
+def _most_common_size(manifest: Manifest, where: str) -> tuple[int, int]:
     """Return height and width in px of the bucket with the most training samples, of several the first by name.
 
     Raises:
@@ -107,7 +183,7 @@ def most_common_size(manifest: Manifest, where: str) -> tuple[int, int]:
     return height_px, width_px
 
 
-def refuse_size(manifest: Manifest, item: str, prompt: Prompt) -> None:
+def _refuse_size(manifest: Manifest, item: str, prompt: Prompt) -> None:
     """Check that a prompt's size is one of the store's latents.
 
     Raises:

@@ -13,7 +13,7 @@ import pytest
 from bucketline.errors import CorruptError, FingerprintError, StoreError
 from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.text_block import encode_text_block, quantised_caption
-from bucketline.store.prompts.prompt_file import PROMPTS_FORMAT, Prompt, PromptSet, decode_prompts, encode_prompts
+from bucketline.store.prompt_file import PROMPTS_FORMAT, Prompt, PromptSet, decode_prompts, encode_prompts
 from bucketline.store.shard.sidecar import encode_paged
 from tests.kit import TEXT, caption_of, embedding, quantised, read_with_safetensors, samples_of
 
