@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from bucketline.command_line import counted, human_bytes, print_json
 from bucketline.errors import UsageError
-from bucketline.option_value import ByteSize  # noqa: TC001 - a command's types are read at run time
+from bucketline.option_value import ByteSize
 from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 

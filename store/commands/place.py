@@ -45,8 +45,8 @@ def local_place(text: str) -> Path:
 
 
 LocalStore = Annotated[Path, Arg(metavar="STORE", read=local_place)]
+NewStore = Annotated[Path, Arg(metavar="OUT", read=local_place)]
 StorePlace = Annotated[Path | str, Arg(metavar="STORE", read=store_place)]
-OutPlace = Annotated[Path | str, Arg(metavar="OUT", read=store_place)]
 StoreUrl = Annotated[Path | str, Arg(metavar="URL", read=store_place)]
 USUAL_SHARD = ByteSize(num_bytes=2 << 30)
 

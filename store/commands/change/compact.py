@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from bucketline.command_line import counted, human_bytes, one_line, print_json
 from bucketline.errors import UsageError
 from bucketline.option_value import ByteSize, Duration
-from bucketline.options import Positional  # noqa: TC001 - commands read their annotations at run time
+from bucketline.options import Positional
 from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
