@@ -71,7 +71,6 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
     [
         ((), "error: no batch size given: pass --batch: rows, such as 8, or as many as fit 4MP"),
         (("--batch", 0), "--batch is '0', expected rows, such as 8, or"),
-        (("--batch-size", 9), "there is no option --batch-size; here it is --batch"),
         (("--batch", 1, "--epochs", 10**14), "--epochs is 100000000000000, expected 1 to 100000"),
         (("--batch", 1, "--window", "all"), "all"),
         (("--batch", 1, "--split", "train:keep"), "--split is 'train:keep', expected a split, such as val, or with carry or"),

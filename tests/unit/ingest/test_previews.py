@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +11,6 @@ from bucketline.bench.fixtures.photographs import PHOTOGRAPHS
 from tests.commands import ROOT, Ran, call
 from tests.models import write_model
 from tests.photographs import photograph
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow  # it encodes photographs
 

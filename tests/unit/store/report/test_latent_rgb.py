@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bucketline.errors import UsageError
-from bucketline.store.report.latent_rgb import LATENT_RGB, false_colours, fit, published_for, read_factors, rms_error, scaled
+from bucketline.store.report.latent_rgb import (
+    LATENT_RGB,
+    LatentRgb,
+    false_colours,
+    fit,
+    published_for,
+    read_factors,
+    rms_error,
+    scaled,
+)
 from bucketline.store.report.published_vaes import PUBLISHED, vae_family_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from bucketline.store.report.latent_rgb import LatentRgb
 
 
 def provenance(name: str) -> dict[str, Any]:
