@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from bucketline.command_line import counted, print_json, refuse_below
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 
@@ -22,19 +21,19 @@ class PreviewsCommand(ReadingArguments):
     Example: ingest previews photos.store --model stable-diffusion-v1-5 -o previews.html --save-factors factors.json
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Folder or URL of the store."""
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
+    model: Annotated[str, Arg(metavar="MODEL")]
     """Model that the store was packed with, as for `ingest pack`; only vae/ is used."""
-    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")]
+    output: Annotated[Path, Arg(aliases=("-o",), metavar="HTML")]
     """HTML file to write; a page of an earlier run is replaced."""
-    save_factors: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    save_factors: Annotated[Path | None, Arg(metavar="FILE")] = None
     """JSON file to write the fitted factors to; must not exist yet."""
     samples: int = 48
     """Samples to decode, drawn by hash."""
-    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
+    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
     """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object."""

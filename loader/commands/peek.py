@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from bucketline.command_line import counted, print_json
 from bucketline.loader.commands.planned_options import PlannedOptions
+from bucketline.options import Arg
 from bucketline.store.commands.place import shown
 
 
@@ -28,13 +27,13 @@ class Peek(PlannedOptions):
 
     step: int
     """Optimizer step, from 0."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")]
+    output: Annotated[Path, Arg(aliases=("-o",), metavar="HTML")]
     """HTML file to write; a page of an earlier run is replaced."""
     caption_dropout: float = 0.0
     """Probability of replacing a caption with the empty one."""
     flip: float = 0.0
     """Probability of a horizontal flip; requires a store packed with --flip."""
-    preview_factors: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    preview_factors: Annotated[Path | None, Arg(metavar="FILE")] = None
     """RGB factors that `ingest previews --save-factors` wrote, for a VAE that has no published ones."""
     json: bool = False
     """Print the ids and captions as one JSON object."""
